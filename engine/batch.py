@@ -1,0 +1,67 @@
+"""The one record that flows from the data loader through the model to the loss.
+
+Rows are slots of the global batch, columns are positions in a row. Layers see the rows flattened to T = B * S tokens,
+row after row. Nothing here knows about ranks: a rank's batch is a selection of slots.
+
+Legend: B rows (micro-batch), S columns (row length), T = B * S, D documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+IGNORE_LABEL = -100
+"""Label of a position that carries no loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One micro-batch.
+
+    Args:
+        tokens_BS: int64 token ids. Ignored where `embeddings_TH` is given.
+        labels_BS: int64, already shifted: the token that position s must predict, or IGNORE_LABEL. The last position
+            of a document never has a target.
+        positions_BS: int64 position inside its document, from 0; what rotary embeddings read.
+        token_index_BS: int64 slot_in_global_batch * seq_length + column: the coordinate that dropout is a function of,
+            so that packing, accumulation and the layout cannot change a mask. `seq_length` is the configured one, even
+            where the row is shorter.
+        loss_weights_BS: float32 weight of each target; exactly 0 where the label is IGNORE_LABEL.
+        document_offsets: int32 [D + 1], cumulative lengths of the documents over the flattened T tokens, from 0 to T.
+            Attention never crosses them. Every row starts a document; padding at a row's end belongs to its last one.
+        document_lengths: the same on the host, so that nothing has to wait for the device.
+        embeddings_TH: optional input embeddings that replace the embedding lookup.
+    """
+
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    positions_BS: Tensor
+    token_index_BS: Tensor
+    loss_weights_BS: Tensor
+    document_offsets: Tensor
+    document_lengths: tuple[int, ...]
+    embeddings_TH: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens_BS.shape[0]
+
+    @property
+    def row_length(self) -> int:
+        return self.tokens_BS.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_BS.numel()
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on `device`; copies are asynchronous where the source is pinned."""
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)

@@ -1,0 +1,117 @@
+"""What part of a logical tensor a rank holds: pure data, no process groups.
+
+Every parameter of the engine has a logical name, a global shape, and on each rank one `ShardSpec`. Checkpoints, the
+optimizer, clipping, export and initialisation read that one record, so none of them has rules of its own about
+tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A contiguous run along the sharded dimension: global [global_offset, +length) lies at local [local_offset, +length)."""
+
+    global_offset: int
+    local_offset: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSpec:
+    """Where a rank's tensor lies in the whole, and what its gradient still needs.
+
+    Args:
+        global_shape: shape of the whole tensor, without padding.
+        local_shape: shape of what this rank holds, with padding.
+        dim: the sharded dimension, or None when every rank holds the whole tensor.
+        pieces: runs along `dim`; rows of the local tensor that no piece covers are padding (zero, never saved).
+        encoding: how the bytes mean numbers: "plain", later codes and scales of quantised bases.
+        grad_reduce: names of the groups over which this rank's gradient is still a partial sum after backward
+            ("tp", "kv_replica"); the data-parallel sum is implied for all.
+        replicated: names of the groups whose ranks hold equal copies of this tensor.
+        owner: whether this rank is the one that saves the tensor and counts it in the gradient norm.
+    """
+
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dim: int | None = None
+    pieces: tuple[Piece, ...] = ()
+    encoding: str = "plain"
+    grad_reduce: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
+    owner: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dim is None:
+            assert self.local_shape == self.global_shape and not self.pieces, self
+        else:
+            for piece in self.pieces:
+                assert piece.length > 0 and piece.global_offset >= 0 and piece.local_offset >= 0, self
+                assert piece.global_offset + piece.length <= self.global_shape[self.dim], self
+                assert piece.local_offset + piece.length <= self.local_shape[self.dim], self
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some local entries belong to no piece."""
+        return self.dim is not None and sum(piece.length for piece in self.pieces) < self.local_shape[self.dim]
+
+
+class NamedShard(NamedTuple):
+    """A logical tensor's name, this rank's part of it, and where that part lies."""
+
+    name: str
+    tensor: Tensor
+    spec: ShardSpec
+
+
+def replicated_spec(
+    shape: tuple[int, ...], *, rank: int, size: int, grad_reduce: tuple[str, ...] = (), group: str = "tp"
+) -> ShardSpec:
+    """The whole tensor on each of the `size` ranks of `group`; rank 0 owns it."""
+    return ShardSpec(
+        global_shape=shape,
+        local_shape=shape,
+        grad_reduce=grad_reduce if size > 1 else (),
+        replicated=(group,) if size > 1 else (),
+        owner=rank == 0,
+    )
+
+
+def split_spec(shape: tuple[int, ...], dim: int, *, rank: int, size: int, what: str) -> ShardSpec:
+    """An even split of `dim` over `size` ranks.
+
+    Raises:
+        UserError: the dimension does not divide; names the value to change.
+    """
+    length = shape[dim]
+    if length % size:
+        raise UserError(
+            f"{what} is {length}, which does not divide over parallel.tensor {size}: "
+            f"use a parallel.tensor that divides {length}."
+        )
+    part = length // size
+    local = (*shape[:dim], part, *shape[dim + 1 :])
+    pieces = (Piece(rank * part, 0, part),)
+    return ShardSpec(global_shape=shape, local_shape=local, dim=dim, pieces=pieces)
+
+
+def padded_split_spec(shape: tuple[int, ...], dim: int, *, rank: int, size: int) -> ShardSpec:
+    """A split of `dim` into equal local parts of ceil(length / size); the last ranks' surplus is padding.
+
+    Used for vocabularies, which seldom divide.
+    """
+    length = shape[dim]
+    part = -(-length // size)
+    start = min(rank * part, length)
+    held = min(part, length - start)
+    local = (*shape[:dim], part, *shape[dim + 1 :])
+    pieces = (Piece(start, 0, held),) if held else ()
+    return ShardSpec(global_shape=shape, local_shape=local, dim=dim, pieces=pieces)

@@ -1,0 +1,9 @@
+"""The one exception that is meant for the person at the keyboard.
+
+`UserError` carries a sentence that says what was given, what was expected and what to change. Command lines print
+that sentence once and exit with status 2; anything else that escapes is a defect and keeps its traceback.
+"""
+
+
+class UserError(ValueError):
+    """Something the user gave cannot work; the message is the whole explanation, one sentence, no traceback needed."""

@@ -1,0 +1,1 @@
+"""Ranks, process groups and collectives. Knows tensors and groups; nothing of models."""

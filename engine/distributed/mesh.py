@@ -1,0 +1,125 @@
+"""The mesh: one process group per axis, handed out explicitly.
+
+Built once at launch on torch's DeviceMesh. Layers receive the `Axis` they communicate on as an argument; there is no
+module-level group state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from engine.distributed.ranks import AXES, RankGrid, kv_replica_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of the mesh as a rank sees it.
+
+    Args:
+        name: "tp", "cp", "dp", "pp", or a subgroup's name.
+        size, rank: number of ranks on the axis and this one's place.
+        group: the process group; None when there is nobody to talk to (size 1, or shapes only).
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """The axes of this rank.
+
+    Args:
+        grid: sizes of all axes.
+        tp, cp, dp, pp: the axes.
+        dp_cp: data and context parallel ranks together: those that sum gradients.
+        kv_replica: tensor-parallel ranks that hold the same key/value heads (size 1 unless kv heads < tp).
+    """
+
+    grid: RankGrid
+    tp: Axis
+    cp: Axis
+    dp: Axis
+    pp: Axis
+    dp_cp: Axis
+    kv_replica: Axis
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this is global rank 0, the one that prints and writes shared files."""
+        return all(axis.rank == 0 for axis in (self.tp, self.cp, self.dp, self.pp))
+
+    def axis(self, name: str) -> Axis:
+        """The axis called `name`, as a ShardSpec names it."""
+        return {"tp": self.tp, "kv_replica": self.kv_replica, "pp": self.pp, "dp": self.dp, "cp": self.cp}[name]
+
+
+def single_process_mesh() -> Mesh:
+    """A mesh of one rank without any process group."""
+    return shape_mesh(RankGrid())
+
+
+def shape_mesh(grid: RankGrid, rank: int = 0, num_kv_heads: int | None = None) -> Mesh:
+    """A mesh without process groups: enough to ask for the shapes that `rank` would hold."""
+    place = grid.coordinates(rank)
+    copies = 1 if num_kv_heads is None else max(1, grid.tp // num_kv_heads)
+    return Mesh(
+        grid=grid,
+        tp=Axis("tp", grid.tp, place["tp"]),
+        cp=Axis("cp", grid.cp, place["cp"]),
+        dp=Axis("dp", grid.dp, place["dp"]),
+        pp=Axis("pp", grid.pp, place["pp"]),
+        dp_cp=Axis("dp_cp", grid.dp * grid.cp, place["dp"] * grid.cp + place["cp"]),
+        kv_replica=Axis("kv_replica", copies, place["tp"] % copies),
+    )
+
+
+def build_mesh(grid: RankGrid, *, device_type: str, num_kv_heads: int) -> Mesh:
+    """Makes the process groups. Collective: every rank of the default group calls it.
+
+    Args:
+        grid: axis sizes; their product is the world size.
+        device_type: "cuda" or "cpu".
+        num_kv_heads: of the model, to form the key/value replica groups.
+    """
+    if grid.world_size == 1:
+        return single_process_mesh()
+    device_mesh = init_device_mesh(device_type, grid.shape, mesh_dim_names=AXES)
+    rank = dist.get_rank()
+
+    def axis(name: str) -> Axis:
+        size = device_mesh.size(AXES.index(name))
+        return Axis(name, size, device_mesh.get_local_rank(name), device_mesh.get_group(name) if size > 1 else None)
+
+    return Mesh(
+        grid=grid,
+        tp=axis("tp"),
+        cp=axis("cp"),
+        dp=axis("dp"),
+        pp=axis("pp"),
+        dp_cp=_subgroup("dp_cp", grid.groups("dp", "cp"), rank),
+        kv_replica=_subgroup("kv_replica", _kv_groups(grid, num_kv_heads), rank),
+    )
+
+
+def _kv_groups(grid: RankGrid, num_kv_heads: int) -> list[list[int]]:
+    places = kv_replica_ranks(grid.tp, num_kv_heads)
+    return [[tensor_group[place] for place in replica] for tensor_group in grid.groups("tp") for replica in places]
+
+
+def _subgroup(name: str, groups: list[list[int]], rank: int) -> Axis:
+    """The group of `groups` that holds this rank; every rank makes all of them, in the same order."""
+    mine = next(group for group in groups if rank in group)
+    if len(mine) == 1:
+        return Axis(name)
+    handle = None
+    for group in groups:
+        made = dist.new_group(group)
+        if rank in group:
+            handle = made
+    return Axis(name, len(mine), mine.index(rank), handle)

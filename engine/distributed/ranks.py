@@ -1,0 +1,54 @@
+"""Rank arithmetic: which ranks share an axis of the mesh. Pure; no process groups, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AXES = ("pp", "dp", "cp", "tp")
+"""Mesh axes from the slowest-varying to the fastest: tensor-parallel neighbours are neighbouring ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankGrid:
+    """Sizes of the mesh axes: tensor, context, data and pipeline parallelism."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Sizes in the order of AXES."""
+        return (self.pp, self.dp, self.cp, self.tp)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of a global rank on every axis."""
+        coordinates: dict[str, int] = {}
+        for axis, size in reversed(list(zip(AXES, self.shape, strict=True))):
+            coordinates[axis] = rank % size
+            rank //= size
+        return coordinates
+
+    def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """Global rank at a position."""
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """All sets of ranks that differ only along `axes`, each in rank order."""
+        sets: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            coordinates = self.coordinates(rank)
+            key = tuple(coordinates[axis] for axis in AXES if axis not in axes)
+            sets.setdefault(key, []).append(rank)
+        return list(sets.values())
+
+
+def kv_replica_ranks(tensor_size: int, num_kv_heads: int) -> list[list[int]]:
+    """Tensor-parallel ranks that hold the same key/value heads, when there are fewer heads than ranks."""
+    copies = max(1, tensor_size // num_kv_heads)
+    return [list(range(start, start + copies)) for start in range(0, tensor_size, copies)]

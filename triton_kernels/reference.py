@@ -1,0 +1,106 @@
+"""The plain-torch specification of every op: forward and backward as ordinary functions, no autograd.
+
+Faster backends are compared with these, and the CPU path starts from them. Statistics and reductions are fp32 (or
+fp64 for fp64 inputs); results have the input's dtype.
+
+Legend: T tokens, F features, H heads, D head dimension, V vocabulary rows held here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype statistics are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rmsnorm_forward(x_TF: Tensor, weight_F: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y = x / sqrt(mean(x^2) + eps) * w (Zhang & Sennrich, arXiv 1910.07467).
+
+    Returns:
+        y [..., F] and the reciprocal root mean square [..., 1] that backward needs.
+    """
+    wide = x_TF.to(_wide(x_TF.dtype))
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * rstd).to(x_TF.dtype) * weight_F, rstd
+
+
+def rmsnorm_backward(dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T1: Tensor) -> Tensor:
+    """dx = rstd * (g - xhat * mean(g * xhat)), g = dy * w, xhat = x * rstd."""
+    wide = _wide(x_TF.dtype)
+    xhat = x_TF.to(wide) * rstd_T1
+    g = dy_TF.to(wide) * weight_F.to(wide)
+    return (g - xhat * (g * xhat).mean(-1, keepdim=True)).mul_(rstd_T1).to(x_TF.dtype)
+
+
+def rmsnorm_weight_gradient(dy_TF: Tensor, x_TF: Tensor, rstd_T1: Tensor) -> Tensor:
+    """dw = sum over tokens of dy * xhat, in the wide dtype, [F]."""
+    wide = _wide(x_TF.dtype)
+    return (dy_TF.to(wide) * x_TF.to(wide) * rstd_T1).flatten(0, -2).sum(0)
+
+
+def swiglu_forward(gate_up_T2F: Tensor) -> Tensor:
+    """silu(gate) * up for [gate | up] side by side (Shazeer, arXiv 2002.05202)."""
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def swiglu_backward(dy_TF: Tensor, gate_up_T2F: Tensor) -> Tensor:
+    """[dgate | dup]; silu'(g) = s (1 + g (1 - s)), s = sigmoid(g)."""
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    out = torch.empty_like(gate_up_T2F)
+    dgate, dup = out.chunk(2, dim=-1)
+    torch.mul(dy_TF, silu, out=dup)
+    # sigmoid + silu - silu * sigmoid, written so that no more than one temporary lives
+    slope = torch.addcmul(sigmoid + silu, silu, sigmoid, value=-1)
+    torch.mul(slope.mul_(up), dy_TF, out=dgate)
+    return out
+
+
+def rope_tables(positions_T: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, D / 2] in fp32 for int64 positions (Su et al., arXiv 2104.09864)."""
+    angles = positions_T.to(torch.float32)[:, None] * inverse_frequencies[None, :]
+    return angles.cos(), angles.sin()
+
+
+def rope_rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, out_THD: Tensor, *, inverse: bool = False) -> None:
+    """Half-split rotation of each head into `out` (which may not alias `x`); `inverse` turns the other way."""
+    half = x_THD.shape[-1] // 2
+    first, second = x_THD[..., :half], x_THD[..., half:]
+    cos, sin = cos[:, None, :], -sin[:, None, :] if inverse else sin[:, None, :]
+    out_THD[..., :half] = first * cos - second * sin
+    out_THD[..., half:] = second * cos + first * sin
+
+
+def cross_entropy_statistics(logits_TV: Tensor, targets_T: Tensor, row_max_T: Tensor) -> tuple[Tensor, Tensor]:
+    """What a vocabulary shard adds to the loss, given the maximum over the whole vocabulary.
+
+    Overwrites `logits` with exp(logits - max), which backward reuses.
+
+    Args:
+        logits_TV: fp32 logits of the rows held here.
+        targets_T: int64 target as a row of this shard; out of range where the target lies elsewhere.
+        row_max_T: fp32 maximum over the whole vocabulary.
+
+    Returns:
+        sum of exponentials [T] and the shifted target logit [T] (0 where the target lies elsewhere).
+    """
+    logits_TV.sub_(row_max_T[:, None])
+    here = (targets_T >= 0) & (targets_T < logits_TV.shape[1])
+    index = torch.where(here, targets_T, 0)[:, None]
+    target_logit = torch.where(here, logits_TV.gather(1, index)[:, 0], 0.0)
+    logits_TV.exp_()
+    return logits_TV.sum(-1), target_logit
+
+
+def cross_entropy_backward(exponentials_TV: Tensor, targets_T: Tensor, total_T: Tensor, scale_T: Tensor) -> Tensor:
+    """d loss / d logits = (softmax - onehot) * scale, written over the exponentials that forward left."""
+    here = (targets_T >= 0) & (targets_T < exponentials_TV.shape[1])
+    index = torch.where(here, targets_T, 0)[:, None]
+    exponentials_TV.mul_((scale_T / total_T)[:, None])
+    return exponentials_TV.scatter_add_(1, index, torch.where(here, -scale_T, 0.0)[:, None])

@@ -1,0 +1,49 @@
+"""The configuration of a run: frozen records per concern, rules between them, YAML and command-line loading.
+
+Nothing here imports torch, so that `--help` and a refusal are quick.
+"""
+
+from engine.config.checkpoint import CheckpointOptions
+from engine.config.data import DataOptions
+from engine.config.load import from_yaml, load_config, parse_config, to_yaml
+from engine.config.log import LogOptions
+from engine.config.lora import BLOCK_LINEARS, LoraOptions
+from engine.config.matching import matches_target, matches_trainable, require_matched, unmatched_patterns
+from engine.config.model import ModelOptions
+from engine.config.optim import OptimOptions
+from engine.config.parallel import ParallelOptions
+from engine.config.rules import (
+    check_config,
+    check_files,
+    check_world,
+    data_parallel_size,
+    gradient_accumulation_steps,
+)
+from engine.config.run import RunConfig
+from engine.config.train import TrainOptions
+
+__all__ = [
+    "BLOCK_LINEARS",
+    "CheckpointOptions",
+    "DataOptions",
+    "LogOptions",
+    "LoraOptions",
+    "ModelOptions",
+    "OptimOptions",
+    "ParallelOptions",
+    "RunConfig",
+    "TrainOptions",
+    "check_config",
+    "check_files",
+    "check_world",
+    "data_parallel_size",
+    "from_yaml",
+    "gradient_accumulation_steps",
+    "load_config",
+    "matches_target",
+    "matches_trainable",
+    "parse_config",
+    "require_matched",
+    "to_yaml",
+    "unmatched_patterns",
+]

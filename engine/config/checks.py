@@ -1,0 +1,53 @@
+"""Small range checks shared by the option sections: each raises one sentence that names the field, value and fix."""
+
+from __future__ import annotations
+
+import math
+
+from engine.errors import UserError
+
+
+def require(condition: bool, sentence: str) -> None:
+    """Raise `sentence` for the user unless `condition` holds.
+
+    Raises:
+        UserError: the condition does not hold.
+    """
+    if not condition:
+        raise UserError(sentence)
+
+
+def require_at_least(field: str, value: int, minimum: int, hint: str) -> None:
+    """`value` must be a whole number >= `minimum`; `hint` says what to set instead.
+
+    Raises:
+        UserError: it is smaller.
+    """
+    require(value >= minimum, f"{field} is {value}, but it must be {minimum} or more: {hint}.")
+
+
+def require_positive(field: str, value: float, hint: str) -> None:
+    """`value` must be a finite number above 0.
+
+    Raises:
+        UserError: it is not.
+    """
+    require(math.isfinite(value) and value > 0, f"{field} is {value}, but it must be a number above 0: {hint}.")
+
+
+def require_not_negative(field: str, value: float, hint: str) -> None:
+    """`value` must be a finite number, 0 or more.
+
+    Raises:
+        UserError: it is not.
+    """
+    require(math.isfinite(value) and value >= 0, f"{field} is {value}, but it must be 0 or more: {hint}.")
+
+
+def require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    """`value` must be one of `choices`.
+
+    Raises:
+        UserError: it is not.
+    """
+    require(value in choices, f"{field} is {value!r}, but it must be one of {', '.join(choices)}: choose one of them.")

@@ -1,0 +1,49 @@
+"""Which text is trained on, and how it becomes rows of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config.checks import require, require_at_least, require_choice
+
+FORMATS = ("auto", "text", "completion", "alpaca", "sharegpt", "messages")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataOptions:
+    """Data: which text, and how it becomes rows of tokens.
+
+    Args:
+        train: File with the training samples: .jsonl, .json or .txt.
+        validation: File with the samples that are evaluated; null evaluates nothing.
+        format: Shape of a record. "text" has text; "completion" has prompt and completion; "alpaca" has
+            instruction, input and output; "sharegpt" has conversations; "messages" has messages with roles, which go
+            through the tokenizer's chat template. "auto" looks at the fields of the first record.
+        seq_length: Tokens in a row, at most.
+        packing: Put several samples in one row; attention never crosses from one to another.
+        overlong: What happens to a sample longer than data.seq_length. "truncate" cuts its end off, "drop" leaves it
+            out (both are counted and reported), "error" stops.
+        mask_prompt: Take the loss only on the answer (completion, output, assistant turns); false takes it on
+            everything.
+        num_workers: Background workers that prepare batches; 0 prepares them in the training process.
+        tokenizer: Folder or sentencepiece .model file of the tokenizer; null takes the one in model.path.
+    """
+
+    train: str | None = None
+    validation: str | None = None
+    format: Literal["auto", "text", "completion", "alpaca", "sharegpt", "messages"] = "auto"
+    seq_length: int = 2048
+    packing: bool = False
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    mask_prompt: bool = True
+    num_workers: int = 1
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("data.format", self.format, FORMATS)
+        require_choice("data.overlong", self.overlong, ("truncate", "drop", "error"))
+        require_at_least("data.seq_length", self.seq_length, 2, "use for example 2048")
+        require_at_least("data.num_workers", self.num_workers, 0, "use for example 1")
+        for name, path in (("train", self.train), ("validation", self.validation), ("tokenizer", self.tokenizer)):
+            require(path != "", f"data.{name} is empty, but a path is expected: give a path, or null for none.")

@@ -1,0 +1,141 @@
+"""Configuration files and option names, checked before their values are: unknown names get a suggestion.
+
+The names come from the dataclasses alone, so there is no second list to keep.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from engine.config.checks import require
+from engine.config.run import RunConfig
+from engine.errors import UserError
+
+
+def sections() -> dict[str, type]:
+    """Section name -> its dataclass, in the order of `RunConfig`."""
+    return {name: kind for name, kind in get_type_hints(RunConfig).items() if is_dataclass(kind)}
+
+
+def option_types() -> dict[str, Any]:
+    """Full option name (`parallel.tensor`, `trainable`) -> its type."""
+    types: dict[str, Any] = {}
+    for name, kind in get_type_hints(RunConfig).items():
+        if is_dataclass(kind):
+            hints = get_type_hints(kind)
+            types |= {f"{name}.{field.name}": hints[field.name] for field in fields(kind)}
+        else:
+            types[name] = kind
+    return types
+
+
+def check_argument_names(argv: Sequence[str], extra: Iterable[str]) -> None:
+    """Refuse options of the command line that do not exist.
+
+    Args:
+        argv: the arguments, without the program's name.
+        extra: option names that are not fields of the configuration ("config").
+
+    Raises:
+        UserError: names the option and the closest one that exists.
+    """
+    known = [*option_types(), *extra]
+    for argument in argv:
+        if argument.startswith("--"):
+            name = argument[2:].partition("=")[0]
+            require(name in known, f"--{name} is not an option{_suggest(name, known, prefix='--')}.")
+
+
+def check_file(path: str) -> None:
+    """Refuse a configuration file that cannot be read, is not YAML, or has keys that do not exist.
+
+    Raises:
+        UserError: names the file and what is wrong with it.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise UserError(f"--config {path} cannot be read ({reason}): give the path of a YAML file.") from None
+    check_text(text, f"--config {path}")
+
+
+def check_text(text: str, source: str) -> None:
+    """Refuse YAML text that is malformed or has keys that do not exist.
+
+    Args:
+        text: the YAML document.
+        source: how the message calls it, such as "--config run.yaml".
+
+    Raises:
+        UserError: names the place and what is wrong with it.
+    """
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{source} is not valid YAML{_place(error)}: mend that line.") from None
+    if node is None:
+        return
+    require(
+        isinstance(node, yaml.MappingNode),
+        f"{source} holds a {_kind(node)}, but sections such as `model:` and `parallel:` are expected: "
+        "write one section per concern.",
+    )
+    top = [*sections(), *(name for name in option_types() if "." not in name)]
+    for name, value in _items(node, source):
+        require(name in top, f"{source} has the unknown key {name}{_suggest(name, [*top, *option_types()])}.")
+        if name in sections():
+            _check_section(name, value, source)
+
+
+def _check_section(section: str, node: yaml.Node, source: str) -> None:
+    known = [name for name in option_types() if name.startswith(f"{section}.")]
+    require(
+        isinstance(node, yaml.MappingNode),
+        f"{source} gives {section} a {_kind(node)}, but {section} is a section: write its options below it, such as "
+        f"`{known[0].partition('.')[2]}:`.",
+    )
+    for name, _ in _items(node, source):
+        full = f"{section}.{name}"
+        candidates = [*known, *option_types()]
+        require(full in known, f"{source} has the unknown key {full}{_suggest(full, candidates)}.")
+
+
+def _items(node: yaml.Node, source: str) -> list[tuple[str, yaml.Node]]:
+    """Keys and values of a mapping; a key given twice is refused because the first would be lost in silence."""
+    assert isinstance(node, yaml.MappingNode)
+    items: dict[str, yaml.Node] = {}
+    for key, value in node.value:
+        name = str(key.value)
+        require(
+            name not in items,
+            f"{source} has the key {name} a second time in line {key.start_mark.line + 1}: keep one of the two.",
+        )
+        items[name] = value
+    return list(items.items())
+
+
+def _place(error: yaml.YAMLError) -> str:
+    """Where and why the text cannot be parsed, as far as the parser knows."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return ""
+    return f" in line {error.problem_mark.line + 1} ({error.problem})"
+
+
+def _kind(node: yaml.Node) -> str:
+    return {yaml.SequenceNode: "list", yaml.MappingNode: "mapping"}.get(type(node), "single value")
+
+
+def _suggest(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """The end of a sentence: the closest known name, or where to look."""
+    leaf = name.rpartition(".")[2]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    close = close or [option for option in known if option.rpartition(".")[2] == leaf]
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f": did you mean {prefix}{close[0]}" if close else ": see --help for the options there are"

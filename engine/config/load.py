@@ -1,0 +1,181 @@
+"""From a YAML file and the command line to a checked `RunConfig`, and back to YAML.
+
+The command line wins over the file, and later options over earlier ones. Whatever is wrong becomes one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from argparse import ArgumentError
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from inspect import getdoc
+from itertools import pairwise
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+from docstring_parser import parse as parse_docstring
+from jsonargparse import ArgumentParser, Namespace
+
+from engine.config.keys import check_argument_names, check_file, check_text, option_types, sections
+from engine.config.rules import check_config, check_files
+from engine.config.run import RunConfig
+from engine.errors import UserError
+
+_DESCRIPTION = """
+Every option below can stand in a YAML file given with --config, in its section, and on the command line, which wins:
+--config run.yaml --parallel.tensor 4 --lora.targets q_proj,v_proj
+"""
+
+
+def load_config(argv: list[str] | None = None) -> RunConfig:
+    """The configuration of a run, checked as far as it can be without knowing the number of ranks.
+
+    Args:
+        argv: command-line arguments without the program's name; None takes those of the process. `--config FILE`
+            reads a YAML file, `--print_config` prints the resolved YAML and exits, `--help` explains every option.
+
+    Raises:
+        UserError: an unknown or malformed option, values that clash, or a path that does not exist.
+        SystemExit: after --help or --print_config.
+    """
+    config = parse_config(argv)
+    check_config(config)
+    check_files(config)
+    return config
+
+
+def parse_config(argv: list[str] | None = None) -> RunConfig:
+    """As `load_config`, without the rules between sections and without looking for files.
+
+    Raises:
+        UserError: an unknown or malformed option, or a value out of its range.
+        SystemExit: after --help or --print_config.
+    """
+    arguments = _split_lists(sys.argv[1:] if argv is None else argv)
+    check_argument_names(arguments, ("config", "print_config", "help"))
+    for path in _config_files(arguments):
+        check_file(path)
+    try:
+        return _build(_parser().parse_args(arguments))
+    except ArgumentError as error:
+        raise UserError(_sentence(str(error))) from None
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The configuration as YAML that `from_yaml` and `--config` read back."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def from_yaml(text: str) -> RunConfig:
+    """The configuration written in `text`; options that are not in it keep their defaults.
+
+    Raises:
+        UserError: an unknown key, or a value of the wrong type or out of its range.
+    """
+    check_text(text, "The configuration")
+    try:
+        return _build(_parser().parse_string(text))
+    except ArgumentError as error:
+        raise UserError(_sentence(str(error))) from None
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=_DESCRIPTION.strip())
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
+    hints = get_type_hints(RunConfig)
+    for field in fields(RunConfig):
+        if not is_dataclass(hints[field.name]):
+            help_text = _field_docs(RunConfig)[field.name]
+            parser.add_argument(f"--{field.name}", type=hints[field.name], default=field.default, help=help_text)
+    for name, kind in sections().items():
+        _add_section(parser, name, kind)
+    return parser
+
+
+def _add_section(parser: ArgumentParser, name: str, kind: type) -> None:
+    """One group of the help, with an option per field of the section's dataclass."""
+    group = parser.add_argument_group((getdoc(kind) or name).partition("\n")[0].rstrip("."))
+    docs, hints = _field_docs(kind), get_type_hints(kind)
+    for field in fields(kind):  # type: ignore[arg-type]
+        required = {"required": True} if field.default is MISSING else {"default": field.default}
+        group.add_argument(f"--{name}.{field.name}", type=hints[field.name], help=docs[field.name], **required)
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """Field -> its explanation in the Args section of the class's docstring."""
+    params = parse_docstring(getdoc(kind) or "").params
+    return {param.arg_name: " ".join((param.description or "").split()).replace("%", "%%") for param in params}
+
+
+def _build(values: Namespace) -> RunConfig:
+    built = {name: kind(**values[name].as_dict()) for name, kind in sections().items()}
+    plain = {name: values[name] for name in option_types() if "." not in name}
+    return RunConfig(**built, **plain)
+
+
+def _split_lists(arguments: list[str]) -> list[str]:
+    """Arguments in which lists written as `a,b` for options that take lists have become JSON."""
+    lists = {f"--{name}": kind for name, kind in option_types().items() if get_origin(kind) is tuple}
+    result: list[str] = []
+    for position, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if equals and option in lists:
+            result.append(f"{option}={_as_json_list(value, lists[option])}")
+        elif position and arguments[position - 1] in lists and not argument.startswith("--"):
+            result.append(_as_json_list(argument, lists[arguments[position - 1]]))
+        else:
+            result.append(argument)
+    return result
+
+
+def _as_json_list(value: str, kind: Any) -> str:
+    # An opening bracket is a YAML or JSON list; a regular expression that starts with one has to stand in such a list.
+    if value.startswith("["):
+        return value
+    items = [item.strip() for item in value.split(",") if item.strip()]
+    return json.dumps(items) if get_args(kind)[0] is str else f"[{', '.join(items)}]"
+
+
+def _config_files(arguments: list[str]) -> list[str]:
+    joined = [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
+    apart = [value for option, value in pairwise(arguments) if option == "--config"]
+    return joined + apart
+
+
+def _sentence(message: str) -> str:
+    """One sentence for the user from a message of the argument parser."""
+    if missing := re.search(r"arguments are required: (\S+)", message):
+        return f"{missing[1]} is not set, but it is required: give --{missing[1]} or set it in the --config file."
+    if stray := re.search(r"[Uu]nrecognized arguments: (.*)", message):
+        return f"{stray[1]!r} belongs to no option: write options as --section.name value."
+    if bare := re.search(r"argument (\S+): expected one argument", message):
+        return f"{bare[1]} has no value: write {bare[1]} followed by one."
+    types = option_types()
+    key = next((name for name in re.findall(r"[\"']([\w.]+)[\"']", message) if name in types), None)
+    if key is None:
+        return f"The configuration cannot be read: {' '.join(message.split())}"
+    given = re.findall(r"(?:Got|Given) value: (.*)", message)
+    value = f"is {given[-1].strip()!r}" if given else "has a value that cannot be used"
+    expected, example = _expectation(types[key])
+    return f"{key} {value}, but {expected} is expected: use for example {example}."
+
+
+def _expectation(kind: Any) -> tuple[str, str]:
+    """What a value of this type is called, and an example."""
+    options = get_args(kind)
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(options)}", str(options[0])
+    if get_origin(kind) is tuple:
+        names = options[-1] is Ellipsis
+        return ("a list of names", "[q_proj, v_proj]") if names else ("a list of two numbers", "[0.9, 0.999]")
+    if type(None) in options:
+        expected, example = _expectation(options[0])
+        return f"{expected} or null", example
+    return {
+        int: ("a whole number", "8"),
+        float: ("a number", "0.1"),
+        bool: ("true or false", "true"),
+        str: ("text", "a name in quotes"),
+    }[kind]

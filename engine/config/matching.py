@@ -1,0 +1,100 @@
+"""Which modules a user's names and patterns mean: pure functions over names, no model needed.
+
+A module has one name in the engine (`layers.3.attention.q_proj`) and may have others, its aliases, such as the name
+in the Hugging Face checkpoint (`model.layers.3.self_attn.q_proj`). A pattern matches a module when it matches any of
+these.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from engine.errors import UserError
+
+Matcher = Callable[[str, Sequence[str], Sequence[str]], bool]
+
+
+def matches_target(module: str, targets: Sequence[str], aliases: Sequence[str] = ()) -> bool:
+    """Whether one of `targets` means `module`.
+
+    A target is a name or a regular expression. It must match a whole name, or the end of one that starts at a
+    component: `q_proj`, `attention.q_proj` and `.*layers\\.3\\..*` all match `layers.3.attention.q_proj`;
+    `proj` does not.
+
+    Args:
+        module: full name of the module in the engine.
+        targets: names or regular expressions.
+        aliases: further full names of the same module.
+    """
+    return any(
+        re.fullmatch(target, ending) for name in (module, *aliases) for ending in _endings(name) for target in targets
+    )
+
+
+def matches_trainable(module: str, patterns: Sequence[str], aliases: Sequence[str] = ()) -> bool:
+    """Whether one of `patterns` means `module`.
+
+    A pattern has the wildcards of a shell (*, ?, [...]) and must match the whole name or a run of whole components:
+    `lm_head`, `mlp`, `layers.0` and `layers.*.mlp.*` do, where the module has them; `layers.1` does not match
+    `layers.10.mlp`. A parameter's name may stand for the module's, so `norm.weight` works as well.
+
+    Args:
+        module: full name of the module (or parameter) in the engine.
+        patterns: names with wildcards.
+        aliases: further full names of the same module.
+    """
+    return any(
+        fnmatch.fnmatchcase(run, pattern) for name in (module, *aliases) for run in _runs(name) for pattern in patterns
+    )
+
+
+def unmatched_patterns(patterns: Sequence[str], modules: Mapping[str, Sequence[str]], matches: Matcher) -> list[str]:
+    """The patterns that mean no module at all, in the order given.
+
+    Args:
+        patterns: what the user wrote.
+        modules: each candidate module's name -> its aliases.
+        matches: `matches_target` or `matches_trainable`.
+    """
+    return [
+        pattern
+        for pattern in patterns
+        if not any(matches(module, (pattern,), aliases) for module, aliases in modules.items())
+    ]
+
+
+def require_matched(
+    option: str, patterns: Sequence[str], modules: Mapping[str, Sequence[str]], matches: Matcher
+) -> None:
+    """Refuse patterns that mean no module.
+
+    Args:
+        option: where the patterns came from, "lora.targets" or "trainable".
+        patterns, modules, matches: as in `unmatched_patterns`.
+
+    Raises:
+        UserError: names the first such pattern and what the model does have.
+    """
+    missing = unmatched_patterns(patterns, modules, matches)
+    if not missing:
+        return
+    known = list(dict.fromkeys(name.rpartition(".")[2] for name in modules))
+    close = difflib.get_close_matches(missing[0].rpartition(".")[2], known, n=1)
+    hint = f"did you mean {close[0]}" if close else f"use names such as {', '.join(known[:10])}"
+    raise UserError(f"{option} contains {missing[0]!r}, which matches no module of this model: {hint}.")
+
+
+def _endings(name: str) -> list[str]:
+    """The name and every end of it that starts at a component."""
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts))]
+
+
+def _runs(name: str) -> list[str]:
+    """Every run of whole components of the name."""
+    parts = name.split(".")
+    size = len(parts)
+    return [".".join(parts[start:end]) for start in range(size) for end in range(start + 1, size + 1)]

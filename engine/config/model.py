@@ -1,0 +1,35 @@
+"""Which model is trained, and in which arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config.checks import require, require_choice
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """Model: which checkpoint, in which arithmetic.
+
+    Args:
+        path: Folder of the model, either a Hugging Face checkpoint or a partitioned one made by tools/convert.py.
+        dtype: Arithmetic of the forward and backward pass; masters, gradients and optimizer state are always float32.
+            float16 is refused for now because it needs loss scaling.
+        init: "checkpoint" reads the weights of model.path; "random" draws new ones for the config.json found there.
+    """
+
+    path: str
+    dtype: DType = "float32"
+    init: Literal["checkpoint", "random"] = "checkpoint"
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "model.path is empty, but the folder of a model is expected: set model.path.")
+        require_choice("model.dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        require_choice("model.init", self.init, ("checkpoint", "random"))
+        require(
+            self.dtype != "float16",
+            "model.dtype is float16, which needs loss scaling that is not built yet: use bfloat16 or float32.",
+        )

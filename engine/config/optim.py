@@ -1,0 +1,53 @@
+"""AdamW and its learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimOptions:
+    """Optim: AdamW (arXiv 1711.05101) and the schedule of its learning rate.
+
+    Args:
+        lr: Highest learning rate, reached at the end of the warm-up.
+        betas: Decay rates of the running averages of the gradient and of its square.
+        eps: Added to the square root in the denominator of the update.
+        weight_decay: Decoupled weight decay.
+        clip_grad_norm: Gradients are scaled down to this norm where theirs is larger; 0 switches clipping off.
+        schedule: Course of the learning rate after the warm-up. "linear" and "cosine" fall to optim.min_lr at the
+            last step; "constant" stays.
+        warmup_steps: Steps over which the learning rate rises linearly from 0 to optim.lr.
+        min_lr: Learning rate at the end of "linear" and "cosine".
+    """
+
+    lr: float = 2e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad_norm: float = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_positive("optim.lr", self.lr, "use for example 2e-4")
+        require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            f"optim.betas is {list(self.betas)}, but two numbers from 0 to below 1 are expected: "
+            "use for example [0.9, 0.999].",
+        )
+        require_positive("optim.eps", self.eps, "use for example 1e-8")
+        require_not_negative("optim.weight_decay", self.weight_decay, "use 0 for none")
+        require_not_negative("optim.clip_grad_norm", self.clip_grad_norm, "use 0 to switch clipping off")
+        require_choice("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
+        require_at_least("optim.warmup_steps", self.warmup_steps, 0, "use 0 for no warm-up")
+        require_not_negative("optim.min_lr", self.min_lr, "use 0 to end at zero")
+        require(
+            self.min_lr <= self.lr,
+            f"optim.min_lr is {self.min_lr} and optim.lr is {self.lr}, but the schedule falls from optim.lr to "
+            "optim.min_lr: set optim.min_lr to optim.lr or less.",
+        )

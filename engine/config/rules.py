@@ -1,0 +1,200 @@
+"""Rules between sections: one function each, which names the values that clash and what to change.
+
+`check_config` runs those that need the configuration alone, `check_files` looks whether the given paths exist, and
+`check_world` runs those that need the number of ranks. None of them changes anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.config.checks import require
+from engine.config.matching import matches_target
+from engine.config.run import RunConfig
+
+
+def check_config(config: RunConfig) -> None:
+    """Every rule that needs no more than the configuration.
+
+    Raises:
+        UserError: two values clash.
+    """
+    check_something_trains(config)
+    check_adapters_have_targets(config)
+    check_adapter_source(config)
+    check_fused_qkv(config)
+    check_lora_reduce(config)
+    check_warmup(config)
+    check_evaluation(config)
+    check_sequence_split(config)
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Every rule that needs the number of ranks.
+
+    Raises:
+        UserError: the layout or the batch does not fit `world_size` ranks.
+    """
+    check_layout(config, world_size)
+    check_batch(config, world_size)
+
+
+def check_files(config: RunConfig) -> None:
+    """Whether the paths that the run reads exist; their content is not looked at.
+
+    Raises:
+        UserError: one does not.
+    """
+    _require_folder("model.path", config.model.path, "a Hugging Face or partitioned checkpoint")
+    require(
+        config.data.train is not None,
+        "data.train is not set, but training needs samples: give the path of a .jsonl, .json or .txt file.",
+    )
+    _require_file("data.train", config.data.train)
+    _require_file("data.validation", config.data.validation)
+    if config.data.tokenizer is not None:
+        require(
+            Path(config.data.tokenizer).exists(),
+            f"data.tokenizer is {config.data.tokenizer}, which does not exist: give the folder or .model file of a "
+            "tokenizer, or null to take the one in model.path.",
+        )
+    if config.lora.init_from is not None:
+        _require_folder("lora.init_from", config.lora.init_from, "a PEFT adapter")
+    if config.checkpoint.resume_path is not None:
+        _require_folder("checkpoint.resume", config.checkpoint.resume_path, "a run or a checkpoint, auto or none")
+
+
+def data_parallel_size(config: RunConfig, world_size: int) -> int:
+    """How many copies of the model train side by side on `world_size` ranks.
+
+    Raises:
+        UserError: the ranks do not divide into copies.
+    """
+    check_layout(config, world_size)
+    return world_size // config.parallel.model_parallel_size
+
+
+def gradient_accumulation_steps(config: RunConfig, world_size: int) -> int:
+    """Micro-batches that each rank goes through in one optimizer step.
+
+    Raises:
+        UserError: the batch does not divide.
+    """
+    check_batch(config, world_size)
+    return config.train.global_batch_size // (config.train.micro_batch_size * data_parallel_size(config, world_size))
+
+
+def check_something_trains(config: RunConfig) -> None:
+    """Adapters or trainable modules, at least one of them."""
+    require(
+        config.lora.rank > 0 or len(config.trainable) > 0,
+        "lora.rank is 0 and trainable is [], so nothing would be trained: set lora.rank to for example 16, or trainable "
+        'to for example ["*"].',
+    )
+
+
+def check_adapters_have_targets(config: RunConfig) -> None:
+    """Adapters need somewhere to sit."""
+    require(
+        config.lora.rank == 0 or len(config.lora.targets) > 0,
+        f"lora.rank is {config.lora.rank} and lora.targets is [], so the adapters have nowhere to sit: "
+        "name targets such as [q_proj, v_proj], or set lora.rank to 0.",
+    )
+
+
+def check_adapter_source(config: RunConfig) -> None:
+    """An adapter to start from makes sense only where there are adapters."""
+    require(
+        config.lora.init_from is None or config.lora.rank > 0,
+        f"lora.init_from is {config.lora.init_from} and lora.rank is 0, but an adapter needs a rank: set lora.rank to "
+        "that of the adapter, or lora.init_from to null.",
+    )
+
+
+def check_fused_qkv(config: RunConfig) -> None:
+    """One adapter for query, key and value needs all three as targets."""
+    if config.lora.rank == 0 or not config.lora.fused_qkv:
+        return
+    projections = ("q_proj", "k_proj", "v_proj")
+    missing = [name for name in projections if not matches_target(name, config.lora.targets)]
+    require(
+        len(missing) in (0, 3),
+        f"lora.fused_qkv is true and lora.targets lacks {', '.join(missing)}, but one adapter for query, key and value "
+        "needs all three: add them to lora.targets, or set lora.fused_qkv to false.",
+    )
+
+
+def check_lora_reduce(config: RunConfig) -> None:
+    """The joint reduction is a choice only where the tensor ranks do not divide the tokens."""
+    require(
+        config.parallel.lora_reduce == "local" or not config.parallel.sequence_parallel,
+        f"parallel.lora_reduce is {config.parallel.lora_reduce} and sequence parallelism is on (parallel.tensor "
+        f"{config.parallel.tensor}), which has a reduction of its own: set parallel.sequence to false, or "
+        "parallel.lora_reduce to local.",
+    )
+
+
+def check_warmup(config: RunConfig) -> None:
+    """The warm-up ends before the run does."""
+    steps = config.train.steps
+    require(
+        steps is None or config.optim.warmup_steps <= steps,
+        f"optim.warmup_steps is {config.optim.warmup_steps} and train.steps is {steps}, so the learning rate would "
+        f"never be reached: set optim.warmup_steps to {steps} or less, or take more steps.",
+    )
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """Evaluations need samples."""
+    require(
+        config.train.eval_every == 0 or config.data.validation is not None,
+        f"train.eval_every is {config.train.eval_every} and data.validation is not set, so there is nothing to "
+        "evaluate: set data.validation to a file, or train.eval_every to 0.",
+    )
+
+
+def check_sequence_split(config: RunConfig) -> None:
+    """Sequence parallelism divides the tokens of a micro-batch evenly."""
+    tensor, rows, length = config.parallel.tensor, config.train.micro_batch_size, config.data.seq_length
+    require(
+        not config.parallel.sequence_parallel or rows * length % tensor == 0,
+        f"data.seq_length {length} times train.micro_batch_size {rows} is {rows * length} tokens, which do not divide "
+        f"over parallel.tensor {tensor} with sequence parallelism: make data.seq_length a multiple of {tensor}, or set "
+        "parallel.sequence to false.",
+    )
+
+
+def check_layout(config: RunConfig, world_size: int) -> None:
+    """The ranks divide into whole copies of the model."""
+    size = config.parallel.model_parallel_size
+    require(
+        world_size % size == 0,
+        f"The run has {world_size} rank{'s' if world_size != 1 else ''} and parallel.tensor "
+        f"{config.parallel.tensor} x parallel.pipeline {config.parallel.pipeline} x parallel.context "
+        f"{config.parallel.context} needs a multiple of {size}: start torchrun with --nproc-per-node {size}, or change "
+        "parallel.tensor.",
+    )
+
+
+def check_batch(config: RunConfig, world_size: int) -> None:
+    """The global batch divides into whole micro-batches on every data-parallel rank."""
+    copies = data_parallel_size(config, world_size)
+    micro, whole = config.train.micro_batch_size, config.train.global_batch_size
+    unit = micro * copies
+    nearest = max(unit, whole - whole % unit)
+    require(
+        whole % unit == 0,
+        f"train.global_batch_size is {whole}, which is not a multiple of train.micro_batch_size {micro} x {copies} "
+        f"data-parallel rank{'s' if copies != 1 else ''}: use for example train.global_batch_size {nearest}.",
+    )
+
+
+def _require_folder(option: str, path: str, what: str) -> None:
+    require(Path(path).is_dir(), f"{option} is {path}, which is not a folder: give the folder of {what}.")
+
+
+def _require_file(option: str, path: str | None) -> None:
+    require(
+        path is None or Path(path).is_file(),
+        f"{option} is {path}, which is not a file: give the path of a .jsonl, .json or .txt file.",
+    )

@@ -1,0 +1,53 @@
+"""The whole configuration of a run: one record with a section per concern."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.config.checkpoint import CheckpointOptions
+from engine.config.checks import require
+from engine.config.data import DataOptions
+from engine.config.log import LogOptions
+from engine.config.lora import LoraOptions
+from engine.config.model import ModelOptions
+from engine.config.optim import OptimOptions
+from engine.config.parallel import ParallelOptions
+from engine.config.train import TrainOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Everything a run is made from.
+
+    Args:
+        model: Which checkpoint, in which arithmetic.
+        trainable: Modules trained in full, beside or instead of adapters, as names with * and ? wildcards: lm_head,
+            embed_tokens, layers.*.mlp.*, or * for everything.
+        parallel: How the model is divided over the ranks.
+        lora: The adapters.
+        data: Which text, and how it becomes rows of tokens.
+        optim: AdamW and its schedule.
+        train: How long, in which batches.
+        checkpoint: Where the run is kept.
+        log: What the run reports.
+    """
+
+    model: ModelOptions
+    trainable: tuple[str, ...] = ()
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+    def __post_init__(self) -> None:
+        require(
+            not isinstance(self.trainable, str),
+            f"trainable is the text {self.trainable!r}, but a list is expected: write [{self.trainable!r}].",
+        )
+        require(
+            all(self.trainable),
+            "trainable contains an empty name, but names of modules are expected: remove the empty one.",
+        )

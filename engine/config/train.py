@@ -1,0 +1,59 @@
+"""How long training goes on, in which batches, and when it is evaluated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config.checks import require, require_at_least, require_positive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """Train: how long, in which batches, and when to evaluate.
+
+    Args:
+        steps: Optimizer steps to take; give this or train.epochs.
+        epochs: Times to go through the training data, fractions allowed; 1 when neither this nor train.steps is given.
+        micro_batch_size: Rows in one forward pass of one data-parallel rank.
+        global_batch_size: Rows in one optimizer step, over all ranks and micro-batches.
+        seed: Seed of the data order, of fresh weights and of dropout.
+        deterministic: Use only operations that give the same bits on every run of the same layout.
+        eval_every: Steps between evaluations of data.validation; 0 evaluates only at the end.
+        eval_samples: Evaluate only the first so many validation samples; null evaluates all of them.
+    """
+
+    steps: int | None = None
+    epochs: float | None = None
+    micro_batch_size: int = 1
+    global_batch_size: int = 8
+    seed: int = 1234
+    deterministic: bool = False
+    eval_every: int = 0
+    eval_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            self.steps is None or self.epochs is None,
+            f"train.steps is {self.steps} and train.epochs is {self.epochs}, but only one of them can end the run: "
+            "remove one of the two.",
+        )
+        if self.steps is not None:
+            require_at_least("train.steps", self.steps, 1, "use for example 100")
+        if self.epochs is not None:
+            require_positive("train.epochs", self.epochs, "use for example 1")
+        require_at_least("train.micro_batch_size", self.micro_batch_size, 1, "use for example 1")
+        require_at_least("train.global_batch_size", self.global_batch_size, 1, "use for example 8")
+        require(
+            0 <= self.seed < 2**32,
+            f"train.seed is {self.seed}, but a whole number from 0 to {2**32 - 1} is expected: use for example 1234.",
+        )
+        require_at_least("train.eval_every", self.eval_every, 0, "use 0 to evaluate only at the end")
+        if self.eval_samples is not None:
+            require_at_least("train.eval_samples", self.eval_samples, 1, "use null for all samples")
+
+    @property
+    def num_epochs(self) -> float | None:
+        """Passes over the data that end the run; None when train.steps ends it."""
+        if self.steps is not None:
+            return None
+        return 1.0 if self.epochs is None else self.epochs

@@ -20,19 +20,23 @@ from engine.errors import UserError
 
 def sections() -> dict[str, type]:
     """Section name -> its dataclass, in the order of `RunConfig`."""
-    return {name: kind for name, kind in get_type_hints(RunConfig).items() if is_dataclass(kind)}
+    return {name: kind for name, kind in get_type_hints(RunConfig).items() if _is_section(kind)}
 
 
 def option_types() -> dict[str, Any]:
     """Full option name (`parallel.tensor`, `trainable`) -> its type."""
     types: dict[str, Any] = {}
     for name, kind in get_type_hints(RunConfig).items():
-        if is_dataclass(kind):
+        if _is_section(kind):
             hints = get_type_hints(kind)
             types |= {f"{name}.{field.name}": hints[field.name] for field in fields(kind)}
         else:
             types[name] = kind
     return types
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and is_dataclass(kind)
 
 
 def check_argument_names(argv: Sequence[str], extra: Iterable[str]) -> None:
@@ -81,10 +85,10 @@ def check_text(text: str, source: str) -> None:
     except yaml.YAMLError as error:
         raise UserError(f"{source} is not valid YAML{_place(error)}: mend that line.") from None
     if node is None:
-        return
+        raise UserError(f"{source} is empty, but a mapping of sections is expected: write at least `model:`.")
     require(
         isinstance(node, yaml.MappingNode),
-        f"{source} holds a {_kind(node)}, but sections such as `model:` and `parallel:` are expected: "
+        f"{source} holds {_kind(node)}, but sections such as `model:` and `parallel:` are expected: "
         "write one section per concern.",
     )
     top = [*sections(), *(name for name in option_types() if "." not in name)]
@@ -98,8 +102,8 @@ def _check_section(section: str, node: yaml.Node, source: str) -> None:
     known = [name for name in option_types() if name.startswith(f"{section}.")]
     require(
         isinstance(node, yaml.MappingNode),
-        f"{source} gives {section} a {_kind(node)}, but {section} is a section: write its options below it, such as "
-        f"`{known[0].partition('.')[2]}:`.",
+        f"{source} gives {section} {_kind(node)}, but {section} is a section: write its options below it, such as "
+        f"`{known[0].partition('.')[2]}:`, or remove it.",
     )
     for name, _ in _items(node, source):
         full = f"{section}.{name}"
@@ -129,13 +133,19 @@ def _place(error: yaml.YAMLError) -> str:
 
 
 def _kind(node: yaml.Node) -> str:
-    return {yaml.SequenceNode: "list", yaml.MappingNode: "mapping"}.get(type(node), "single value")
+    if isinstance(node, yaml.ScalarNode):
+        return f"the value {node.value}" if node.value else "no value"
+    return "a list"
 
 
 def _suggest(name: str, known: Sequence[str], prefix: str = "") -> str:
     """The end of a sentence: the closest known name, or where to look."""
-    leaf = name.rpartition(".")[2]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    close = close or [option for option in known if option.rpartition(".")[2] == leaf]
-    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    section, _, leaf = name.rpartition(".")
+    siblings = {option.rpartition(".")[2]: option for option in known if option.rpartition(".")[0] == section}
+    same_leaf = [option for option in known if option.rpartition(".")[2] == leaf]
+    if same_leaf:
+        close = difflib.get_close_matches(name, same_leaf, n=1, cutoff=0.0)
+    else:
+        close = [siblings[match] for match in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)]
+        close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     return f": did you mean {prefix}{close[0]}" if close else ": see --help for the options there are"

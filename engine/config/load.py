@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from argparse import ArgumentError
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields
 from inspect import getdoc
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -84,11 +84,10 @@ def from_yaml(text: str) -> RunConfig:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=_DESCRIPTION.strip())
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
-    hints = get_type_hints(RunConfig)
+    docs, hints = _field_docs(RunConfig), option_types()
     for field in fields(RunConfig):
-        if not is_dataclass(hints[field.name]):
-            help_text = _field_docs(RunConfig)[field.name]
-            parser.add_argument(f"--{field.name}", type=hints[field.name], default=field.default, help=help_text)
+        if field.name in hints:
+            parser.add_argument(f"--{field.name}", type=hints[field.name], default=field.default, help=docs[field.name])
     for name, kind in sections().items():
         _add_section(parser, name, kind)
     return parser
@@ -110,6 +109,10 @@ def _field_docs(kind: type) -> dict[str, str]:
 
 
 def _build(values: Namespace) -> RunConfig:
+    # The parser takes null for an option that was not given, so that null where a value is needed gets through it.
+    for name, kind in option_types().items():
+        if values[name] is None and type(None) not in get_args(kind):
+            raise UserError(_wrong_type(name, "is null"))
     built = {name: kind(**values[name].as_dict()) for name, kind in sections().items()}
     plain = {name: values[name] for name in option_types() if "." not in name}
     return RunConfig(**built, **plain)
@@ -152,30 +155,39 @@ def _sentence(message: str) -> str:
         return f"{stray[1]!r} belongs to no option: write options as --section.name value."
     if bare := re.search(r"argument (\S+): expected one argument", message):
         return f"{bare[1]} has no value: write {bare[1]} followed by one."
-    types = option_types()
-    key = next((name for name in re.findall(r"[\"']([\w.]+)[\"']", message) if name in types), None)
+    key = next((name for name in re.findall(r"[\"']([\w.]+)[\"']", message) if name in option_types()), None)
     if key is None:
         return f"The configuration cannot be read: {' '.join(message.split())}"
     given = re.findall(r"(?:Got|Given) value: (.*)", message)
-    value = f"is {given[-1].strip()!r}" if given else "has a value that cannot be used"
-    expected, example = _expectation(types[key])
-    return f"{key} {value}, but {expected} is expected: use for example {example}."
+    return _wrong_type(key, f"is {given[-1].strip()!r}" if given else "has a value that cannot be used")
 
 
-def _expectation(kind: Any) -> tuple[str, str]:
-    """What a value of this type is called, and an example."""
-    options = get_args(kind)
+def _wrong_type(option: str, what: str) -> str:
+    kind = option_types()[option]
+    choices = list(get_args(kind)) if type(None) in get_args(kind) else [kind]
+    expected = " or ".join(_type_name(choice) for choice in choices)
+    return f"{option} {what}, but {expected} is expected: use for example {_example(option, choices[0])}."
+
+
+def _type_name(kind: Any) -> str:
+    """What a value of this type is called."""
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(options)}", str(options[0])
+        return f"one of {', '.join(get_args(kind))}"
     if get_origin(kind) is tuple:
-        names = options[-1] is Ellipsis
-        return ("a list of names", "[q_proj, v_proj]") if names else ("a list of two numbers", "[0.9, 0.999]")
-    if type(None) in options:
-        expected, example = _expectation(options[0])
-        return f"{expected} or null", example
-    return {
-        int: ("a whole number", "8"),
-        float: ("a number", "0.1"),
-        bool: ("true or false", "true"),
-        str: ("text", "a name in quotes"),
-    }[kind]
+        return "a list of names" if get_args(kind)[-1] is Ellipsis else "a list of two numbers"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return names[kind]
+
+
+def _example(option: str, kind: Any) -> str:
+    """A value that would do: the default where there is one."""
+    section, _, name = option.rpartition(".")
+    owner = sections()[section] if section else RunConfig
+    default: Any = next(field.default for field in fields(owner) if field.name == name)  # type: ignore[arg-type]
+    if get_origin(kind) is tuple:
+        return f"[{', '.join(str(item) for item in default or ('lm_head',))}]"
+    if kind is bool:
+        return "true" if default is None else str(default).lower()
+    if default in (None, MISSING):
+        return {int: "100", float: "1"}.get(kind, "a path in quotes")
+    return str(default)

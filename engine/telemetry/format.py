@@ -1,0 +1,32 @@
+"""Numbers as people read them: bytes, durations, rates."""
+
+from __future__ import annotations
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in binary units, such as "512 B", "1.5 GiB"."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    for unit in units[:-1]:
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} {units[-1]}"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as "42s", "3m05s" or "2h07m"."""
+    whole = round(max(0.0, seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def format_count(count: float) -> str:
+    """A count or rate with three digits, such as "950", "12.3k", "1.25M"."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        # 999.5k would print as 1000k.
+        if abs(count) >= size * 0.9995:
+            return f"{count / size:#.3g}".rstrip(".") + unit
+    return f"{count:.3g}"

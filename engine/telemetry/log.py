@@ -1,0 +1,43 @@
+"""Plain lines for the person watching, from one rank only."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+
+class Log:
+    """Prints on rank 0 and stays silent elsewhere.
+
+    Args:
+        rank: this process's rank in the run.
+        stream: where lines go; None takes the standard error stream of the moment, which leaves stdout to results.
+    """
+
+    def __init__(self, rank: int = 0, stream: TextIO | None = None) -> None:
+        self._enabled = rank == 0
+        self._stream = stream
+
+    @property
+    def enabled(self) -> bool:
+        """Whether this rank prints."""
+        return self._enabled
+
+    @property
+    def stream(self) -> TextIO:
+        """Where lines go."""
+        return sys.stderr if self._stream is None else self._stream
+
+    @property
+    def live(self) -> bool:
+        """Whether the stream is a terminal on which a line can be rewritten."""
+        return self._enabled and self.stream.isatty()
+
+    def info(self, message: str) -> None:
+        """Print one line."""
+        if self._enabled:
+            print(message, file=self.stream, flush=True)
+
+    def warning(self, message: str) -> None:
+        """Print one line that asks for attention."""
+        self.info(f"warning: {message}")

@@ -1,0 +1,20 @@
+"""The memory figure of a report: the most this process has held so far.
+
+On a GPU it is torch's count of allocated bytes on the current device; elsewhere the process's resident set.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+
+def peak_memory_bytes() -> int:
+    """Most bytes held so far: allocated on the current CUDA device where one is in use, else resident in memory."""
+    # torch is looked up, not imported: without it in the process nothing can lie on a GPU.
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in KiB, macOS in bytes.
+    return peak if sys.platform == "darwin" else peak * 1024

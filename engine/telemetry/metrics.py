@@ -1,0 +1,175 @@
+"""The metrics file: one JSON object per line, numbers exactly as they were computed.
+
+A training record has step, loss, grad_norm, lr, tokens, seconds, tokens_per_second and memory; an evaluation has step
+and eval_loss. Only one rank writes. A run that resumes at step s first drops the records after s, which it will write
+again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import IO, Protocol
+
+from engine.errors import UserError
+
+Value = int | float | str | bool | None
+
+
+class _EventWriter(Protocol):
+    """What is used of torch's SummaryWriter."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Appends records to a JSON-lines file and, if wanted, to TensorBoard events.
+
+    Args:
+        path: the file; its folder is made. None writes no file.
+        tensorboard_dir: folder for TensorBoard event files. None writes none.
+
+    Raises:
+        UserError: the file cannot be written, or TensorBoard is wanted and not installed.
+    """
+
+    def __init__(self, path: Path | None, tensorboard_dir: Path | None = None) -> None:
+        self._path = path
+        self._file: IO[str] | None = None if path is None else _open_append(path)
+        self._tensorboard = None if tensorboard_dir is None else _open_tensorboard(tensorboard_dir)
+
+    def train(
+        self,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens: int,
+        seconds: float,
+        memory: int,
+    ) -> None:
+        """Write the record of one training step.
+
+        Args:
+            step: steps taken, from 1.
+            loss: mean over the target tokens of the global batch, before the update.
+            grad_norm: norm of all gradients before clipping.
+            lr: learning rate of this update.
+            tokens: tokens in the global batch.
+            seconds: wall time of the step.
+            memory: peak bytes held so far.
+        """
+        self.write(
+            {
+                "step": step,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "lr": lr,
+                "tokens": tokens,
+                "seconds": seconds,
+                "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
+                "memory": memory,
+            }
+        )
+
+    def evaluation(self, *, step: int, eval_loss: float, **more: Value) -> None:
+        """Write the record of an evaluation after `step` steps; `more` are further figures of it."""
+        self.write({"step": step, "eval_loss": eval_loss, **more})
+
+    def write(self, record: dict[str, Value]) -> None:
+        """Append one record; it is on its way to the disk when this returns.
+
+        Args:
+            record: must have "step". NaN and infinities are written as JSON strings "NaN", "Infinity", "-Infinity".
+        """
+        if self._file is not None:
+            self._file.write(json.dumps({key: _plain(value) for key, value in record.items()}) + "\n")
+            self._file.flush()
+        if self._tensorboard is not None:
+            step = int(record["step"] or 0)
+            for key, value in record.items():
+                if key != "step" and isinstance(value, int | float):
+                    group = "eval" if "eval_loss" in record else "train"
+                    self._tensorboard.add_scalar(f"{group}/{key}", float(value), step)
+            self._tensorboard.flush()
+
+    def truncate_after(self, step: int) -> int:
+        """Drop the records of later steps, and a last line that was cut off; the file is replaced in one move.
+
+        Args:
+            step: last step whose records stay.
+
+        Returns:
+            How many lines were dropped.
+
+        Raises:
+            UserError: a line that is not the last is no record.
+        """
+        if self._path is None or self._file is None:
+            return 0
+        self._file.close()
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        kept = [line for number, line in enumerate(lines, 1) if self._stays(line, number, len(lines), step)]
+        temporary = self._path.with_name(self._path.name + ".new")
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._path)
+        self._file = _open_append(self._path)
+        return len(lines) - len(kept)
+
+    def close(self) -> None:
+        """Close the files; nothing can be written afterwards."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+
+    def _stays(self, line: str, number: int, count: int, step: int) -> bool:
+        try:
+            return bool(json.loads(line)["step"] <= step)
+        except (ValueError, KeyError, TypeError):
+            if number == count:
+                return False
+            raise UserError(
+                f"{self._path} line {number} is not a metrics record, but the run continues this file: "
+                "mend the line, or move the file away."
+            ) from None
+
+
+def _plain(value: Value) -> Value:
+    """JSON has no NaN or infinity; as strings they survive every reader."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _open_append(path: Path) -> IO[str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"The metrics file {path} cannot be written ({error.strerror}): "
+            "change checkpoint.dir or log.metrics, or set log.metrics to null."
+        ) from None
+
+
+def _open_tensorboard(folder: Path) -> _EventWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError(
+            "log.tensorboard is true, but the tensorboard package is not installed: "
+            "install the tensorboard extra (pip install tensorboard), or set log.tensorboard to false."
+        ) from None
+    writer: _EventWriter = SummaryWriter(str(folder))
+    return writer

@@ -1,0 +1,1 @@
+"""Text in, batches out: tokenizers, record formats, packing, and the order in which a run reads its data."""

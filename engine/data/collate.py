@@ -1,0 +1,85 @@
+"""From rows of a dataset to the batch record: shifted labels, positions, document boundaries, padding.
+
+Pure: which rows go into which batch is decided in `engine.data.loader`.
+
+Legend: B rows (micro-batch), S columns (row length).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from engine.batch import IGNORE_LABEL, Batch
+from engine.data.dataset import TokenDataset
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def row_length(dataset: TokenDataset, rows: Sequence[int | None], pad_multiple: int) -> int:
+    """Columns of a batch of these rows: the longest, rounded up; with packing always the dataset's row length."""
+    if dataset.packing:
+        return dataset.seq_length
+    longest = max((int(dataset.row_lengths[row]) for row in rows if row is not None), default=1)
+    return round_up(longest, pad_multiple)
+
+
+def build_batch(
+    dataset: TokenDataset, rows: Sequence[int | None], slots: Sequence[int], *, length: int, pad_token: int
+) -> Batch:
+    """One micro-batch.
+
+    Args:
+        dataset: where the rows are.
+        rows: B row numbers; None is a filler, a row of padding that carries no loss.
+        slots: B slots of the global batch.
+        length: S, at least the longest row.
+        pad_token: id that fills a row's end; it belongs to the row's last document, has no label, and its positions
+            go on.
+    """
+    shape = (len(rows), length)
+    tokens_BS = np.full(shape, pad_token, dtype=np.int64)
+    labels_BS = np.full(shape, IGNORE_LABEL, dtype=np.int64)
+    positions_BS = np.empty(shape, dtype=np.int64)
+    columns = np.arange(length, dtype=np.int64)
+    document_lengths: list[int] = []
+    for b, row in enumerate(rows):
+        start = end = 0
+        for tokens, targets in () if row is None else dataset.documents(row):
+            if end > start:
+                document_lengths.append(end - start)
+            start, end = end, end + len(tokens)
+            tokens_BS[b, start:end] = tokens
+            np.copyto(labels_BS[b, start : end - 1], tokens[1:], where=targets[1:])
+            positions_BS[b, start:end] = columns[: end - start]
+        positions_BS[b, start:] = columns[: length - start]
+        document_lengths.append(length - start)
+    token_index_BS = np.asarray(slots, dtype=np.int64)[:, None] * dataset.seq_length + columns
+    return Batch(
+        tokens_BS=torch.from_numpy(tokens_BS),
+        labels_BS=torch.from_numpy(labels_BS),
+        positions_BS=torch.from_numpy(positions_BS),
+        token_index_BS=torch.from_numpy(token_index_BS),
+        loss_weights_BS=torch.from_numpy((labels_BS != IGNORE_LABEL).astype(np.float32)),
+        document_offsets=torch.from_numpy(np.cumsum([0, *document_lengths], dtype=np.int32)),
+        document_lengths=tuple(document_lengths),
+    )
+
+
+def pin(batch: Batch) -> Batch:
+    """The same batch in page-locked memory, so that copies to a CUDA device do not block."""
+    return replace(
+        batch,
+        tokens_BS=batch.tokens_BS.pin_memory(),
+        labels_BS=batch.labels_BS.pin_memory(),
+        positions_BS=batch.positions_BS.pin_memory(),
+        token_index_BS=batch.token_index_BS.pin_memory(),
+        loss_weights_BS=batch.loss_weights_BS.pin_memory(),
+        document_offsets=batch.document_offsets.pin_memory(),
+    )

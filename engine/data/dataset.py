@@ -1,0 +1,275 @@
+"""Tokenised documents in memory, and how they lie in rows.
+
+A `TokenDataset` is three flat arrays (tokens, targets, document offsets) and the list of rows. The row is the
+sample that the data order counts: one document, or with packing one pack of documents. It knows nothing of batches,
+ranks or order; `engine.data.loader` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.files import expand_paths
+from engine.data.formats import FORMATS, Sample, read_samples
+from engine.data.packing import Packs, one_each, pack
+from engine.data.tokenize import Document, tokenize_samples
+from engine.data.tokenizer import Tokenizer
+from engine.errors import UserError
+
+OVERLONG = ("truncate", "drop", "error")
+CHUNK = 1024
+"""Samples that are tokenised together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetReport:
+    """What became of the records.
+
+    Args:
+        records: records read; a .txt file is one.
+        documents: documents kept; a .txt file gives several.
+        rows: samples of the data order: documents, or packs.
+        tokens: tokens of the kept documents, without padding.
+        target_tokens: those of them that are learnt.
+        truncated: documents cut off at the row length.
+        dropped_overlong: documents left out because they are longer than a row.
+        dropped_without_target: documents left out because nothing in them (or in what truncation left) is learnt.
+        packing_efficiency: tokens over rows times row length, or None without packing.
+        seconds: time it took.
+    """
+
+    records: int = 0
+    documents: int = 0
+    rows: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    truncated: int = 0
+    dropped_overlong: int = 0
+    dropped_without_target: int = 0
+    packing_efficiency: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def dropped(self) -> int:
+        return self.dropped_overlong + self.dropped_without_target
+
+    def summary(self) -> str:
+        """One line for a log."""
+        parts = [
+            f"{self.records:,} records, {self.documents:,} documents",
+            f"{self.tokens:,} tokens ({self.target_tokens:,} learnt)",
+        ]
+        if self.truncated:
+            parts.append(f"{self.truncated:,} truncated")
+        if self.dropped_overlong:
+            parts.append(f"{self.dropped_overlong:,} dropped as too long")
+        if self.dropped_without_target:
+            parts.append(f"{self.dropped_without_target:,} dropped with nothing left to learn")
+        if self.packing_efficiency is not None:
+            parts.append(f"{self.rows:,} packs {self.packing_efficiency:.1%} full")
+        return ", ".join(parts) + f", in {self.seconds:.1f} s"
+
+
+class TokenDataset:
+    """Documents and rows.
+
+    Args:
+        tokens: integer [T], the documents end to end.
+        targets: bool [T], whether a token is learnt; false on the first token of each document.
+        offsets: int64 [D + 1], where documents begin; none is empty or longer than `seq_length`.
+        seq_length: tokens of a row.
+        packing: whether rows hold several documents.
+        report: what is known of the records so far; completed here.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[np.integer],
+        targets: NDArray[np.bool_],
+        offsets: NDArray[np.int64],
+        *,
+        seq_length: int,
+        packing: bool,
+        report: DatasetReport | None = None,
+    ) -> None:
+        lengths = np.diff(offsets)
+        assert len(tokens) == len(targets) == offsets[-1] and offsets[0] == 0, (len(tokens), len(targets))
+        assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= seq_length, (lengths, seq_length)
+        assert not targets[offsets[:-1]].any(), "the first token of a document has nothing to be predicted from"
+        self.max_token = int(tokens.max()) if len(tokens) else -1
+        narrowest: type[np.uint16 | np.int32] = np.uint16 if self.max_token < 1 << 16 else np.int32
+        self.tokens: NDArray[np.uint16 | np.int32] = tokens.astype(narrowest, copy=False)
+        self.targets = targets
+        self.offsets = offsets
+        self.seq_length = seq_length
+        self.packing = packing
+        self.rows: Packs = pack(lengths, seq_length) if packing else one_each(len(lengths))
+        sums = np.zeros(len(tokens) + 1, dtype=np.int64)
+        np.cumsum(targets, out=sums[1:])
+        in_row_order = (sums[offsets[1:]] - sums[offsets[:-1]])[self.rows.documents]
+        self.target_counts: NDArray[np.int64] = _sum_rows(in_row_order, self.rows.offsets)
+        self.row_lengths: NDArray[np.int64] = _sum_rows(lengths[self.rows.documents], self.rows.offsets)
+        self.report = replace(
+            report or DatasetReport(),
+            documents=len(lengths),
+            rows=len(self.rows),
+            tokens=len(tokens),
+            target_tokens=int(sums[-1]),
+            packing_efficiency=len(tokens) / max(len(self.rows) * seq_length, 1) if packing else None,
+        )
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.rows)
+
+    def documents(self, row: int) -> Iterator[tuple[NDArray[np.uint16 | np.int32], NDArray[np.bool_]]]:
+        """Tokens and targets of each document of a row, as views."""
+        for document in self.rows.row(row).tolist():
+            span = slice(self.offsets[document], self.offsets[document + 1])
+            yield self.tokens[span], self.targets[span]
+
+    @cached_property
+    def _digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (self.tokens, self.targets, self.offsets, self.rows.documents, self.rows.offsets):
+            digest.update(f"{array.dtype.str}{len(array)};".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def fingerprint(self) -> str:
+        """A hash of everything that training reads: tokens, targets, documents and rows."""
+        return self._digest
+
+    @classmethod
+    def from_documents(
+        cls, documents: Sequence[tuple[Sequence[int], Sequence[bool]]], *, seq_length: int, packing: bool = False
+    ) -> TokenDataset:
+        """A dataset of documents that are at hand: (token ids, targets) each."""
+        lengths = [len(tokens) for tokens, _ in documents]
+        return cls(
+            np.array([token for tokens, _ in documents for token in tokens], dtype=np.int32),
+            np.array([flag for _, targets in documents for flag in targets], dtype=bool),
+            np.cumsum([0, *lengths], dtype=np.int64),
+            seq_length=seq_length,
+            packing=packing,
+        )
+
+    @classmethod
+    def build(
+        cls,
+        paths: str | Path | list[str] | tuple[str, ...],
+        *,
+        tokenizer: Tokenizer,
+        data_format: str = "auto",
+        seq_length: int,
+        packing: bool = False,
+        overlong: str = "truncate",
+        mask_prompt: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> TokenDataset:
+        """Read and tokenise files.
+
+        Args:
+            paths: one file, several, or patterns with *; read in the order given.
+            tokenizer: encodes the text.
+            data_format: one of `engine.data.formats.FORMATS`.
+            seq_length: tokens of a row.
+            packing: put several documents into a row.
+            overlong: what to do with a document longer than a row: "truncate" keeps its beginning, "drop" leaves it
+                out, "error" stops. A .txt stream is cut into rows and never overlong.
+            mask_prompt: learn only completions and assistant turns.
+            progress: called with (records done, records in all) now and then.
+
+        Raises:
+            UserError: a file or record that cannot be used, or nothing left to learn from.
+        """
+        assert data_format in FORMATS and overlong in OVERLONG, (data_format, overlong)
+        if seq_length < 2:
+            raise UserError(f"data.seq_length is {seq_length}, expected at least 2: a token and the one it predicts.")
+        started = time.monotonic()
+        collected = _Collector(seq_length, overlong)
+        files = expand_paths(paths)
+        sources = [read_samples(path, data_format) for path in files]
+        total = sum(count for count, _ in sources)
+        for _, samples in sources:
+            for chunk in _chunks(samples):
+                for document in tokenize_samples(chunk, tokenizer, mask_prompt=mask_prompt, stream_length=seq_length):
+                    collected.add(document)
+                collected.records += len(chunk)
+                if progress is not None:
+                    progress(collected.records, total)
+        names = ", ".join(str(path) for path in files)
+        dataset = cls(*collected.arrays(names), seq_length=seq_length, packing=packing, report=collected.report())
+        dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
+        return dataset
+
+
+class _Collector:
+    """Documents as they come, and what happened to them."""
+
+    def __init__(self, seq_length: int, overlong: str) -> None:
+        self.seq_length = seq_length
+        self.overlong = overlong
+        self.records = 0
+        self.tokens: list[NDArray[np.int32]] = []
+        self.targets: list[NDArray[np.bool_]] = []
+        self.truncated = self.dropped_overlong = self.dropped_without_target = 0
+
+    def add(self, document: Document) -> None:
+        tokens, targets = document.tokens, document.targets
+        if len(tokens) > self.seq_length:
+            if self.overlong == "error":
+                raise document.place.error(
+                    f"the record has {len(tokens)} tokens, more than data.seq_length {self.seq_length}; raise it, or set "
+                    "data.overlong to truncate or drop."
+                )
+            if self.overlong == "drop":
+                self.dropped_overlong += 1
+                return
+            tokens, targets = tokens[: self.seq_length], targets[: self.seq_length]
+        if not targets.any():
+            self.dropped_without_target += 1
+            return
+        self.truncated += len(tokens) < len(document.tokens)
+        self.tokens.append(tokens)
+        self.targets.append(targets)
+
+    def arrays(self, names: str) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
+        if not self.records:
+            raise UserError(f"{names} has no records; give a file that has some.")
+        if not self.tokens:
+            raise UserError(
+                f"{names} leaves nothing to learn: of {self.records} records {self.dropped_overlong} are longer than "
+                f"data.seq_length {self.seq_length} and {self.dropped_without_target} have no target within it; raise "
+                "data.seq_length."
+            )
+        lengths = [len(tokens) for tokens in self.tokens]
+        return (np.concatenate(self.tokens), np.concatenate(self.targets), np.cumsum([0, *lengths], dtype=np.int64))
+
+    def report(self) -> DatasetReport:
+        return DatasetReport(
+            records=self.records,
+            truncated=self.truncated,
+            dropped_overlong=self.dropped_overlong,
+            dropped_without_target=self.dropped_without_target,
+        )
+
+
+def _chunks(samples: Iterator[Sample]) -> Iterator[list[Sample]]:
+    while chunk := list(islice(samples, CHUNK)):
+        yield chunk
+
+
+def _sum_rows(values: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    sums = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values, out=sums[1:])
+    return sums[offsets[1:]] - sums[offsets[:-1]]

@@ -1,0 +1,143 @@
+"""Reading of .json, .jsonl and .txt files: bytes in, records and their places out.
+
+Files are UTF-8, with or without a byte order mark, with Unix or Windows line ends. Whether a JSON file is one array
+or one record a line is seen from its first character and not from its name. Blank lines carry no record; anything
+else that is no record is an error that names its place.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from engine.errors import UserError
+
+Record = dict[str, Any]
+_WHITE_SPACE = b" \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record stands: "line" counts from 1, "index" (of a JSON array) from 0."""
+
+    path: Path
+    unit: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.unit} {self.number}"
+
+    def error(self, message: str) -> UserError:
+        """The error about this record, to be raised by the caller."""
+        return UserError(f"{self}: {message}")
+
+
+def expand_paths(paths: str | Path | list[str] | tuple[str, ...]) -> list[Path]:
+    """The files that a setting means: one path, several, or patterns with * (in sorted order).
+
+    Raises:
+        UserError: a path that is no file, or a pattern that matches none.
+    """
+    files: list[Path] = []
+    for name in [paths] if isinstance(paths, str | Path) else paths:
+        path = Path(name).expanduser()
+        if path.is_file():
+            files.append(path)
+            continue
+        matches = sorted(match for match in path.parent.glob(path.name) if match.is_file()) if "*" in path.name else []
+        if not matches:
+            given = "is a folder" if path.is_dir() else "does not exist"
+            raise UserError(f"the data file {path} {given}; give a .txt, .json or .jsonl file or a pattern with *.")
+        files.extend(matches)
+    return files
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, line ends as \\n.
+
+    Raises:
+        UserError: it is not UTF-8.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 at byte {error.start}; convert the file to UTF-8.") from error
+    return text.replace("\r\n", "\n")
+
+
+def read_records(path: Path) -> tuple[int, Iterator[tuple[Place, Record]]]:
+    """How many records a JSON or JSONL file has, and the records with their places.
+
+    Raises:
+        UserError: not UTF-8, not JSON, or a record that is no object; for JSONL while it is being read.
+    """
+    if path.suffix.lower() not in (".json", ".jsonl"):
+        raise UserError(f"{path} ends in '{path.suffix}', expected .txt, .json or .jsonl; rename or convert the file.")
+    with path.open("rb") as file:
+        if _first_byte(file) == b"[":
+            records = _load_array(path)
+            return len(records), _array_records(path, records)
+        # Counted in a pass of its own, which takes a fraction of what parsing takes, so that the lines need not stay.
+        return sum(1 for line in file if line.strip(_WHITE_SPACE)), _line_records(path)
+
+
+def _first_byte(file: BinaryIO) -> bytes:
+    """The first character that is neither a byte order mark nor white space; rewinds to behind the mark."""
+    start = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+    file.seek(start)
+    byte = file.read(1)
+    while byte and byte in _WHITE_SPACE:
+        byte = file.read(1)
+    file.seek(start)
+    return byte
+
+
+def _load_array(path: Path) -> list[Any]:
+    try:
+        records = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 at byte {error.start}; convert the file to UTF-8.") from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path} line {error.lineno}: the array is not JSON ({error.msg}, column {error.colno}); correct the file."
+        ) from error
+    assert isinstance(records, list)
+    return records
+
+
+def _array_records(path: Path, records: list[Any]) -> Iterator[tuple[Place, Record]]:
+    for index, record in enumerate(records):
+        yield _checked(Place(path, "index", index), record)
+
+
+def _line_records(path: Path) -> Iterator[tuple[Place, Record]]:
+    # Lines of bytes: str.splitlines would also break at separators that may stand inside a JSON string.
+    with path.open("rb") as file:
+        _first_byte(file)
+        for number, line in enumerate(file, start=1):
+            line = line.strip(_WHITE_SPACE)
+            if line:
+                place = Place(path, "line", number)
+                yield _checked(place, _parse_line(place, line))
+
+
+def _parse_line(place: Place, line: bytes) -> object:
+    try:
+        record: object = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise place.error(f"not UTF-8 at byte {error.start} of the line; convert the file to UTF-8.") from error
+    except json.JSONDecodeError as error:
+        raise place.error(
+            f"not a JSON record ({error.msg}, column {error.colno}); each line must be one complete object."
+        ) from error
+    return record
+
+
+def _checked(place: Place, record: object) -> tuple[Place, Record]:
+    if not isinstance(record, dict):
+        raise place.error(f"the record is of type {type(record).__name__}, expected an object with named fields.")
+    return place, record

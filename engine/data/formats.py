@@ -1,0 +1,213 @@
+"""From files to samples: what the records mean, still as text.
+
+| format     | file        | fields of a record                                                                      |
+|------------|-------------|-----------------------------------------------------------------------------------------|
+| text       | .txt        | none: the whole file is one stream of text                                              |
+| text       | JSON, JSONL | text                                                                                    |
+| completion | JSON, JSONL | prompt, completion                                                                      |
+| alpaca     | JSON, JSONL | instruction, output, and optionally input                                               |
+| sharegpt   | JSON, JSONL | conversations: turns of {from, value} or {role, content}; optionally system             |
+| messages   | JSON, JSONL | messages: turns of {role, content, and whatever the chat template reads}                |
+
+`auto` looks at the fields of a file's first record. Other fields (ids, sources) are left alone, but a field that
+carries content which the format cannot use (images, an earlier history) is an error, because leaving it out would
+train on something else than the record says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.data.chat import Message
+from engine.data.files import Place, Record, read_records, read_text
+from engine.errors import UserError
+
+FORMATS = ("auto", "text", "completion", "alpaca", "sharegpt", "messages")
+
+ALPACA_PROMPT = "Below is an instruction. Write a response that fulfils it.\n\n### Instruction:\n{instruction}\n\n"
+ALPACA_PROMPT_WITH_INPUT = (
+    "Below is an instruction, followed by the input it refers to. Write a response that fulfils it.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
+)
+ALPACA_RESPONSE = "### Response:\n"
+
+_FIELDS = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+_UNUSABLE = ("images", "videos", "audios", "history", "tools")
+_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+_MESSAGE_ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class TextSample:
+    """Text that is learnt from its first token to its last. A stream is cut into rows; a document is not."""
+
+    place: Place
+    text: str
+    is_stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionSample:
+    """A question and the answer that is learnt."""
+
+    place: Place
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSample:
+    """A conversation; its assistant turns are learnt."""
+
+    place: Place
+    messages: tuple[Message, ...]
+
+
+Sample = TextSample | CompletionSample | ChatSample
+
+
+def read_samples(path: Path, data_format: str) -> tuple[int, Iterator[Sample]]:
+    """How many samples a file has, and the samples in its order; every record gives exactly one.
+
+    Args:
+        path: a .txt, .json or .jsonl file.
+        data_format: one of FORMATS.
+
+    Raises:
+        UserError: a file that cannot be read, or (while being read) a malformed record: names file, record and field.
+    """
+    assert data_format in FORMATS, data_format
+    if path.suffix.lower() != ".txt":
+        count, records = read_records(path)
+        return count, _parse_all(records, data_format)
+    if data_format not in ("auto", "text"):
+        raise UserError(
+            f"{path} is a text file but data.format is {data_format}; set data.format to text or auto, or give a JSON "
+            "or JSONL file."
+        )
+    return 1, iter([TextSample(Place(path, "line", 1), read_text(path), is_stream=True)])
+
+
+def _parse_all(records: Iterator[tuple[Place, Record]], data_format: str) -> Iterator[Sample]:
+    for place, record in records:
+        if data_format == "auto":
+            data_format = _detect(place, record)
+        yield parse_record(place, record, data_format)
+
+
+def parse_record(place: Place, record: Record, data_format: str) -> Sample:
+    """One record of a known format.
+
+    Raises:
+        UserError: a field is missing or is not what the format expects.
+    """
+    for field in _UNUSABLE:
+        if record.get(field):
+            raise place.error(f"field '{field}' is not supported; remove it or leave such records out of the data.")
+    if data_format == "text":
+        return TextSample(place, _string(place, record, "text", data_format))
+    if data_format == "completion":
+        return CompletionSample(
+            place, _string(place, record, "prompt", data_format), _string(place, record, "completion", data_format)
+        )
+    if data_format == "alpaca":
+        return _alpaca(place, record)
+    return _conversation(place, record, data_format)
+
+
+def _detect(place: Place, record: Record) -> str:
+    for data_format, fields in _FIELDS.items():
+        if all(field in record for field in fields):
+            return data_format
+    expected = "; ".join(f"{' + '.join(fields)} ({data_format})" for data_format, fields in _FIELDS.items())
+    found = ", ".join(record) or "none"
+    raise place.error(f"the record has the fields {found}, expected those of one format: {expected}; rename them.")
+
+
+def _string(place: Place, record: Mapping[str, Any], field: str, data_format: str, prefix: str = "") -> str:
+    if field not in record:
+        raise place.error(
+            f"field '{prefix}{field}' is missing, which the format {data_format} needs; add it or change data.format."
+        )
+    value = record[field]
+    if not isinstance(value, str):
+        raise place.error(f"field '{prefix}{field}' is {_kind(value)}, expected a string; correct the record.")
+    _check_encodable(value, place, prefix + field)
+    return value
+
+
+def _check_encodable(text: str, place: Place, field: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise place.error(
+            f"field '{field}' has half of a surrogate pair at character {error.start}; escape the character in full."
+        ) from error
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+def _alpaca(place: Place, record: Record) -> CompletionSample:
+    if record.get("system"):
+        raise place.error("field 'system' is not part of the format alpaca; use messages or put it into instruction.")
+    instruction = _string(place, record, "instruction", "alpaca")
+    output = _string(place, record, "output", "alpaca")
+    # Many sets write null or leave the field out where there is no input.
+    given = _string(place, record, "input", "alpaca") if record.get("input") is not None else ""
+    # One pass of str.format each: braces in the record's own text stay as they are.
+    prompt = ALPACA_PROMPT_WITH_INPUT if given else ALPACA_PROMPT
+    return CompletionSample(place, prompt.format(instruction=instruction, input=given) + ALPACA_RESPONSE, output)
+
+
+def _conversation(place: Place, record: Record, data_format: str) -> ChatSample:
+    field = _FIELDS[data_format][0]
+    turns = record.get(field)
+    if not isinstance(turns, list) or not turns:
+        given = "missing" if field not in record else "empty" if turns == [] else _kind(turns)
+        raise place.error(f"field '{field}' is {given}, expected a list of turns; correct it or change data.format.")
+    messages: list[Message] = []
+    if data_format == "sharegpt" and record.get("system") is not None:
+        messages.append({"role": "system", "content": _string(place, record, "system", data_format)})
+    for index, turn in enumerate(turns):
+        prefix = f"{field}[{index}]"
+        if not isinstance(turn, dict):
+            raise place.error(f"field '{prefix}' is {_kind(turn)}, expected an object with a role and content.")
+        if data_format == "sharegpt":
+            messages.append(_sharegpt_turn(place, turn, prefix + "."))
+        else:
+            messages.append(_message_turn(place, turn, prefix + "."))
+    if all(message["role"] != "assistant" for message in messages):
+        raise place.error(
+            f"field '{field}' has no turn of the assistant, so there is nothing to learn; add its answer."
+        )
+    return ChatSample(place, tuple(messages))
+
+
+def _sharegpt_turn(place: Place, turn: dict[str, Any], prefix: str) -> Message:
+    role_field, text_field = ("from", "value") if "from" in turn else ("role", "content")
+    role = _string(place, turn, role_field, "sharegpt", prefix)
+    if role not in _ROLES:
+        raise place.error(f"field '{prefix}{role_field}' is '{role}', expected one of {', '.join(_ROLES)}; rename it.")
+    return {"role": _ROLES[role], "content": _string(place, turn, text_field, "sharegpt", prefix)}
+
+
+def _message_turn(place: Place, turn: dict[str, Any], prefix: str) -> Message:
+    role = _string(place, turn, "role", "messages", prefix)
+    if role not in _MESSAGE_ROLES:
+        raise place.error(f"field '{prefix}role' is '{role}', expected one of {', '.join(_MESSAGE_ROLES)}; rename it.")
+    # A turn that only calls tools may have no content.
+    if not (turn.get("tool_calls") and turn.get("content") is None):
+        _string(place, turn, "content", "messages", prefix)
+    return turn

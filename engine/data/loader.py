@@ -1,0 +1,214 @@
+"""Which rows every rank reads at which step, and reading ahead.
+
+The order of the data is a pure function of (seed, epoch, index). A run is one endless stream of samples, epoch after
+epoch, each epoch in a shuffled order of its own; a step takes the next `global_batch_size` of it, across the end of
+an epoch too. So the cursor of a run is one number, the samples consumed, and means the same on every layout.
+
+Slot s of a global batch is row s % m of micro-batch a on data rank d, with m the micro-batch size, D the data ranks,
+a = s // (m D) and d = s % (m D) // m. Ranks of one tensor group share a data rank and build equal batches.
+
+No communication takes place here: what other ranks read is computed, not asked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import Batch
+from engine.data.collate import build_batch, pin, round_up, row_length
+from engine.data.dataset import TokenDataset
+from engine.errors import UserError
+
+
+@lru_cache(maxsize=4)
+def permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+    """The order of `count` samples in an epoch, the same on every machine.
+
+    It sorts the raw words of a counter-based generator (Philox keyed by seed and epoch): those are fixed by the
+    algorithm, while numpy may change how its `permutation` uses them from one version to the next.
+    """
+    words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(count)
+    order = np.argsort(words, kind="stable")
+    order.flags.writeable = False
+    return order
+
+
+def _check_lengths(dataset: TokenDataset, seq_length: int, pad_multiple: int) -> None:
+    assert dataset.seq_length == seq_length, (dataset.seq_length, seq_length)
+    if seq_length % pad_multiple:
+        # A row that is padded past seq_length would share dropout coordinates with the next slot.
+        raise UserError(
+            f"data.seq_length {seq_length} is not a multiple of {pad_multiple}, by which rows are divided among ranks; "
+            f"set data.seq_length to {round_up(seq_length, pad_multiple)}."
+        )
+
+
+class DataLoader:
+    """The micro-batches of one data rank.
+
+    Args:
+        dataset: the rows.
+        seq_length: the dataset's.
+        global_batch_size: samples of one step over all data ranks.
+        micro_batch_size: rows of one batch.
+        data_rank: this rank's place among `data_size` data ranks.
+        data_size: number of data ranks.
+        seed: of the order.
+        pad_multiple: row lengths are multiples of it (what divides a row among tensor ranks).
+        pad_token: fills the ends of rows.
+        shuffle: False reads in the dataset's order, in every epoch.
+        num_workers: threads that build batches ahead; 0 builds them when they are asked for.
+        pin_memory: put batches into page-locked memory (needs CUDA).
+
+    Raises:
+        UserError: sizes that do not divide each other, or an empty dataset.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        *,
+        seq_length: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_rank: int,
+        data_size: int,
+        seed: int,
+        pad_multiple: int = 1,
+        pad_token: int = 0,
+        shuffle: bool = True,
+        num_workers: int = 1,
+        pin_memory: bool = False,
+    ) -> None:
+        assert 0 <= data_rank < data_size and num_workers >= 0, (data_rank, data_size, num_workers)
+        _check_lengths(dataset, seq_length, pad_multiple)
+        if not len(dataset):
+            raise UserError("the dataset is empty; give data.train a file with records that can be learnt.")
+        if global_batch_size < 1 or global_batch_size % (micro_batch_size * data_size):
+            raise UserError(
+                f"train.global_batch_size {global_batch_size} is not a multiple of train.micro_batch_size "
+                f"{micro_batch_size} times the {data_size} data-parallel ranks; set it to "
+                f"{round_up(max(global_batch_size, 1), micro_batch_size * data_size)}."
+            )
+        self.dataset = dataset
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.num_micro_batches = global_batch_size // (micro_batch_size * data_size)
+        self._data_rank = data_rank
+        self._data_size = data_size
+        self._seed = seed
+        self._pad_multiple = pad_multiple
+        self._pad_token = pad_token
+        self._shuffle = shuffle
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+
+    def rows(self, consumed: int) -> NDArray[np.int64]:
+        """Row of each slot of the global batch that starts at sample `consumed`: int64 [global_batch_size]."""
+        count = len(self.dataset)
+        counters = np.arange(consumed, consumed + self.global_batch_size, dtype=np.int64)
+        if not self._shuffle:
+            return counters % count
+        rows = np.empty(len(counters), dtype=np.int64)
+        epochs = counters // count
+        for epoch in np.unique(epochs).tolist():
+            mine = epochs == epoch
+            rows[mine] = permutation(self._seed, epoch, count)[counters[mine] % count]
+        return rows
+
+    def target_count(self, consumed: int) -> float:
+        """Sum of the loss weights of the whole global batch, over all data ranks and micro-batches."""
+        return float(self.dataset.target_counts[self.rows(consumed)].sum())
+
+    def batches(self, consumed: int) -> list[Batch]:
+        """This rank's micro-batches of the global batch that starts at sample `consumed`, in their order."""
+        rows = self.rows(consumed)
+        batches = []
+        for accumulation in range(self.num_micro_batches):
+            first = (accumulation * self._data_size + self._data_rank) * self.micro_batch_size
+            slots = range(first, first + self.micro_batch_size)
+            mine = rows[first : first + self.micro_batch_size].tolist()
+            length = row_length(self.dataset, mine, self._pad_multiple)
+            batch = build_batch(self.dataset, mine, slots, length=length, pad_token=self._pad_token)
+            batches.append(pin(batch) if self._pin_memory else batch)
+        return batches
+
+    def stream(self, consumed: int, num_steps: int) -> Iterator[list[Batch]]:
+        """`batches` of `num_steps` steps from sample `consumed` on, built ahead by threads.
+
+        An error while building is raised to the consumer in its turn. Closing the iterator, or leaving it to the
+        garbage collector, stops the threads.
+        """
+        starts = range(consumed, consumed + num_steps * self.global_batch_size, self.global_batch_size)
+        if not self._num_workers:
+            yield from map(self.batches, starts)
+            return
+        ahead = self._num_workers + 1
+        waiting: deque[Future[list[Batch]]] = deque()
+        pool = ThreadPoolExecutor(self._num_workers, thread_name_prefix="data")
+        try:
+            for start in starts:
+                waiting.append(pool.submit(self.batches, start))
+                if len(waiting) > ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+class EvalLoader:
+    """Every row of a dataset once, in order, in equally many micro-batches on each data rank.
+
+    What is missing to a full last round is filled with rows of padding that carry no loss.
+
+    Args:
+        dataset: the rows.
+        seq_length, micro_batch_size, data_rank, data_size, pad_multiple, pad_token: as in `DataLoader`.
+        max_samples: read only the first so many rows.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        *,
+        seq_length: int,
+        micro_batch_size: int,
+        data_rank: int,
+        data_size: int,
+        pad_multiple: int = 1,
+        pad_token: int = 0,
+        max_samples: int | None = None,
+    ) -> None:
+        assert 0 <= data_rank < data_size, (data_rank, data_size)
+        _check_lengths(dataset, seq_length, pad_multiple)
+        self.dataset = dataset
+        self.num_samples = len(dataset) if max_samples is None else min(max_samples, len(dataset))
+        self._micro_batch_size = micro_batch_size
+        self._data_rank = data_rank
+        self._data_size = data_size
+        self._pad_multiple = pad_multiple
+        self._pad_token = pad_token
+        self.num_micro_batches = -(-self.num_samples // (micro_batch_size * data_size))
+
+    def __len__(self) -> int:
+        """The number of micro-batches of each data rank."""
+        return self.num_micro_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        for step in range(self.num_micro_batches):
+            first = (step * self._data_size + self._data_rank) * self._micro_batch_size
+            slots = range(first, first + self._micro_batch_size)
+            rows = [row if row < self.num_samples else None for row in slots]
+            length = row_length(self.dataset, rows, self._pad_multiple)
+            yield build_batch(self.dataset, rows, slots, length=length, pad_token=self._pad_token)
+
+    def target_count(self) -> float:
+        """Sum of the loss weights of all micro-batches of all data ranks."""
+        return float(self.dataset.target_counts[: self.num_samples].sum())

@@ -1,0 +1,113 @@
+"""From samples to documents: token ids, and which of them are learnt.
+
+A document is what attention may see together: one record, or one cut of a .txt stream. Its first token is never
+learnt, because nothing stands before it to predict it from.
+
+The begin token opens a document where the tokenizer adds one, the end token closes it; a document that was cut off
+has none. Prompt and completion are tokenised apart and then joined, so that the prompt's tokens are the ones that
+generation will start from, whatever the completion begins with. (Tokenised as one string, the last letters of the
+prompt may fuse with the first of the completion into a token that no prompt contains.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.files import Place
+from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample
+from engine.data.tokenizer import Tokenizer
+from engine.errors import UserError
+
+SEGMENT_CHARACTERS = 1 << 22
+"""A stream is encoded in pieces of about this many characters, cut behind a line end, to bound the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Tokens in their order.
+
+    Args:
+        place: the record it came from.
+        tokens: int32 ids.
+        targets: bool; whether the token is learnt. The first never is.
+    """
+
+    place: Place
+    tokens: NDArray[np.int32]
+    targets: NDArray[np.bool_]
+
+
+def tokenize_samples(
+    samples: Sequence[Sample], tokenizer: Tokenizer, *, mask_prompt: bool, stream_length: int
+) -> Iterator[Document]:
+    """The documents of some samples, in order; one each, but several for a stream.
+
+    Args:
+        samples: of any kind; their texts are encoded together, so give many at once.
+        tokenizer: encodes them.
+        mask_prompt: learn only completions and assistant turns; otherwise every token but the first.
+        stream_length: tokens of one cut of a stream.
+
+    Raises:
+        UserError: a conversation that the chat template cannot render.
+    """
+    texts = [text for sample in samples for text in _texts(sample)]
+    encoded = iter(tokenizer.encode_many(texts))
+    begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
+    end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
+    for sample in samples:
+        if isinstance(sample, ChatSample):
+            ids, answers = _apply_chat(sample, tokenizer)
+        elif isinstance(sample, CompletionSample):
+            prompt, completion = begin + next(encoded), next(encoded) + end
+            ids, answers = (prompt + completion, [False] * len(prompt) + [True] * len(completion))
+        elif sample.is_stream:
+            yield from _cut(sample.place, [*begin, *_encode_stream(sample.text, tokenizer), *end], stream_length)
+            continue
+        else:
+            ids = begin + next(encoded) + end
+            answers = [True] * len(ids)
+        targets = np.array(answers if mask_prompt else [True] * len(ids), dtype=bool)
+        targets[:1] = False
+        yield Document(sample.place, np.array(ids, dtype=np.int32), targets)
+
+
+def _texts(sample: Sample) -> tuple[str, ...]:
+    if isinstance(sample, CompletionSample):
+        return (sample.prompt, sample.completion)
+    return (sample.text,) if isinstance(sample, TextSample) and not sample.is_stream else ()
+
+
+def _apply_chat(sample: ChatSample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    try:
+        return tokenizer.apply_chat(sample.messages)
+    except UserError as error:
+        raise sample.place.error(str(error)) from error
+
+
+def _encode_stream(text: str, tokenizer: Tokenizer) -> list[int]:
+    ids: list[int] = []
+    first = 0
+    while first < len(text):
+        cut = text.rfind("\n", first, first + SEGMENT_CHARACTERS) + 1
+        last = len(text) if first + SEGMENT_CHARACTERS >= len(text) else cut or first + SEGMENT_CHARACTERS
+        ids += tokenizer.encode(text[first:last])
+        first = last
+    return ids
+
+
+def _cut(place: Place, ids: list[int], length: int) -> Iterator[Document]:
+    """Cut a stream so that each token but the very first is learnt exactly once.
+
+    Neighbouring cuts share one token: the last of one is learnt there and opens the next, where the first is not.
+    """
+    tokens = np.array(ids, dtype=np.int32)
+    for start in range(0, max(len(tokens) - 1, 1), length - 1):
+        part = tokens[start : start + length]
+        targets = np.ones(len(part), dtype=bool)
+        targets[:1] = False
+        yield Document(place, part, targets)

@@ -1,0 +1,116 @@
+"""Grouped-query self-attention with rotary positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed.sharding import Piece, ShardSpec, split_spec
+from engine.errors import UserError
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
+from engine.layers.norm import RMSNorm
+from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.ops.attention import causal_attention
+from engine.ops.context import TokenContext
+from engine.ops.rope import rotate, split_rotate
+
+
+def _kv_spec(num_kv_heads: int, head_dim: int, hidden: int, layout: TensorLayout) -> ShardSpec:
+    """Shard of the k or v weight: split by heads, or one head on several ranks when there are fewer heads than ranks."""
+    tp, shape = layout.tp, (num_kv_heads * head_dim, hidden)
+    if num_kv_heads % tp.size == 0:
+        return split_spec(shape, 0, rank=tp.rank, size=tp.size, what="the number of key/value features")
+    copies = layout.kv_replica.size
+    return ShardSpec(
+        global_shape=shape,
+        local_shape=(head_dim, hidden),
+        dim=0,
+        pieces=(Piece(tp.rank // copies * head_dim, 0, head_dim),),
+        grad_reduce=("kv_replica",),
+        replicated=("kv_replica",),
+        owner=layout.kv_replica.rank == 0,
+    )
+
+
+def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused_qkv: bool) -> None:
+    """Whether the heads can be spread over `tensor_size` ranks.
+
+    Raises:
+        UserError: they cannot; names both counts.
+    """
+    if num_heads % tensor_size:
+        raise UserError(
+            f"the model has {num_heads} attention heads, which do not divide over parallel.tensor {tensor_size}: "
+            f"use a parallel.tensor that divides {num_heads}."
+        )
+    if num_kv_heads % tensor_size and tensor_size % num_kv_heads:
+        raise UserError(
+            f"the model has {num_kv_heads} key/value heads, which neither divide over nor are divided by "
+            f"parallel.tensor {tensor_size}: use a divisor or a multiple of {num_kv_heads}."
+        )
+    if fused_qkv and num_kv_heads < tensor_size:
+        raise UserError(
+            f"lora.fused_qkv needs at least one key/value head per tensor rank, but the model has {num_kv_heads} "
+            f"and parallel.tensor is {tensor_size}: set lora.fused_qkv false or parallel.tensor {num_kv_heads}."
+        )
+
+
+class Attention(nn.Module):
+    """[T, hidden] (or [T / tp, hidden]) -> the same shape.
+
+    Args:
+        prefix: engine module name, such as `layers.3.attention`.
+        first_site: dropout site of the input; the output projection's is the next one.
+    """
+
+    def __init__(
+        self, prefix: str, *, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, qkv_bias: bool,
+        out_bias: bool, qk_norm: bool, norm_eps: float, first_site: int, layout: TensorLayout, plan: TrainingPlan,
+        device: torch.device, dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        tp = layout.tp
+        check_heads(num_heads, num_kv_heads, tp.size, fused_qkv=plan.fused_qkv)
+        self.num_heads, self.num_kv_heads = num_heads // tp.size, max(1, num_kv_heads // tp.size)
+        self.head_dim = head_dim
+        q_spec = split_spec(
+            (num_heads * head_dim, hidden), 0, rank=tp.rank, size=tp.size, what="the number of query features"
+        )
+        kv_spec = _kv_spec(num_kv_heads, head_dim, hidden, layout)
+        self.qkv = ColumnParallelLinear(
+            [
+                Section(name=f"{prefix}.q_proj", spec=q_spec),
+                Section(name=f"{prefix}.k_proj", spec=kv_spec),
+                Section(name=f"{prefix}.v_proj", spec=kv_spec),
+            ],
+            bias=qkv_bias, site=first_site, layout=layout, plan=plan, device=device, dtype=dtype,
+            fused_adapter=f"{prefix}.qkv_proj",
+        )
+        self.o_proj = RowParallelLinear(
+            f"{prefix}.o_proj", num_heads * head_dim, hidden, bias=out_bias, site=first_site + 1, layout=layout,
+            plan=plan, device=device, dtype=dtype,
+        )
+        self.q_norm = self.k_norm = None
+        if qk_norm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(
+                    f"{prefix}.{name}", head_dim, norm_eps, layout=layout, plan=plan, device=device, dtype=dtype,
+                    per_head=True,
+                )
+                for name in ("q_norm", "k_norm")
+            )
+
+    def _split(self, qkv: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return split_rotate(
+                qkv, context.cos, context.sin, self.num_heads, self.num_kv_heads, self.head_dim
+            )
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin), v
+
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
+        q, k, v = self._split(self.qkv(x, context), context)
+        out = causal_attention(q, k, v, context.document_lengths, scale=self.head_dim**-0.5)
+        return self.o_proj(out.reshape(out.shape[0], -1), context)

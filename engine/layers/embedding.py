@@ -1,0 +1,56 @@
+"""The token embedding, split over the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.distributed.sharding import padded_split_spec, replicated_spec
+from engine.layers.module import ShardedModule, empty
+from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.ops.embedding import EmbeddingOperands, embedding
+
+
+class VocabParallelEmbedding(ShardedModule):
+    """int64 ids [T] -> [T, hidden], or [T / tp, hidden] with sequence parallelism.
+
+    Args:
+        vocab_size, hidden: global sizes; a vocabulary that does not divide is padded on the last ranks.
+        tied_to: module name whose training also trains this matrix (the output head), or None.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden: int, *, layout: TensorLayout, plan: TrainingPlan,
+        device: torch.device, dtype: torch.dtype, tied_to: str | None = None,
+    ) -> None:
+        super().__init__()
+        tp = layout.tp
+        spec = padded_split_spec((vocab_size, hidden), 0, rank=tp.rank, size=tp.size)
+        trains = plan.trains("embed_tokens") or (tied_to is not None and plan.trains(tied_to))
+        weight = self.own("embed_tokens.weight", empty(spec.local_shape, dtype, device), spec, trainable=trains)
+        self.weight = weight
+        self._leaves = [weight.parameter] if trains else []
+        a = b = None
+        settings = plan.adapter("embed_tokens")
+        if settings is not None:
+            spec_a = padded_split_spec((settings.rank, vocab_size), 1, rank=tp.rank, size=tp.size)
+            spec_b = replicated_spec((hidden, settings.rank), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
+            a = self.own("embed_tokens.lora_A", empty(spec_a.local_shape, dtype, device), spec_a, trainable=True)
+            b = self.own("embed_tokens.lora_B", empty(spec_b.local_shape, dtype, device), spec_b, trainable=True)
+            self._leaves += [a.parameter, b.parameter]
+        self.operands = EmbeddingOperands(
+            weight_VH=weight.parameter.data,
+            first_id=spec.pieces[0].global_offset if spec.pieces else vocab_size,
+            num_ids=spec.pieces[0].length if spec.pieces else 0,
+            sink=weight.sink,
+            a_RV=a.parameter.data if a is not None else None,
+            b_HR=b.parameter.data if b is not None else None,
+            scale=settings.scale if settings is not None else 0.0,
+            sink_a=a.sink if a is not None else None,
+            sink_b=b.sink if b is not None else None,
+            axis=tp,
+            sequence_parallel=layout.sequence_parallel,
+        )
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        return embedding(ids_T, self.operands, tuple(self._leaves))

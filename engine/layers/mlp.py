@@ -1,0 +1,40 @@
+"""The SwiGLU feed-forward block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed.sharding import split_spec
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
+from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.ops.context import TokenContext
+from engine.ops.swiglu import swiglu
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)): [T, hidden] (or [T / tp, hidden]) -> the same shape.
+
+    Args:
+        prefix: engine module name, such as `layers.3.mlp`.
+        first_site: dropout site of the input; the down projection's is the next one.
+    """
+
+    def __init__(
+        self, prefix: str, *, hidden: int, intermediate: int, bias: bool, first_site: int, layout: TensorLayout,
+        plan: TrainingPlan, device: torch.device, dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        tp = layout.tp
+        spec = split_spec((intermediate, hidden), 0, rank=tp.rank, size=tp.size, what="intermediate_size")
+        self.gate_up = ColumnParallelLinear(
+            [Section(name=f"{prefix}.{name}", spec=spec) for name in ("gate_proj", "up_proj")],
+            bias=bias, site=first_site, layout=layout, plan=plan, device=device, dtype=dtype,
+        )
+        self.down = RowParallelLinear(
+            f"{prefix}.down_proj", intermediate, hidden, bias=bias, site=first_site + 1, layout=layout, plan=plan,
+            device=device, dtype=dtype,
+        )
+
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
+        return self.down(swiglu(self.gate_up(x, context)), context)

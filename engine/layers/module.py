@@ -1,0 +1,55 @@
+"""Modules that know, for each parameter, its logical name, its shard of the whole, and where its gradient goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed.sharding import NamedShard, ShardSpec
+from engine.ops.gradients import GradientSink
+
+
+class ShardEntry(NamedTuple):
+    """A parameter on this rank. `sink` is None where the parameter is frozen."""
+
+    name: str
+    parameter: nn.Parameter
+    spec: ShardSpec
+    sink: GradientSink | None
+
+    @property
+    def shard(self) -> NamedShard:
+        return NamedShard(self.name, self.parameter.data, self.spec)
+
+
+class ShardedModule(nn.Module):
+    """Base of every module that owns parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[ShardEntry] = []
+
+    def own(self, name: str, tensor: Tensor, spec: ShardSpec, *, trainable: bool) -> ShardEntry:
+        """Registers `tensor` (storage may be a view of a larger one) as the parameter with logical `name`."""
+        assert tuple(tensor.shape) == spec.local_shape, (name, tensor.shape, spec)
+        parameter = nn.Parameter(tensor, requires_grad=trainable)
+        sink = GradientSink(tensor.shape, tensor.device) if trainable else None
+        entry = ShardEntry(name, parameter, spec, sink)
+        self.register_parameter(name.replace(".", "_"), parameter)
+        self.entries.append(entry)
+        return entry
+
+
+def shard_entries(module: nn.Module) -> Iterator[ShardEntry]:
+    """Every parameter of the model on this rank, in forward order, once each."""
+    for child in module.modules():
+        if isinstance(child, ShardedModule):
+            yield from child.entries
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Storage that a loader or an initialiser fills; padding rows must read as zero, hence zeros."""
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,69 @@
+"""What is trained in a model: full parameters by module name, adapters by module name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.distributed.mesh import Axis
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterSettings:
+    """One adapter.
+
+    Args:
+        rank: r.
+        scale: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv 2312.03732).
+        dropout: probability of dropping an element of the adapter's input.
+    """
+
+    rank: int
+    scale: float
+    dropout: float
+
+
+def _nothing(module: str) -> bool:
+    return False
+
+
+def _no_adapter(module: str) -> AdapterSettings | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingPlan:
+    """Which modules train, and how.
+
+    Args:
+        trains: engine module name -> whether its own weight and bias are trained in full.
+        adapter: engine module name -> its adapter, or None.
+        fused_qkv: one adapter over query, key and value together, asked for as `layers.{i}.attention.qkv_proj`.
+        seed: of dropout masks and initial weights.
+    """
+
+    trains: Callable[[str], bool] = _nothing
+    adapter: Callable[[str], AdapterSettings | None] = _no_adapter
+    fused_qkv: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorLayout:
+    """How tensors are spread over the tensor-parallel ranks.
+
+    Args:
+        tp: the axis.
+        kv_replica: ranks that hold the same key/value heads.
+        sequence_parallel: tokens are split over tp between the linears.
+        joint_reduce: column linears all-reduce [dX, dH] together (see ops.parallel_linear).
+    """
+
+    tp: Axis = Axis("tp")
+    kv_replica: Axis = Axis("kv_replica")
+    sequence_parallel: bool = False
+    joint_reduce: bool = False
+
+    @property
+    def splits_tokens(self) -> bool:
+        return self.sequence_parallel and self.tp.size > 1

@@ -1,0 +1,189 @@
+"""A decoder-only language model, or a contiguous part of one.
+
+Built from a DecoderConfig alone; families differ in configuration, not in code. Between layers the residual stream is
+[T, hidden] (T = rows * row length), or this rank's [T / tp, hidden] with sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.batch import Batch
+from engine.distributed.collectives import local_part
+from engine.distributed.differentiable import split_tokens
+from engine.distributed.sharding import padded_split_spec
+from engine.errors import UserError
+from engine.layers.attention import Attention
+from engine.layers.embedding import VocabParallelEmbedding
+from engine.layers.linear import ColumnParallelLinear, Section
+from engine.layers.mlp import MLP
+from engine.layers.norm import RMSNorm
+from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.models.config import DecoderConfig
+from engine.ops.context import TokenContext
+from engine.ops.cross_entropy import cross_entropy
+from engine.ops.rope import inverse_frequencies
+from triton_kernels.reference import rope_tables
+
+SITES_PER_LAYER = 4
+"""Dropout sites of a layer: attention's input, its output projection's, the MLP's input, its down projection's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Which part of the model a rank holds: layers [first, last), and whether it has the two ends."""
+
+    first: int
+    last: int
+    embedding: bool = True
+    head: bool = True
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self, index: int, config: DecoderConfig, *, layout: TensorLayout, plan: TrainingPlan,
+        device: torch.device, dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        prefix, site = f"layers.{index}", index * SITES_PER_LAYER
+        common = {"layout": layout, "plan": plan, "device": device, "dtype": dtype}
+        self.input_norm = RMSNorm(f"{prefix}.input_norm", config.hidden, config.norm_eps, **common)
+        self.attention = Attention(
+            f"{prefix}.attention", hidden=config.hidden, num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias, qk_norm=config.qk_norm, norm_eps=config.norm_eps, first_site=site, **common,
+        )
+        self.post_attention_norm = RMSNorm(f"{prefix}.post_attention_norm", config.hidden, config.norm_eps, **common)
+        self.mlp = MLP(
+            f"{prefix}.mlp", hidden=config.hidden, intermediate=config.intermediate, bias=config.mlp_bias,
+            first_site=site + 2, **common,
+        )
+
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
+        x = x + self.attention(self.input_norm(x), context)
+        return x + self.mlp(self.post_attention_norm(x), context)
+
+
+class Decoder(nn.Module):
+    """The model, or the part of it that `part` names.
+
+    Args:
+        config: sizes and switches.
+        layout: tensor-parallel layout of this rank.
+        plan: what is trained.
+        device, dtype: of weights and activations.
+        part: None for the whole model.
+
+    Raises:
+        UserError: the model's sizes do not fit the layout.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, layout: TensorLayout, plan: TrainingPlan,
+        device: torch.device, dtype: torch.dtype, part: Part | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.layout = config, layout
+        self.part = part or Part(first=0, last=config.num_layers)
+        common = {"layout": layout, "plan": plan, "device": device, "dtype": dtype}
+        self.embedding = None
+        if self.part.embedding:
+            self.embedding = VocabParallelEmbedding(
+                config.vocab_size, config.hidden, tied_to="lm_head" if config.tied_embeddings else None, **common
+            )
+        self.layers = nn.ModuleList(
+            DecoderLayer(index, config, **common) for index in range(self.part.first, self.part.last)
+        )
+        self.norm = self.head = None
+        if self.part.head:
+            self.norm = RMSNorm("norm", config.hidden, config.norm_eps, **common)
+            self.head = self._build_head(common)
+        scaling = config.rope_scaling
+        self.inverse_frequencies = inverse_frequencies(
+            config.head_dim, config.rope_theta,
+            **({} if scaling is None else {
+                "kind": scaling.kind, "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor, "original_length": scaling.original_length,
+            }),
+        )
+        if device.type != "meta":
+            self.inverse_frequencies = self.inverse_frequencies.to(device)
+
+    def _build_head(self, common: dict) -> ColumnParallelLinear:
+        config, tp = self.config, self.layout.tp
+        shared = None
+        if config.tied_embeddings:
+            assert self.embedding is not None, "a tied head lies on the rank that has the embedding"
+            shared = self.embedding.weight
+        self.vocab_spec = padded_split_spec((config.vocab_size, config.hidden), 0, rank=tp.rank, size=tp.size)
+        return ColumnParallelLinear(
+            [Section(name="lm_head", spec=self.vocab_spec)], bias=False,
+            site=config.num_layers * SITES_PER_LAYER, shared=shared, **common,
+        )
+
+    def context(self, batch: Batch, step: Tensor, *, training: bool) -> TokenContext:
+        """Token coordinates of a batch, shared by all layers.
+
+        Raises:
+            UserError: the tokens do not divide over the ranks of sequence parallelism.
+        """
+        tp = self.layout.tp
+        if self.layout.splits_tokens and batch.num_tokens % tp.size:
+            raise UserError(
+                f"a micro-batch of {batch.num_rows} rows x {batch.row_length} tokens does not divide over "
+                f"parallel.tensor {tp.size} for sequence parallelism: use a data.seq_length that is a multiple of "
+                f"{tp.size}, or parallel.sequence false."
+            )
+        cos, sin = rope_tables(batch.positions_BS.flatten(), self.inverse_frequencies)
+        token_index = batch.token_index_BS.flatten()
+        return TokenContext(
+            num_rows=batch.num_rows,
+            row_length=batch.row_length,
+            document_lengths=batch.document_lengths,
+            cos=cos,
+            sin=sin,
+            token_index=token_index,
+            local_token_index=local_part(token_index, tp) if self.layout.splits_tokens else token_index,
+            step=step,
+            training=training,
+        )
+
+    def embed(self, batch: Batch) -> Tensor:
+        """The residual stream that enters the first layer."""
+        if batch.embeddings_TH is None:
+            assert self.embedding is not None
+            return self.embedding(batch.tokens_BS.flatten())
+        x = batch.embeddings_TH
+        return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x
+
+    def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
+        """Through this part's layers."""
+        for layer in self.layers:
+            x = layer(x, context)
+        return x
+
+    def logits(self, x: Tensor, context: TokenContext) -> Tensor:
+        """[T, V / tp] logits of this rank's vocabulary rows (with padding columns)."""
+        assert self.norm is not None and self.head is not None
+        return self.head(self.norm(x), context)
+
+    def token_losses(self, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
+        """fp32 [T] negative log-likelihood of each label; equal on all tensor-parallel ranks."""
+        pieces = self.vocab_spec.pieces
+        return cross_entropy(
+            self.logits(x, context),
+            batch.labels_BS.flatten(),
+            first_id=pieces[0].global_offset if pieces else self.config.vocab_size,
+            num_ids=pieces[0].length if pieces else 0,
+            axis=self.layout.tp,
+        )
+
+    def forward(self, batch: Batch, step: Tensor, *, training: bool = True) -> Tensor:
+        """Token losses of the whole model. See `token_losses`."""
+        context = self.context(batch, step, training=training)
+        return self.token_losses(self.run_layers(self.embed(batch), context), batch, context)

@@ -1,0 +1,53 @@
+"""What a model's parameters look like on a rank, without making any."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.distributed.mesh import shape_mesh
+from engine.distributed.ranks import RankGrid
+from engine.distributed.sharding import ShardSpec
+from engine.layers.module import shard_entries
+from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.models.config import DecoderConfig
+from engine.models.decoder import Decoder
+
+
+def meta_model(
+    config: DecoderConfig, *, tensor_rank: int = 0, tensor_size: int = 1, plan: TrainingPlan | None = None
+) -> Decoder:
+    """The model of one tensor-parallel rank on the meta device: shapes, names and specs, no memory."""
+    mesh = shape_mesh(RankGrid(tp=tensor_size), tensor_rank, config.num_kv_heads)
+    layout = TensorLayout(tp=mesh.tp, kv_replica=mesh.kv_replica)
+    return Decoder(
+        config, layout=layout, plan=plan or TrainingPlan(), device=torch.device("meta"), dtype=torch.float32
+    )
+
+
+def parameter_specs(config: DecoderConfig, *, tensor_rank: int, tensor_size: int) -> dict[str, ShardSpec]:
+    """Shard of every base parameter on one tensor-parallel rank, by logical name, in forward order.
+
+    Raises:
+        UserError: the model's sizes do not fit `tensor_size`.
+    """
+    model = meta_model(config, tensor_rank=tensor_rank, tensor_size=tensor_size)
+    return {entry.name: entry.spec for entry in shard_entries(model)}
+
+
+def module_names(config: DecoderConfig) -> list[str]:
+    """Engine names of the modules that can carry an adapter or be trained, the head included even when tied."""
+    names = [name.rsplit(".", 1)[0] for name in parameter_specs(config, tensor_rank=0, tensor_size=1)]
+    if config.tied_embeddings:
+        names.append("lm_head")
+    return list(dict.fromkeys(names))
+
+
+def num_parameters(config: DecoderConfig) -> int:
+    """Parameters of the whole model; a tied matrix counts once."""
+    total = 0
+    for spec in parameter_specs(config, tensor_rank=0, tensor_size=1).values():
+        size = 1
+        for length in spec.global_shape:
+            size *= length
+        total += size
+    return total

@@ -1,0 +1,93 @@
+"""Initial values, drawn from global coordinates.
+
+Every number is a function of (seed, tensor name, row, column) of the *whole* tensor, so each layout starts from the same
+model. (Drawn per shard, the scale of a split factor would depend on the number of ranks.)
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from engine.distributed.sharding import NamedShard, Piece, ShardSpec
+from triton_kernels.philox import uniform_rows
+
+_CHUNK = 1 << 20
+"""Numbers drawn at a time; bounds the memory of a draw."""
+
+
+def site_of(name: str) -> int:
+    """The key word under which a tensor's numbers are drawn."""
+    return zlib.crc32(name.encode())
+
+
+def _fill(tensor: Tensor, spec: ShardSpec, draw: Callable[[Tensor, int], Tensor]) -> None:
+    """Fills a rank's part of a matrix from `draw(global rows, global columns) -> [rows, columns]`."""
+    num_rows, num_columns = spec.global_shape
+    row_runs = spec.pieces if spec.dim == 0 else (Piece(0, 0, num_rows),)
+    column_runs = spec.pieces if spec.dim == 1 else (Piece(0, 0, num_columns),)
+    height = max(1, _CHUNK // num_columns)
+    for run in row_runs:
+        for start in range(0, run.length, height):
+            count = min(height, run.length - start)
+            first = run.global_offset + start
+            rows = torch.arange(first, first + count, dtype=torch.int64, device=tensor.device)
+            values = draw(rows, num_columns)
+            local = tensor[run.local_offset + start : run.local_offset + start + count]
+            for columns in column_runs:
+                source = values[:, columns.global_offset : columns.global_offset + columns.length]
+                local[:, columns.local_offset : columns.local_offset + columns.length] = source
+
+
+def fill_uniform(shard: NamedShard, bound: float, seed: int) -> None:
+    """Uniform over [-bound, bound)."""
+    site = site_of(shard.name)
+
+    def draw(rows: Tensor, num_columns: int) -> Tensor:
+        return uniform_rows(rows, num_columns, seed=seed, site=site).mul_(2 * bound).sub_(bound)
+
+    _fill(shard.tensor, shard.spec, draw)
+
+
+def fill_normal(shard: NamedShard, std: float, seed: int) -> None:
+    """Normal with mean 0, by Box and Muller's transform of two uniform draws."""
+    site = site_of(shard.name)
+
+    def draw(rows: Tensor, num_columns: int) -> Tensor:
+        radius = uniform_rows(rows, num_columns, seed=seed, site=site, draw=0)
+        angle = uniform_rows(rows, num_columns, seed=seed, site=site, draw=1)
+        # 1 - u lies in (0, 1], so the logarithm is finite
+        return torch.sqrt(-2.0 * torch.log1p(-radius)).mul_(torch.cos(2 * math.pi * angle)).mul_(std)
+
+    _fill(shard.tensor, shard.spec, draw)
+
+
+def initialise_adapters(shards: Iterable[NamedShard], seed: int) -> None:
+    """A uniform as in PEFT (Kaiming with a = sqrt(5): bound 1 / sqrt(in)), B zero; embeddings A zero, B normal."""
+    for shard in shards:
+        module, _, leaf = shard.name.rpartition(".")
+        is_embedding = module == "embed_tokens"
+        if leaf == "lora_A" and not is_embedding:
+            fill_uniform(shard, 1.0 / math.sqrt(shard.spec.global_shape[1]), seed)
+        elif leaf == "lora_B" and is_embedding:
+            fill_normal(shard, 1.0, seed)
+        elif leaf in ("lora_A", "lora_B"):
+            shard.tensor.zero_()
+
+
+def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float) -> None:
+    """A fresh model: matrices normal with `std`, norm weights one, biases zero."""
+    for shard in shards:
+        leaf = shard.name.rpartition(".")[2]
+        if leaf in ("lora_A", "lora_B"):
+            continue
+        if leaf == "bias":
+            shard.tensor.zero_()
+        elif len(shard.spec.global_shape) == 1:
+            shard.tensor.fill_(1.0)
+        else:
+            fill_normal(shard, std, seed)

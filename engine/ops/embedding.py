@@ -1,0 +1,87 @@
+"""Vocabulary-parallel embedding lookup, with its low-rank path.
+
+    y = W[id] + s * A^T[id] B^T
+
+Each rank looks up the ids in its own vocabulary rows and leaves zeros for the others; the sum over ranks completes both
+terms at once. A [r, V / tp] is split with W, and its gradient is complete; B [hidden, r] is whole on every rank and its
+gradient is a partial sum. There is no dropout on this path (as in PEFT).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from engine.distributed.mesh import Axis
+from engine.ops.gradients import GradientSink
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingOperands:
+    """What the lookup needs on this rank.
+
+    Args:
+        weight_VH: [V, hidden], this rank's rows with padding.
+        first_id, num_ids: the ids held here: [first_id, first_id + num_ids).
+        sink: gradient of the weight, None where frozen.
+        a_RV, b_HR, scale, sink_a, sink_b: the adapter; a_RV None without one.
+        axis, sequence_parallel: as in the parallel linears.
+    """
+
+    weight_VH: Tensor
+    first_id: int
+    num_ids: int
+    sink: GradientSink | None
+    a_RV: Tensor | None
+    b_HR: Tensor | None
+    scale: float
+    sink_a: GradientSink | None
+    sink_b: GradientSink | None
+    axis: Axis
+    sequence_parallel: bool
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids_T: Tensor, operands: EmbeddingOperands, *leaves: Tensor) -> Tensor:
+        local_T = ids_T - operands.first_id
+        here_T1 = ((local_T >= 0) & (local_T < operands.num_ids))[:, None]
+        index_T = torch.where(here_T1[:, 0], local_T, 0)
+        y_TH = operands.weight_VH[index_T].mul_(here_T1)
+        h_TR = None
+        if operands.a_RV is not None and operands.b_HR is not None:
+            h_TR = operands.a_RV.t()[index_T].mul_(here_T1)
+            y_TH.addmm_(h_TR, operands.b_HR.t(), alpha=operands.scale)
+        scatters = operands.sequence_parallel and operands.axis.size > 1
+        y_TH = reduce_scatter(y_TH, operands.axis) if scatters else all_reduce(y_TH, operands.axis)
+        ctx.save_for_backward(index_T, here_T1, h_TR)
+        ctx.operands, ctx.scatters, ctx.num_leaves = operands, scatters, len(leaves)
+        return y_TH
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[None, ...]:
+        index_T, here_T1, h_TR = ctx.saved_tensors
+        operands: EmbeddingOperands = ctx.operands
+        if ctx.scatters:
+            dy_TH = all_gather(dy_TH, operands.axis)
+        if operands.sink is not None:
+            operands.sink.add_rows(index_T, dy_TH * here_T1)
+        if operands.sink_a is not None and operands.b_HR is not None:
+            dh_TR = (dy_TH @ operands.b_HR).mul_(operands.scale).mul_(here_T1)
+            operands.sink_a.add_columns(index_T, dh_TR.t())
+        if operands.sink_b is not None:
+            operands.sink_b.add_product(dy_TH.t(), h_TR, operands.scale)
+        return (None, None, *([None] * ctx.num_leaves))
+
+
+def embedding(ids_T: Tensor, operands: EmbeddingOperands, leaves: tuple[Tensor, ...]) -> Tensor:
+    """Looks up int64 ids [T].
+
+    Returns:
+        [T, hidden], or [T / tp, hidden] with sequence parallelism.
+    """
+    return _Embedding.apply(ids_T, operands, *leaves)

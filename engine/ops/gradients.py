@@ -1,0 +1,70 @@
+"""Where a trainable parameter's gradient goes: one fp32 buffer, written by the op that computes it.
+
+Autograd's own accumulation would round each micro-batch's gradient to the parameter's dtype and add another pass over
+memory. Here the op's weight-gradient function writes straight into the buffer, and says so when it is complete, which
+is the moment a bucket's reduction may start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class GradientSink:
+    """The fp32 gradient of one parameter.
+
+    Args:
+        shape, device: of the parameter. The buffer is made on first use unless an owner binds its own before.
+    """
+
+    __slots__ = ("_buffer", "_device", "_on_ready", "shape", "uses")
+
+    def __init__(self, shape: torch.Size, device: torch.device) -> None:
+        self.shape = shape
+        self.uses = 1
+        """How many ops contribute in one backward pass (2 for a tied embedding and head)."""
+        self._device = device
+        self._buffer: Tensor | None = None
+        self._on_ready: Callable[[], None] | None = None
+
+    @property
+    def buffer(self) -> Tensor:
+        """fp32, the parameter's shape; zeros until something is added."""
+        if self._buffer is None:
+            self._buffer = torch.zeros(self.shape, dtype=torch.float32, device=self._device)
+        return self._buffer
+
+    def bind(self, buffer: Tensor, on_ready: Callable[[], None]) -> None:
+        """Makes `buffer` (a view of the optimizer's flat gradient) the destination; `on_ready` follows each addition."""
+        assert buffer.shape == self.shape and buffer.dtype == torch.float32, (buffer.shape, self.shape)
+        self._buffer, self._on_ready = buffer, on_ready
+
+    def add(self, gradient: Tensor) -> None:
+        """buffer += gradient."""
+        self.buffer.add_(gradient)
+        self._ready()
+
+    def add_product(self, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+        """buffer += scale * left @ right, rounded to fp32 once where the operands are fp32."""
+        if left.dtype == torch.float32:
+            self.buffer.addmm_(left, right, alpha=scale)
+        else:
+            self.buffer.add_(left @ right, alpha=scale)
+        self._ready()
+
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        """buffer[index[t]] += rows[t] for each t."""
+        self.buffer.index_add_(0, index, rows.to(torch.float32))
+        self._ready()
+
+    def add_columns(self, index: Tensor, columns: Tensor) -> None:
+        """buffer[:, index[t]] += columns[:, t] for each t."""
+        self.buffer.index_add_(1, index, columns.to(torch.float32))
+        self._ready()
+
+    def _ready(self) -> None:
+        if self._on_ready is not None:
+            self._on_ready()

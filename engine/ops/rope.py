@@ -1,0 +1,85 @@
+"""Rotary position embedding, and the split of a fused query-key-value product.
+
+Splitting and rotating are one op: q, k and v leave it contiguous, the fused product is free at once, and backward
+writes one fused gradient without a concatenation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triton_kernels import reference
+
+
+def inverse_frequencies(
+    head_dim: int,
+    theta: float,
+    *,
+    kind: str = "default",
+    factor: float = 1.0,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    original_length: int = 8192,
+) -> Tensor:
+    """fp32 [head_dim / 2] angular frequencies theta^(-2i/d), scaled.
+
+    Args:
+        kind: "default"; "linear" divides all by `factor`; "llama3" divides the low frequencies by `factor`, leaves the
+            high ones, and blends between the wavelengths original_length / low_freq_factor and
+            original_length / high_freq_factor (Llama 3.1).
+    """
+    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim)
+    if kind == "default":
+        return plain
+    if kind == "linear":
+        return plain / factor
+    assert kind == "llama3", kind
+    turns = original_length * plain / (2 * math.pi)
+    blend = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    return plain * (blend + (1.0 - blend) / factor)
+
+
+class _SplitRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+        q_in, k_in, v_in = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        q = torch.empty(q_in.shape, dtype=qkv.dtype, device=qkv.device)
+        k = torch.empty(k_in.shape, dtype=qkv.dtype, device=qkv.device)
+        reference.rope_rotate(q_in, cos, sin, q)
+        reference.rope_rotate(k_in, cos, sin, k)
+        ctx.save_for_backward(cos, sin)
+        return q, k, v_in.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        tokens, num_heads, head_dim = dq.shape
+        num_kv_heads = dk.shape[1]
+        out = dq.new_empty(tokens, num_heads + 2 * num_kv_heads, head_dim)
+        dq_out, dk_out, dv_out = out.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        reference.rope_rotate(dq, cos, sin, dq_out, inverse=True)
+        reference.rope_rotate(dk, cos, sin, dk_out, inverse=True)
+        dv_out.copy_(dv)
+        return out.view(tokens, -1), None, None, None, None, None
+
+
+def split_rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fused product [T, (H + 2K) * D] -> rotated q [T, H, D], rotated k [T, K, D], v [T, K, D]."""
+    return _SplitRotate.apply(qkv, cos, sin, num_heads, num_kv_heads, head_dim)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates [T, H, D] by plain autograd arithmetic; for queries and keys that were normalised after the split."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,107 @@
+"""Gradient reduction: over data-parallel ranks in buckets while backward runs, over tensor-parallel ranks in one piece.
+
+During the last micro-batch's backward each parameter reports when its gradient is complete; a bucket whose parameters
+have all reported is sent off at once. Buckets leave in a fixed order, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from engine.distributed.collectives import Handle, all_reduce, all_reduce_async
+from engine.distributed.mesh import Mesh
+from engine.optim.flat import FlatParameters, Region, Slot
+
+
+@dataclass(slots=True)
+class Bucket:
+    """flat[start : stop] and how many contributions are still missing."""
+
+    start: int
+    stop: int
+    slots: list[Slot] = field(default_factory=list)
+    missing: int = 0
+    handle: Handle | None = None
+
+
+def plan_buckets(regions: tuple[Region, ...], bucket_elements: int) -> list[Bucket]:
+    """Cuts each region into buckets of at least `bucket_elements` (the last one may be smaller)."""
+    buckets: list[Bucket] = []
+    for region in regions:
+        current: Bucket | None = None
+        for slot, after in zip(region.slots, (*region.slots[1:], None), strict=True):
+            if current is None:
+                current = Bucket(start=slot.offset, stop=slot.offset)
+                buckets.append(current)
+            current.slots.append(slot)
+            current.stop = after.offset if after is not None else region.stop
+            if current.stop - current.start >= bucket_elements:
+                current = None
+    return buckets
+
+
+class GradientReducer:
+    """Binds the parameters' gradient sinks to the flat buffer and sums it over the mesh.
+
+    Args:
+        flat: the buffers.
+        mesh: axes of this rank.
+        bucket_bytes: size of a data-parallel bucket.
+    """
+
+    def __init__(self, flat: FlatParameters, mesh: Mesh, *, bucket_bytes: int) -> None:
+        self._flat, self._mesh = flat, mesh
+        self._buckets = plan_buckets(flat.regions, max(1, bucket_bytes // 4))
+        place = {id(slot.entry): index for index, slot in enumerate(flat.slots)}
+        # a bucket is complete when its last slot in backward order is
+        self._buckets.sort(key=lambda bucket: max(place[id(slot.entry)] for slot in bucket.slots))
+        self._next = 0
+        self._armed = False
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                assert slot.entry.sink is not None
+                slot.entry.sink.bind(slot.view(flat.gradient), self._reporter(bucket))
+
+    def _reporter(self, bucket: Bucket):  # noqa: ANN202 - a closure over the bucket
+        def report() -> None:
+            if self._armed:
+                bucket.missing -= 1
+                self._launch(force=False)
+
+        return report
+
+    def arm(self) -> None:
+        """Call before the last micro-batch's backward: from now on complete buckets are sent."""
+        self._armed, self._next = True, 0
+        for bucket in self._buckets:
+            bucket.missing = sum(slot.entry.sink.uses for slot in bucket.slots if slot.entry.sink is not None)
+
+    def _launch(self, *, force: bool) -> None:
+        while self._next < len(self._buckets) and (force or self._buckets[self._next].missing <= 0):
+            bucket = self._buckets[self._next]
+            _, bucket.handle = all_reduce_async(self._flat.gradient[bucket.start : bucket.stop], self._mesh.dp_cp)
+            self._next += 1
+
+    def finish(self) -> None:
+        """Sends what is left, waits for all of it, then completes the sums over model-parallel groups."""
+        self._launch(force=True)
+        for bucket in self._buckets:
+            if bucket.handle is not None:
+                bucket.handle.wait()
+                bucket.handle = None
+        self._armed = False
+        for group in ("tp", "kv_replica"):
+            if (span := self._flat.span(group)) is not None:
+                all_reduce(self._flat.gradient[span[0] : span[1]], self._mesh.axis(group))
+
+
+def gradient_norm(flat: FlatParameters, mesh: Mesh) -> Tensor:
+    """0-dim fp32 L2 norm of the whole model's gradient, every parameter counted once, equal on all ranks."""
+    total = flat.gradient.new_zeros(())
+    for region in flat.regions:
+        if region.owner:
+            total = total + flat.gradient[region.start : region.stop].square().sum()
+    total = all_reduce(total, mesh.tp)
+    return all_reduce(total, mesh.pp).sqrt()

@@ -1,0 +1,159 @@
+"""Tensors of a checkpoint directory: writing the pieces that a rank owns, reading those of any rank.
+
+Base and training checkpoints store tensors the same way; what they mean is said elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.manifest import Manifest, PieceRecord, TensorRecord, read_manifest
+from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.reshard import Box, boxes_of
+from engine.checkpoint.safetensors_file import SafetensorsReader, checksum, dtype_from_name, dtype_name
+from engine.distributed.sharding import ShardSpec
+from engine.errors import UserError
+
+
+class PlannedPiece(NamedTuple):
+    """A piece that a rank will write: which tensor, which part, under which key, and where in the rank's tensor."""
+
+    name: str
+    box: Box
+    key: str
+    local_slices: tuple[slice, ...]
+
+
+class WrittenTensor(NamedTuple):
+    """One rank's contribution to a tensor's record."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    encoding: str
+    pieces: tuple[PieceRecord, ...]
+
+
+def plan_pieces(name: str, spec: ShardSpec) -> list[PlannedPiece]:
+    """The pieces that the owner of a shard stores; padding is not among them, and who is not the owner stores none."""
+    if not spec.owner:
+        return []
+    planned = []
+    boxes = boxes_of(spec)
+    for box, local_offset in boxes:
+        slices = [slice(None)] * len(spec.global_shape)
+        if box.dim is not None:
+            slices[box.dim] = slice(local_offset, local_offset + box.length)
+        key = name if len(boxes) == 1 else f"{name}@{box.offset}"
+        planned.append(PlannedPiece(name, box, key, tuple(slices)))
+    return planned
+
+
+def written_tensor(name: str, spec: ShardSpec, dtype: torch.dtype, pieces: Iterable[PieceRecord]) -> WrittenTensor:
+    """The contribution of a rank that has written `pieces` of the tensor that `spec` describes."""
+    return WrittenTensor(name, spec.global_shape, dtype_name(dtype), spec.encoding, tuple(pieces))
+
+
+def join_records(contributions: Iterable[WrittenTensor]) -> dict[str, TensorRecord]:
+    """Whole tensors' records from what each rank wrote of them; pieces are sorted by offset."""
+    records: dict[str, TensorRecord] = {}
+    for part in contributions:
+        known = records.get(part.name)
+        if known is not None:
+            assert (known.shape, known.dtype, known.encoding) == (part.shape, part.dtype, part.encoding), part
+        pieces = (*(known.pieces if known else ()), *part.pieces)
+        records[part.name] = TensorRecord(
+            shape=part.shape,
+            dtype=part.dtype,
+            encoding=part.encoding,
+            pieces=tuple(sorted(pieces, key=lambda piece: piece.box.offset)),
+        )
+    return records
+
+
+class PieceReader(TensorReader):
+    """The tensors of a checkpoint directory.
+
+    Args:
+        folder: the directory.
+        manifest: its validated manifest; None reads it.
+        always_verify: check a piece's checksum before any of it is used, which reads all of it. Otherwise it is
+            checked where the whole piece is read anyway, so that reading at another layout stays cheap.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest | None = None, *, always_verify: bool) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder) if manifest is None else manifest
+        self._always_verify = always_verify
+        self._files: dict[str, SafetensorsReader] = {}
+        self._verified: set[tuple[str, str]] = set()
+
+    @property
+    def label(self) -> str:
+        return str(self.folder)
+
+    def tensor_names(self) -> list[str]:
+        return list(self.manifest.tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.manifest.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._record(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        dtype = dtype_from_name(self._record(name).dtype)
+        assert dtype is not None, name  # the manifest was validated
+        return dtype
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        return [piece.box for piece in self._record(name).pieces]
+
+    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
+        record = self._record(name)
+        piece = record.pieces[index]
+        tensor = self._open(piece, record)
+        if whole or self._always_verify:
+            self._verify(piece, tensor)
+        return tensor
+
+    def verify_all(self) -> Iterator[int]:
+        """Checks every piece's checksum; yields the bytes checked after each piece."""
+        for name in self.tensor_names():
+            for index in range(len(self.boxes(name))):
+                yield self.view(name, index, whole=True).nbytes
+
+    def _record(self, name: str) -> TensorRecord:
+        record = self.manifest.tensors.get(name)
+        if record is None:
+            raise UserError(f"{self.folder} has no tensor {name}: use the checkpoint it is in.")
+        return record
+
+    def _open(self, piece: PieceRecord, record: TensorRecord) -> Tensor:
+        reader = self._files.get(piece.file)
+        if reader is None:
+            reader = self._files[piece.file] = SafetensorsReader(self.folder / piece.file)
+        shape = piece.box.shape(record.shape)
+        if piece.key not in reader:
+            raise UserError(f"{reader.path} lacks {piece.key}, which the manifest places there: use another copy of it.")
+        if reader.shape(piece.key) != shape or dtype_name(reader.dtype(piece.key)) != record.dtype:
+            raise UserError(
+                f"{reader.path} has {piece.key} as {dtype_name(reader.dtype(piece.key))} {list(reader.shape(piece.key))}, "
+                f"but the manifest says {record.dtype} {list(shape)}: use another copy of the checkpoint."
+            )
+        return reader.view(piece.key)
+
+    def _verify(self, piece: PieceRecord, tensor: Tensor) -> None:
+        if (piece.file, piece.key) in self._verified:
+            return
+        if (found := checksum(tensor)) != piece.checksum:
+            raise UserError(
+                f"{self.folder / piece.file} is damaged: {piece.key} has checksum {found}, but {piece.checksum} was "
+                "written; use another checkpoint."
+            )
+        self._verified.add((piece.file, piece.key))

@@ -1,0 +1,116 @@
+"""What every place that tensors can be read from has in common.
+
+A `TensorReader` knows logical tensors: their shapes, dtypes, and the stored pieces that make each up. Reading a shard
+is then the same for all of them, whatever the layout on either side. Subclasses say where the pieces are.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.reshard import Box, box_spec, plan_copies
+from engine.checkpoint.safetensors_file import num_bytes
+from engine.distributed.sharding import Piece, ShardSpec
+from engine.errors import UserError
+
+
+class TensorReader(ABC):
+    """Logical tensors in pieces, read by shard."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """What error sentences call this source: its folder."""
+
+    @abstractmethod
+    def tensor_names(self) -> list[str]:
+        """Logical names, in a stable order."""
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of this logical name."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Global shape, without padding."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """Stored dtype."""
+
+    @abstractmethod
+    def boxes(self, name: str) -> Sequence[Box]:
+        """The stored pieces; together they cover the tensor, all along one dimension."""
+
+    @abstractmethod
+    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
+        """Piece `index` as stored, by preference without reading it.
+
+        Args:
+            whole: the caller will look at all of it, so that checking its checksum costs no extra reading.
+        """
+
+    def read(self, name: str, spec: ShardSpec, out: Tensor | None = None) -> Tensor:
+        """A rank's part of a tensor, reading only the byte ranges that it needs.
+
+        Args:
+            name: logical name.
+            spec: which part; entries that belong to no piece are set to zero.
+            out: [spec.local_shape], any dtype, device and strides; None allocates one of the stored dtype on the host.
+
+        Returns:
+            `out`, or the new tensor.
+
+        Raises:
+            UserError: there is no such tensor here, or its shape is another.
+        """
+        self.require(name, spec.global_shape)
+        if out is None:
+            out = torch.empty(spec.local_shape, dtype=self.dtype(name))
+        assert tuple(out.shape) == spec.local_shape, (name, out.shape, spec)
+        boxes = self.boxes(name)
+        with torch.no_grad():
+            if spec.is_padded:
+                out.zero_()
+            for copy in plan_copies(spec, boxes):
+                whole = copy.num_elements == math.prod(boxes[copy.source].shape(spec.global_shape))
+                stored = self.view(name, copy.source, whole=whole)
+                out[copy.local_slices].copy_(stored[copy.source_slices])
+        return out
+
+    def read_whole(self, name: str) -> Tensor:
+        """The whole tensor; a view of the file where it is stored in one piece."""
+        if len(self.boxes(name)) == 1:
+            return self.view(name, 0, whole=True)
+        return self.read(name, box_spec(self.shape(name), Box()))
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) along the first dimension."""
+        shape = self.shape(name)
+        spec = ShardSpec(
+            global_shape=shape,
+            local_shape=(stop - start, *shape[1:]),
+            dim=0,
+            pieces=(Piece(start, 0, stop - start),),
+        )
+        return self.read(name, spec)
+
+    def total_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(num_bytes(self.dtype(name), self.shape(name)) for name in self.tensor_names())
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises UserError unless `name` is here with this global shape."""
+        if name not in self:
+            raise UserError(f"{self.label} has no tensor {name}: expected shape {list(shape)}, use the checkpoint it is in.")
+        if self.shape(name) != shape:
+            raise UserError(
+                f"{self.label} has {name} with shape {list(self.shape(name))}, but {list(shape)} is expected: "
+                "use the checkpoint that belongs to this configuration."
+            )
+

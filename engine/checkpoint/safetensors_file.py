@@ -1,0 +1,191 @@
+"""Safetensors files: a writer that streams, and a reader that maps.
+
+The writer needs every tensor's dtype and shape first, writes the header, and then takes the tensors one by one, so
+that a model never lies in memory as a whole. The reader hands out views of the mapped file: what is not looked at is
+not read. The files are plain safetensors; any other reader of the format opens them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import UserError
+
+_DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+CHECKSUM = "crc32"
+"""Name of the checksum algorithm, as manifests record it."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The format's name of a torch dtype, such as BF16."""
+    assert dtype in _DTYPE_NAMES, dtype
+    return _DTYPE_NAMES[dtype]
+
+
+def dtype_from_name(name: str) -> torch.dtype | None:
+    """The torch dtype of a format's name, or None where it is not supported."""
+    return _TORCH_DTYPES.get(name)
+
+
+def num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Bytes of a dense tensor."""
+    return math.prod(shape) * dtype.itemsize
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes in row-major order; copies only where it is not contiguous or not on the host."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def checksum(tensor: Tensor) -> str:
+    """CRC-32 of the tensor's bytes, as eight hexadecimal digits."""
+    return f"{zlib.crc32(raw_bytes(tensor)):08x}"
+
+
+class SafetensorsWriter:
+    """Writes one file: header at once, then each declared tensor exactly once, in any order.
+
+    The bytes are on the disk (fsync) when `close` returns. Leaving the `with` block by an exception closes the file
+    without that promise.
+
+    Args:
+        path: file to create; an existing one is replaced.
+        declared: name -> (dtype, shape) of everything that will be written.
+        metadata: text pairs kept in the header.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        declared: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path = path
+        self._declared = dict(declared)
+        self._offsets: dict[str, int] = {}
+        self._pending = set(self._declared)
+        # Widest dtype first, then by name: keeps every tensor aligned, and is the order of the stock library.
+        order = sorted(self._declared, key=lambda name: (-self._declared[name][0].itemsize, name))
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        position = 0
+        for name in order:
+            dtype, shape = self._declared[name]
+            end = position + num_bytes(dtype, shape)
+            header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [position, end]}
+            self._offsets[name] = position
+            position = end
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._start = 8 + len(text)
+        self._file: IO[bytes] = open(path, "wb")  # noqa: SIM115 - closed by close()
+        self._file.write(struct.pack("<Q", len(text)) + text)
+        self._file.truncate(self._start + position)
+
+    def write(self, name: str, tensor: Tensor) -> str:
+        """Writes a declared tensor.
+
+        Returns:
+            The checksum of its bytes.
+        """
+        dtype, shape = self._declared[name]
+        assert tensor.dtype == dtype and tuple(tensor.shape) == shape, (name, tensor.dtype, tensor.shape, dtype, shape)
+        self._pending.remove(name)
+        data = raw_bytes(tensor)
+        self._file.seek(self._start + self._offsets[name])
+        self._file.write(data)
+        return f"{zlib.crc32(data):08x}"
+
+    def close(self) -> None:
+        """Flushes to the disk; every declared tensor must have been written."""
+        assert not self._pending, f"never written: {sorted(self._pending)[:4]}"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+class SafetensorsReader:
+    """A mapped file.
+
+    Raises:
+        UserError: the file is missing, truncated or not safetensors; the sentence names it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise UserError(f"{path} is missing: copy the checkpoint again, with all of its files.")
+        try:
+            self._file = safe_open(path, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{path} is damaged or truncated ({error}): expected a whole safetensors file, copy it again."
+            ) from error
+        self._names = frozenset(self._file.keys())
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return dict(self._file.metadata() or {})
+
+    def names(self) -> list[str]:
+        """Names of the tensors in the file, sorted."""
+        return sorted(self._names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises UserError where torch has no such dtype here."""
+        stored = self._file.get_slice(name).get_dtype()
+        dtype = dtype_from_name(stored)
+        if dtype is None:
+            raise UserError(
+                f"{self.path} stores {name} as {stored}, which is not supported: "
+                f"convert it to one of {', '.join(sorted(_TORCH_DTYPES))} first."
+            )
+        return dtype
+
+    def view(self, name: str) -> Tensor:
+        """The tensor as a view of the mapped file; bytes are read from the disk as they are looked at."""
+        return self._file.get_tensor(name)

@@ -97,7 +97,7 @@ def _add_section(parser: ArgumentParser, name: str, kind: type) -> None:
     """One group of the help, with an option per field of the section's dataclass."""
     group = parser.add_argument_group((getdoc(kind) or name).partition("\n")[0].rstrip("."))
     docs, hints = _field_docs(kind), get_type_hints(kind)
-    for field in fields(kind):  # type: ignore[arg-type]
+    for field in fields(kind):
         required = {"required": True} if field.default is MISSING else {"default": field.default}
         group.add_argument(f"--{name}.{field.name}", type=hints[field.name], help=docs[field.name], **required)
 
@@ -183,7 +183,7 @@ def _example(option: str, kind: Any) -> str:
     """A value that would do: the default where there is one."""
     section, _, name = option.rpartition(".")
     owner = sections()[section] if section else RunConfig
-    default: Any = next(field.default for field in fields(owner) if field.name == name)  # type: ignore[arg-type]
+    default: Any = next(field.default for field in fields(owner) if field.name == name)
     if get_origin(kind) is tuple:
         return f"[{', '.join(str(item) for item in default or ('lm_head',))}]"
     if kind is bool:

@@ -1,0 +1,52 @@
+"""What all tests share: a quiet environment, where the data lies, and which tests are left out unless asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before torch or tokenizers are imported, because they read these once. Tests start many processes, so more threads
+# than one in each would fight for the cores, and nothing may be downloaded.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+_DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out unless -m speaks of them, and skip GPU tests where there is none."""
+    if "slow" not in config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Folder of real weights, tokenizers and texts: ENGINE_TEST_DATA, or shared/data beside the repository."""
+    folder = Path(os.environ.get("ENGINE_TEST_DATA", _DEFAULT_DATA))
+    if not folder.is_dir():
+        pytest.skip(f"no test data in {folder}: set ENGINE_TEST_DATA to the folder that has it")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stories_dir(data_dir: Path) -> Path:
+    """A small trained Llama as a Hugging Face folder."""
+    folder = data_dir / "weights" / "stories260K" / "hf"
+    if not folder.is_dir():
+        pytest.skip(f"no model in {folder}")
+    return folder

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Makes .venv in the repository, or brings it up to date: bash tools/setup_venv.sh [extra ...]
+#
+# Extras are those of setup.py (test, peft, tensorboard, triton). Versions come from constraints.txt. Does nothing when
+# setup.py, pyproject.toml and constraints.txt are as they were and the extras are installed.
+#   PYTHON            interpreter to make .venv with; if unset, the first of python3, python3.12, python3.11 that is 3.11+
+#   TORCH_INDEX_URL   further package index for torch: https://download.pytorch.org/whl/cpu spares a machine without a
+#                     GPU gigabytes of CUDA packages
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+python=.venv/bin/python
+stamp=.venv/.setup-stamp
+started=$SECONDS
+
+say() { printf '[setup %3ds] %s\n' "$((SECONDS - started))" "$*" >&2; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.12 python3.11}; do
+        if command -v "$candidate" >/dev/null 2>&1 && new_enough "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "${PYTHON:-python3} is missing or older than Python 3.11, which is needed: install Python 3.11 or 3.12, or set" \
+        "PYTHON to its path."
+}
+
+if [ -e .venv ] && ! new_enough "$python"; then
+    fail "$root/.venv has no Python 3.11 or newer in it: remove that folder and start again."
+fi
+
+installed=""
+# A stamp is the checksum of what decides the versions, then the extras that are installed.
+fingerprint=$(cat setup.py pyproject.toml constraints.txt | cksum | tr ' ' '-')
+if [ -f "$stamp" ]; then
+    read -r old installed <"$stamp" || true
+    missing=""
+    for extra in "$@"; do
+        case " $installed " in *" $extra "*) ;; *) missing="$missing $extra" ;; esac
+    done
+    if [ "$old" = "$fingerprint" ] && [ -z "$missing" ]; then
+        exit 0
+    fi
+fi
+extras=$(printf '%s\n' $installed "$@" | sort -u | tr '\n' ' ')
+
+if [ ! -e .venv ]; then
+    interpreter=$(find_python)
+    say "making .venv with $("$interpreter" --version 2>&1)"
+    "$interpreter" -m venv .venv || fail "$interpreter cannot make a virtual environment: install its venv package."
+fi
+
+install() { "$python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"; }
+
+torch=$(grep '^torch==' constraints.txt)
+say "installing $torch"
+install ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "$torch" setuptools
+list=$(echo $extras | tr ' ' ',')
+say "installing the project${list:+ with $list}"
+install --no-build-isolation --editable ".${list:+[$list]}"
+echo "$fingerprint $extras" >"$stamp"
+say "ready"

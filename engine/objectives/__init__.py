@@ -1,0 +1,1 @@
+"""What is minimised. An objective turns token losses into the number that backward starts from."""

@@ -1,0 +1,61 @@
+"""Start and end of a process: what torchrun's environment says, the device, the default process group.
+
+The only place that reads the launcher's environment.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """Where this process runs.
+
+    Args:
+        rank, world_size: among all processes.
+        device: of tensors: this process's GPU, or the CPU.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def world_size_from_environment() -> int:
+    """Number of processes torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank_from_environment() -> int:
+    """This process's global rank; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def start(timeout_seconds: float = 600.0) -> Launch:
+    """Chooses the device and joins the default process group (NCCL on GPUs, Gloo on CPUs) where there is more than one rank.
+
+    Args:
+        timeout_seconds: how long a collective waits for a missing rank.
+    """
+    world_size = world_size_from_environment()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds)
+        )
+    return Launch(rank=rank_from_environment(), world_size=world_size, device=device)
+
+
+def stop() -> None:
+    """Leaves the default process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

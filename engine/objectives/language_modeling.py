@@ -1,0 +1,24 @@
+"""Next-token prediction: pretraining and supervised fine-tuning."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.batch import Batch
+
+
+class LanguageModeling:
+    """The sum of weighted token losses.
+
+    The loss of a step is this sum over the global batch, divided by the sum of the weights over the global batch: the
+    mean over target tokens, whatever the number of micro-batches and ranks.
+    """
+
+    def loss_sum(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
+        """0-dim fp32 sum over the micro-batch.
+
+        Args:
+            token_losses_T: fp32 [T] negative log-likelihoods.
+            batch: their labels and weights.
+        """
+        return (token_losses_T * batch.loss_weights_BS.flatten()).sum()

@@ -1,0 +1,61 @@
+"""One optimizer step, without a host synchronisation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.distributed.collectives import all_reduce_async
+from engine.distributed.mesh import Mesh
+from engine.optim.adamw import FlatAdamW
+from engine.optim.reduce import GradientReducer
+from engine.pipeline.runner import run
+from engine.pipeline.schedule import single_stage
+from engine.training.stage import ModelStage
+
+
+class StepResult(NamedTuple):
+    """Device tensors of a step; reading one waits for the device.
+
+    Args:
+        loss: 0-dim fp32 mean over the target tokens of the global batch, before the update.
+        grad_norm: 0-dim fp32 norm before clipping.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class TrainStep:
+    """Forward and backward over the micro-batches, reduction, clipping and update."""
+
+    def __init__(self, stage: ModelStage, reducer: GradientReducer, optimizer: FlatAdamW, mesh: Mesh) -> None:
+        self._stage, self._reducer, self._optimizer, self._mesh = stage, reducer, optimizer, mesh
+
+    def gradients(self, batches: list[Batch], target_count: float) -> Tensor:
+        """Leaves the global batch's summed gradient in the flat buffer.
+
+        Returns:
+            0-dim fp32 mean loss over the target tokens of the global batch.
+        """
+        self._stage.load(batches, target_count)
+        run(single_stage(len(batches)), [self._stage], before_last_backward=self._reducer.arm)
+        loss, handle = all_reduce_async(self._stage.loss_sum.clone(), self._mesh.dp_cp)  # hidden by the gradients' sum
+        self._reducer.finish()
+        handle.wait()
+        return loss / max(target_count, 1.0)
+
+    def __call__(self, batches: list[Batch], target_count: float, lr: float) -> StepResult:
+        """One step on this rank's micro-batches.
+
+        Args:
+            batches: as the loader gives them.
+            target_count: sum of the loss weights over the global batch.
+            lr: learning rate.
+        """
+        loss = self.gradients(batches, target_count)
+        norm = self._optimizer.step(lr)
+        self._stage.step.add_(1)
+        return StepResult(loss, norm)

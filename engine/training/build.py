@@ -1,0 +1,257 @@
+"""From a configuration to the objects that train: model, data, optimizer, on this rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.peft import read_peft
+from engine.checkpoint.source import WeightSource, open_source
+from engine.config.rules import data_parallel_size
+from engine.config.run import RunConfig
+from engine.data.dataset import TokenDataset
+from engine.data.loader import DataLoader, EvalLoader
+from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.distributed.launch import Launch
+from engine.distributed.mesh import Mesh, build_mesh
+from engine.distributed.ranks import RankGrid
+from engine.errors import UserError
+from engine.layers.module import ShardEntry, shard_entries
+from engine.layers.plan import TensorLayout
+from engine.models.config import DecoderConfig
+from engine.models.decoder import Decoder
+from engine.models.families import family_of
+from engine.models.initialise import initialise_adapters, initialise_weights
+from engine.models.names import NameMap
+from engine.objectives.language_modeling import LanguageModeling
+from engine.optim.adamw import FlatAdamW
+from engine.optim.flat import FlatParameters
+from engine.optim.reduce import GradientReducer
+from engine.telemetry.log import Log
+from engine.telemetry.progress import Progress
+from engine.training.plan import training_plan
+from engine.training.stage import ModelStage
+from engine.training.step import TrainStep
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """What is known of the model before it is built.
+
+    Args:
+        decoder: its sizes.
+        names: where its tensors lie in a Hugging Face checkpoint.
+        hf_config: the `config.json` it came with.
+        weights: the checkpoint's tensors; None when the weights are drawn anew.
+    """
+
+    decoder: DecoderConfig
+    names: NameMap
+    hf_config: dict[str, Any]
+    weights: WeightSource | None
+
+    def fingerprint(self) -> str | None:
+        """Of the weights; None when there are none."""
+        return self.weights.fingerprint() if self.weights is not None else None
+
+
+def model_source(config: RunConfig) -> ModelSource:
+    """Opens `model.path`; reads no weights yet.
+
+    Raises:
+        UserError: the folder is not a model the engine knows.
+    """
+    if config.model.init == "checkpoint":
+        weights = open_source(config.model.path)
+        return ModelSource(
+            decoder=weights.decoder, names=weights.names, hf_config=weights.hf_config, weights=weights
+        )
+    path = Path(config.model.path) / "config.json"
+    try:
+        hf_config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"model.init is random, which needs a readable {path}, but: {error}; give a folder with a config.json."
+        ) from None
+    family, text = family_of(hf_config)
+    return ModelSource(decoder=family.config_from_hf(text), names=family.names, hf_config=hf_config, weights=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """A model ready to train on this rank."""
+
+    source: ModelSource
+    mesh: Mesh
+    model: Decoder
+    objective: LanguageModeling
+    optimizer: FlatAdamW
+    stage: ModelStage
+    step: TrainStep
+
+    def trainable_parameters(self) -> int:
+        """Over the whole model, each parameter once."""
+        entries = shard_entries(self.model)
+        return sum(prod(entry.spec.global_shape) for entry in entries if entry.sink is not None)
+
+
+def build_training(config: RunConfig, launch: Launch, source: ModelSource, log: Log) -> Training:
+    """Model with weights, optimizer and step.
+
+    Collective: every rank calls it. Freshly initialised or loaded; a checkpoint of the run is loaded on top by
+    `engine.training.state`.
+    """
+    grid = RankGrid(
+        tp=config.parallel.tensor,
+        cp=config.parallel.context,
+        dp=data_parallel_size(config, launch.world_size),
+        pp=config.parallel.pipeline,
+    )
+    plan = training_plan(config, source.decoder, source.names)
+    mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=source.decoder.num_kv_heads)
+    layout = TensorLayout(
+        tp=mesh.tp,
+        kv_replica=mesh.kv_replica,
+        sequence_parallel=config.parallel.sequence_parallel,
+        joint_reduce=config.parallel.lora_reduce == "joint",
+    )
+    model = Decoder(
+        source.decoder, layout=layout, plan=plan, device=launch.device, dtype=DTYPES[config.model.dtype]
+    )
+    entries = list(shard_entries(model))
+    flat = FlatParameters(entries, launch.device)
+    _fill(config, source, entries, flat, log)
+    optimizer = FlatAdamW(
+        flat,
+        mesh,
+        betas=config.optim.betas,
+        eps=config.optim.eps,
+        weight_decay=config.optim.weight_decay,
+        clip_grad_norm=config.optim.clip_grad_norm,
+    )
+    reducer = GradientReducer(flat, mesh, bucket_bytes=int(config.parallel.bucket_mb * 2**20))
+    objective = LanguageModeling()
+    stage = ModelStage(model, objective, launch.device)
+    return Training(
+        source=source,
+        mesh=mesh,
+        model=model,
+        objective=objective,
+        optimizer=optimizer,
+        stage=stage,
+        step=TrainStep(stage, reducer, optimizer, mesh),
+    )
+
+
+def _is_adapter(entry: ShardEntry) -> bool:
+    return entry.name.endswith((".lora_A", ".lora_B"))
+
+
+def _fill(
+    config: RunConfig, source: ModelSource, entries: list[ShardEntry], flat: FlatParameters, log: Log
+) -> None:
+    """Weights from the checkpoint (or drawn), adapters fresh or from PEFT. Trained tensors are filled in their fp32
+    masters, so that nothing is rounded to the compute dtype on the way."""
+    masters = flat.master_shards()
+    frozen = [entry.shard for entry in entries if entry.sink is None]
+    base = frozen + [shard for shard in masters if not shard.name.endswith((".lora_A", ".lora_B"))]
+    adapters = [shard for shard in masters if shard.name.endswith((".lora_A", ".lora_B"))]
+    if source.weights is None:
+        std = float(source.hf_config.get("initializer_range", 0.02))
+        initialise_weights(base, config.train.seed, std)
+    else:
+        total = sum(shard.tensor.nbytes for shard in base)
+        with Progress(log, "reading weights", total, "bytes") as progress:
+            load_parameters(base, source.weights, progress=progress.advance)
+    if adapters:
+        if config.lora.init_from is None:
+            initialise_adapters(adapters, config.train.seed)
+        else:
+            load_parameters(adapters, read_peft(config.lora.init_from, config.lora, source.names))
+    flat.publish()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunData:
+    """Training and validation rows of this rank."""
+
+    tokenizer: Tokenizer
+    train: DataLoader
+    validation: EvalLoader | None
+
+
+def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: Log) -> RunData:
+    """Reads, tokenises and arranges the data. Needs no process group, so that bad input is refused early.
+
+    Raises:
+        UserError: a record or tokenizer that cannot be used.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer or config.model.path)
+    if tokenizer.vocab_size > decoder.vocab_size:
+        log.warning(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {decoder.vocab_size}: tokens beyond the "
+            "model's vocabulary will be refused."
+        )
+    data_size = data_parallel_size(config, launch.world_size)
+    # tensor-parallel neighbours are neighbouring ranks and share a data rank
+    data_rank = launch.rank // (config.parallel.tensor * config.parallel.context) % data_size
+    assert config.data.train is not None
+    train = _dataset(config, config.data.train, tokenizer, decoder, log, "training")
+    common = {
+        "seq_length": config.data.seq_length,
+        "micro_batch_size": config.train.micro_batch_size,
+        "data_rank": data_rank,
+        "data_size": data_size,
+        "pad_multiple": config.parallel.tensor if config.parallel.sequence_parallel else 1,
+    }
+    loader = DataLoader(
+        train,
+        global_batch_size=config.train.global_batch_size,
+        seed=config.train.seed,
+        num_workers=config.data.num_workers,
+        pin_memory=launch.device.type == "cuda",
+        **common,
+    )
+    validation = None
+    if config.data.validation is not None:
+        rows = _dataset(config, config.data.validation, tokenizer, decoder, log, "validation")
+        validation = EvalLoader(rows, max_samples=config.train.eval_samples, **common)
+    return RunData(tokenizer=tokenizer, train=loader, validation=validation)
+
+
+def _dataset(
+    config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log, what: str
+) -> TokenDataset:
+    progress = Progress(log, f"reading {what} data", None, "records")
+    done = 0
+
+    def advance(count: int, total: int) -> None:
+        nonlocal done
+        progress.advance(count - done)
+        done = count
+
+    dataset = TokenDataset.build(
+        path,
+        tokenizer=tokenizer,
+        data_format=config.data.format,
+        seq_length=config.data.seq_length,
+        packing=config.data.packing,
+        overlong=config.data.overlong,
+        mask_prompt=config.data.mask_prompt,
+        progress=advance,
+    )
+    if dataset.max_token >= decoder.vocab_size:
+        raise UserError(
+            f"{path} has token id {dataset.max_token}, but the model's vocabulary has {decoder.vocab_size} entries: "
+            "set data.tokenizer to the tokenizer this model was trained with."
+        )
+    log.info(f"{what} data: {dataset.report.summary()}")
+    return dataset

@@ -1,0 +1,97 @@
+"""Saving a run's training state, and going on from it.
+
+A checkpoint holds what training changed (fp32 masters and moments of adapters and trained parameters) and where the
+run stood; the frozen base is referred to by path and fingerprint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.training_state import TrainingCheckpoint, prune, save_training
+from engine.config.load import to_yaml
+from engine.config.run import RunConfig
+from engine.distributed.collectives import barrier, gather_objects
+from engine.distributed.launch import Launch
+from engine.distributed.mesh import Axis
+from engine.errors import UserError
+from engine.training.build import Training
+
+
+def save_state(
+    run_dir: Path, config: RunConfig, training: Training, launch: Launch, *, step: int, consumed: int, data: str
+) -> Path:
+    """Writes the checkpoint of `step`. Collective.
+
+    Args:
+        step: steps taken.
+        consumed: samples consumed: the data cursor.
+        data: fingerprint of the training data.
+    """
+    optimizer = training.optimizer
+    # ranks of other data-parallel copies hold the same numbers; the first copy writes
+    writes = training.mesh.dp_cp.rank == 0
+    state = {
+        "step": step,
+        "consumed": consumed,
+        "seed": config.train.seed,
+        "data": data,
+        "updates": float(optimizer.updates),
+        "skipped": float(optimizer.skipped),
+    }
+    base = {"path": str(Path(config.model.path).resolve()), "fingerprint": training.source.fingerprint()}
+    path = save_training(
+        run_dir,
+        step=step,
+        tensors=optimizer.state_shards() if writes else [],
+        state=state,
+        run_config=to_yaml(config),
+        base=base,
+        lora=asdict(config.lora),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        gather=lambda value: gather_objects(value, Axis("world", launch.world_size, launch.rank)),
+        barrier=barrier,
+    )
+    if launch.rank == 0:
+        prune(run_dir, config.checkpoint.keep)
+    return path
+
+
+def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, Any]:
+    """Loads a checkpoint written at any layout into this one.
+
+    Returns:
+        The state: step, consumed, data, ...
+
+    Raises:
+        UserError: the checkpoint belongs to another base or other adapters.
+    """
+    checkpoint = TrainingCheckpoint(path)
+    _check_same("lora", checkpoint.lora, asdict(config.lora), path, ("rank", "alpha", "rslora", "fused_qkv"))
+    fingerprint = training.source.fingerprint()
+    if checkpoint.base["fingerprint"] != fingerprint:
+        raise UserError(
+            f"{path} was trained on a base with fingerprint {checkpoint.base['fingerprint']}, but model.path "
+            f"{config.model.path} has {fingerprint}: give the base it was trained on ({checkpoint.base['path']})."
+        )
+    optimizer = training.optimizer
+    for name, tensor, spec in optimizer.state_shards():
+        checkpoint.read(name, spec, out=tensor)
+    optimizer.flat.publish()
+    state = checkpoint.state
+    optimizer.updates.fill_(state["updates"])
+    optimizer.skipped.fill_(state["skipped"])
+    training.stage.step.fill_(state["step"])
+    return state
+
+
+def _check_same(section: str, saved: dict[str, Any], now: dict[str, Any], path: Path, keys: tuple[str, ...]) -> None:
+    for key in keys:
+        if saved[key] != now[key]:
+            raise UserError(
+                f"{path} was trained with {section}.{key} {saved[key]}, but this run has {now[key]}: set "
+                f"{section}.{key} to {saved[key]}, or start afresh with checkpoint.resume none and another directory."
+            )

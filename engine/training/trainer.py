@@ -1,0 +1,302 @@
+"""A run from start to end: the loop, what it reports, when it evaluates and saves."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import ceil, isfinite
+from pathlib import Path
+
+import torch
+
+from engine.checkpoint.training_state import latest_checkpoint
+from engine.config.load import to_yaml
+from engine.config.rules import check_world
+from engine.config.run import RunConfig
+from engine.distributed.collectives import broadcast_object
+from engine.distributed.launch import Launch, start, stop, world_size_from_environment
+from engine.errors import UserError
+from engine.models.describe import num_parameters
+from engine.optim.schedule import learning_rate
+from engine.telemetry.format import format_bytes, format_count, format_duration
+from engine.telemetry.log import Log
+from engine.telemetry.memory import peak_memory_bytes
+from engine.telemetry.metrics import MetricsWriter
+from engine.telemetry.progress import TrainProgress
+from engine.training.build import RunData, Training, build_data, build_training, model_source
+from engine.training.evaluate import evaluate
+from engine.training.state import load_state, save_state
+from engine.training.step import StepResult
+
+MAX_SKIPPED_IN_A_ROW = 10
+"""Steps with a non-finite gradient after which a run stops."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """A step whose figures are still on the device."""
+
+    step: int
+    result: StepResult
+    lr: float
+    tokens: int
+    reported: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """What a finished run did. Losses are means over target tokens; None where there was nothing to measure."""
+
+    run_dir: Path
+    steps: int
+    first_loss: float | None
+    last_loss: float | None
+    first_eval_loss: float | None
+    last_eval_loss: float | None
+    tokens: int
+    seconds: float
+    memory: int
+
+    def lines(self) -> list[str]:
+        rows = [("steps", f"{self.steps}")]
+        if self.first_loss is not None and self.last_loss is not None:
+            rows.append(("training loss", f"{self.first_loss:.4f} -> {self.last_loss:.4f}"))
+        if self.first_eval_loss is not None and self.last_eval_loss is not None:
+            rows.append(("evaluation loss", f"{self.first_eval_loss:.4f} -> {self.last_eval_loss:.4f}"))
+        if self.seconds > 0:
+            speed = f"{format_count(self.tokens / self.seconds)} tokens/s"
+            rows.append(("speed", f"{speed}, {format_duration(self.seconds)} in all"))
+        rows += [("peak memory of rank 0", format_bytes(self.memory)), ("run folder", str(self.run_dir))]
+        width = max(len(name) for name, _ in rows)
+        return [f"  {name:<{width}}  {value}" for name, value in rows]
+
+
+class Trainer:
+    """Drives one run on this rank."""
+
+    def __init__(self, config: RunConfig, launch: Launch, log: Log) -> None:
+        self._config, self._launch, self._log = config, launch, log
+        if config.train.deterministic:
+            torch.use_deterministic_algorithms(True)
+        source = model_source(config)
+        self._data: RunData = build_data(config, launch, source.decoder, log)
+        self.run_dir = self._choose_run_dir()
+        resume = self._resume_path()
+        self._training: Training = build_training(config, launch, source, log)
+        self.step, self._consumed = 0, 0
+        self._data_fingerprint = self._data.train.dataset.fingerprint()
+        if resume is not None:
+            self._load(resume)
+        self._total = self._total_steps()
+        self._metrics = self._open_metrics()
+        self._progress = TrainProgress(log, self._total, self.step)
+        self._pending: _Record | None = None
+        self._skipped_in_a_row = 0
+        self._tokens, self._report_tokens = 0, 0
+        self._clock = self._report_clock = time.monotonic()
+        self._losses: list[float] = []
+        self._eval_losses: list[float] = []
+
+    def train(self) -> RunSummary:
+        """The loop. Figures of a step are read while the next one already runs."""
+        config, loader = self._config, self._data.train
+        self._announce()
+        if self.step == 0:
+            self._evaluate()
+        self._clock = self._report_clock = time.monotonic()
+        saved = None
+        for batches in loader.stream(self._consumed, self._total - self.step):
+            lr = self._learning_rate()
+            targets = loader.target_count(self._consumed)
+            tokens = int(loader.dataset.row_lengths[loader.rows(self._consumed)].sum())
+            result = self._training.step(batches, targets, lr)
+            self.step += 1
+            self._consumed += loader.global_batch_size
+            self._report(_Record(self.step, result, lr, tokens, self.step % config.log.every == 0))
+            if config.train.eval_every and self.step % config.train.eval_every == 0 and self.step < self._total:
+                self._evaluate()
+            if config.checkpoint.every and self.step % config.checkpoint.every == 0:
+                saved = self._save()
+        self._report(None)
+        seconds = time.monotonic() - self._clock
+        if self._total > 0:
+            self._evaluate()
+        if saved is None or saved != self.step:
+            self._save()
+        self._progress.close()
+        self._metrics.close()
+        return self._summary(seconds)
+
+    def _summary(self, seconds: float) -> RunSummary:
+        return RunSummary(
+            run_dir=self.run_dir,
+            steps=self.step,
+            first_loss=self._losses[0] if self._losses else None,
+            last_loss=self._losses[-1] if self._losses else None,
+            first_eval_loss=self._eval_losses[0] if self._eval_losses else None,
+            last_eval_loss=self._eval_losses[-1] if self._eval_losses else None,
+            tokens=self._tokens,
+            seconds=seconds,
+            memory=peak_memory_bytes(),
+        )
+
+    def _learning_rate(self) -> float:
+        optim = self._config.optim
+        return learning_rate(
+            self.step,
+            schedule=optim.schedule,
+            peak=optim.lr,
+            minimum=optim.min_lr,
+            warmup_steps=optim.warmup_steps,
+            total_steps=self._total,
+        )
+
+    def _report(self, record: _Record | None) -> None:
+        """Reads and reports the step before `record`; None reads the last one."""
+        ready, self._pending = self._pending, record
+        if ready is None:
+            return
+        self._tokens += ready.tokens
+        self._report_tokens += ready.tokens
+        if not ready.reported and record is not None:
+            return
+        loss, norm = float(ready.result.loss), float(ready.result.grad_norm)
+        self._losses.append(loss)
+        now = time.monotonic()
+        figures = {
+            "step": ready.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": ready.lr,
+            "tokens": self._report_tokens,
+            "seconds": now - self._report_clock,
+            "memory": peak_memory_bytes(),
+        }
+        self._report_clock, self._report_tokens = now, 0
+        self._metrics.train(**figures)
+        self._progress.update(**figures)
+        self._watch(ready.step, loss, norm)
+
+    def _watch(self, step: int, loss: float, norm: float) -> None:
+        """A non-finite gradient was skipped by the optimizer; say so, and stop when it does not pass."""
+        if isfinite(norm) and isfinite(loss):
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        self._progress.info(f"step {step}: loss {loss}, gradient norm {norm}: not finite, the update was skipped")
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise UserError(
+                f"the last {MAX_SKIPPED_IN_A_ROW} reported steps up to step {step} had a non-finite loss or gradient "
+                "and were skipped: lower optim.lr, set optim.clip_grad_norm, or look at the data around this step."
+            )
+
+    def _evaluate(self) -> None:
+        if self._data.validation is None:
+            return
+        begin = time.monotonic()
+        training = self._training
+        loss = evaluate(
+            training.model, training.objective, self._data.validation, training.mesh, self._launch.device
+        )
+        seconds = time.monotonic() - begin
+        self._eval_losses.append(loss)
+        self._metrics.evaluation(step=self.step, eval_loss=loss, seconds=seconds)
+        self._progress.info(f"step {self.step}: evaluation loss {loss:.4f} ({format_duration(seconds)})")
+        self._report_clock += seconds
+
+    def _save(self) -> int:
+        begin = time.monotonic()
+        path = save_state(
+            self.run_dir, self._config, self._training, self._launch,
+            step=self.step, consumed=self._consumed, data=self._data_fingerprint,
+        )
+        self._progress.info(f"step {self.step}: saved {path} ({time.monotonic() - begin:.1f} s)")
+        self._report_clock += time.monotonic() - begin
+        return self.step
+
+    def _choose_run_dir(self) -> Path:
+        name = self._config.checkpoint.dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"
+        return Path(str(broadcast_object(name)))
+
+    def _resume_path(self) -> Path | None:
+        options = self._config.checkpoint
+        present = latest_checkpoint(self.run_dir)
+        if options.resume == "auto":
+            return present
+        if options.resume == "none":
+            if present is not None:
+                raise UserError(
+                    f"checkpoint.resume is none, but {self.run_dir} already holds {present.name} of an earlier run: "
+                    "choose another checkpoint.dir, or set checkpoint.resume auto to go on from it."
+                )
+            return None
+        path = Path(options.resume)
+        found = path if (path / "manifest.json").exists() else latest_checkpoint(path)
+        if found is None:
+            raise UserError(
+                f"checkpoint.resume is {path}, which holds no complete checkpoint: give a run folder or a step folder."
+            )
+        return found
+
+    def _load(self, path: Path) -> None:
+        state = load_state(path, self._config, self._training)
+        self.step, self._consumed = int(state["step"]), int(state["consumed"])
+        self._log.info(f"resuming from {path} after step {self.step}, {self._consumed} samples consumed")
+        if state["data"] != self._data_fingerprint:
+            self._log.warning(
+                f"data.train differs from what {path} was trained on; the run goes on at sample {self._consumed} of it"
+            )
+
+    def _total_steps(self) -> int:
+        train = self._config.train
+        if train.steps is not None:
+            return train.steps
+        assert train.num_epochs is not None
+        return max(1, ceil(train.num_epochs * len(self._data.train.dataset) / train.global_batch_size))
+
+    def _open_metrics(self) -> MetricsWriter:
+        if self._launch.rank != 0:
+            return MetricsWriter(None)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
+        options = self._config.log
+        metrics = MetricsWriter(
+            self.run_dir / options.metrics if options.metrics else None,
+            self.run_dir / "tensorboard" if options.tensorboard else None,
+        )
+        metrics.truncate_after(self.step)
+        return metrics
+
+    def _announce(self) -> None:
+        config, grid = self._config, self._training.mesh.grid
+        whole = num_parameters(self._training.source.decoder)
+        trained = self._training.trainable_parameters()
+        sequence = " with sequence parallelism" if config.parallel.sequence_parallel else ""
+        self._log.info(
+            f"model: {config.model.path}, {format_count(whole)} parameters, {format_count(trained)} trained, "
+            f"{config.model.dtype} on {self._launch.device.type}"
+        )
+        self._log.info(
+            f"layout: {self._launch.world_size} ranks, tensor {grid.tp}{sequence}, data {grid.dp}; "
+            f"{self._data.train.num_micro_batches} micro-batches of {config.train.micro_batch_size} rows a step"
+        )
+        self._log.info(f"run: {self._total} steps, folder {self.run_dir}")
+
+
+def train(config: RunConfig) -> RunSummary:
+    """Trains as configured, in this process or as one rank under torchrun.
+
+    Raises:
+        UserError: something in the configuration, the model or the data cannot work.
+    """
+    check_world(config, world_size_from_environment())
+    launch = start()
+    log = Log(launch.rank)
+    try:
+        summary = Trainer(config, launch, log).train()
+    finally:
+        stop()
+    log.info("done")
+    for line in summary.lines():
+        log.info(line)
+    return summary

@@ -1,0 +1,22 @@
+"""Trains: LoRA adapters, selected parameters, or everything.
+
+    python tools/pretrain_lora.py --config run.yaml
+    torchrun --nproc-per-node 2 tools/pretrain_lora.py --config run.yaml --parallel.tensor 2
+"""
+
+from __future__ import annotations
+
+from engine.config.load import load_config
+from engine.telemetry.errors import run_command
+
+
+def main() -> None:
+    config = load_config()
+    # imported after the configuration is known to be sound: torch takes seconds to load
+    from engine.training.trainer import train
+
+    train(config)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.peft import read_peft
-from engine.checkpoint.source import WeightSource, open_source
+from engine.checkpoint.source import ModelFolder, WeightSource, open_model, open_source
 from engine.config.rules import data_parallel_size
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
@@ -26,9 +23,7 @@ from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.plan import TensorLayout
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
-from engine.models.families import family_of
 from engine.models.initialise import initialise_adapters, initialise_weights
-from engine.models.names import NameMap
 from engine.objectives.language_modeling import LanguageModeling
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
@@ -47,15 +42,11 @@ class ModelSource:
     """What is known of the model before it is built.
 
     Args:
-        decoder: its sizes.
-        names: where its tensors lie in a Hugging Face checkpoint.
-        hf_config: the `config.json` it came with.
-        weights: the checkpoint's tensors; None when the weights are drawn anew.
+        model: its description.
+        weights: its tensors; None when they are drawn anew.
     """
 
-    decoder: DecoderConfig
-    names: NameMap
-    hf_config: dict[str, Any]
+    model: ModelFolder
     weights: WeightSource | None
 
     def fingerprint(self) -> str | None:
@@ -69,20 +60,10 @@ def model_source(config: RunConfig) -> ModelSource:
     Raises:
         UserError: the folder is not a model the engine knows.
     """
-    if config.model.init == "checkpoint":
-        weights = open_source(config.model.path)
-        return ModelSource(
-            decoder=weights.decoder, names=weights.names, hf_config=weights.hf_config, weights=weights
-        )
-    path = Path(config.model.path) / "config.json"
-    try:
-        hf_config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(
-            f"model.init is random, which needs a readable {path}, but: {error}; give a folder with a config.json."
-        ) from None
-    family, text = family_of(hf_config)
-    return ModelSource(decoder=family.config_from_hf(text), names=family.names, hf_config=hf_config, weights=None)
+    if config.model.init == "random":
+        return ModelSource(model=open_model(config.model.path), weights=None)
+    weights = open_source(config.model.path)
+    return ModelSource(model=weights.model, weights=weights)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,8 +96,8 @@ def build_training(config: RunConfig, launch: Launch, source: ModelSource, log: 
         dp=data_parallel_size(config, launch.world_size),
         pp=config.parallel.pipeline,
     )
-    plan = training_plan(config, source.decoder, source.names)
-    mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=source.decoder.num_kv_heads)
+    plan = training_plan(config, source.model.decoder, source.model.names)
+    mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=source.model.decoder.num_kv_heads)
     layout = TensorLayout(
         tp=mesh.tp,
         kv_replica=mesh.kv_replica,
@@ -124,7 +105,7 @@ def build_training(config: RunConfig, launch: Launch, source: ModelSource, log: 
         joint_reduce=config.parallel.lora_reduce == "joint",
     )
     model = Decoder(
-        source.decoder, layout=layout, plan=plan, device=launch.device, dtype=DTYPES[config.model.dtype]
+        source.model.decoder, layout=layout, plan=plan, device=launch.device, dtype=DTYPES[config.model.dtype]
     )
     entries = list(shard_entries(model))
     flat = FlatParameters(entries, launch.device)
@@ -165,7 +146,7 @@ def _fill(
     base = frozen + [shard for shard in masters if not shard.name.endswith((".lora_A", ".lora_B"))]
     adapters = [shard for shard in masters if shard.name.endswith((".lora_A", ".lora_B"))]
     if source.weights is None:
-        std = float(source.hf_config.get("initializer_range", 0.02))
+        std = float(source.model.hf_config.get("initializer_range", 0.02))
         initialise_weights(base, config.train.seed, std)
     else:
         total = sum(shard.tensor.nbytes for shard in base)
@@ -175,7 +156,7 @@ def _fill(
         if config.lora.init_from is None:
             initialise_adapters(adapters, config.train.seed)
         else:
-            load_parameters(adapters, read_peft(config.lora.init_from, config.lora, source.names))
+            load_parameters(adapters, read_peft(config.lora.init_from, config.lora, source.model.names))
     flat.publish()
 
 

@@ -30,7 +30,7 @@ def save_state(
         consumed: samples consumed: the data cursor.
         data: fingerprint of the training data.
     """
-    optimizer = training.optimizer
+    optimizer, grid = training.optimizer, training.mesh.grid
     # ranks of other data-parallel copies hold the same numbers; the first copy writes
     writes = training.mesh.dp_cp.rank == 0
     state = {
@@ -49,9 +49,9 @@ def save_state(
         state=state,
         run_config=to_yaml(config),
         base=base,
-        lora=asdict(config.lora),
+        lora=asdict(config.lora) if config.lora.rank > 0 else {},
+        layout={"tensor": grid.tp, "context": grid.cp, "data": grid.dp, "pipeline": grid.pp},
         rank=launch.rank,
-        world_size=launch.world_size,
         gather=lambda value: gather_objects(value, Axis("world", launch.world_size, launch.rank)),
         barrier=barrier,
     )
@@ -70,7 +70,8 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
         UserError: the checkpoint belongs to another base or other adapters.
     """
     checkpoint = TrainingCheckpoint(path)
-    _check_same("lora", checkpoint.lora, asdict(config.lora), path, ("rank", "alpha", "rslora", "fused_qkv"))
+    if checkpoint.lora:
+        _check_same("lora", checkpoint.lora, asdict(config.lora), path, ("rank", "alpha", "rslora", "fused_qkv"))
     fingerprint = training.source.fingerprint()
     if checkpoint.base["fingerprint"] != fingerprint:
         raise UserError(

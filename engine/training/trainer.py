@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.training_state import latest_checkpoint
+from engine.checkpoint.training_state import latest_checkpoint, open_run
 from engine.config.load import to_yaml
 from engine.config.rules import check_world
 from engine.config.run import RunConfig
@@ -40,7 +40,8 @@ class _Record:
     result: StepResult
     lr: float
     tokens: int
-    reported: bool
+    finished: float
+    """When it was handed to the device, on the run's clock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class Trainer:
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
         source = model_source(config)
-        self._data: RunData = build_data(config, launch, source.decoder, log)
+        self._data: RunData = build_data(config, launch, source.model.decoder, log)
         self.run_dir = self._choose_run_dir()
         resume = self._resume_path()
         self._training: Training = build_training(config, launch, source, log)
@@ -93,7 +94,7 @@ class Trainer:
         self._pending: _Record | None = None
         self._skipped_in_a_row = 0
         self._tokens, self._report_tokens = 0, 0
-        self._clock = self._report_clock = time.monotonic()
+        self._paused, self._report_clock = 0.0, 0.0
         self._losses: list[float] = []
         self._eval_losses: list[float] = []
 
@@ -101,9 +102,10 @@ class Trainer:
         """The loop. Figures of a step are read while the next one already runs."""
         config, loader = self._config, self._data.train
         self._announce()
+        started_at = self.step
         if self.step == 0:
             self._evaluate()
-        self._clock = self._report_clock = time.monotonic()
+        begin = self._report_clock = self._now()
         saved = None
         for batches in loader.stream(self._consumed, self._total - self.step):
             lr = self._learning_rate()
@@ -112,20 +114,24 @@ class Trainer:
             result = self._training.step(batches, targets, lr)
             self.step += 1
             self._consumed += loader.global_batch_size
-            self._report(_Record(self.step, result, lr, tokens, self.step % config.log.every == 0))
+            self._report(_Record(self.step, result, lr, tokens, self._now()))
             if config.train.eval_every and self.step % config.train.eval_every == 0 and self.step < self._total:
                 self._evaluate()
             if config.checkpoint.every and self.step % config.checkpoint.every == 0:
                 saved = self._save()
         self._report(None)
-        seconds = time.monotonic() - self._clock
-        if self._total > 0:
+        seconds = self._now() - begin
+        if self.step > started_at:
             self._evaluate()
-        if saved is None or saved != self.step:
-            self._save()
+            if saved != self.step:
+                self._save()
         self._progress.close()
         self._metrics.close()
         return self._summary(seconds)
+
+    def _now(self) -> float:
+        """The run's clock: seconds, standing still while the run evaluates or saves."""
+        return time.monotonic() - self._paused
 
     def _summary(self, seconds: float) -> RunSummary:
         return RunSummary(
@@ -158,21 +164,20 @@ class Trainer:
             return
         self._tokens += ready.tokens
         self._report_tokens += ready.tokens
-        if not ready.reported and record is not None:
+        if ready.step % self._config.log.every and record is not None:
             return
         loss, norm = float(ready.result.loss), float(ready.result.grad_norm)
         self._losses.append(loss)
-        now = time.monotonic()
         figures = {
             "step": ready.step,
             "loss": loss,
             "grad_norm": norm,
             "lr": ready.lr,
             "tokens": self._report_tokens,
-            "seconds": now - self._report_clock,
+            "seconds": ready.finished - self._report_clock,
             "memory": peak_memory_bytes(),
         }
-        self._report_clock, self._report_tokens = now, 0
+        self._report_clock, self._report_tokens = ready.finished, 0
         self._metrics.train(**figures)
         self._progress.update(**figures)
         self._watch(ready.step, loss, norm)
@@ -202,7 +207,7 @@ class Trainer:
         self._eval_losses.append(loss)
         self._metrics.evaluation(step=self.step, eval_loss=loss, seconds=seconds)
         self._progress.info(f"step {self.step}: evaluation loss {loss:.4f} ({format_duration(seconds)})")
-        self._report_clock += seconds
+        self._paused += seconds
 
     def _save(self) -> int:
         begin = time.monotonic()
@@ -210,8 +215,9 @@ class Trainer:
             self.run_dir, self._config, self._training, self._launch,
             step=self.step, consumed=self._consumed, data=self._data_fingerprint,
         )
-        self._progress.info(f"step {self.step}: saved {path} ({time.monotonic() - begin:.1f} s)")
-        self._report_clock += time.monotonic() - begin
+        seconds = time.monotonic() - begin
+        self._progress.info(f"step {self.step}: saved {path} ({seconds:.1f} s)")
+        self._paused += seconds
         return self.step
 
     def _choose_run_dir(self) -> Path:
@@ -230,13 +236,7 @@ class Trainer:
                     "choose another checkpoint.dir, or set checkpoint.resume auto to go on from it."
                 )
             return None
-        path = Path(options.resume)
-        found = path if (path / "manifest.json").exists() else latest_checkpoint(path)
-        if found is None:
-            raise UserError(
-                f"checkpoint.resume is {path}, which holds no complete checkpoint: give a run folder or a step folder."
-            )
-        return found
+        return open_run(options.resume).folder
 
     def _load(self, path: Path) -> None:
         state = load_state(path, self._config, self._training)
@@ -269,7 +269,7 @@ class Trainer:
 
     def _announce(self) -> None:
         config, grid = self._config, self._training.mesh.grid
-        whole = num_parameters(self._training.source.decoder)
+        whole = num_parameters(self._training.source.model.decoder)
         trained = self._training.trainable_parameters()
         sequence = " with sequence parallelism" if config.parallel.sequence_parallel else ""
         self._log.info(

@@ -23,13 +23,16 @@ _AUXILIARY_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 
 
 @contextmanager
-def staged_folder(out: Path, *, overwrite: bool = False, inputs: Iterable[Path] = ()) -> Iterator[Path]:
+def staged_folder(
+    out: Path, *, overwrite: bool = False, inputs: Iterable[Path] = (), num_bytes: int = 0
+) -> Iterator[Path]:
     """A temporary folder beside `out` that takes its name when the block ends without an exception.
 
     Args:
         out: the folder to make; must be absent or empty.
         overwrite: replace an existing `out`, provided that it holds a model, adapter or checkpoint.
         inputs: folders that are read meanwhile; `out` must be neither one of them, nor inside or around one.
+        num_bytes: about how much will be written; refused before the work where the disk has less.
 
     Raises:
         UserError: `out` cannot be used.
@@ -40,6 +43,12 @@ def staged_folder(out: Path, *, overwrite: bool = False, inputs: Iterable[Path] 
     if staging.exists():
         shutil.rmtree(staging)  # left by a run that was killed
     staging.mkdir(parents=True)
+    if (free := shutil.disk_usage(staging).free) < num_bytes:
+        staging.rmdir()
+        raise UserError(
+            f"--out {out} needs {num_bytes / 1e9:.2f} GB, but its disk has {free / 1e9:.2f} GB free: "
+            "make room or give a folder on another disk."
+        )
     try:
         yield staging
         sync_folder(staging)
@@ -54,7 +63,7 @@ def _check_output(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
     for folder in inputs:
         source = folder.resolve()
         if resolved == source or resolved in source.parents or source in resolved.parents:
-            raise UserError(f"--out {out} overlaps with the folder that is read, {folder}: give a folder apart from it.")
+            raise UserError(f"--out {out} overlaps with {folder}, which is read: give a folder apart from it.")
     if out.is_file() or (out.is_symlink() and not out.exists()):
         raise UserError(f"--out {out} is a file: give a folder that does not exist yet.")
     if not out.is_dir() or not any(out.iterdir()):

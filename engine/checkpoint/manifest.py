@@ -22,6 +22,7 @@ from engine.errors import UserError
 MANIFEST = "manifest.json"
 FORMAT = "engine-checkpoint"
 VERSION = 1
+ENGINE_VERSION = "0.1.0"
 _MAX_ELEMENTS = 1 << 48
 
 Kind = Literal["base", "training"]
@@ -139,7 +140,7 @@ def read_manifest(folder: Path) -> Manifest:
     for name, size in manifest.files.items():
         file = folder / name
         if not file.is_file():
-            raise UserError(f"{file} is missing, but {MANIFEST} lists it: copy the checkpoint again, with all its files.")
+            raise UserError(f"{file} is missing, but {MANIFEST} lists it: copy the checkpoint again, with all files.")
         if (found := file.stat().st_size) != size:
             raise UserError(f"{file} has {found} bytes, but {MANIFEST} says {size}: it is damaged, copy it again.")
     return manifest
@@ -241,7 +242,8 @@ class _Fields:
             offset = self.whole_number(data.get("offset"), f"an offset of {name}")
             length = self.whole_number(data.get("length"), f"a length of {name}")
             if dim >= len(shape) or length == 0 or offset + length > shape[dim]:
-                raise self.fail(f"a piece of {name} lies at [{offset}, {offset + length}) of dimension {dim}, outside it")
+                place = f"[{offset}, {offset + length}) of dimension {dim}"
+                raise self.fail(f"a piece of {name} lies at {place}, outside the tensor")
             box = Box(dim, offset, length)
         file = self.file_name(self.text(data, "file"))
         if file not in files:

@@ -140,11 +140,12 @@ class PieceReader(TensorReader):
             reader = self._files[piece.file] = SafetensorsReader(self.folder / piece.file)
         shape = piece.box.shape(record.shape)
         if piece.key not in reader:
-            raise UserError(f"{reader.path} lacks {piece.key}, which the manifest places there: use another copy of it.")
-        if reader.shape(piece.key) != shape or dtype_name(reader.dtype(piece.key)) != record.dtype:
+            raise UserError(f"{reader.path} lacks {piece.key}, which the manifest places there: use another copy.")
+        found, found_shape = dtype_name(reader.dtype(piece.key)), reader.shape(piece.key)
+        if (found, found_shape) != (record.dtype, shape):
             raise UserError(
-                f"{reader.path} has {piece.key} as {dtype_name(reader.dtype(piece.key))} {list(reader.shape(piece.key))}, "
-                f"but the manifest says {record.dtype} {list(shape)}: use another copy of the checkpoint."
+                f"{reader.path} has {piece.key} as {found} {list(found_shape)}, but the manifest says {record.dtype} "
+                f"{list(shape)}: use another copy of the checkpoint."
             )
         return reader.view(piece.key)
 

@@ -107,7 +107,7 @@ class TensorReader(ABC):
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises UserError unless `name` is here with this global shape."""
         if name not in self:
-            raise UserError(f"{self.label} has no tensor {name}: expected shape {list(shape)}, use the checkpoint it is in.")
+            raise UserError(f"{self.label} has no tensor {name} {list(shape)}: use the checkpoint that it is in.")
         if self.shape(name) != shape:
             raise UserError(
                 f"{self.label} has {name} with shape {list(self.shape(name))}, but {list(shape)} is expected: "

@@ -1,0 +1,180 @@
+"""A base model with trained values in place: adapters added into the weights, fully trained tensors replaced.
+
+Seen from outside it is one more source of weights, so an export treats it as any other. Tensors are merged one at a
+time when they are read: W + s * B A in fp32, rounded once to the base's dtype.
+
+An adapter on one side of a tied matrix makes the two sides differ: the result has a head of its own and a config that
+says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.reshard import Box
+from engine.checkpoint.source import TIED_HEAD, ModelFolder, WeightSource
+from engine.errors import UserError
+from engine.models.config import DecoderConfig
+
+LORA_A, LORA_B = "lora_A", "lora_B"
+_QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def adapted_modules(names: Sequence[str]) -> list[str]:
+    """Engine modules that have an adapter among `names`, in order, each once; a fused one is `...qkv_proj`."""
+    modules = (name.rpartition(".") for name in names)
+    return list(dict.fromkeys(module for module, _, leaf in modules if leaf in (LORA_A, LORA_B)))
+
+
+def fully_trained(names: Sequence[str]) -> list[str]:
+    """Names of tensors trained in full, in order."""
+    return [name for name in names if name.rpartition(".")[2] not in (LORA_A, LORA_B)]
+
+
+def qkv_rows(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Rows (start, stop) of each projection in a fused query-key-value matrix."""
+    q = config.num_heads * config.head_dim
+    kv = config.num_kv_heads * config.head_dim
+    return {"q_proj": (0, q), "k_proj": (q, q + kv), "v_proj": (q + kv, q + 2 * kv)}
+
+
+def unfused_modules(module: str) -> list[str]:
+    """The modules whose weights an adapter's module stands for: three for a fused `...qkv_proj`, else itself."""
+    parent, dot, leaf = module.rpartition(".")
+    return [parent + dot + part for part in _QKV] if leaf == "qkv_proj" else [module]
+
+
+def read_factors(trained: TensorReader, module: str, config: DecoderConfig) -> dict[str, tuple[Tensor, Tensor]]:
+    """Module -> (A [r, in], B [out, r]) of the adapter at `module`; a fused one is split into three that share A."""
+    a, b = trained.read_whole(f"{module}.{LORA_A}"), trained.read_whole(f"{module}.{LORA_B}")
+    parts = unfused_modules(module)
+    if parts == [module]:
+        return {module: (a, b)}
+    rows = qkv_rows(config)
+    return {part: (a, b[slice(*rows[part.rpartition(".")[2]])]) for part in parts}
+
+
+class MergedSource(WeightSource):
+    """The weights after training.
+
+    Args:
+        model: what describes the base.
+        base: its weights; None where every tensor was trained in full from random values.
+        trained: trained values by logical name: full tensors, and lora_A / lora_B of adapted modules.
+        scale: factor on B A.
+
+    Raises:
+        UserError: a trained tensor does not belong to the model, or values are neither trained nor in a base.
+    """
+
+    def __init__(
+        self, model: ModelFolder, base: WeightSource | None, trained: TensorReader, *, scale: float
+    ) -> None:
+        self._base, self._trained, self._scale = base, trained, scale
+        self._base_shapes = model.expected_shapes()
+        names = trained.tensor_names()
+        self._full = set(fully_trained(names))
+        # Module whose weight changes -> module whose adapter changes it.
+        self._adapter_of = {part: module for module in adapted_modules(names) for part in unfused_modules(module)}
+        ends = {"embed_tokens", "lm_head"} & set(self._adapter_of)
+        self._unties = model.decoder.tied_embeddings and bool(ends)
+        has_tied_head = not self._unties and base is not None and base.has_tied_head
+        super().__init__(_untied(model) if self._unties else model, has_tied_head=has_tied_head)
+        self._shapes = self.model.expected_shapes()
+        self._check(model.path)
+
+    @property
+    def changed_config(self) -> dict[str, Any] | None:
+        return self.model.hf_config if self._unties else None
+
+    @property
+    def notes(self) -> list[str]:
+        if not self._unties:
+            return []
+        return [
+            "the base ties its head to its embedding, and an adapter on one of them makes them differ: both are "
+            "written, and tie_word_embeddings is false in config.json"
+        ]
+
+    def changed_names(self) -> list[str]:
+        return [name for name in self._shapes if name in self._full or self._module(name) in self._adapter_of]
+
+    def tensor_names(self) -> list[str]:
+        return list(self._shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.model.config_dtype() if self._base is None else self._base.dtype(self._base_name(name))
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        return (Box(),)
+
+    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
+        base_name = self._base_name(name)
+        if base_name in self._full:
+            value = self._trained.read_whole(base_name)
+        else:
+            assert self._base is not None, name
+            value = self._base.read_whole(base_name)
+        module = self._module(name)
+        if module in self._adapter_of:
+            factors = read_factors(self._trained, self._adapter_of[module], self.model.decoder)
+            value = _add_low_rank(value, *factors[module], self._scale, transposed=module == "embed_tokens")
+        return value.to(self.dtype(name))
+
+    def outside_names(self) -> list[str]:
+        return [] if self._base is None else self._base.outside_names()
+
+    def read_outside(self, name: str) -> Tensor:
+        assert self._base is not None
+        return self._base.read_outside(name)
+
+    def _base_name(self, name: str) -> str:
+        """The head that untying makes starts from the shared matrix."""
+        return "embed_tokens.weight" if name == TIED_HEAD and name not in self._base_shapes else name
+
+    @staticmethod
+    def _module(name: str) -> str | None:
+        module, _, leaf = name.rpartition(".")
+        return module if leaf == "weight" else None
+
+    def _check(self, folder: Path) -> None:
+        modules = {self._module(name) for name in self._shapes}
+        if strange := sorted((self._full - set(self._base_shapes)) | (set(self._adapter_of) - modules)):
+            raise UserError(
+                f"{self._trained.label} trains {strange[0]}, which the model in {folder} does not have: "
+                "give the base that it was trained on with --base."
+            )
+        for name in self._full:
+            self._trained.require(name, self._base_shapes[name])
+        if self._base is None and (untrained := sorted(set(self._base_shapes) - self._full)):
+            raise UserError(
+                f"{folder} was opened without weights, and {untrained[0]} was not trained: give the base with --base."
+            )
+
+
+def _add_low_rank(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool) -> Tensor:
+    """weight + scale * B A in fp32; an embedding [vocab, hidden] takes (B A) transposed."""
+    delta = b.float() @ a.float()
+    return torch.add(weight.float(), delta.T if transposed else delta, alpha=scale)
+
+
+def _untied(model: ModelFolder) -> ModelFolder:
+    config = dict(model.hf_config)
+    for key in ("text_config", "llm_config"):
+        if isinstance(config.get(key), dict):
+            config[key] = {**config[key], "tie_word_embeddings": False}
+    config["tie_word_embeddings"] = False
+    return replace(model, hf_config=config, decoder=replace(model.decoder, tied_embeddings=False))

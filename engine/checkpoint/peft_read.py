@@ -1,0 +1,224 @@
+"""A PEFT LoRA adapter folder as a source of tensors by logical name.
+
+Only what the engine computes the same way is accepted; everything else in adapter_config.json is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.folder import ADAPTER_CONFIG
+from engine.checkpoint.merge import LORA_A, LORA_B, adapted_modules, qkv_rows, unfused_modules
+from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.reshard import Box
+from engine.checkpoint.safetensors_file import SafetensorsReader
+from engine.errors import UserError
+from engine.models.config import DecoderConfig
+from engine.models.names import NameMap
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+KEY_PREFIX = "base_model.model."
+
+_KEY = re.compile(r"^base_model\.model\.(.+)\.(?:(lora_[AB])\.weight|lora_embedding_([AB]))$")
+
+# What says who wrote the adapter, where it sits (the tensors' names say that too) or how it is loaded elsewhere.
+_HARMLESS_KEYS = frozenset(
+    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules "
+    "exclude_modules lora_alpha lora_dropout bias use_rslora init_lora_weights layers_pattern megatron_core "
+    "megatron_config qalora_group_size runtime_config ensure_weight_tying loftq_config eva_config corda_config "
+    "lora_ga_config".split()
+)
+_HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeftSettings:
+    """What an adapter_config.json says: rank, lora_alpha, whether it is rank-stabilised, and its dropout."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    dropout: float
+
+    @property
+    def scale(self) -> float:
+        """Factor on B A."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+class AdapterSource(TensorReader):
+    """The factors in a PEFT folder: `<module>.lora_A` [r, in] and `<module>.lora_B` [out, r].
+
+    Args:
+        folder: with adapter_config.json and adapter_model.safetensors.
+        names: of the base, whose modules the adapter sits on.
+        decoder: of the base.
+        fused_qkv: present adapters of query, key and value as the one at `...qkv_proj`; needs equal A factors.
+
+    Raises:
+        UserError: the folder is not a LoRA adapter for this model, or uses a PEFT feature that is not supported.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, names: NameMap, decoder: DecoderConfig, fused_qkv: bool = False
+    ) -> None:
+        self.folder = Path(folder)
+        self.settings = _read_settings(self.folder)
+        if (self.folder / "adapter_model.bin").is_file() and not (self.folder / ADAPTER_WEIGHTS).is_file():
+            raise UserError(
+                f"{self.folder} holds adapter_model.bin, a pickle, which is never opened here: "
+                f"save the adapter as {ADAPTER_WEIGHTS} first (PEFT: save_pretrained)."
+            )
+        self._file = SafetensorsReader(self.folder / ADAPTER_WEIGHTS)
+        self._keys = {_logical_name(key, names, self._file.path): (key,) for key in self._file.names()}
+        self._decoder = decoder
+        self._check_pairs()
+        if fused_qkv:
+            self._fuse()
+
+    @property
+    def label(self) -> str:
+        return str(self.folder)
+
+    def modules(self) -> list[str]:
+        """Engine modules that have an adapter here."""
+        return adapted_modules(self.tensor_names())
+
+    def require_matching(self, *, rank: int, alpha: float, rslora: bool, modules: Collection[str]) -> None:
+        """Raises UserError unless the adapter is what a run with these settings would train.
+
+        Args:
+            rank, alpha, rslora: the run's `lora` section.
+            modules: engine modules that the run adapts.
+        """
+        found = self.settings
+        for key, here, wanted in (
+            ("rank", found.rank, rank), ("alpha", found.alpha, alpha), ("rslora", found.rslora, rslora)
+        ):
+            if here != wanted:
+                raise UserError(
+                    f"lora.{key} is {_show(wanted)}, but the adapter in {self.folder} has {_show(here)}: "
+                    f"set lora.{key} to {_show(here)}."
+                )
+        if missing := sorted(set(modules) - set(self.modules())):
+            raise UserError(
+                f"lora.targets asks for {missing[0]}, which the adapter in {self.folder} does not have: "
+                "set lora.targets to the adapter's own modules."
+            )
+        if extra := sorted(set(self.modules()) - set(modules)):
+            raise UserError(
+                f"the adapter in {self.folder} has {extra[0]}, which lora.targets does not ask for: "
+                "set lora.targets to the adapter's own modules."
+            )
+
+    def tensor_names(self) -> list[str]:
+        return sorted(self._keys)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._keys
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        first, *more = (self._file.shape(key) for key in self._keys[name])
+        return (first[0] + sum(shape[0] for shape in more), *first[1:])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._file.dtype(self._keys[name][0])
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        keys = self._keys[name]
+        if len(keys) == 1:
+            return (Box(),)
+        rows = qkv_rows(self._decoder).values()
+        return tuple(Box(0, start, stop - start) for start, stop in rows)
+
+    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
+        return self._file.view(self._keys[name][index])
+
+    def _check_pairs(self) -> None:
+        for module in self.modules():
+            for leaf in (LORA_A, LORA_B):
+                if f"{module}.{leaf}" not in self:
+                    raise UserError(f"{self._file.path} lacks {leaf} of {module}: use a whole adapter.")
+            ranks = self.shape(f"{module}.{LORA_A}")[0], self.shape(f"{module}.{LORA_B}")[-1]
+            if set(ranks) != {self.settings.rank}:
+                raise UserError(
+                    f"{self._file.path} has rank {ranks[0]} at {module}, but {ADAPTER_CONFIG} says r {self.settings.rank}: "
+                    "use an adapter whose ranks are all equal."
+                )
+
+    def _fuse(self) -> None:
+        parents = {module.rpartition(".")[0] for module in self.modules() if module.endswith(("q_proj", "k_proj", "v_proj"))}
+        for parent in parents:
+            parts = unfused_modules(f"{parent}.qkv_proj")
+            factors = [f"{part}.{LORA_A}" for part in parts]
+            if any(name not in self for name in factors) or not all(
+                torch.equal(self.read_whole(name), self.read_whole(factors[0])) for name in factors[1:]
+            ):
+                raise UserError(
+                    f"lora.fused_qkv is true, but the adapter in {self.folder} has separate factors for {', '.join(parts)}: "
+                    "set lora.fused_qkv to false."
+                )
+            self._keys[f"{parent}.qkv_proj.{LORA_A}"] = self._keys[factors[0]]
+            self._keys[f"{parent}.qkv_proj.{LORA_B}"] = tuple(self._keys[f"{part}.{LORA_B}"][0] for part in parts)
+            for part in parts:
+                del self._keys[f"{part}.{LORA_A}"], self._keys[f"{part}.{LORA_B}"]
+
+
+def _show(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+
+
+def _logical_name(key: str, names: NameMap, path: Path) -> str:
+    match = _KEY.match(key)
+    module = names.module_from_hf(match[1]) if match else None
+    if match is None or module is None:
+        raise UserError(
+            f"{path} has {key}, which is not a LoRA factor of a module of this model: "
+            "use a LoRA adapter that was trained on it."
+        )
+    return f"{module}.{match[2] or 'lora_' + match[3]}"
+
+
+def _read_settings(folder: Path) -> PeftSettings:
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise UserError(f"{folder} has no {ADAPTER_CONFIG}: expected the folder of a PEFT LoRA adapter, mend the path.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}): copy it again.") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise UserError(f"{path} has peft_type {kind!r}: expected LORA, use a LoRA adapter.")
+    _refuse_unsupported(path, config)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)):
+        raise UserError(f"{path} has r {rank!r} and lora_alpha {alpha!r}: expected a positive number each, mend them.")
+    return PeftSettings(
+        rank=rank,
+        alpha=float(alpha),
+        rslora=bool(config.get("use_rslora", False)),
+        dropout=float(config.get("lora_dropout", 0.0)),
+    )
+
+
+def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
+    if (bias := config.get("bias", "none")) != "none":
+        raise UserError(f"{path} has bias {bias!r}, which is not supported: use an adapter with bias none.")
+    for key, value in sorted(config.items()):
+        if key not in _HARMLESS_KEYS and value:
+            raise UserError(f"{path} has {key} {value!r}, which is not supported: use a plain LoRA adapter.")
+    if (init := config.get("init_lora_weights", True)) not in _HARMLESS_INITS:
+        # These replace the base's weights by their remainder, so the factors mean nothing beside the plain base.
+        raise UserError(
+            f"{path} has init_lora_weights {init!r}, which alters the base: "
+            "convert it to a plain adapter first (PEFT: path_initial_model_for_weight_conversion)."
+        )

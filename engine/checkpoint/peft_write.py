@@ -1,0 +1,160 @@
+"""Writing a PEFT LoRA adapter folder that stock PEFT opens with no missing or unexpected key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.convert import ConversionReport
+from engine.checkpoint.folder import ADAPTER_CONFIG, staged_folder
+from engine.checkpoint.merge import adapted_modules, fully_trained, read_factors, unfused_modules
+from engine.checkpoint.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
+from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
+from engine.checkpoint.source import ModelFolder
+from engine.errors import UserError
+from engine.models.families import FAMILIES
+
+
+def export_peft(
+    trained: TensorReader,
+    lora: Mapping[str, Any],
+    model: ModelFolder,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    inputs: Sequence[Path] = (),
+) -> ConversionReport:
+    """Writes adapter_model.safetensors and adapter_config.json.
+
+    A fused query-key-value adapter becomes three that share A, which is exact. Modules trained in full beside the
+    adapters go into `modules_to_save`.
+
+    Args:
+        trained: trained values by logical name.
+        lora: "rank", "alpha", "dropout" and "rslora" of the run.
+        model: the base that they belong to.
+        out: folder to make.
+        overwrite: replace an existing adapter at `out`.
+        inputs: folders that are read meanwhile.
+
+    Raises:
+        UserError: there are no adapters, PEFT cannot express what was trained, or a value is not finite.
+    """
+    names = trained.tensor_names()
+    modules = adapted_modules(names)
+    if not modules:
+        raise UserError(
+            f"{trained.label} has no adapters, only fully trained parameters, which a PEFT folder cannot hold: "
+            "export with --format hf --merge."
+        )
+    parts = [part for module in modules for part in unfused_modules(module)]
+    saved = _modules_to_save(fully_trained(names), parts, model)
+    tensors = _adapter_tensors(trained, modules, model)
+    for name in fully_trained(names):
+        tensors[KEY_PREFIX + model.names.to_hf(name).name] = trained.read_whole(name)
+    for key, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{key} is not finite, so nothing was exported: use an earlier step (--step).")
+    config = _adapter_config(lora, _target_modules(parts, model), saved, model)
+    with staged_folder(out, overwrite=overwrite, inputs=[model.path, *inputs]) as staging:
+        declared = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+        with SafetensorsWriter(staging / ADAPTER_WEIGHTS, declared, {"format": "pt"}) as writer:
+            for key, tensor in tensors.items():
+                writer.write(key, tensor)
+        text = json.dumps(config, indent=2, sort_keys=True)
+        (staging / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+        _verify(staging, tensors)
+    return ConversionReport(
+        out=out,
+        files=(ADAPTER_WEIGHTS,),
+        num_tensors=len(tensors),
+        num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        notes=tuple(_notes(modules, parts, model)),
+    )
+
+
+def _adapter_tensors(trained: TensorReader, modules: list[str], model: ModelFolder) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for module in modules:
+        for part, (a, b) in read_factors(trained, module, model.decoder).items():
+            key = KEY_PREFIX + model.names.module_to_hf(part)
+            if part == "embed_tokens":
+                tensors[f"{key}.lora_embedding_A"], tensors[f"{key}.lora_embedding_B"] = a, b
+            else:
+                tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a, b
+    return tensors
+
+
+def _modules_to_save(full: list[str], adapted: list[str], model: ModelFolder) -> list[str]:
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in full))
+    if both := sorted(set(modules) & set(adapted)):
+        raise UserError(
+            f"{both[0]} has an adapter and is trained in full too, which a PEFT folder cannot hold: "
+            "export with --format hf --merge."
+        )
+    if model.decoder.tied_embeddings and "embed_tokens" in modules:
+        raise UserError(
+            "the tied embedding was trained in full beside adapters, and a PEFT folder would untie it: "
+            "export with --format hf --merge."
+        )
+    return [model.names.module_to_hf(module) for module in modules]
+
+
+def _target_modules(parts: list[str], model: ModelFolder) -> list[str]:
+    """Short names such as q_proj where they mean exactly the adapted modules, full names otherwise."""
+    full = [model.names.module_to_hf(part) for part in parts]
+    leaves = {name.rpartition(".")[2] for name in full}
+    if model.names.body != FAMILIES[model.decoder.family].names.body:
+        return sorted(full)  # beside a nested language model the short names may mean other modules too
+    everywhere = {name.rpartition(".")[0] for name in model.expected_shapes()} | {"lm_head"}
+    meant = {module for name in everywhere if (module := model.names.module_to_hf(name)).rpartition(".")[2] in leaves}
+    return sorted(leaves) if meant == set(full) else sorted(full)
+
+
+def _adapter_config(
+    lora: Mapping[str, Any], targets: list[str], saved: list[str], model: ModelFolder
+) -> dict[str, Any]:
+    alpha = float(lora["alpha"])
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model.path),
+        "r": int(lora["rank"]),
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": float(lora["dropout"]),
+        "use_rslora": bool(lora["rslora"]),
+        "target_modules": targets,
+        "modules_to_save": saved or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def _notes(modules: list[str], parts: list[str], model: ModelFolder) -> list[str]:
+    notes = []
+    if modules != parts:
+        notes.append("fused query-key-value adapters are written as three that share A, which is exact")
+    if model.decoder.tied_embeddings and {"embed_tokens", "lm_head"} & set(parts):
+        notes.append("the base ties its head to its embedding, and the adapter changes one of them: merge with care")
+    if model.manifest is not None:
+        notes.append(
+            "base_model_name_or_path is a partitioned checkpoint, which other tools cannot open: "
+            "give them the Hugging Face folder"
+        )
+    return notes
+
+
+def _verify(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Opens the result and compares every tensor with what was meant."""
+    written = SafetensorsReader(folder / ADAPTER_WEIGHTS)
+    assert set(written.names()) == set(tensors), set(written.names()) ^ set(tensors)
+    for key, tensor in tensors.items():
+        assert torch.equal(written.view(key), tensor), f"{key} reads back with other values than were written"

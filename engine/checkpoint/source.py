@@ -1,0 +1,356 @@
+"""A model's weights, wherever they are: a Hugging Face folder, or a partitioned base checkpoint at any layout.
+
+`open_model` reads what describes a model (config, names, tokenizer files) and needs no weights; `open_source` adds the
+weights. Both forms look the same to who reads them. Tensors outside the language model (a vision tower beside a nested
+one) are passed through conversions untouched, under their own names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.folder import CONFIG, auxiliary_files
+from engine.checkpoint.hf_tensors import HfTensors
+from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from engine.checkpoint.pieces import PieceReader
+from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.reshard import Box
+from engine.checkpoint.safetensors_file import dtype_name, raw_bytes
+from engine.errors import UserError
+from engine.models.config import DecoderConfig
+from engine.models.describe import parameter_specs
+from engine.models.families import family_of
+from engine.models.names import NameMap, nest
+
+OUTSIDE = "outside/"
+"""Prefix under which a partitioned checkpoint keeps tensors that are not the language model's."""
+
+TIED_HEAD = "lm_head.weight"
+
+# Buffers that old checkpoints carry and every reader computes for itself.
+_HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
+_FINGERPRINT_ROW_BYTES = 4096
+# What a config says about who wrote it or how it was used, not about the model.
+_COSMETIC_KEYS = ("transformers_version", "_name_or_path", "use_cache", "architectures", "torch_dtype", "dtype")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFolder:
+    """What describes a model, without its weights.
+
+    Args:
+        path: the folder.
+        hf_config: config.json as it is.
+        decoder: what the engine builds from it.
+        names: where the family, or this checkpoint's nesting, places tensors.
+        manifest: of a partitioned base; None for a Hugging Face folder.
+    """
+
+    path: Path
+    hf_config: dict[str, Any]
+    decoder: DecoderConfig
+    names: NameMap
+    manifest: Manifest | None
+
+    def auxiliary_files(self) -> list[Path]:
+        """Config, tokenizer and text files that travel with the model."""
+        return auxiliary_files(self.path)
+
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Logical name -> global shape of every parameter, in forward order."""
+        specs = parameter_specs(self.decoder, tensor_rank=0, tensor_size=1)
+        return {name: spec.global_shape for name, spec in specs.items()}
+
+    def config_dtype(self) -> torch.dtype:
+        """The dtype that config.json asks for; float32 where it does not say."""
+        text = family_of(self.hf_config)[1]
+        name = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
+        known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        if name not in known:
+            raise UserError(f"{self.path / CONFIG} has dtype {name!r}: expected one of {', '.join(known)}.")
+        return known[name]
+
+
+def open_model(path: str | Path) -> ModelFolder:
+    """Reads the description of the model in a Hugging Face folder or a partitioned base.
+
+    Raises:
+        UserError: there is none, or its family is not supported.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: expected a Hugging Face model or a checkpoint, mend the path.")
+    manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
+    if manifest is not None and manifest.kind != "base":
+        raise UserError(
+            f"{folder} is a training checkpoint, which holds no base weights: give the base model, "
+            f"which is recorded as {_recorded_base(manifest)}."
+        )
+    if manifest is not None:
+        _check_model_record(folder, manifest)
+    hf_config = _read_config(folder) if manifest is None else manifest.model["hf_config"]
+    family, text = family_of(hf_config)
+    decoder = family.config_from_hf(_inherit_tying(text, hf_config))
+    names = family.names
+    if manifest is not None:
+        names = NameMap(layer_modules=names.layer_modules, body=manifest.model["body"], head=manifest.model["head"])
+    return ModelFolder(path=folder, hf_config=hf_config, decoder=decoder, names=names, manifest=manifest)
+
+
+def _check_model_record(folder: Path, manifest: Manifest) -> None:
+    kinds = {"hf_config": dict, "body": str, "head": str, "has_tied_head": bool}
+    for key, kind in kinds.items():
+        if not isinstance(manifest.model.get(key), kind):
+            raise UserError(
+                f"{folder / MANIFEST} is damaged: model.{key} is {manifest.model.get(key)!r}; use another copy of it."
+            )
+
+
+def _recorded_base(manifest: Manifest) -> str:
+    base = manifest.training.get("base")
+    return str(base.get("path")) if isinstance(base, dict) else "unknown"
+
+
+def _inherit_tying(text: dict[str, Any], hf_config: dict[str, Any]) -> dict[str, Any]:
+    # Nested configs often say it once, at the top.
+    if "tie_word_embeddings" in text or "tie_word_embeddings" not in hf_config:
+        return text
+    return {**text, "tie_word_embeddings": hf_config["tie_word_embeddings"]}
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UserError(
+            f"{folder} has no {CONFIG}: expected a Hugging Face model or a checkpoint made by tools/convert.py."
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}): mend it or copy it again.") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not a JSON mapping: expected a model's config, copy it again.")
+    return config
+
+
+class WeightSource(TensorReader):
+    """The weights of a base model by logical name.
+
+    Tied embeddings appear once, as `embed_tokens.weight`.
+
+    Args:
+        model: what describes it.
+        has_tied_head: the model is tied and yet stores a copy of the matrix as its head, which an export restores.
+    """
+
+    def __init__(self, model: ModelFolder, *, has_tied_head: bool) -> None:
+        self.model = model
+        self.has_tied_head = has_tied_head
+
+    @property
+    def kind(self) -> str:
+        """ "partitioned" or "huggingface"."""
+        return "huggingface" if self.model.manifest is None else "partitioned"
+
+    @property
+    def label(self) -> str:
+        return str(self.model.path)
+
+    @property
+    def changed_config(self) -> dict[str, Any] | None:
+        """The config.json that an export must write, where it is not the model's own."""
+        return None
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user of an export should know."""
+        return []
+
+    def changed_names(self) -> list[str]:
+        """Tensors whose values are not the stored base's."""
+        return []
+
+    def outside_names(self) -> list[str]:
+        """Names, as stored, of tensors that are not the language model's."""
+        raise NotImplementedError
+
+    def read_outside(self, name: str) -> Tensor:
+        """A whole tensor of `outside_names`."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Identity of the model: equal for a Hugging Face folder and every partitioned import of it.
+
+        Covers the config (without what only says who wrote it) and of each tensor its name, shape, dtype and the
+        first 4 KiB of its first and last row. It tells models apart; the checksums tell damage.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        config = {key: value for key, value in self.model.hf_config.items() if key not in _COSMETIC_KEYS}
+        digest.update(json.dumps(config, sort_keys=True).encode())
+        for name in sorted(self.tensor_names()):
+            shape = self.shape(name)
+            digest.update(f"{name} {list(shape)} {dtype_name(self.dtype(name))}".encode())
+            for row in [self.read_whole(name)] if len(shape) < 2 else self._end_rows(name, shape[0]):
+                digest.update(raw_bytes(row)[:_FINGERPRINT_ROW_BYTES])
+        return digest.hexdigest()
+
+    def _end_rows(self, name: str, num_rows: int) -> list[Tensor]:
+        return [self.read_rows(name, row, row + 1) for row in (0, num_rows - 1)]
+
+
+class HfSource(WeightSource):
+    """Weights of a Hugging Face folder."""
+
+    def __init__(self, model: ModelFolder) -> None:
+        self._tensors = HfTensors(model.path)
+        names = nest(model.names, self._tensors.names())
+        nested = (names.body, names.head) != (model.names.body, model.names.head)
+        model = ModelFolder(
+            path=model.path, hf_config=model.hf_config, decoder=model.decoder, names=names, manifest=None
+        )
+        self._shapes = model.expected_shapes()
+        self._locations = {name: names.to_hf(name) for name in self._shapes}
+        super().__init__(model, has_tied_head=self._check_tied_head(model))
+        self._outside = self._check_names(nested)
+        for name in self._shapes:
+            self._check_shape(name)
+
+    def tensor_names(self) -> list[str]:
+        return list(self._shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors.dtype(self._locations[name].name)
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        return (Box(),)
+
+    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
+        location = self._locations[name]
+        tensor = self._tensors.view(location.name)
+        if location.num_rows is None:
+            return tensor
+        return tensor.narrow(0, location.row_offset, location.num_rows)
+
+    def outside_names(self) -> list[str]:
+        return self._outside
+
+    def read_outside(self, name: str) -> Tensor:
+        return self._tensors.view(name)
+
+    def _check_tied_head(self, model: ModelFolder) -> bool:
+        if not model.decoder.tied_embeddings:
+            return False
+        head, embedding = f"{model.names.head}.weight", model.names.to_hf("embed_tokens.weight").name
+        if head not in self._tensors or embedding not in self._tensors:
+            return False
+        if not torch.equal(self._tensors.view(head), self._tensors.view(embedding)):
+            raise UserError(
+                f"{model.path} has tie_word_embeddings true, but its {head} differs from {embedding}: "
+                "set tie_word_embeddings to false in config.json if the head is meant to be its own."
+            )
+        return True
+
+    def _check_names(self, nested: bool) -> list[str]:
+        """The names that are not the language model's; every one of the model's must be there."""
+        stored = set(self._tensors.names())
+        wanted = {location.name for location in self._locations.values()}
+        names = self.model.names
+        if missing := sorted(wanted - stored):
+            raise UserError(
+                f"{self.label} lacks {_some(missing)}, which its config.json calls for: copy the model again, "
+                "or mend config.json."
+            )
+        if self.has_tied_head:
+            wanted.add(f"{names.head}.weight")
+        unknown = sorted(name for name in stored - wanted if not name.endswith(_HARMLESS))
+        outside = [name for name in unknown if nested and not name.startswith((names.body, f"{names.head}."))]
+        if strange := sorted(set(unknown) - set(outside)):
+            raise UserError(
+                f"{self.label} has {_some(strange)}, which a {self.model.decoder.family} model with its config.json "
+                "does not have: it is another architecture, use a supported one."
+            )
+        return outside
+
+    def _check_shape(self, name: str) -> None:
+        location, shape = self._locations[name], self._shapes[name]
+        stored = self._tensors.shape(location.name)
+        if location.num_rows is not None:
+            stored = (min(location.num_rows, stored[0] - location.row_offset), *stored[1:])
+        if stored != shape:
+            raise UserError(
+                f"{self.label} has {location.name} with shape {list(stored)}, but its config.json calls for "
+                f"{list(shape)}: mend config.json or copy the model again."
+            )
+
+
+class PartitionedSource(WeightSource):
+    """Weights of a partitioned base checkpoint, at whatever layout it was written."""
+
+    def __init__(self, model: ModelFolder) -> None:
+        assert model.manifest is not None
+        super().__init__(model, has_tied_head=bool(model.manifest.model["has_tied_head"]))
+        self.pieces = PieceReader(model.path, model.manifest, always_verify=False)
+        self._shapes = model.expected_shapes()
+        for name, shape in self._shapes.items():
+            self.pieces.require(name, shape)
+
+    def tensor_names(self) -> list[str]:
+        return list(self._shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.pieces.dtype(name)
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        return self.pieces.boxes(name)
+
+    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
+        return self.pieces.view(name, index, whole=whole)
+
+    def outside_names(self) -> list[str]:
+        return [name.removeprefix(OUTSIDE) for name in self.pieces.tensor_names() if name.startswith(OUTSIDE)]
+
+    def read_outside(self, name: str) -> Tensor:
+        return self.pieces.read_whole(OUTSIDE + name)
+
+    def fingerprint(self) -> str:
+        """As recorded when the checkpoint was written from the model."""
+        assert self.model.manifest is not None
+        recorded = self.model.manifest.fingerprint
+        return super().fingerprint() if recorded is None else recorded
+
+
+def open_source(path: str | Path) -> WeightSource:
+    """Opens the weights in a Hugging Face folder or a partitioned base checkpoint.
+
+    Raises:
+        UserError: there are none, files are missing or truncated, or tensors do not fit the config.
+    """
+    model = open_model(path)
+    return HfSource(model) if model.manifest is None else PartitionedSource(model)
+
+
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

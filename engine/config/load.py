@@ -65,7 +65,7 @@ def parse_config(argv: list[str] | None = None) -> RunConfig:
 
 def to_yaml(config: RunConfig) -> str:
     """The configuration as YAML that `from_yaml` and `--config` read back."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+    return yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def from_yaml(text: str) -> RunConfig:
@@ -79,6 +79,21 @@ def from_yaml(text: str) -> RunConfig:
         return _build(_parser().parse_string(text))
     except ArgumentError as error:
         raise UserError(_sentence(str(error))) from None
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text that looks like a number, such as a folder named 1e3, in quotes.
+
+    PyYAML leaves 1e3 bare, because YAML 1.1 wants a point in a number; the parser reads it as one.
+    """
+
+
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="'" if _NUMBER.fullmatch(value) else None)
+
+
+_NUMBER = re.compile(r"[-+]?[\d_]*\.?[\d_]*([eE][-+]?\d+)?")
+_Dumper.add_representer(str, _represent_text)
 
 
 def _parser() -> ArgumentParser:

@@ -88,8 +88,8 @@ def check_something_trains(config: RunConfig) -> None:
     """Adapters or trainable modules, at least one of them."""
     require(
         config.lora.rank > 0 or len(config.trainable) > 0,
-        "lora.rank is 0 and trainable is [], so nothing would be trained: set lora.rank to for example 16, or trainable "
-        'to for example ["*"].',
+        "lora.rank is 0 and trainable is [], so nothing would be trained: set lora.rank to for example 16, "
+        'or trainable to for example ["*"].',
     )
 
 

@@ -1,0 +1,125 @@
+"""Rules between sections: each refuses what clashes with both values and the fix, and lets the neighbour pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.config import (
+    DataOptions,
+    LoraOptions,
+    ModelOptions,
+    OptimOptions,
+    ParallelOptions,
+    RunConfig,
+    TrainOptions,
+    check_config,
+    check_world,
+    data_parallel_size,
+    gradient_accumulation_steps,
+)
+from engine.errors import UserError
+
+
+def run(**sections: Any) -> RunConfig:
+    return RunConfig(model=ModelOptions(path="x"), **sections)
+
+
+def refused(config: RunConfig, *words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_config(config)
+    message = str(caught.value)
+    assert message.endswith(".") and "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_defaults_pass() -> None:
+    check_config(run())
+    check_world(run(), 1)
+
+
+def test_nothing_trains() -> None:
+    refused(run(lora=LoraOptions(rank=0)), "lora.rank is 0", "trainable is []", "set lora.rank to")
+    check_config(run(lora=LoraOptions(rank=0), trainable=("*",)))
+
+
+def test_adapters_without_targets() -> None:
+    refused(run(lora=LoraOptions(rank=8, targets=())), "lora.rank is 8", "lora.targets is []")
+    check_config(run(lora=LoraOptions(rank=0, targets=()), trainable=("lm_head",)))
+
+
+def test_adapter_to_start_from_without_rank() -> None:
+    config = run(lora=LoraOptions(rank=0, init_from="adapter"), trainable=("*",))
+    refused(config, "lora.init_from is adapter", "lora.rank is 0")
+    check_config(run(lora=LoraOptions(rank=4, init_from="adapter")))
+
+
+def test_fused_qkv_needs_all_three() -> None:
+    refused(run(lora=LoraOptions(fused_qkv=True, targets=("q_proj", "up_proj"))), "lacks k_proj, v_proj")
+    check_config(run(lora=LoraOptions(fused_qkv=True, targets=("[qkv]_proj",))))
+    check_config(run(lora=LoraOptions(fused_qkv=True)))
+
+
+def test_joint_reduction_and_sequence_parallelism() -> None:
+    refused(
+        run(parallel=ParallelOptions(tensor=2, lora_reduce="joint")),
+        "parallel.lora_reduce is joint",
+        "parallel.tensor 2",
+        "set parallel.sequence to false",
+    )
+    check_config(run(parallel=ParallelOptions(tensor=2, sequence=False, lora_reduce="joint")))
+    check_config(run(parallel=ParallelOptions(tensor=1, lora_reduce="joint")))
+
+
+def test_warmup_longer_than_the_run() -> None:
+    refused(
+        run(optim=OptimOptions(warmup_steps=11), train=TrainOptions(steps=10)),
+        "optim.warmup_steps is 11",
+        "train.steps is 10",
+    )
+    check_config(run(optim=OptimOptions(warmup_steps=10), train=TrainOptions(steps=10)))
+    check_config(run(optim=OptimOptions(warmup_steps=10)))
+
+
+def test_evaluation_without_samples() -> None:
+    refused(run(train=TrainOptions(eval_every=5)), "train.eval_every is 5", "data.validation is not set")
+    check_config(run(train=TrainOptions(eval_every=5), data=DataOptions(validation="v.jsonl")))
+
+
+def test_tokens_that_do_not_divide() -> None:
+    data, train = DataOptions(seq_length=510), TrainOptions(micro_batch_size=1)
+    refused(
+        run(data=data, train=train, parallel=ParallelOptions(tensor=4)),
+        "data.seq_length 510",
+        "train.micro_batch_size 1",
+        "parallel.tensor 4",
+    )
+    check_config(run(data=data, train=TrainOptions(micro_batch_size=2), parallel=ParallelOptions(tensor=4)))
+    check_config(run(data=data, train=train, parallel=ParallelOptions(tensor=4, sequence=False)))
+
+
+@pytest.mark.parametrize(("tensor", "world", "expected"), [(1, 1, 1), (1, 6, 6), (2, 2, 1), (2, 8, 4), (4, 8, 2)])
+def test_data_parallel_size(tensor: int, world: int, expected: int) -> None:
+    assert data_parallel_size(run(parallel=ParallelOptions(tensor=tensor)), world) == expected
+
+
+@pytest.mark.parametrize(("tensor", "world"), [(2, 1), (2, 3), (4, 6)])
+def test_ranks_that_do_not_divide(tensor: int, world: int) -> None:
+    with pytest.raises(UserError, match=f"has {world} ranks? .*parallel.tensor {tensor} .*--nproc-per-node {tensor}"):
+        check_world(run(parallel=ParallelOptions(tensor=tensor)), world)
+
+
+def test_batches_that_do_not_divide() -> None:
+    train = TrainOptions(micro_batch_size=2, global_batch_size=10)
+    with pytest.raises(UserError, match=r"is 10, .*micro_batch_size 2 x 2 data-parallel ranks: .*global_batch_size 8"):
+        check_world(run(train=train), 2)
+    with pytest.raises(UserError, match=r"is 10, .* 2 x 8 data-parallel ranks: .*global_batch_size 16"):
+        check_world(run(train=train), 8)
+    check_world(run(train=train), 5)
+
+
+def test_accumulation() -> None:
+    train = TrainOptions(micro_batch_size=2, global_batch_size=16)
+    assert gradient_accumulation_steps(run(train=train), 1) == 8
+    assert gradient_accumulation_steps(run(train=train, parallel=ParallelOptions(tensor=2)), 8) == 2

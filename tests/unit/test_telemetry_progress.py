@@ -1,0 +1,159 @@
+"""Lines for the person watching: one on a terminal, plain and rate-limited elsewhere, none from other ranks."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.telemetry import (
+    Log,
+    Progress,
+    TrainProgress,
+    format_bytes,
+    format_count,
+    format_duration,
+    peak_memory_bytes,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """Time that passes only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (5 * 2**30, "5.0 GiB"), (2**60, "1024.0 PiB")],
+)
+def test_bytes(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0s"), (59.4, "59s"), (59.6, "1m00s"), (185, "3m05s"), (3599.9, "1h00m"), (7620, "2h07m"), (-1, "0s")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (12, "12"), (950.4, "950"), (999.6, "1.00k"), (12345, "12.3k"), (999900, "1.00M"), (1.25e9, "1.25G")],
+)
+def test_counts(count: float, text: str) -> None:
+    assert format_count(count) == text
+
+
+def train_lines(stream: io.StringIO, steps: int, seconds: float, rank: int = 0, start: int = 0) -> str:
+    clock = Clock()
+    progress = TrainProgress(Log(rank, stream), start + steps, start, clock)
+    for step in range(start + 1, start + steps + 1):
+        clock.now += seconds
+        progress.update(step=step, loss=2.0, lr=2e-4, grad_norm=0.5, tokens=1000, seconds=seconds, memory=2**20)
+    progress.close()
+    return stream.getvalue()
+
+
+def test_plain_lines_are_at_most_one_a_second_and_end_with_the_last() -> None:
+    lines = train_lines(io.StringIO(), steps=20, seconds=0.125).splitlines()
+    # Steps 1, 9 and 17 are a second apart; 20 is the last.
+    assert [line.split()[1] for line in lines] == ["1/20", "9/20", "17/20", "20/20"]
+
+
+def test_what_the_line_says() -> None:
+    line = train_lines(io.StringIO(), steps=3, seconds=2.0).splitlines()[0]
+    assert line == "step 1/3  loss 2.0000  lr 0.0002  grad norm 0.5  500 tokens/s  mem 1.0 MiB  ETA 4s"
+
+
+def test_time_left_after_a_resume() -> None:
+    line = train_lines(io.StringIO(), steps=3, seconds=2.0, start=50).splitlines()[0]
+    assert line.startswith("step 51/53 ") and line.endswith("ETA 4s")
+
+
+def test_a_terminal_gets_one_line_rewritten() -> None:
+    text = train_lines(Terminal(), steps=5, seconds=1.0)
+    assert text.count("\n") == 1 and text.endswith("\n")
+    assert text.count("\r") == 5
+
+
+def test_a_message_does_not_mangle_the_rewritten_line() -> None:
+    stream = Terminal()
+    progress = TrainProgress(Log(0, stream), 9, clock=Clock())
+    progress.update(step=1, loss=2.0, lr=1.0, grad_norm=1.0, tokens=1, seconds=1.0, memory=1)
+    progress.info("saved")
+    assert stream.getvalue().endswith("\nsaved\n")
+
+
+def test_other_ranks_are_silent() -> None:
+    stream = io.StringIO()
+    assert train_lines(stream, steps=3, seconds=2.0, rank=1) == ""
+    Log(1, stream).warning("x")
+    assert stream.getvalue() == ""
+
+
+def test_log_lines() -> None:
+    stream = io.StringIO()
+    Log(0, stream).info("one")
+    Log(0, stream).warning("two")
+    assert stream.getvalue() == "one\nwarning: two\n"
+
+
+def test_bytes_with_rate_and_time_left() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(Log(0, stream), "reading", total=4 * 2**20, unit="bytes", clock=clock)
+    clock.now += 2.0
+    progress.advance(2**20)
+    assert progress.text() == "reading: 1.0 MiB / 4.0 MiB (25%)  512.0 KiB/s  ETA 6s"
+    clock.now += 2.0
+    progress.advance(3 * 2**20)
+    progress.finish()
+    progress.finish()
+    assert stream.getvalue().splitlines()[-1] == "reading: 4.0 MiB / 4.0 MiB (100%)  1.0 MiB/s  took 4s"
+    assert stream.getvalue().count("took") == 2  # the line that reached the end, and the last one
+
+
+def test_items_without_a_total_finish_on_leaving() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Progress(Log(0, stream), "tokenizing", unit="samples", clock=clock) as progress:
+        clock.now += 4.0
+        progress.advance(8)
+    assert stream.getvalue().splitlines()[-1] == "tokenizing: 8 samples  2/s  took 4s"
+
+
+def test_a_failure_does_not_look_finished() -> None:
+    stream = io.StringIO()
+    with pytest.raises(ValueError), Progress(Log(0, stream), "work", total=2, clock=Clock()):
+        raise ValueError
+    assert "took" not in stream.getvalue()
+
+
+def test_peak_memory_is_what_the_kernel_says() -> None:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("needs /proc")
+    block = bytearray(64 << 20)
+    peak = peak_memory_bytes()
+    kernel = next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    assert len(block) < peak and abs(peak - kernel) < 8 << 20
+
+
+def test_memory_does_not_load_torch() -> None:
+    code = "import sys; from engine.telemetry import peak_memory_bytes as p; p(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

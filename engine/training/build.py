@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from engine.checkpoint.loading import load_parameters
-from engine.checkpoint.peft import read_peft
+from engine.checkpoint.peft_read import AdapterSource
 from engine.checkpoint.source import ModelFolder, WeightSource, open_model, open_source
 from engine.config.rules import data_parallel_size
 from engine.config.run import RunConfig
@@ -18,6 +18,7 @@ from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.distributed.launch import Launch
 from engine.distributed.mesh import Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
+from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.plan import TensorLayout
@@ -156,8 +157,18 @@ def _fill(
         if config.lora.init_from is None:
             initialise_adapters(adapters, config.train.seed)
         else:
-            load_parameters(adapters, read_peft(config.lora.init_from, config.lora, source.model.names))
+            load_parameters(adapters, _adapter_source(config, source.model, adapters))
     flat.publish()
+
+
+def _adapter_source(config: RunConfig, model: ModelFolder, adapters: list[NamedShard]) -> AdapterSource:
+    """The PEFT adapter of `lora.init_from`, found to be what this run would train."""
+    lora = config.lora
+    assert lora.init_from is not None
+    source = AdapterSource(lora.init_from, names=model.names, decoder=model.decoder, fused_qkv=lora.fused_qkv)
+    modules = {shard.name.rpartition(".")[0] for shard in adapters}
+    source.require_matching(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora, modules=modules)
+    return source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """Trains: LoRA adapters, selected parameters, or everything.
 
-    python tools/pretrain_lora.py --config run.yaml
-    torchrun --nproc-per-node 2 tools/pretrain_lora.py --config run.yaml --parallel.tensor 2
+python tools/pretrain_lora.py --config run.yaml
+torchrun --nproc-per-node 2 tools/pretrain_lora.py --config run.yaml --parallel.tensor 2
 """
 
 from __future__ import annotations

@@ -49,9 +49,7 @@ def start(timeout_seconds: float = 600.0) -> Launch:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds)
-        )
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds))
     return Launch(rank=rank_from_environment(), world_size=world_size, device=device)
 
 

@@ -64,9 +64,22 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, prefix: str, *, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, qkv_bias: bool,
-        out_bias: bool, qk_norm: bool, norm_eps: float, first_site: int, layout: TensorLayout, plan: TrainingPlan,
-        device: torch.device, dtype: torch.dtype,
+        self,
+        prefix: str,
+        *,
+        hidden: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool,
+        out_bias: bool,
+        qk_norm: bool,
+        norm_eps: float,
+        first_site: int,
+        layout: TensorLayout,
+        plan: TrainingPlan,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         tp = layout.tp
@@ -83,18 +96,36 @@ class Attention(nn.Module):
                 Section(name=f"{prefix}.k_proj", spec=kv_spec),
                 Section(name=f"{prefix}.v_proj", spec=kv_spec),
             ],
-            bias=qkv_bias, site=first_site, layout=layout, plan=plan, device=device, dtype=dtype,
+            bias=qkv_bias,
+            site=first_site,
+            layout=layout,
+            plan=plan,
+            device=device,
+            dtype=dtype,
             fused_adapter=f"{prefix}.qkv_proj",
         )
         self.o_proj = RowParallelLinear(
-            f"{prefix}.o_proj", num_heads * head_dim, hidden, bias=out_bias, site=first_site + 1, layout=layout,
-            plan=plan, device=device, dtype=dtype,
+            f"{prefix}.o_proj",
+            num_heads * head_dim,
+            hidden,
+            bias=out_bias,
+            site=first_site + 1,
+            layout=layout,
+            plan=plan,
+            device=device,
+            dtype=dtype,
         )
         self.q_norm = self.k_norm = None
         if qk_norm:
             self.q_norm, self.k_norm = (
                 RMSNorm(
-                    f"{prefix}.{name}", head_dim, norm_eps, layout=layout, plan=plan, device=device, dtype=dtype,
+                    f"{prefix}.{name}",
+                    head_dim,
+                    norm_eps,
+                    layout=layout,
+                    plan=plan,
+                    device=device,
+                    dtype=dtype,
                     per_head=True,
                 )
                 for name in ("q_norm", "k_norm")
@@ -102,9 +133,7 @@ class Attention(nn.Module):
 
     def _split(self, qkv: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
-            return split_rotate(
-                qkv, context.cos, context.sin, self.num_heads, self.num_kv_heads, self.head_dim
-            )
+            return split_rotate(qkv, context.cos, context.sin, self.num_heads, self.num_kv_heads, self.head_dim)
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         q, k = self.q_norm(q), self.k_norm(k)

@@ -20,8 +20,15 @@ class VocabParallelEmbedding(ShardedModule):
     """
 
     def __init__(
-        self, vocab_size: int, hidden: int, *, layout: TensorLayout, plan: TrainingPlan,
-        device: torch.device, dtype: torch.dtype, tied_to: str | None = None,
+        self,
+        vocab_size: int,
+        hidden: int,
+        *,
+        layout: TensorLayout,
+        plan: TrainingPlan,
+        device: torch.device,
+        dtype: torch.dtype,
+        tied_to: str | None = None,
     ) -> None:
         super().__init__()
         tp = layout.tp

@@ -55,8 +55,15 @@ class _ParallelLinear(ShardedModule):
     """Storage, bias and adapters common to both directions."""
 
     def __init__(
-        self, sections: list[Section], *, bias: bool, layout: TensorLayout, plan: TrainingPlan,
-        device: torch.device, dtype: torch.dtype, shared: ShardEntry | None = None,
+        self,
+        sections: list[Section],
+        *,
+        bias: bool,
+        layout: TensorLayout,
+        plan: TrainingPlan,
+        device: torch.device,
+        dtype: torch.dtype,
+        shared: ShardEntry | None = None,
     ) -> None:
         super().__init__()
         self.sections, self.layout, self.plan = sections, layout, plan
@@ -99,9 +106,7 @@ class _ParallelLinear(ShardedModule):
             self._sinks.append(RowsSink(first=first, count=section.rows, weight=weight.sink, bias=bias_sink))
             self._leaves.extend(entry.parameter for entry in (weight, bias) if entry is not None)
 
-    def _build_adapters(
-        self, slots: list[_AdapterSlot], *, site: int, feature_offset: int
-    ) -> LowRank | None:
+    def _build_adapters(self, slots: list[_AdapterSlot], *, site: int, feature_offset: int) -> LowRank | None:
         if not slots:
             return None
         dtype, device = self.storage.dtype, self.storage.device
@@ -154,9 +159,7 @@ def _concatenated(specs: list[ShardSpec], rank: int) -> ShardSpec:
         pieces += [Piece(global_rows + p.global_offset, local_rows + p.local_offset, p.length) for p in runs]
         global_rows += spec.global_shape[0]
         local_rows += spec.local_shape[0]
-    return ShardSpec(
-        global_shape=(global_rows, rank), local_shape=(local_rows, rank), dim=0, pieces=tuple(pieces)
-    )
+    return ShardSpec(global_shape=(global_rows, rank), local_shape=(local_rows, rank), dim=0, pieces=tuple(pieces))
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -171,12 +174,19 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     def __init__(
-        self, sections: list[Section], *, bias: bool, site: int, layout: TensorLayout, plan: TrainingPlan,
-        device: torch.device, dtype: torch.dtype, fused_adapter: str | None = None, shared: ShardEntry | None = None,
+        self,
+        sections: list[Section],
+        *,
+        bias: bool,
+        site: int,
+        layout: TensorLayout,
+        plan: TrainingPlan,
+        device: torch.device,
+        dtype: torch.dtype,
+        fused_adapter: str | None = None,
+        shared: ShardEntry | None = None,
     ) -> None:
-        super().__init__(
-            sections, bias=bias, layout=layout, plan=plan, device=device, dtype=dtype, shared=shared
-        )
+        super().__init__(sections, bias=bias, layout=layout, plan=plan, device=device, dtype=dtype, shared=shared)
         slots = self._fused_slot(fused_adapter) if fused_adapter and plan.fused_qkv else self._slots()
         self.joint = layout.joint_reduce and not layout.splits_tokens
         low_rank = self._build_adapters(slots, site=site, feature_offset=0)
@@ -184,14 +194,21 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def _bias_spec(self, spec: ShardSpec) -> ShardSpec:
         return ShardSpec(
-            global_shape=spec.global_shape[:1], local_shape=spec.local_shape[:1], dim=spec.dim, pieces=spec.pieces,
-            grad_reduce=spec.grad_reduce, replicated=spec.replicated, owner=spec.owner,
+            global_shape=spec.global_shape[:1],
+            local_shape=spec.local_shape[:1],
+            dim=spec.dim,
+            pieces=spec.pieces,
+            grad_reduce=spec.grad_reduce,
+            replicated=spec.replicated,
+            owner=spec.owner,
         )
 
     def _spec_a(self, rank: int) -> ShardSpec:
         complete = self.layout.joint_reduce and not self.layout.splits_tokens
         return replicated_spec(
-            (rank, self.in_features), rank=self.layout.tp.rank, size=self.layout.tp.size,
+            (rank, self.in_features),
+            rank=self.layout.tp.rank,
+            size=self.layout.tp.size,
             grad_reduce=() if complete else ("tp",),
         )
 
@@ -202,13 +219,20 @@ class ColumnParallelLinear(_ParallelLinear):
                 spec = section.spec
                 spec_b = ShardSpec(
                     global_shape=(spec.global_shape[0], settings.rank),
-                    local_shape=(spec.local_shape[0], settings.rank), dim=spec.dim, pieces=spec.pieces,
-                    grad_reduce=spec.grad_reduce, replicated=spec.replicated, owner=spec.owner,
+                    local_shape=(spec.local_shape[0], settings.rank),
+                    dim=spec.dim,
+                    pieces=spec.pieces,
+                    grad_reduce=spec.grad_reduce,
+                    replicated=spec.replicated,
+                    owner=spec.owner,
                 )
                 slots.append(
                     _AdapterSlot(
-                        name=section.name, settings=settings, first_row=first,
-                        spec_a=self._spec_a(settings.rank), spec_b=spec_b,
+                        name=section.name,
+                        settings=settings,
+                        first_row=first,
+                        spec_a=self._spec_a(settings.rank),
+                        spec_b=spec_b,
                     )
                 )
             first += section.rows
@@ -220,9 +244,7 @@ class ColumnParallelLinear(_ParallelLinear):
             return []
         spec_b = _concatenated([section.spec for section in self.sections], settings.rank)
         return [
-            _AdapterSlot(
-                name=name, settings=settings, first_row=0, spec_a=self._spec_a(settings.rank), spec_b=spec_b
-            )
+            _AdapterSlot(name=name, settings=settings, first_row=0, spec_a=self._spec_a(settings.rank), spec_b=spec_b)
         ]
 
     def forward(self, x_TI: Tensor, context: TokenContext) -> Tensor:
@@ -239,8 +261,17 @@ class RowParallelLinear(_ParallelLinear):
     """
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, *, bias: bool, site: int, layout: TensorLayout,
-        plan: TrainingPlan, device: torch.device, dtype: torch.dtype,
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        site: int,
+        layout: TensorLayout,
+        plan: TrainingPlan,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         tp = layout.tp
         shape = (out_features, in_features)
@@ -250,16 +281,16 @@ class RowParallelLinear(_ParallelLinear):
         slots = []
         if (settings := plan.adapter(name)) is not None:
             spec_a = split_spec((settings.rank, in_features), 1, rank=tp.rank, size=tp.size, what="lora_A")
-            spec_b = replicated_spec(
-                (out_features, settings.rank), rank=tp.rank, size=tp.size, grad_reduce=("tp",)
-            )
+            spec_b = replicated_spec((out_features, settings.rank), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
             slots = [_AdapterSlot(name=name, settings=settings, first_row=0, spec_a=spec_a, spec_b=spec_b)]
         low_rank = self._build_adapters(slots, site=site, feature_offset=tp.rank * self.in_features)
         self.operands = self._operands(low_rank)
 
     def _bias_spec(self, spec: ShardSpec) -> ShardSpec:
         return replicated_spec(
-            spec.global_shape[:1], rank=self.layout.tp.rank, size=self.layout.tp.size,
+            spec.global_shape[:1],
+            rank=self.layout.tp.rank,
+            size=self.layout.tp.size,
             grad_reduce=("tp",) if self.layout.splits_tokens else (),
         )
 

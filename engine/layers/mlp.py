@@ -21,19 +21,40 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self, prefix: str, *, hidden: int, intermediate: int, bias: bool, first_site: int, layout: TensorLayout,
-        plan: TrainingPlan, device: torch.device, dtype: torch.dtype,
+        self,
+        prefix: str,
+        *,
+        hidden: int,
+        intermediate: int,
+        bias: bool,
+        first_site: int,
+        layout: TensorLayout,
+        plan: TrainingPlan,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         tp = layout.tp
         spec = split_spec((intermediate, hidden), 0, rank=tp.rank, size=tp.size, what="intermediate_size")
         self.gate_up = ColumnParallelLinear(
             [Section(name=f"{prefix}.{name}", spec=spec) for name in ("gate_proj", "up_proj")],
-            bias=bias, site=first_site, layout=layout, plan=plan, device=device, dtype=dtype,
+            bias=bias,
+            site=first_site,
+            layout=layout,
+            plan=plan,
+            device=device,
+            dtype=dtype,
         )
         self.down = RowParallelLinear(
-            f"{prefix}.down_proj", intermediate, hidden, bias=bias, site=first_site + 1, layout=layout, plan=plan,
-            device=device, dtype=dtype,
+            f"{prefix}.down_proj",
+            intermediate,
+            hidden,
+            bias=bias,
+            site=first_site + 1,
+            layout=layout,
+            plan=plan,
+            device=device,
+            dtype=dtype,
         )
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:

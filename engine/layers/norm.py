@@ -22,8 +22,16 @@ class RMSNorm(ShardedModule):
     """
 
     def __init__(
-        self, name: str, size: int, eps: float, *, layout: TensorLayout, plan: TrainingPlan,
-        device: torch.device, dtype: torch.dtype, per_head: bool = False,
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        *,
+        layout: TensorLayout,
+        plan: TrainingPlan,
+        device: torch.device,
+        dtype: torch.dtype,
+        per_head: bool = False,
     ) -> None:
         super().__init__()
         partial = per_head or layout.splits_tokens

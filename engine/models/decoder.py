@@ -46,22 +46,40 @@ class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
-        self, index: int, config: DecoderConfig, *, layout: TensorLayout, plan: TrainingPlan,
-        device: torch.device, dtype: torch.dtype,
+        self,
+        index: int,
+        config: DecoderConfig,
+        *,
+        layout: TensorLayout,
+        plan: TrainingPlan,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         prefix, site = f"layers.{index}", index * SITES_PER_LAYER
         common = {"layout": layout, "plan": plan, "device": device, "dtype": dtype}
         self.input_norm = RMSNorm(f"{prefix}.input_norm", config.hidden, config.norm_eps, **common)
         self.attention = Attention(
-            f"{prefix}.attention", hidden=config.hidden, num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias, qk_norm=config.qk_norm, norm_eps=config.norm_eps, first_site=site, **common,
+            f"{prefix}.attention",
+            hidden=config.hidden,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            qk_norm=config.qk_norm,
+            norm_eps=config.norm_eps,
+            first_site=site,
+            **common,
         )
         self.post_attention_norm = RMSNorm(f"{prefix}.post_attention_norm", config.hidden, config.norm_eps, **common)
         self.mlp = MLP(
-            f"{prefix}.mlp", hidden=config.hidden, intermediate=config.intermediate, bias=config.mlp_bias,
-            first_site=site + 2, **common,
+            f"{prefix}.mlp",
+            hidden=config.hidden,
+            intermediate=config.intermediate,
+            bias=config.mlp_bias,
+            first_site=site + 2,
+            **common,
         )
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
@@ -84,8 +102,14 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, *, layout: TensorLayout, plan: TrainingPlan,
-        device: torch.device, dtype: torch.dtype, part: Part | None = None,
+        self,
+        config: DecoderConfig,
+        *,
+        layout: TensorLayout,
+        plan: TrainingPlan,
+        device: torch.device,
+        dtype: torch.dtype,
+        part: Part | None = None,
     ) -> None:
         super().__init__()
         self.config, self.layout = config, layout
@@ -105,11 +129,19 @@ class Decoder(nn.Module):
             self.head = self._build_head(common)
         scaling = config.rope_scaling
         self.inverse_frequencies = inverse_frequencies(
-            config.head_dim, config.rope_theta,
-            **({} if scaling is None else {
-                "kind": scaling.kind, "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor, "original_length": scaling.original_length,
-            }),
+            config.head_dim,
+            config.rope_theta,
+            **(
+                {}
+                if scaling is None
+                else {
+                    "kind": scaling.kind,
+                    "factor": scaling.factor,
+                    "low_freq_factor": scaling.low_freq_factor,
+                    "high_freq_factor": scaling.high_freq_factor,
+                    "original_length": scaling.original_length,
+                }
+            ),
         )
         if device.type != "meta":
             self.inverse_frequencies = self.inverse_frequencies.to(device)
@@ -122,8 +154,11 @@ class Decoder(nn.Module):
             shared = self.embedding.weight
         self.vocab_spec = padded_split_spec((config.vocab_size, config.hidden), 0, rank=tp.rank, size=tp.size)
         return ColumnParallelLinear(
-            [Section(name="lm_head", spec=self.vocab_spec)], bias=False,
-            site=config.num_layers * SITES_PER_LAYER, shared=shared, **common,
+            [Section(name="lm_head", spec=self.vocab_spec)],
+            bias=False,
+            site=config.num_layers * SITES_PER_LAYER,
+            shared=shared,
+            **common,
         )
 
     def context(self, batch: Batch, step: Tensor, *, training: bool) -> TokenContext:

@@ -19,9 +19,7 @@ def meta_model(
     """The model of one tensor-parallel rank on the meta device: shapes, names and specs, no memory."""
     mesh = shape_mesh(RankGrid(tp=tensor_size), tensor_rank, config.num_kv_heads)
     layout = TensorLayout(tp=mesh.tp, kv_replica=mesh.kv_replica)
-    return Decoder(
-        config, layout=layout, plan=plan or TrainingPlan(), device=torch.device("meta"), dtype=torch.float32
-    )
+    return Decoder(config, layout=layout, plan=plan or TrainingPlan(), device=torch.device("meta"), dtype=torch.float32)
 
 
 def parameter_specs(config: DecoderConfig, *, tensor_rank: int, tensor_size: int) -> dict[str, ShardSpec]:

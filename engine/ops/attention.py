@@ -16,9 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 def _batched(q: Tensor, k: Tensor, v: Tensor, num: int, length: int, scale: float) -> Tensor:
     """`num` documents of one length, side by side along T."""
     q4, k4, v4 = (x.view(num, length, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
-    out = scaled_dot_product_attention(
-        q4, k4, v4, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    out = scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).reshape(num * length, q.shape[1], q.shape[2])
 
 

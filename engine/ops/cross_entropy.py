@@ -20,9 +20,7 @@ from triton_kernels import reference
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_TV: Tensor, labels_T: Tensor, first_id: int, num_ids: int, axis: Axis
-    ) -> Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, first_id: int, num_ids: int, axis: Axis) -> Tensor:
         wide_TV = logits_TV.to(torch.float32)
         if num_ids < wide_TV.shape[1]:
             wide_TV[:, num_ids:] = float("-inf")

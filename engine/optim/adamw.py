@@ -27,7 +27,13 @@ class FlatAdamW:
     """
 
     def __init__(
-        self, flat: FlatParameters, mesh: Mesh, *, betas: tuple[float, float], eps: float, weight_decay: float,
+        self,
+        flat: FlatParameters,
+        mesh: Mesh,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
         clip_grad_norm: float,
     ) -> None:
         self.flat, self._mesh = flat, mesh

@@ -80,7 +80,11 @@ class FlatParameters:
             assert all(entry.spec.owner == spec.owner for entry in groups[key]), "ownership differs inside a region"
             regions.append(
                 Region(
-                    start=start, stop=offset, slots=tuple(slots), grad_reduce=key[0], owner=spec.owner,
+                    start=start,
+                    stop=offset,
+                    slots=tuple(slots),
+                    grad_reduce=key[0],
+                    owner=spec.owner,
                     decays=not key[2],
                 )
             )

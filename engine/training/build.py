@@ -137,9 +137,7 @@ def _is_adapter(entry: ShardEntry) -> bool:
     return entry.name.endswith((".lora_A", ".lora_B"))
 
 
-def _fill(
-    config: RunConfig, source: ModelSource, entries: list[ShardEntry], flat: FlatParameters, log: Log
-) -> None:
+def _fill(config: RunConfig, source: ModelSource, entries: list[ShardEntry], flat: FlatParameters, log: Log) -> None:
     """Weights from the checkpoint (or drawn), adapters fresh or from PEFT. Trained tensors are filled in their fp32
     masters, so that nothing is rounded to the compute dtype on the way."""
     masters = flat.master_shards()

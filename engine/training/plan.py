@@ -32,9 +32,7 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
             for index in range(decoder.num_layers):
                 candidates[f"layers.{index}.attention.qkv_proj"] = []
         require_matched("lora.targets", config.lora.targets, candidates, matches_target)
-        adapted = {
-            name for name, aliases in candidates.items() if matches_target(name, config.lora.targets, aliases)
-        }
+        adapted = {name for name, aliases in candidates.items() if matches_target(name, config.lora.targets, aliases)}
         if config.lora.fused_qkv:
             adapted = _fuse(adapted)
     if both := sorted(trained & adapted):

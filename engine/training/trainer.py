@@ -200,9 +200,7 @@ class Trainer:
             return
         begin = time.monotonic()
         training = self._training
-        loss = evaluate(
-            training.model, training.objective, self._data.validation, training.mesh, self._launch.device
-        )
+        loss = evaluate(training.model, training.objective, self._data.validation, training.mesh, self._launch.device)
         seconds = time.monotonic() - begin
         self._eval_losses.append(loss)
         self._metrics.evaluation(step=self.step, eval_loss=loss, seconds=seconds)
@@ -212,8 +210,13 @@ class Trainer:
     def _save(self) -> int:
         begin = time.monotonic()
         path = save_state(
-            self.run_dir, self._config, self._training, self._launch,
-            step=self.step, consumed=self._consumed, data=self._data_fingerprint,
+            self.run_dir,
+            self._config,
+            self._training,
+            self._launch,
+            step=self.step,
+            consumed=self._consumed,
+            data=self._data_fingerprint,
         )
         seconds = time.monotonic() - begin
         self._progress.info(f"step {self.step}: saved {path} ({seconds:.1f} s)")

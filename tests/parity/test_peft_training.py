@@ -58,8 +58,14 @@ def _batches(workspace: Path, stories_dir: Path) -> list[tuple[list[Batch], floa
     tokenizer = load_tokenizer(stories_dir)
     dataset = TokenDataset.build(workspace / "text.txt", tokenizer=tokenizer, seq_length=LENGTH)
     loader = DataLoader(
-        dataset, seq_length=LENGTH, global_batch_size=ROWS, micro_batch_size=ROWS // 2, data_rank=0, data_size=1,
-        seed=SEED, num_workers=0,
+        dataset,
+        seq_length=LENGTH,
+        global_batch_size=ROWS,
+        micro_batch_size=ROWS // 2,
+        data_rank=0,
+        data_size=1,
+        seed=SEED,
+        num_workers=0,
     )
     return [(loader.batches(step * ROWS), loader.target_count(step * ROWS)) for step in range(STEPS)]
 
@@ -96,10 +102,20 @@ def _run(arguments: list[str]) -> None:
 
 def _train(workspace: Path, model: Path, run_dir: Path, ranks: int, *more: str) -> None:
     options = {
-        "model.path": model, "lora.init_from": workspace / "adapter", "lora.rank": 8, "lora.alpha": 16,
-        "data.train": workspace / "text.txt", "data.seq_length": LENGTH, "train.steps": STEPS, "train.seed": SEED,
-        "train.micro_batch_size": ROWS // 2, "train.global_batch_size": ROWS, "optim.lr": LR,
-        "optim.schedule": "constant", "optim.weight_decay": 0.01, "checkpoint.dir": run_dir,
+        "model.path": model,
+        "lora.init_from": workspace / "adapter",
+        "lora.rank": 8,
+        "lora.alpha": 16,
+        "data.train": workspace / "text.txt",
+        "data.seq_length": LENGTH,
+        "train.steps": STEPS,
+        "train.seed": SEED,
+        "train.micro_batch_size": ROWS // 2,
+        "train.global_batch_size": ROWS,
+        "optim.lr": LR,
+        "optim.schedule": "constant",
+        "optim.weight_decay": 0.01,
+        "checkpoint.dir": run_dir,
     }
     arguments = [item for name, value in options.items() for item in (f"--{name}", str(value))]
     _run(

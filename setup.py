@@ -23,7 +23,7 @@ setup(
         "sentencepiece",
         "jinja2",
         "numpy",
-        "jsonargparse>=4.40",
+        "jsonargparse>=4.50",
         "docstring-parser",
         "PyYAML",
     ],

@@ -125,9 +125,7 @@ def _specs_per_rank(source: WeightSource, tensor: int) -> list[dict[str, ShardSp
 def _declare(
     source: WeightSource, plan: list[PlannedPiece], outside: list[str]
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    declared = {
-        piece.key: (source.dtype(piece.name), piece.box.shape(source.shape(piece.name))) for piece in plan
-    }
+    declared = {piece.key: (source.dtype(piece.name), piece.box.shape(source.shape(piece.name))) for piece in plan}
     for name in outside:
         tensor = source.read_outside(name)
         declared[OUTSIDE + name] = (tensor.dtype, tuple(tensor.shape))
@@ -159,6 +157,7 @@ def _model_record(source: WeightSource) -> dict[str, object]:
     return {
         "hf_config": model.hf_config,
         "decoder": model.decoder.to_dict(),
+        "origin": str(model.hf_path.resolve()),
         "body": model.names.body,
         "head": model.names.head,
         "has_tied_head": source.has_tied_head,
@@ -171,7 +170,7 @@ def _verify_import(folder: Path, source: WeightSource) -> None:
         pass
     written = open_source(folder)
     assert written.tensor_names() == source.tensor_names()
-    assert WeightSource.fingerprint(written) == source.fingerprint(), "the import reads back as another model"
+    assert written.computed_fingerprint() == source.fingerprint(), "the import reads back as another model"
 
 
 def export_hf(
@@ -198,9 +197,11 @@ def export_hf(
     """
     parts = _hf_parts(source)
     shards = _split_into_shards(source, parts, max_shard_bytes)
-    files = [SINGLE] if len(shards) == 1 else [
-        f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))
-    ]
+    files = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))]
+    )
     checksums: dict[str, str] = {}
     total = sum(num_bytes(dtype, shape) for shard in shards for dtype, shape in shard.values())
     inputs = (source.model.path, *inputs)

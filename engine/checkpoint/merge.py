@@ -74,9 +74,7 @@ class MergedSource(WeightSource):
         UserError: a trained tensor does not belong to the model, or values are neither trained nor in a base.
     """
 
-    def __init__(
-        self, model: ModelFolder, base: WeightSource | None, trained: TensorReader, *, scale: float
-    ) -> None:
+    def __init__(self, model: ModelFolder, base: WeightSource | None, trained: TensorReader, *, scale: float) -> None:
         self._base, self._trained, self._scale = base, trained, scale
         self._base_shapes = model.expected_shapes()
         names = trained.tensor_names()

@@ -30,12 +30,14 @@ KEY_PREFIX = "base_model.model."
 _KEY = re.compile(r"^base_model\.model\.(.+)\.(?:(lora_[AB])\.weight|lora_embedding_([AB]))$")
 
 # What says who wrote the adapter, where it sits (the tensors' names say that too) or how it is loaded elsewhere.
-_HARMLESS_KEYS = frozenset(
-    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules "
-    "exclude_modules lora_alpha lora_dropout bias use_rslora init_lora_weights layers_pattern megatron_core "
-    "megatron_config qalora_group_size runtime_config ensure_weight_tying loftq_config eva_config corda_config "
-    "lora_ga_config".split()
-)
+# fmt: off
+_HARMLESS_KEYS = frozenset((
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "loftq_config", "lora_alpha",
+    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+))
+# fmt: on
 _HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -67,9 +69,7 @@ class AdapterSource(TensorReader):
         UserError: the folder is not a LoRA adapter for this model, or uses a PEFT feature that is not supported.
     """
 
-    def __init__(
-        self, folder: str | Path, *, names: NameMap, decoder: DecoderConfig, fused_qkv: bool = False
-    ) -> None:
+    def __init__(self, folder: str | Path, *, names: NameMap, decoder: DecoderConfig, fused_qkv: bool = False) -> None:
         self.folder = Path(folder)
         self.settings = _read_settings(self.folder)
         if (self.folder / "adapter_model.bin").is_file() and not (self.folder / ADAPTER_WEIGHTS).is_file():
@@ -101,7 +101,9 @@ class AdapterSource(TensorReader):
         """
         found = self.settings
         for key, here, wanted in (
-            ("rank", found.rank, rank), ("alpha", found.alpha, alpha), ("rslora", found.rslora, rslora)
+            ("rank", found.rank, rank),
+            ("alpha", found.alpha, alpha),
+            ("rslora", found.rslora, rslora),
         ):
             if here != wanted:
                 raise UserError(
@@ -150,21 +152,21 @@ class AdapterSource(TensorReader):
             ranks = self.shape(f"{module}.{LORA_A}")[0], self.shape(f"{module}.{LORA_B}")[-1]
             if set(ranks) != {self.settings.rank}:
                 raise UserError(
-                    f"{self._file.path} has rank {ranks[0]} at {module}, but {ADAPTER_CONFIG} says r {self.settings.rank}: "
-                    "use an adapter whose ranks are all equal."
+                    f"{self._file.path} has rank {ranks[0]} at {module}, but {ADAPTER_CONFIG} says r "
+                    f"{self.settings.rank}: use an adapter whose ranks are all equal."
                 )
 
     def _fuse(self) -> None:
-        parents = {module.rpartition(".")[0] for module in self.modules() if module.endswith(("q_proj", "k_proj", "v_proj"))}
-        for parent in parents:
+        separate = [module for module in self.modules() if module.endswith(("q_proj", "k_proj", "v_proj"))]
+        for parent in dict.fromkeys(module.rpartition(".")[0] for module in separate):
             parts = unfused_modules(f"{parent}.qkv_proj")
             factors = [f"{part}.{LORA_A}" for part in parts]
             if any(name not in self for name in factors) or not all(
                 torch.equal(self.read_whole(name), self.read_whole(factors[0])) for name in factors[1:]
             ):
                 raise UserError(
-                    f"lora.fused_qkv is true, but the adapter in {self.folder} has separate factors for {', '.join(parts)}: "
-                    "set lora.fused_qkv to false."
+                    f"lora.fused_qkv is true, but the adapter in {self.folder} has no A factor that {', '.join(parts)} "
+                    "share: set lora.fused_qkv to false."
                 )
             self._keys[f"{parent}.qkv_proj.{LORA_A}"] = self._keys[factors[0]]
             self._keys[f"{parent}.qkv_proj.{LORA_B}"] = tuple(self._keys[f"{part}.{LORA_B}"][0] for part in parts)

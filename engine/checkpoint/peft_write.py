@@ -124,7 +124,7 @@ def _adapter_config(
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model.path),
+        "base_model_name_or_path": str(model.hf_path.resolve()),
         "r": int(lora["rank"]),
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": float(lora["dropout"]),
@@ -144,7 +144,7 @@ def _notes(modules: list[str], parts: list[str], model: ModelFolder) -> list[str
         notes.append("fused query-key-value adapters are written as three that share A, which is exact")
     if model.decoder.tied_embeddings and {"embed_tokens", "lm_head"} & set(parts):
         notes.append("the base ties its head to its embedding, and the adapter changes one of them: merge with care")
-    if model.manifest is not None:
+    if model.manifest is not None and model.hf_path == model.path:
         notes.append(
             "base_model_name_or_path is a partitioned checkpoint, which other tools cannot open: "
             "give them the Hugging Face folder"

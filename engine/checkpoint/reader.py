@@ -113,4 +113,3 @@ class TensorReader(ABC):
                 f"{self.label} has {name} with shape {list(self.shape(name))}, but {list(shape)} is expected: "
                 "use the checkpoint that belongs to this configuration."
             )
-

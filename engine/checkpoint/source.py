@@ -60,6 +60,12 @@ class ModelFolder:
     names: NameMap
     manifest: Manifest | None
 
+    @property
+    def hf_path(self) -> Path:
+        """The Hugging Face folder: this one, or the one that a partitioned base was made from, if it is still there."""
+        origin = self.path if self.manifest is None else Path(str(self.manifest.model["origin"]))
+        return origin if origin.is_dir() else self.path
+
     def auxiliary_files(self) -> list[Path]:
         """Config, tokenizer and text files that travel with the model."""
         return auxiliary_files(self.path)
@@ -106,7 +112,7 @@ def open_model(path: str | Path) -> ModelFolder:
 
 
 def _check_model_record(folder: Path, manifest: Manifest) -> None:
-    kinds = {"hf_config": dict, "body": str, "head": str, "has_tied_head": bool}
+    kinds = {"hf_config": dict, "body": str, "head": str, "has_tied_head": bool, "origin": str}
     for key, kind in kinds.items():
         if not isinstance(manifest.model.get(key), kind):
             raise UserError(
@@ -154,6 +160,7 @@ class WeightSource(TensorReader):
     def __init__(self, model: ModelFolder, *, has_tied_head: bool) -> None:
         self.model = model
         self.has_tied_head = has_tied_head
+        self._fingerprint: str | None = None
 
     @property
     def kind(self) -> str:
@@ -192,6 +199,12 @@ class WeightSource(TensorReader):
         Covers the config (without what only says who wrote it) and of each tensor its name, shape, dtype and the
         first 4 KiB of its first and last row. It tells models apart; the checksums tell damage.
         """
+        if self._fingerprint is None:
+            self._fingerprint = self.computed_fingerprint()
+        return self._fingerprint
+
+    def computed_fingerprint(self) -> str:
+        """The fingerprint, from the tensors themselves."""
         digest = hashlib.blake2b(digest_size=16)
         config = {key: value for key, value in self.model.hf_config.items() if key not in _COSMETIC_KEYS}
         digest.update(json.dumps(config, sort_keys=True).encode())
@@ -347,8 +360,6 @@ def open_source(path: str | Path) -> WeightSource:
     """
     model = open_model(path)
     return HfSource(model) if model.manifest is None else PartitionedSource(model)
-
-
 
 
 def _some(names: list[str]) -> str:

@@ -62,6 +62,7 @@ say "installing $torch"
 install ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "$torch" setuptools
 list=$(echo $extras | tr ' ' ',')
 say "installing the project${list:+ with $list}"
-install --no-build-isolation --editable ".${list:+[$list]}"
+# setuptools came with torch, so the build needs no environment of its own; its advice on editable installs is left out.
+PYTHONWARNINGS=ignore install --no-build-isolation --editable ".${list:+[$list]}"
 echo "$fingerprint $extras" >"$stamp"
 say "ready"

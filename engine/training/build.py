@@ -21,9 +21,10 @@ from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.layers.module import ShardEntry, shard_entries
-from engine.layers.plan import TensorLayout
+from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
+from engine.models.describe import meta_model
 from engine.models.initialise import initialise_adapters, initialise_weights
 from engine.objectives.language_modeling import LanguageModeling
 from engine.optim.adamw import FlatAdamW
@@ -85,7 +86,18 @@ class Training:
         return sum(prod(entry.spec.global_shape) for entry in entries if entry.sink is not None)
 
 
-def build_training(config: RunConfig, launch: Launch, source: ModelSource, log: Log) -> Training:
+def check_model(config: RunConfig, model: ModelFolder) -> TrainingPlan:
+    """What each module of the model does, once it is known that the model fits the layout.
+
+    Raises:
+        UserError: a pattern that matches nothing, or sizes that do not divide over the ranks.
+    """
+    plan = training_plan(config, model.decoder, model.names)
+    meta_model(model.decoder, tensor_size=config.parallel.tensor, plan=plan)
+    return plan
+
+
+def build_training(config: RunConfig, launch: Launch, source: ModelSource, plan: TrainingPlan, log: Log) -> Training:
     """Model with weights, optimizer and step.
 
     Collective: every rank calls it. Freshly initialised or loaded; a checkpoint of the run is loaded on top by
@@ -97,7 +109,6 @@ def build_training(config: RunConfig, launch: Launch, source: ModelSource, log: 
         dp=data_parallel_size(config, launch.world_size),
         pp=config.parallel.pipeline,
     )
-    plan = training_plan(config, source.model.decoder, source.model.names)
     mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=source.model.decoder.num_kv_heads)
     layout = TensorLayout(
         tp=mesh.tp,

@@ -23,7 +23,7 @@ from engine.telemetry.log import Log
 from engine.telemetry.memory import peak_memory_bytes
 from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import TrainProgress
-from engine.training.build import RunData, Training, build_data, build_training, model_source
+from engine.training.build import RunData, Training, build_data, build_training, check_model, model_source
 from engine.training.evaluate import evaluate
 from engine.training.state import load_state, save_state
 from engine.training.step import StepResult
@@ -79,11 +79,13 @@ class Trainer:
         self._config, self._launch, self._log = config, launch, log
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
+        # everything that can be refused without reading data or weights comes first
         source = model_source(config)
-        self._data: RunData = build_data(config, launch, source.model.decoder, log)
+        plan = check_model(config, source.model)
         self.run_dir = self._choose_run_dir()
         resume = self._resume_path()
-        self._training: Training = build_training(config, launch, source, log)
+        self._data: RunData = build_data(config, launch, source.model.decoder, log)
+        self._training: Training = build_training(config, launch, source, plan, log)
         self.step, self._consumed = 0, 0
         self._data_fingerprint = self._data.train.dataset.fingerprint()
         if resume is not None:

@@ -11,7 +11,6 @@ This module is pure: it knows neither tokenizers nor files, `render` is given by
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,9 +57,12 @@ def _turn_start(before: Sequence[Message], through: str, render: Render) -> int 
     if through.startswith(prompt):
         return len(prompt)
     history = render(before, False)
-    if not through.startswith(history):
+    if not (through.startswith(history) and prompt.startswith(history)):
         return None
-    return len(os.path.commonprefix([prompt, through]))
+    same = len(history)
+    while same < min(len(prompt), len(through)) and prompt[same] == through[same]:
+        same += 1
+    return same
 
 
 def mask_tokens(

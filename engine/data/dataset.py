@@ -229,8 +229,8 @@ class _Collector:
         if len(tokens) > self.seq_length:
             if self.overlong == "error":
                 raise document.place.error(
-                    f"the record has {len(tokens)} tokens, more than data.seq_length {self.seq_length}; raise it, or set "
-                    "data.overlong to truncate or drop."
+                    f"the record has {len(tokens)} tokens, more than data.seq_length {self.seq_length}; raise it, "
+                    "or set data.overlong to truncate or drop."
                 )
             if self.overlong == "drop":
                 self.dropped_overlong += 1

@@ -155,7 +155,7 @@ def _check_encodable(text: str, place: Place, field: str) -> None:
 
 
 def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
+    names = {str: "a string", dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 

@@ -85,7 +85,7 @@ def _best_fit(sizes: IntArray, capacity: int) -> IntArray:
         while first < end:
             room = size + int(has_room[size:].argmax())
             if has_room[room]:
-                # A row that has just taken a document is now the fullest one with room, if it has room: it is filled up.
+                # A row that has taken one of this size and still has room is the fullest that has: it is filled up.
                 per_row = room // size
                 taken = min(len(by_room[room]), -(-(end - first) // per_row))
                 chosen = by_room[room][-taken:]

@@ -53,7 +53,7 @@ def tokenize_samples(
         stream_length: tokens of one cut of a stream.
 
     Raises:
-        UserError: a conversation that the chat template cannot render.
+        UserError: a conversation that the chat template cannot render, or completions without an end token.
     """
     texts = [text for sample in samples for text in _texts(sample)]
     encoded = iter(tokenizer.encode_many(texts))
@@ -63,6 +63,11 @@ def tokenize_samples(
         if isinstance(sample, ChatSample):
             ids, answers = _apply_chat(sample, tokenizer)
         elif isinstance(sample, CompletionSample):
+            if not end:
+                raise UserError(
+                    f"the tokenizer has no end token, so a model that learns the completions of {sample.place.path} "
+                    "would never stop; name eos_token in its tokenizer_config.json."
+                )
             prompt, completion = begin + next(encoded), next(encoded) + end
             ids, answers = (prompt + completion, [False] * len(prompt) + [True] * len(completion))
         elif sample.is_stream:

@@ -226,7 +226,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     if not source.is_file():
         raise UserError(
-            f"there is no tokenizer at {source}; set data.tokenizer to a folder with tokenizer.json or to a .model file."
+            f"there is no tokenizer at {source}; set data.tokenizer to a folder with tokenizer.json or to a .model "
+            "file."
         )
     return _load_fast(source) if source.suffix == ".json" else SentencePieceTokenizer(source)
 

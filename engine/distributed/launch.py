@@ -38,7 +38,7 @@ def rank_from_environment() -> int:
 
 
 def start(timeout_seconds: float = 600.0) -> Launch:
-    """Chooses the device and joins the default process group (NCCL on GPUs, Gloo on CPUs) where there is more than one rank.
+    """Chooses the device; with more than one rank, joins the default process group (NCCL on GPUs, Gloo on CPUs).
 
     Args:
         timeout_seconds: how long a collective waits for a missing rank.

@@ -17,7 +17,7 @@ from engine.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A contiguous run along the sharded dimension: global [global_offset, +length) lies at local [local_offset, +length)."""
+    """A contiguous run along the sharded dimension: global [global_offset, +length) lies at [local_offset, +length)."""
 
     global_offset: int
     local_offset: int

@@ -16,7 +16,7 @@ from engine.ops.rope import rotate, split_rotate
 
 
 def _kv_spec(num_kv_heads: int, head_dim: int, hidden: int, layout: TensorLayout) -> ShardSpec:
-    """Shard of the k or v weight: split by heads, or one head on several ranks when there are fewer heads than ranks."""
+    """Shard of the k or v weight: split by heads, or one head on several ranks where heads are fewer than ranks."""
     tp, shape = layout.tp, (num_kv_heads * head_dim, hidden)
     if num_kv_heads % tp.size == 0:
         return split_spec(shape, 0, rank=tp.rank, size=tp.size, what="the number of key/value features")

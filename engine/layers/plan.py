@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.distributed.mesh import Axis
 
@@ -59,8 +59,8 @@ class TensorLayout:
         joint_reduce: column linears all-reduce [dX, dH] together (see ops.parallel_linear).
     """
 
-    tp: Axis = Axis("tp")
-    kv_replica: Axis = Axis("kv_replica")
+    tp: Axis = field(default_factory=lambda: Axis("tp"))
+    kv_replica: Axis = field(default_factory=lambda: Axis("kv_replica"))
     sequence_parallel: bool = False
     joint_reduce: bool = False
 

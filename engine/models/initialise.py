@@ -1,7 +1,7 @@
 """Initial values, drawn from global coordinates.
 
-Every number is a function of (seed, tensor name, row, column) of the *whole* tensor, so each layout starts from the same
-model. (Drawn per shard, the scale of a split factor would depend on the number of ranks.)
+Every number is a function of (seed, tensor name, row, column) of the *whole* tensor, so each layout starts from the
+same model. (Drawn per shard, the scale of a split factor would depend on the number of ranks.)
 """
 
 from __future__ import annotations

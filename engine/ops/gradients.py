@@ -38,7 +38,7 @@ class GradientSink:
         return self._buffer
 
     def bind(self, buffer: Tensor, on_ready: Callable[[], None]) -> None:
-        """Makes `buffer` (a view of the optimizer's flat gradient) the destination; `on_ready` follows each addition."""
+        """Makes `buffer` (a view of the flat gradient) the destination; `on_ready` is called after each addition."""
         assert buffer.shape == self.shape and buffer.dtype == torch.float32, (buffer.shape, self.shape)
         self._buffer, self._on_ready = buffer, on_ready
 

@@ -6,6 +6,7 @@ have all reported is sent off at once. Buckets leave in a fixed order, the same 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -64,7 +65,7 @@ class GradientReducer:
                 assert slot.entry.sink is not None
                 slot.entry.sink.bind(slot.view(flat.gradient), self._reporter(bucket))
 
-    def _reporter(self, bucket: Bucket):  # noqa: ANN202 - a closure over the bucket
+    def _reporter(self, bucket: Bucket) -> Callable[[], None]:
         def report() -> None:
             if self._armed:
                 bucket.missing -= 1

@@ -19,5 +19,5 @@ class Action:
 
 
 def single_stage(num_microbatches: int) -> list[Action]:
-    """Gradient accumulation on one stage: each micro-batch's backward follows its forward, so one is alive at a time."""
+    """Gradient accumulation on one stage: backward follows forward, so that one micro-batch is alive at a time."""
     return [Action(op, 0, index) for index in range(num_microbatches) for op in ("F", "B")]

@@ -1,9 +1,9 @@
 """Runs one function on several processes that form a Gloo group, from plain pytest.
 
-Processes are forked from a server that has imported torch already, so that a start costs tens of milliseconds instead of
-torch's import. Each rank's return value comes back; a rank's exception becomes the failure of the calling test, with that
-rank's traceback; a hang is ended at the timeout, and the report shows where each rank stood. No process outlives the
-call, nor the test run itself when that is killed.
+Processes are forked from a server that has imported torch already, so that a start costs tens of milliseconds instead
+of torch's import. Each rank's return value comes back; a rank's exception becomes the failure of the calling test, with
+that rank's traceback; a hang is ended at the timeout, and the report shows where each rank stood. No process outlives
+the call, nor the test run itself when that is killed.
 
 The function must be importable (defined at the top of a module), its arguments and results of kinds that torch.save can
 write.

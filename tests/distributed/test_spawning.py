@@ -60,7 +60,7 @@ def test_traceback_of_the_failing_rank_is_shown():
 
 def test_hang_is_ended_and_located():
     with pytest.raises(RankFailure, match=r"rank 1 did not end(.|\n)*_rank_one_hangs"):
-        spawn(_rank_one_hangs, world=2, timeout=3)
+        spawn(_rank_one_hangs, world=2, timeout=2)
     assert multiprocessing.active_children() == []
 
 

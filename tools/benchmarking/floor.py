@@ -1,0 +1,42 @@
+"""The matrix products that no LoRA step can do without, and nothing else.
+
+Forward and input-gradient product of every frozen linear and of the head, with the weights of the model itself and
+outputs made beforehand. Projections that share an input are one product (queries, keys and values; gate and up). No
+attention, no adapters, no norms, no loss, no optimizer: a step cannot reach it, and how near it comes is the figure.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class GemmFloor:
+    """The products of one step.
+
+    Args:
+        weights: [out, in] in forward order, each with whether its input's gradient is needed.
+        tokens: in a step.
+    """
+
+    def __init__(self, weights: list[tuple[Tensor, bool]], tokens: int) -> None:
+        self._weights = weights
+        sample = weights[0][0]
+        widths = {width for weight, _ in weights for width in weight.shape}
+        self._operands = {w: torch.randn(tokens, w, dtype=sample.dtype, device=sample.device) for w in widths}
+        self._results = {w: torch.empty_like(operand) for w, operand in self._operands.items()}
+
+    def run(self) -> None:
+        """All products once, in the order of a step."""
+        for weight, _ in self._weights:
+            out_width, in_width = weight.shape
+            torch.mm(self._operands[in_width], weight.t(), out=self._results[out_width])
+        for weight, needs_input_gradient in reversed(self._weights):
+            out_width, in_width = weight.shape
+            if needs_input_gradient:
+                torch.mm(self._operands[out_width], weight, out=self._results[in_width])
+
+    def operations(self) -> int:
+        """Floating-point operations of `run`."""
+        tokens = next(iter(self._operands.values())).shape[0]
+        return sum(2 * tokens * weight.numel() * (1 + needed) for weight, needed in self._weights)

@@ -1,0 +1,65 @@
+"""Which machine and which versions a figure belongs to."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from engine.errors import UserError
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device that `--device` names.
+
+    Raises:
+        UserError: "cuda" where torch sees no GPU.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device is cuda, but torch sees no GPU here: use --device cpu, or a CUDA build of torch.")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", 0)
+
+
+def describe(device: torch.device, packages: tuple[str, ...]) -> dict[str, str]:
+    """Name -> value, in reading order.
+
+    Args:
+        device: where the work runs.
+        packages: distributions whose versions matter to the figures.
+    """
+    facts = {
+        "date": time.strftime("%Y-%m-%d %H:%M %Z"),
+        "CPU": f"{_cpu_model()}, {_cores()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": str(torch.get_num_threads()),
+    }
+    if device.type == "cuda":
+        facts["GPU"] = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    facts["Python"] = platform.python_version()
+    return facts | {name: _version(name) for name in ("torch", *packages)}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cores() -> int:
+    """That this process may use; fewer than the machine has inside a container."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

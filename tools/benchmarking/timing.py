@@ -1,0 +1,88 @@
+"""Timing of several contestants in turn, so that what disturbs the machine disturbs all of them alike.
+
+Figures are medians; a comparison is the median of the ratios within each turn, which a slow spell of the machine leaves
+as it is.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+Work = Callable[[], object]
+
+
+class Sample(NamedTuple):
+    """One run.
+
+    Args:
+        seconds: by the clock (on a GPU, between events on its stream).
+        cpu_seconds: of all threads of this process; 0 on a GPU, where they say nothing.
+    """
+
+    seconds: float
+    cpu_seconds: float
+
+
+class Summary(NamedTuple):
+    """Median and extremes of a list of figures."""
+
+    median: float
+    low: float
+    high: float
+
+
+def summarise(values: Sequence[float]) -> Summary:
+    """Of at least one value."""
+    return Summary(statistics.median(values), min(values), max(values))
+
+
+def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Summary:
+    """Of above[i] / below[i]; both were measured in the same turns."""
+    return summarise([a / b for a, b in zip(above, below, strict=True)])
+
+
+def measure(work: Work, device: torch.device) -> Sample:
+    """One run of `work`, the device idle before and after."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return Sample(start.elapsed_time(end) / 1e3, 0.0)
+    cpu, clock = time.process_time(), time.perf_counter()
+    work()
+    return Sample(time.perf_counter() - clock, time.process_time() - cpu)
+
+
+def interleave(
+    contestants: Mapping[str, Work], *, repeats: int, warmup: int, device: torch.device, turn: Callable[[int], None]
+) -> dict[str, list[Sample]]:
+    """Runs all contestants once per turn; who begins rotates, so that nobody always follows the same neighbour.
+
+    Args:
+        contestants: name -> what to run.
+        repeats: timed turns.
+        warmup: untimed turns before.
+        device: where the work runs.
+        turn: called with the number of timed turns done.
+
+    Returns:
+        name -> one sample a turn.
+    """
+    names = list(contestants)
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    for index in range(warmup + repeats):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            sample = measure(contestants[name], device)
+            if index >= warmup:
+                samples[name].append(sample)
+        turn(max(0, index + 1 - warmup))
+    return samples

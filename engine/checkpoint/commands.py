@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +20,8 @@ from engine.errors import UserError
 from engine.telemetry.format import format_bytes, format_count
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
+
+_MAX_FILES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +197,7 @@ def _model_rows(weights: WeightSource) -> list[tuple[str, str]]:
         ("fingerprint", weights.fingerprint()),
     ]
     if model.manifest is not None:
-        rows += _file_rows(weights.label, model.manifest.layout, model.manifest.files)
+        rows += _file_rows(model.manifest.layout, model.manifest.files)
         rows.append(("written by", f"engine {model.manifest.engine_version}"))
     if outside := weights.outside_names():
         rows.append(("outside", f"{len(outside)} tensors that are not the language model's"))
@@ -215,25 +218,24 @@ def _training_rows(folder: Path, checkpoint: TrainingCheckpoint) -> list[tuple[s
     if full := fully_trained(names):
         rows.append(("in full", f"{len(full)} tensors trained in full"))
     rows += _tensor_rows(values, "trained")
-    rows += _file_rows(str(checkpoint.folder), manifest.layout, manifest.files)
+    rows += _file_rows(manifest.layout, manifest.files)
     rows.append(("written by", f"engine {manifest.engine_version}"))
     return rows
 
 
 def _tensor_rows(tensors: TensorReader, title: str = "tensors") -> list[tuple[str, str]]:
     names = tensors.tensor_names()
-    count = 0
-    for name in names:
-        size = 1
-        for length in tensors.shape(name):
-            size *= length
-        count += size
+    count = sum(math.prod(tensors.shape(name)) for name in names)
     dtypes = ", ".join(sorted({dtype_name(tensors.dtype(name)) for name in names}))
     size = format_bytes(tensors.total_bytes())
     return [(title, f"{len(names)}, {format_count(count)} parameters, {size}, {dtypes}")]
 
 
-def _file_rows(folder: str, layout: dict[str, int], files: dict[str, int]) -> list[tuple[str, str]]:
+def _file_rows(layout: dict[str, int], files: dict[str, int]) -> list[tuple[str, str]]:
     rows = [("layout", ", ".join(f"{axis} {size}" for axis, size in layout.items()) or "not recorded")]
-    rows += [("file", f"{name} {format_bytes(size)}") for name, size in sorted(files.items())]
+    rows.append(("files", f"{len(files)}, {format_bytes(sum(files.values()))}"))
+    shown = sorted(files.items())
+    rows += [("", f"{name} {format_bytes(size)}") for name, size in shown[:_MAX_FILES_SHOWN]]
+    if len(shown) > _MAX_FILES_SHOWN:
+        rows.append(("", f"and {len(shown) - _MAX_FILES_SHOWN} more"))
     return rows

@@ -35,6 +35,7 @@ from engine.errors import UserError
 from engine.models.describe import parameter_specs
 
 Progress = Callable[[int], None]
+Declared = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
@@ -78,25 +79,9 @@ def import_checkpoint(
         UserError: the model does not fit `tensor` ranks, or `out` cannot be used.
     """
     specs = _specs_per_rank(source, tensor)
-    report = progress or _ignore
-    outside = source.outside_names()
     with staged_folder(out, overwrite=overwrite, inputs=[source.model.path], num_bytes=source.total_bytes()) as staging:
         files = [f"tensor_{rank:02d}_of_{tensor:02d}.safetensors" for rank in range(tensor)]
-        plans = [[piece for name, spec in rank.items() for piece in plan_pieces(name, spec)] for rank in specs]
-        # Ranks that own nothing (more ranks than rows) still get a file, so that the layout shows in the folder.
-        with ExitStack() as stack:
-            declared = [_declare(source, plan, [] if rank else outside) for rank, plan in enumerate(plans)]
-            writers = [
-                stack.enter_context(SafetensorsWriter(staging / file, tensors))
-                for file, tensors in zip(files, declared, strict=True)
-            ]
-            written = [
-                _write_pieces(source, name, spec, writer, report)
-                for name in source.tensor_names()
-                for writer, spec in ((writers[rank], specs[rank][name]) for rank in range(tensor))
-                if spec.owner
-            ]
-            written += [_write_outside(source, name, writers[0], report) for name in outside]
+        written = _write_partitions(source, [staging / file for file in files], specs, progress or _ignore)
         for path in source.model.auxiliary_files():
             copyfile(path, staging / path.name)
         manifest = Manifest(
@@ -122,9 +107,30 @@ def _specs_per_rank(source: WeightSource, tensor: int) -> list[dict[str, ShardSp
     return [parameter_specs(decoder, tensor_rank=rank, tensor_size=tensor) for rank in range(tensor)]
 
 
-def _declare(
-    source: WeightSource, plan: list[PlannedPiece], outside: list[str]
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _write_partitions(
+    source: WeightSource, paths: list[Path], specs: list[dict[str, ShardSpec]], report: Progress
+) -> list[WrittenTensor]:
+    """Writes every rank's file in one pass over the source; what is outside the language model goes to rank 0's.
+
+    Ranks that own nothing (more ranks than rows) still get a file, so that the layout shows in the folder.
+    """
+    outside = source.outside_names()
+    with ExitStack() as stack:
+        writers = []
+        for rank, path in enumerate(paths):
+            plan = [piece for name, spec in specs[rank].items() for piece in plan_pieces(name, spec)]
+            declared = _declare(source, plan, [] if rank else outside)
+            writers.append(stack.enter_context(SafetensorsWriter(path, declared)))
+        written = [
+            _write_pieces(source, name, rank_specs[name], writer, report)
+            for name in source.tensor_names()
+            for writer, rank_specs in zip(writers, specs, strict=True)
+            if rank_specs[name].owner
+        ]
+        return written + [_write_outside(source, name, writers[0], report) for name in outside]
+
+
+def _declare(source: WeightSource, plan: list[PlannedPiece], outside: list[str]) -> Declared:
     declared = {piece.key: (source.dtype(piece.name), piece.box.shape(source.shape(piece.name))) for piece in plan}
     for name in outside:
         tensor = source.read_outside(name)
@@ -233,9 +239,7 @@ def _hf_parts(source: WeightSource) -> dict[str, list[str]]:
     return {hf_name: [name for _, name in sorted(members)] for hf_name, members in parts.items()}
 
 
-def _split_into_shards(
-    source: WeightSource, parts: dict[str, list[str]], max_shard_bytes: int
-) -> list[dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+def _split_into_shards(source: WeightSource, parts: dict[str, list[str]], max_shard_bytes: int) -> list[Declared]:
     declared = {}
     for hf_name, members in parts.items():
         shape = source.shape(members[0])
@@ -244,7 +248,7 @@ def _split_into_shards(
     for name in source.outside_names():
         tensor = source.read_outside(name)
         declared[name] = (tensor.dtype, tuple(tensor.shape))
-    shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
+    shards: list[Declared] = [{}]
     filled = 0
     for name, (dtype, shape) in declared.items():
         size = num_bytes(dtype, shape)
@@ -263,7 +267,7 @@ def _assemble(source: WeightSource, hf_name: str, parts: dict[str, list[str]]) -
     return members[0] if len(members) == 1 else torch.cat(members)
 
 
-def _write_index(path: Path, files: list[str], shards: list[dict[str, object]], total: int) -> None:
+def _write_index(path: Path, files: list[str], shards: list[Declared], total: int) -> None:
     weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -282,7 +286,11 @@ def _verify_export(folder: Path, source: WeightSource, checksums: dict[str, str]
     tensors = HfTensors(folder)
     assert set(tensors.names()) == set(checksums), set(tensors.names()) ^ set(checksums)
     for name, digest in checksums.items():
-        assert checksum(tensors.view(name)) == digest, f"{name} reads back with other bytes than were written"
+        if checksum(tensors.view(name)) != digest:
+            raise UserError(
+                f"{name} reads back from {folder.parent} with other bytes than were written: the disk is faulty, "
+                "give a folder on another one."
+            )
     written = open_source(folder)
     assert set(written.tensor_names()) == set(source.tensor_names())
     for name in source.changed_names():

@@ -78,7 +78,9 @@ class AdapterSource(TensorReader):
                 f"save the adapter as {ADAPTER_WEIGHTS} first (PEFT: save_pretrained)."
             )
         self._file = SafetensorsReader(self.folder / ADAPTER_WEIGHTS)
-        self._keys = {_logical_name(key, names, self._file.path): (key,) for key in self._file.names()}
+        self._keys: dict[str, tuple[str, ...]] = {
+            _logical_name(key, names, self._file.path): (key,) for key in self._file.names()
+        }
         self._decoder = decoder
         self._check_pairs()
         if fused_qkv:

@@ -143,7 +143,10 @@ def _notes(modules: list[str], parts: list[str], model: ModelFolder) -> list[str
     if modules != parts:
         notes.append("fused query-key-value adapters are written as three that share A, which is exact")
     if model.decoder.tied_embeddings and {"embed_tokens", "lm_head"} & set(parts):
-        notes.append("the base ties its head to its embedding, and the adapter changes one of them: merge with care")
+        notes.append(
+            "the base ties its head to its embedding, and the adapter changes one of them: "
+            "merge with --format hf --merge, PEFT's own merge would change both"
+        )
     if model.manifest is not None and model.hf_path == model.path:
         notes.append(
             "base_model_name_or_path is a partitioned checkpoint, which other tools cannot open: "
@@ -157,4 +160,8 @@ def _verify(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     written = SafetensorsReader(folder / ADAPTER_WEIGHTS)
     assert set(written.names()) == set(tensors), set(written.names()) ^ set(tensors)
     for key, tensor in tensors.items():
-        assert torch.equal(written.view(key), tensor), f"{key} reads back with other values than were written"
+        if not torch.equal(written.view(key), tensor):
+            raise UserError(
+                f"{key} reads back from {folder.parent} with other values than were written: the disk is faulty, "
+                "give a folder on another one."
+            )

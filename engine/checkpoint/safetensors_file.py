@@ -56,7 +56,7 @@ def dtype_from_name(name: str) -> torch.dtype | None:
 
 def num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Bytes of a dense tensor."""
-    return math.prod(shape) * dtype.itemsize
+    return int(math.prod(shape) * dtype.itemsize)
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

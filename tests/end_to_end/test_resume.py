@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
-from tests.end_to_end.commands import losses, options, run_tool
+from tests.commands import losses, options, run_tool
 
 STEPS, STOP = 12, 5
 

@@ -6,10 +6,6 @@ engine's batches come from its own loader; what PEFT does with them is transform
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,8 +16,8 @@ from engine.batch import Batch
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.data.tokenizer import load_tokenizer
+from tests.commands import losses, options, run_tool
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, LR, ROWS, LENGTH, SEED = 50, 1e-3, 4, 128, 7
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -76,7 +72,7 @@ def reference(workspace: Path, stories_dir: Path) -> tuple[list[float], dict[str
     model = _peft_model(stories_dir, workspace / "adapter")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
-    losses = []
+    curve = []
     for batches, targets in _batches(workspace, stories_dir):
         total = 0.0
         for batch in batches:
@@ -86,42 +82,22 @@ def reference(workspace: Path, stories_dir: Path) -> tuple[list[float], dict[str
             )
             (loss / targets).backward()
             total += loss.item()
-        losses.append(total / targets)
+        curve.append(total / targets)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(workspace / "reference")
-    return losses, load_file(workspace / "reference" / "adapter_model.safetensors")
-
-
-def _run(arguments: list[str]) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
+    return curve, load_file(workspace / "reference" / "adapter_model.safetensors")
 
 
 def _train(workspace: Path, model: Path, run_dir: Path, ranks: int, *more: str) -> None:
-    options = {
-        "model.path": model,
-        "lora.init_from": workspace / "adapter",
-        "lora.rank": 8,
-        "lora.alpha": 16,
-        "data.train": workspace / "text.txt",
-        "data.seq_length": LENGTH,
-        "train.steps": STEPS,
-        "train.seed": SEED,
-        "train.micro_batch_size": ROWS // 2,
-        "train.global_batch_size": ROWS,
-        "optim.lr": LR,
-        "optim.schedule": "constant",
-        "optim.weight_decay": 0.01,
-        "checkpoint.dir": run_dir,
-    }
-    arguments = [item for name, value in options.items() for item in (f"--{name}", str(value))]
-    _run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-         str(REPOSITORY / "tools" / "pretrain_lora.py"), *arguments, *more]
-    )  # fmt: skip
+    settings: dict[str, object] = {
+        "model.path": model, "lora.init_from": workspace / "adapter", "lora.rank": 8, "lora.alpha": 16,
+        "data.train": workspace / "text.txt", "data.seq_length": LENGTH, "train.steps": STEPS, "train.seed": SEED,
+        "train.micro_batch_size": ROWS // 2, "train.global_batch_size": ROWS, "optim.lr": LR,
+        "optim.schedule": "constant", "optim.weight_decay": 0.01, "checkpoint.dir": run_dir,
+    }  # fmt: skip
+    run_tool("pretrain_lora", *options(settings), *more, ranks=ranks)
 
 
 LAYOUTS = {
@@ -139,18 +115,16 @@ def test_losses_and_adapter_follow_peft(
     ranks, arguments = LAYOUTS[layout]
     run_dir = workspace / layout
     _train(workspace, stories_dir, run_dir, ranks, *arguments)
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    losses = [record["loss"] for record in records if "loss" in record]
+    found = list(losses(run_dir).values())
     expected_losses, expected = reference
-    assert len(losses) == STEPS
-    deviations = [abs(ours - theirs) for ours, theirs in zip(losses, expected_losses, strict=True)]
-    print(f"{layout}: largest loss deviation {max(deviations):.2e}, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    assert len(found) == STEPS
+    deviations = [abs(ours - theirs) for ours, theirs in zip(found, expected_losses, strict=True)]
+    print(f"{layout}: largest loss deviation {max(deviations):.2e}, loss {found[0]:.4f} -> {found[-1]:.4f}")
     assert max(deviations) < 1e-4
-    assert losses[-1] < losses[0] - 0.1, "the run learned nothing, so agreement would say little"
+    assert found[-1] < found[0] - 0.1, "the run learned nothing, so agreement would say little"
 
     out = workspace / f"{layout}-export"
-    _run([sys.executable, str(REPOSITORY / "tools" / "convert.py"), "export", "--source", str(run_dir),
-          "--out", str(out), "--format", "peft"])  # fmt: skip
+    run_tool("convert", "export", "--source", run_dir, "--out", out, "--format", "peft")
     ours = load_file(out / "adapter_model.safetensors")
     assert ours.keys() == expected.keys()
     relative = {key: ((ours[key] - expected[key]).norm() / expected[key].norm()).item() for key in expected}

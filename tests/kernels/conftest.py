@@ -1,0 +1,48 @@
+"""Kernel tests run on the GPU where there is one, and through Triton's interpreter on a CPU otherwise.
+
+Triton decides at import, kernel by kernel, whether it interprets. So the kernels are imported here with the interpreter
+switched on, and it is switched on again while a test of this folder runs; the tests of other folders see the
+environment as it was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+
+import pytest
+import torch
+
+KERNELS = (
+    "dropout",
+    "partial_sums",
+)
+
+
+def _import_interpreted() -> None:
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("triton was imported before the kernel tests: they could not be interpreted any more")
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        for name in KERNELS:
+            importlib.import_module(f"triton_kernels.{name}")
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+INTERPRETED = not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+if INTERPRETED:
+    _import_interpreted()
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")

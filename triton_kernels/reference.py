@@ -25,7 +25,7 @@ def rmsnorm_forward(x_TF: Tensor, weight_F: Tensor, eps: float) -> tuple[Tensor,
     """
     wide = x_TF.to(_wide(x_TF.dtype))
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * rstd).to(x_TF.dtype) * weight_F, rstd
+    return (wide * rstd).mul_(weight_F).to(x_TF.dtype), rstd
 
 
 def rmsnorm_backward(dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T1: Tensor) -> Tensor:
@@ -49,8 +49,9 @@ def swiglu_forward(gate_up_T2F: Tensor) -> Tensor:
 
 
 def swiglu_backward(dy_TF: Tensor, gate_up_T2F: Tensor) -> Tensor:
-    """[dgate | dup]; silu'(g) = s (1 + g (1 - s)), s = sigmoid(g)."""
+    """[dgate | dup]; silu'(g) = s (1 + g (1 - s)), s = sigmoid(g), rounded to the input's dtype once."""
     gate, up = gate_up_T2F.chunk(2, dim=-1)
+    gate = gate.to(_wide(gate.dtype))
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     out = torch.empty_like(gate_up_T2F)

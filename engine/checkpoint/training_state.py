@@ -140,13 +140,21 @@ def _move_into_place(staging: Path, out: Path) -> None:
     old = out.with_name(out.name + ".old")
     if out.exists():
         # Between the two renames only the ".old" one is there; latest_checkpoint knows that name.
-        if old.exists():
-            shutil.rmtree(old)
+        _discard(old)
         os.rename(out, old)
     os.rename(staging, out)
     sync_folder(out.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    _discard(old)
+
+
+def _discard(path: Path) -> None:
+    """Deletes a checkpoint. It loses its name first: a kill while files vanish must not leave what looks whole."""
+    hidden = path.with_name(path.name.partition(".")[0] + ".deleting")
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    if path.exists():
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
@@ -174,20 +182,15 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     Returns:
         The checkpoints deleted.
     """
+    folder = run_dir / CHECKPOINTS
     steps = list_checkpoints(run_dir)
+    # What a complete checkpoint has replaced goes first, or it would stand in for it once that is deleted.
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        if _LEFTOVER.match(path.name) and path not in steps.values():
+            _discard(path)
     doomed = [steps[step] for step in sorted(steps)[:-keep]] if keep > 0 else []
     for path in doomed:
-        # Renamed first: a kill while files vanish must not leave a folder that looks whole.
-        hidden = path.with_name(path.name.removesuffix(".old") + ".deleting")
-        if hidden.exists():
-            shutil.rmtree(hidden)
-        os.rename(path, hidden)
-        shutil.rmtree(hidden)
-    kept = set(list_checkpoints(run_dir).values())
-    folder = run_dir / CHECKPOINTS
-    for path in list(folder.iterdir()) if folder.is_dir() else ():
-        if _LEFTOVER.match(path.name) and path not in kept:
-            shutil.rmtree(path)
+        _discard(path)
     return doomed
 
 

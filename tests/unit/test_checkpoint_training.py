@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -202,6 +203,68 @@ def test_a_truncated_file_and_a_base_are_refused(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(UserError, match=r"rank_00000\.safetensors is missing"):
         open_run(tmp_path)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL at one of the operations on the disk."""
+
+
+def kill_at(count: int, patch: pytest.MonkeyPatch) -> None:
+    """Ends the process's work just before its `count`-th rename, removal or flush; a removal is left half done."""
+    left = [count]
+    rename, replace, rmtree, fsync = os.rename, os.replace, shutil.rmtree, os.fsync
+
+    def before(operation: Callable[..., Any], half: Callable[..., None] | None = None) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                if half is not None:
+                    half(*arguments)
+                raise Killed
+            return operation(*arguments, **options)
+
+        return run
+
+    def remove_some(path: Path) -> None:
+        for file in Path(path).glob("*.safetensors"):
+            file.unlink()
+
+    patch.setattr(os, "rename", before(rename))
+    patch.setattr(os, "replace", before(replace))
+    patch.setattr(os, "fsync", before(fsync))
+    patch.setattr(shutil, "rmtree", before(rmtree, remove_some))
+
+
+@pytest.mark.parametrize("action", ["replace", "next", "prune"])
+def test_killed_at_each_operation_the_last_checkpoint_opens(tmp_path: Path, action: str) -> None:
+    for count in range(1, 100):
+        run = tmp_path / str(count)
+        save_alone(run, 7)
+        if action == "prune":
+            save_alone(run, 8)
+        finished = False
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(count, patch)
+            try:
+                if action == "prune":
+                    prune(run, 1)
+                else:
+                    save_alone(run, 7 if action == "replace" else 8)
+                finished = True
+            except Killed:
+                pass
+        for path in list_checkpoints(run).values():
+            for _ in TrainingCheckpoint(path).verify_all():  # whatever is offered is whole
+                pass
+        latest = latest_checkpoint(run)
+        assert latest is not None
+        assert open_run(run).state["step"] in ((8,) if action == "prune" else (7, 8))
+        save_alone(run, 9)  # and the run goes on
+        prune(run, 1)
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000009"]
+        if finished:
+            break
+    assert finished and count > 2
 
 
 def _save_for_ever(run_dir: Path) -> None:

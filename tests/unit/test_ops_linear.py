@@ -1,0 +1,206 @@
+"""The parallel linears, the embedding and the loss on one rank: gradients against torch's autograd, sinks, dropout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.batch import IGNORE_LABEL
+from engine.distributed.mesh import Axis
+from engine.ops.context import TokenContext
+from engine.ops.cross_entropy import cross_entropy
+from engine.ops.dropout import DropoutSite
+from engine.ops.embedding import EmbeddingOperands, embedding
+from engine.ops.gradients import GradientSink
+from engine.ops.low_rank import Factor, LowRank
+from engine.ops.parallel_linear import LinearOperands, RowsSink, column_linear, row_linear
+from triton_kernels.philox import dropout_mask
+
+TOKENS, IN, RANK = 5, 12, 3
+ROWS = (8, 6)
+"""Output rows of the two sections, each with an adapter of its own scale."""
+SCALES = (1.7, 0.6)
+ALONE = Axis("tp")
+
+
+def _random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def _context(step: int = 4, *, training: bool = True) -> TokenContext:
+    index = torch.arange(TOKENS) + 2**32 - 2
+    empty = torch.zeros(0)
+    return TokenContext(
+        num_rows=1, row_length=TOKENS, document_lengths=(TOKENS,), cos=empty, sin=empty, token_index=index,
+        local_token_index=index, step=torch.tensor(step), training=training,
+    )  # fmt: skip
+
+
+class _Linear:
+    """Operands with two sections, and the same mathematics in plain autograd."""
+
+    def __init__(self, *, probability: float = 0.25, dtype: torch.dtype = torch.float64, trains: bool = True) -> None:
+        self.weight = _random(sum(ROWS), IN, seed=1, dtype=dtype)
+        self.bias = _random(sum(ROWS), seed=2, dtype=dtype)
+        self.a = _random(2 * RANK, IN, seed=3, dtype=dtype)
+        self.b = [_random(rows, RANK, seed=4 + place, dtype=dtype) for place, rows in enumerate(ROWS)]
+        device = torch.device("cpu")
+        self.sinks_a = [GradientSink(torch.Size((RANK, IN)), device) for _ in ROWS]
+        self.sinks_b = [GradientSink(b.shape, device) for b in self.b]
+        self.sink_weight = GradientSink(torch.Size((ROWS[1], IN)), device)
+        self.sink_bias = GradientSink(torch.Size((ROWS[1],)), device)
+        self.probability = probability
+        site = DropoutSite(probability=probability, seed=5, site=6) if probability else None
+        factors = tuple(
+            Factor(
+                b_OR=self.b[place], first_column=8 * place, num_columns=ROWS[place], first_row=RANK * place,
+                scale=SCALES[place], sink_a=self.sinks_a[place], sink_b=self.sinks_b[place],
+            )
+            for place in range(2)
+        )  # fmt: skip
+        trained = (RowsSink(first=8, count=ROWS[1], weight=self.sink_weight, bias=self.sink_bias),)
+        self.operands = LinearOperands(
+            weight_OI=self.weight, bias_O=self.bias, low_rank=LowRank(a_RI=self.a, factors=factors, dropout=site),
+            sinks=trained if trains else (), axis=ALONE, sequence_parallel=False,
+        )  # fmt: skip
+
+    def plain(self, x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b: list[Tensor]) -> Tensor:
+        dropped = x
+        if self.probability:
+            kept = dropout_mask(
+                _context().token_index, feature_offset=0, num_features=IN, probability=self.probability, seed=5, site=6,
+                step=4,
+            )  # fmt: skip
+            dropped = x * kept / (1 - self.probability)
+        low_rank = [SCALES[place] * dropped @ a[RANK * place : RANK * (place + 1)].T @ b[place].T for place in range(2)]
+        return x @ weight.T + bias + torch.cat(low_rank, 1)
+
+
+def _leaf() -> Tensor:
+    """Stands for the trained parameters, so that autograd runs backward."""
+    return torch.zeros((), requires_grad=True)
+
+
+@pytest.mark.parametrize("function", [column_linear, row_linear])
+@pytest.mark.parametrize("probability", [0.0, 0.25])
+def test_linear_against_autograd(function, probability: float):
+    linear = _Linear(probability=probability)
+    x, dy = _random(TOKENS, IN, seed=8).requires_grad_(), _random(TOKENS, sum(ROWS), seed=9)
+    leaves = [value.clone().requires_grad_() for value in (linear.weight, linear.bias, linear.a, *linear.b)]
+    expected = linear.plain(x, leaves[0], leaves[1], leaves[2], leaves[3:])
+    dx, dweight, dbias, da, *db = torch.autograd.grad(expected, (x, *leaves), dy)
+    y = function(x, linear.operands, _context(), (_leaf(),))
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], dx)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(linear.sink_weight.buffer.double(), dweight[8:], **close)
+    torch.testing.assert_close(linear.sink_bias.buffer.double(), dbias[8:], **close)
+    for place in range(2):
+        rows = slice(RANK * place, RANK * (place + 1))
+        torch.testing.assert_close(linear.sinks_a[place].buffer.double(), da[rows], **close)
+        torch.testing.assert_close(linear.sinks_b[place].buffer.double(), db[place], **close)
+
+
+@pytest.mark.parametrize("function", [column_linear, row_linear])
+def test_input_gradcheck(function):
+    operands = _Linear().operands
+    x = _random(TOKENS, IN, seed=8).requires_grad_()
+    assert torch.autograd.gradcheck(lambda value: function(value, operands, _context(), ()), (x,))
+
+
+def test_evaluation_turns_dropout_off():
+    x = _random(TOKENS, IN, seed=8)
+    evaluated = column_linear(x, _Linear(probability=0.25).operands, _context(training=False), ())
+    torch.testing.assert_close(evaluated, column_linear(x, _Linear(probability=0.0).operands, _context(), ()))
+
+
+def test_frozen_linear_leaves_no_gradient():
+    linear = _Linear(trains=False)
+    x = _random(TOKENS, IN, seed=8).requires_grad_()
+    column_linear(x, linear.operands, _context(), ()).sum().backward()
+    assert linear.sink_weight.buffer.abs().sum() == 0
+    assert linear.sinks_b[0].buffer.abs().sum() > 0
+
+
+def test_gradients_of_two_backward_passes_add_up_in_fp32():
+    linear = _Linear(dtype=torch.bfloat16, probability=0.0)
+    x = _random(TOKENS, IN, seed=8, dtype=torch.bfloat16).requires_grad_()
+    dy = _random(TOKENS, sum(ROWS), seed=9, dtype=torch.bfloat16)
+    column_linear(x, linear.operands, _context(), ()).backward(dy)
+    once = linear.sinks_a[0].buffer.clone()
+    column_linear(x, linear.operands, _context(), ()).backward(dy)
+    assert linear.sinks_a[0].buffer.dtype == torch.float32
+    assert torch.equal(linear.sinks_a[0].buffer, 2 * once)
+
+
+def test_sink_reports_each_addition():
+    sink, reports = GradientSink(torch.Size((4, 3)), torch.device("cpu")), []
+    buffer = torch.ones(4, 3)
+    sink.bind(buffer, lambda: reports.append(buffer.sum().item()))
+    sink.add(torch.ones(4, 3))
+    sink.add_product(torch.ones(4, 2), torch.ones(2, 3), 0.5)
+    sink.add_rows(torch.tensor([1, 1]), torch.ones(2, 3))
+    sink.add_columns(torch.tensor([2, 0, 2]), torch.ones(4, 3))
+    assert reports == [24.0, 36.0, 42.0, 54.0]
+    assert buffer[:, 0].tolist() == [4.0, 6.0, 4.0, 4.0]
+    assert buffer[:, 2].tolist() == [5.0, 7.0, 5.0, 5.0]
+
+
+def _embedding_operands(vocabulary: int, *, sinks: bool) -> EmbeddingOperands:
+    device = torch.device("cpu")
+    return EmbeddingOperands(
+        weight_VH=_random(vocabulary, 6, seed=1, dtype=torch.float32), first_id=0, num_ids=vocabulary,
+        sink=GradientSink(torch.Size((vocabulary, 6)), device) if sinks else None,
+        a_RV=_random(RANK, vocabulary, seed=2, dtype=torch.float32), b_HR=_random(6, RANK, seed=3, dtype=torch.float32),
+        scale=1.3, sink_a=GradientSink(torch.Size((RANK, vocabulary)), device),
+        sink_b=GradientSink(torch.Size((6, RANK)), device), axis=ALONE, sequence_parallel=False,
+    )  # fmt: skip
+
+
+def test_embedding_against_autograd():
+    operands, ids = _embedding_operands(11, sinks=True), torch.tensor([0, 10, 3, 3, 3, 7])
+    weight, a, b = (value.clone().requires_grad_() for value in (operands.weight_VH, operands.a_RV, operands.b_HR))
+    dy = _random(6, 6, seed=4, dtype=torch.float32)
+    expected = F.embedding(ids, weight) + 1.3 * F.embedding(ids, a.T) @ b.T
+    expected.backward(dy)
+    before = operands.weight_VH.clone()
+    y = embedding(ids, operands, (_leaf(),))
+    torch.testing.assert_close(y, expected)
+    y.backward(dy)
+    assert torch.equal(operands.weight_VH, before)
+    for sink, leaf in ((operands.sink, weight), (operands.sink_a, a), (operands.sink_b, b)):
+        torch.testing.assert_close(sink.buffer, leaf.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_cross_entropy_against_torch(dtype: torch.dtype, padding: int):
+    tokens, vocabulary = 7, 123
+    values = _random(tokens, vocabulary, seed=1, dtype=dtype).mul(4)
+    # padding columns of a head with zero rows hold zeros; large ones would show were they counted
+    padded = torch.cat((values, torch.full((tokens, padding), 50.0, dtype=dtype)), 1).requires_grad_()
+    labels = torch.tensor([0, 122, IGNORE_LABEL, 5, 5, IGNORE_LABEL, 60])
+    dloss = torch.linspace(0.5, 2, tokens)
+    exact = values.double().requires_grad_()
+    expected = F.cross_entropy(exact, labels, reduction="none", ignore_index=IGNORE_LABEL)
+    expected.backward(dloss.double())
+    losses = cross_entropy(padded * 1, labels, first_id=0, num_ids=vocabulary, axis=ALONE)
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    losses.backward(dloss)
+    rounding = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-5}
+    torch.testing.assert_close(padded.grad[:, :vocabulary].double(), exact.grad, **rounding)
+    assert padded.grad[:, vocabulary:].abs().sum() == 0
+    assert padded.grad[[2, 5]].abs().sum() == 0
+
+
+def test_cross_entropy_of_extreme_logits_is_finite():
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]]).requires_grad_()
+    losses = cross_entropy(logits * 1, torch.tensor([1, 2]), first_id=0, num_ids=3, axis=ALONE)
+    torch.testing.assert_close(
+        losses, torch.tensor([2e4, 3.0]).index_copy(0, torch.tensor([1]), torch.log(torch.tensor([3.0])))
+    )
+    losses.sum().backward()
+    torch.testing.assert_close(logits.grad, torch.tensor([[1.0, -1.0, 0.0], [1 / 3, 1 / 3, -2 / 3]]))

@@ -1,10 +1,42 @@
-"""Installs the packages `engine` and `triton_kernels`; needs no compiler and no GPU."""
+"""Installs the packages `engine` and `triton_kernels`; a C++ compiler adds the faster CPU kernels, no GPU is needed."""
 
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
-README = Path(__file__).parent / "README.md"
+ROOT = Path(__file__).resolve().parent
+README = ROOT / "README.md"
+sys.path.insert(0, str(ROOT))
+
+from csrc import build as native_build  # noqa: E402 (a build need not start in this folder)
+
+NATIVE_PACKAGE = "engine.ops.native"
+
+
+class BuildKernels(build_ext):
+    """Compiles csrc by its own script; without a compiler, says so and installs the rest."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        *package, name = fullname.split(".")
+        return str(Path(*package, native_build.library_name(name)))
+
+    def run(self) -> None:
+        folder = ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
+        output = folder.joinpath(*NATIVE_PACKAGE.split("."))
+        try:
+            native_build.build(output)
+        except native_build.BuildError as error:
+            print(f"warning: CPU runs will use plain torch operations, which are slower: {error}", file=sys.stderr)
+
+
+class WithKernels(Distribution):
+    """Marks wheels as made for one platform."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
 
 setup(
     name="lora-engine",
@@ -16,6 +48,9 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["engine", "engine.*", "triton_kernels", "triton_kernels.*"]),
     python_requires=">=3.11",
+    ext_modules=[Extension(f"{NATIVE_PACKAGE}.{name}", []) for name in native_build.instruction_sets()],
+    cmdclass={"build_ext": BuildKernels},
+    distclass=WithKernels,
     install_requires=[
         "torch>=2.11,<2.14",
         "transformers>=5.17",

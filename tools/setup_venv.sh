@@ -2,7 +2,7 @@
 # Makes .venv in the repository, or brings it up to date: bash tools/setup_venv.sh [extra ...]
 #
 # Extras are those of setup.py (test, peft, tensorboard, triton). Versions come from constraints.txt. Does nothing when
-# setup.py, pyproject.toml and constraints.txt are as they were and the extras are installed.
+# setup.py, pyproject.toml, constraints.txt and csrc are as they were and the extras are installed.
 #   PYTHON            interpreter to make .venv with; if unset, the first of python3, python3.12, python3.11 that is 3.11+
 #   TORCH_INDEX_URL   further package index for torch: https://download.pytorch.org/whl/cpu spares a machine without a
 #                     GPU gigabytes of CUDA packages
@@ -36,7 +36,7 @@ fi
 
 installed=""
 # A stamp is the checksum of what decides the versions, then the extras that are installed.
-fingerprint=$(cat setup.py pyproject.toml constraints.txt | cksum | tr ' ' '-')
+fingerprint=$(cat setup.py pyproject.toml constraints.txt csrc/*.* | cksum | tr ' ' '-')
 if [ -f "$stamp" ]; then
     read -r old installed <"$stamp" || true
     missing=""

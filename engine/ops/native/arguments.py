@@ -1,0 +1,90 @@
+"""From tensors to what the C functions take, checked: a wrong pointer there is a crash.
+
+The kernels are for fp32 on the CPU. A matrix may have any row stride, but its rows have no gaps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def matrix(tensor: Tensor, columns: int | None = None, rows: int | None = None) -> tuple[int, int]:
+    """Pointer and row stride of fp32 [..., columns]; leading dimensions must be one view's."""
+    assert tensor.dtype == torch.float32 and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
+    flat = tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
+    assert columns is None or flat.shape[1] == columns, (flat.shape, columns)
+    assert rows is None or flat.shape[0] == rows, (flat.shape, rows)
+    assert flat.stride(1) == 1 or flat.shape[1] <= 1, flat.stride()
+    return tensor.data_ptr(), flat.stride(0)
+
+
+def optional_matrix(tensor: Tensor | None, columns: int, rows: int) -> tuple[int | None, int]:
+    """As `matrix`; a null pointer for None."""
+    return (None, 0) if tensor is None else matrix(tensor, columns, rows)
+
+
+def vector(tensor: Tensor, length: int, dtype: torch.dtype = torch.float32) -> int:
+    """Pointer of a dense tensor of `length` elements."""
+    assert tensor.dtype == dtype and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
+    assert tensor.numel() == length and tensor.is_contiguous(), (tensor.shape, tensor.stride(), length)
+    return tensor.data_ptr()
+
+
+def optional_vector(tensor: Tensor | None, length: int, dtype: torch.dtype = torch.float32) -> int | None:
+    return None if tensor is None else vector(tensor, length, dtype)
+
+
+def threads() -> int:
+    """As many threads as torch would take now."""
+    return torch.get_num_threads()
+
+
+BITS_ALIGNMENT = 64
+"""Elements that a row of bits is padded to: kernels read whole words of it."""
+
+
+def bits_row_bytes(num_features: int) -> int:
+    return -(-num_features // BITS_ALIGNMENT) * (BITS_ALIGNMENT // 8)
+
+
+def optional_bits(bits: Tensor | None, columns: int, rows: int) -> tuple[int | None, int]:
+    """Pointer and row stride in bytes of packed bits, as `dropout_bits` makes them."""
+    if bits is None:
+        return None, 0
+    assert bits.dtype == torch.uint8 and bits.device.type == "cpu", (bits.dtype, bits.device)
+    assert bits.shape == (rows, bits_row_bytes(columns)) and bits.is_contiguous(), (bits.shape, rows, columns)
+    return bits.data_ptr(), bits.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputUpdate:
+    """What an adapter adds to the gradient of its input: scale * mask * (dH A).
+
+    Args:
+        dh_TR: [T, R] fp32, gradient of H = drop(x) A^T.
+        a_RI: [R, I] stacked A.
+        bits: packed mask of x, from `dropout_bits`; None without dropout.
+        scale: 1 / (1 - p); 1 without dropout.
+    """
+
+    dh_TR: Tensor
+    a_RI: Tensor
+    bits: Tensor | None = None
+    scale: float = 1.0
+
+
+def update_arguments(update: InputUpdate | None, columns: int, rows: int) -> tuple[int | float | None, ...]:
+    """rank, dH, A, bits, scale."""
+    if update is None:
+        return 0, None, 0, None, 0, None, 0, 1.0
+    rank = update.a_RI.shape[0]
+    return (
+        rank,
+        *matrix(update.dh_TR, rank, rows),
+        *matrix(update.a_RI, columns),
+        *optional_bits(update.bits, columns, rows),
+        update.scale,
+    )

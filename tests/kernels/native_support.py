@@ -1,0 +1,58 @@
+"""What the tests of the compiled CPU kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from engine.ops.native.loader import best_instruction_set
+
+_ORDER = ("baseline", "avx2", "avx512")
+INSTRUCTION_SETS = _ORDER[: _ORDER.index(best_instruction_set()) + 1]
+"""Those that this processor can run; it picks the last one by itself."""
+
+SHAPES = ((5, 123), (1, 123), (0, 64), (1, 1), (37, 8), (64, 256), (19, 1000))
+"""(tokens, features): odd, one row, empty, one element, short, round, several tiles with a remainder."""
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_same_on_any_threads(run: Callable[[], tuple[Tensor, ...]]) -> None:
+    """Bitwise equal results with 1, 2 and 3 threads."""
+    with threads(1):
+        expected = run()
+    for count in (2, 3):
+        with threads(count):
+            for one, other in zip(run(), expected, strict=True):
+                assert torch.equal(one, other), count
+
+
+def widened(matrix: Tensor, extra: int = 5) -> Tensor:
+    """The same values as a column slice of a wider buffer, whose other columns are NaN."""
+    buffer = matrix.new_full((*matrix.shape[:-1], matrix.shape[-1] + extra), float("nan"))
+    view = buffer[..., : matrix.shape[-1]]
+    view.copy_(matrix)
+    return view
+
+
+def assert_accurate(ours: Tensor, torchs: Tensor, exact: Tensor, terms: Tensor | None = None) -> None:
+    """Error against fp64 at most twice that of torch in fp32, by the norm over all elements.
+
+    One rounding is allowed in any case, of the result or of the `terms` whose difference it is: torch may be exact by
+    luck where there are few elements.
+    """
+    assert ours.shape == torchs.shape == exact.shape and ours.dtype == torch.float32 and exact.dtype == torch.float64
+    error = (ours.double() - exact).norm().item()
+    allowed = 2 * (torchs.double() - exact).norm().item() + (exact if terms is None else terms).norm().item() * 2**-24
+    assert error <= allowed, (error, allowed)

@@ -1,0 +1,107 @@
+"""The compiled RMSNorm against fp64, with torch in fp32 as the measure of the error allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops.native import norm
+from engine.ops.native.arguments import InputUpdate
+from engine.ops.native.dropout import dropout_bits
+from engine.ops.native.loader import native_status, select
+from tests.kernels.native_support import (
+    INSTRUCTION_SETS,
+    SHAPES,
+    assert_accurate,
+    assert_same_on_any_threads,
+    widened,
+)
+from triton_kernels.philox import dropout_mask, dropout_scale
+
+pytestmark = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+EPS = 1e-5
+DROPOUT = {"feature_offset": 3, "probability": 0.2, "seed": 1, "site": 2, "step": 3}
+
+
+@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
+def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    select(request.param)
+    yield
+    select(None)
+
+
+def _gradients(x: Tensor, weight: Tensor, dy: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx, dw by torch's own norm and autograd."""
+    x, weight = x.to(dtype).detach().requires_grad_(), weight.to(dtype).detach().requires_grad_()
+    y = torch.nn.functional.rms_norm(x, weight.shape, weight, EPS)
+    dx, dw = torch.autograd.grad(y, (x, weight), dy.to(dtype))
+    return y.detach(), dx, dw
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_and_backward(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x, dy, weight = torch.randn(shape) * 3, torch.randn(shape), torch.randn(shape[1])
+    y, rstd = norm.rmsnorm_forward(widened(x), weight, EPS, out=widened(torch.zeros(shape)))
+    dw = torch.full((shape[1],), 2.0)
+    dx = norm.rmsnorm_backward(widened(dy), widened(x), weight, rstd, weight_gradient=dw)
+    frozen = norm.rmsnorm_backward(dy, x, weight, rstd)
+    expected = _gradients(x, weight, dy, torch.float64)
+    for ours, torchs, exact in zip((y, dx, dw - 2.0), _gradients(x, weight, dy, torch.float32), expected, strict=True):
+        assert_accurate(ours, torchs, exact)
+    assert torch.equal(frozen, dx)
+    assert_accurate(norm.rmsnorm_weight_gradient(dy, x, rstd), _gradients(x, weight, dy, torch.float32)[2], expected[2])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_residual(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x, other, dy, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape), torch.randn(shape[1])
+    total = torch.empty(shape)
+    y, rstd = norm.rmsnorm_forward(x, weight, EPS, residual=other, total=total)
+    assert torch.equal(total, x + other)
+    alone, rstd_alone = norm.rmsnorm_forward(total, weight, EPS)
+    assert torch.equal(y, alone) and torch.equal(rstd, rstd_alone)
+    dx = norm.rmsnorm_backward(dy, total, weight, rstd)
+    into = dy.clone()
+    norm.rmsnorm_backward(into, total, weight, rstd, residual=other, out=into)
+    # the sum may be fused with the last multiplication: two roundings become one
+    torch.testing.assert_close(into, dx + other, rtol=2**-22, atol=2**-22)
+
+
+@pytest.mark.parametrize("rank", [1, 8, 24])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rank_r_update(shape: tuple[int, int], rank: int) -> None:
+    torch.manual_seed(0)
+    x, dy, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[1])
+    dh, a = torch.randn(shape[0], rank), torch.randn(rank, shape[1])
+    scale = dropout_scale(0.2)
+    tokens = torch.arange(shape[0]) + 2**33
+    mask = torch.zeros(shape)
+    if shape[0]:
+        mask = dropout_mask(tokens, num_features=shape[1], **DROPOUT).float()
+    bits = dropout_bits(tokens, num_features=shape[1], **DROPOUT)
+    _, rstd = norm.rmsnorm_forward(x, weight, EPS)
+    for given, kept, factor in ((bits, mask, scale), (None, torch.ones(shape), 1.0)):
+        update = InputUpdate(dh_TR=widened(dh), a_RI=widened(a), bits=given, scale=factor)
+        dx = norm.rmsnorm_backward(widened(dy), x, weight, rstd, update=update)
+        plain = _gradients(x, weight, dy + factor * kept * (dh @ a), torch.float32)[1]
+        wide = dy.double() + factor * kept.double() * (dh.double() @ a.double())
+        # one feature: the gradient is the difference of two nearly equal terms
+        terms = wide * weight * rstd
+        assert_accurate(dx, plain, _gradients(x, weight, wide, torch.float64)[1], terms)
+
+
+def test_any_number_of_threads() -> None:
+    torch.manual_seed(0)
+    x, dy, weight = torch.randn(300, 77), torch.randn(300, 77), torch.randn(77)
+
+    def run() -> tuple[Tensor, ...]:
+        y, rstd = norm.rmsnorm_forward(x, weight, EPS)
+        dw = torch.zeros(77)
+        return y, rstd, norm.rmsnorm_backward(dy, x, weight, rstd, weight_gradient=dw), dw
+
+    assert_same_on_any_threads(run)

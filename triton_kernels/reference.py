@@ -29,11 +29,12 @@ def rmsnorm_forward(x_TF: Tensor, weight_F: Tensor, eps: float) -> tuple[Tensor,
 
 
 def rmsnorm_backward(dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T1: Tensor) -> Tensor:
-    """dx = rstd * (g - xhat * mean(g * xhat)), g = dy * w, xhat = x * rstd."""
+    """dx = rstd * (g - xhat * mean(g * xhat)), g = dy * w, xhat = x * rstd, which is never written out."""
     wide = _wide(x_TF.dtype)
-    xhat = x_TF.to(wide) * rstd_T1
+    x_wide = x_TF.to(wide)
     g = dy_TF.to(wide) * weight_F.to(wide)
-    return (g - xhat * (g * xhat).mean(-1, keepdim=True)).mul_(rstd_T1).to(x_TF.dtype)
+    share_T1 = (g * x_wide).mean(-1, keepdim=True) * rstd_T1.square()
+    return g.addcmul_(x_wide, share_T1, value=-1).mul_(rstd_T1).to(x_TF.dtype)
 
 
 def rmsnorm_weight_gradient(dy_TF: Tensor, x_TF: Tensor, rstd_T1: Tensor) -> Tensor:
@@ -45,21 +46,19 @@ def rmsnorm_weight_gradient(dy_TF: Tensor, x_TF: Tensor, rstd_T1: Tensor) -> Ten
 def swiglu_forward(gate_up_T2F: Tensor) -> Tensor:
     """silu(gate) * up for [gate | up] side by side (Shazeer, arXiv 2002.05202)."""
     gate, up = gate_up_T2F.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.silu(gate).mul_(up)
 
 
 def swiglu_backward(dy_TF: Tensor, gate_up_T2F: Tensor) -> Tensor:
     """[dgate | dup]; silu'(g) = s (1 + g (1 - s)), s = sigmoid(g), rounded to the input's dtype once."""
     gate, up = gate_up_T2F.chunk(2, dim=-1)
     gate = gate.to(_wide(gate.dtype))
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
     out = torch.empty_like(gate_up_T2F)
     dgate, dup = out.chunk(2, dim=-1)
-    torch.mul(dy_TF, silu, out=dup)
-    # sigmoid + silu - silu * sigmoid, written so that no more than one temporary lives
-    slope = torch.addcmul(sigmoid + silu, silu, sigmoid, value=-1)
-    torch.mul(slope.mul_(up), dy_TF, out=dgate)
+    torch.mul(dy_TF, torch.nn.functional.silu(gate), out=dup)
+    dsilu = dy_TF.to(gate.dtype) * up
+    # torch's own op: one pass over memory where the formula written out takes five
+    dgate.copy_(torch.ops.aten.silu_backward.grad_input(dsilu, gate, grad_input=dsilu))
     return out
 
 
@@ -74,8 +73,9 @@ def rope_rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, out_THD: Tensor, *, inv
     half = x_THD.shape[-1] // 2
     first, second = x_THD[..., :half], x_THD[..., half:]
     cos, sin = cos[:, None, :], -sin[:, None, :] if inverse else sin[:, None, :]
-    out_THD[..., :half] = first * cos - second * sin
-    out_THD[..., half:] = second * cos + first * sin
+    # cos and sin are fp32, so each sum is rounded to the result's dtype once
+    out_THD[..., :half] = (first * cos).addcmul_(second, sin, value=-1)
+    out_THD[..., half:] = (second * cos).addcmul_(first, sin)
 
 
 def cross_entropy_statistics(logits_TV: Tensor, targets_T: Tensor, row_max_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,10 +49,10 @@ def widened(matrix: Tensor, extra: int = 5) -> Tensor:
 def assert_accurate(ours: Tensor, torchs: Tensor, exact: Tensor, terms: Tensor | None = None) -> None:
     """Error against fp64 at most twice that of torch in fp32, by the norm over all elements.
 
-    One rounding is allowed in any case, of the result or of the `terms` whose difference it is: torch may be exact by
-    luck where there are few elements.
+    One rounding of the result is allowed in any case, or four of the `terms` whose difference it is: torch may be exact
+    by luck where there are few elements.
     """
     assert ours.shape == torchs.shape == exact.shape and ours.dtype == torch.float32 and exact.dtype == torch.float64
     error = (ours.double() - exact).norm().item()
-    allowed = 2 * (torchs.double() - exact).norm().item() + (exact if terms is None else terms).norm().item() * 2**-24
+    allowed = 2 * (torchs.double() - exact).norm().item() + (exact.norm().item() * 2**-24 if terms is None else terms.norm().item() * 2**-22)
     assert error <= allowed, (error, allowed)

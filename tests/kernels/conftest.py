@@ -18,6 +18,8 @@ import torch
 KERNELS = (
     "dropout",
     "partial_sums",
+    "lora",
+    "lora_matmul",
 )
 
 

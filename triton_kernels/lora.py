@@ -1,0 +1,380 @@
+"""The skinny products of a low-rank adapter, each reading its wide operand once.
+
+    H   = drop(x) A^T            project
+    dH  = s dY B,  dB = s dY^T H   output_gradients: one read of dY
+    dA  = dH^T drop(x)           a_gradient
+    dX += drop'(dH A)            add_input_gradient; norm and SwiGLU do it themselves as a prologue (`update_tile`)
+
+drop(x) = x * keep / (1 - p); `keep` is drawn in the kernel or read as bits (triton_kernels.dropout), and 1 / (1 - p) is
+applied to the fp32 result. A may be stacked: q, k, v (gate, up) share x, so their A are one [R, I] matrix, H is [T, R],
+and each section of dY has its own columns of H and its own B.
+
+Reductions that are split over programs leave fp32 partial sums, added in a fixed order. Weight gradients are added to
+fp32 buffers or written there; they are never rounded in between.
+
+Legend: T tokens, I input features, O output features, R rows of the stacked A.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_kernels.dropout import DropoutMask, keep_tile, mask_arguments, mask_mode
+from triton_kernels.launch import SMALLEST_DOT, dot_options, power_of_2, rows_of, split_count
+from triton_kernels.partial_sums import sum_partials
+
+
+def _blocks(x: Tensor, num_ranks: int, length: int) -> tuple[int, int, dict[str, object]]:
+    """Rank block, block along a feature dimension of `length`, and the options they go with.
+
+    Products of fp32 run outside the tensor cores and need registers for their operands: half the block, a quarter of
+    the ranks.
+    """
+    options = dot_options(x)
+    wide = options["DOT"] == tl.float32
+    ranks = power_of_2(num_ranks, SMALLEST_DOT, 32 if wide else 128)
+    features = power_of_2(length, SMALLEST_DOT, 64 if wide else 128)
+    return ranks, features, {**options, "num_warps": 4 if ranks <= 32 else 8}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowRankUpdate:
+    """What an adapter adds to the gradient of its input: drop'(dH A).
+
+    Args:
+        dh_TR: gradient of H, complete.
+        a_RI: the stacked A.
+        mask: the input's dropout mask, or None.
+        h_TR: H itself, complete; only the norm's backward asks for it.
+    """
+
+    dh_TR: Tensor
+    a_RI: Tensor
+    mask: DropoutMask | None = None
+    h_TR: Tensor | None = None
+
+
+@triton.jit(do_not_specialize=["key", "threshold"])
+def _project_kernel(
+    x_ptr, x_stride, a_ptr, a_stride, out_ptr, out_stride, split_stride,
+    num_tokens, num_inputs, num_ranks, split_length,
+    mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
+    MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    ranks_R = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
+    ok_T, ok_R = tokens_T < num_tokens, ranks_R < num_ranks
+    first = tl.program_id(1) * split_length
+    h_TR = tl.zeros([TOKENS, RANKS], tl.float32)
+    for start in range(first, tl.minimum(first + split_length, num_inputs + skip), INPUTS):
+        inputs_I = start + tl.arange(0, INPUTS) - skip
+        ok_I = (inputs_I >= 0) & (inputs_I < num_inputs)
+        x_TI = tl.load(
+            x_ptr + tokens_T[:, None] * x_stride + inputs_I[None, :], mask=ok_T[:, None] & ok_I[None, :], other=0.0
+        ).to(DOT)
+        if MODE != 0:
+            keep_TI = keep_tile(
+                MODE, mask_ptr, mask_stride, step_ptr, key, threshold, first_block, tokens_T, ok_T,
+                start // 8, (num_inputs + skip + 7) // 8, INPUTS // 8,
+            )  # fmt: skip
+            x_TI = tl.where(keep_TI, x_TI, 0.0).to(DOT)
+        a_RI = tl.load(
+            a_ptr + ranks_R[:, None].to(tl.int64) * a_stride + inputs_I[None, :],
+            mask=ok_R[:, None] & ok_I[None, :],
+            other=0.0,
+        ).to(DOT)
+        h_TR = tl.dot(x_TI, tl.trans(a_RI), h_TR, input_precision=PRECISION)
+    out = out_ptr + tl.program_id(1).to(tl.int64) * split_stride + tokens_T[:, None] * out_stride + ranks_R[None, :]
+    tl.store(out, h_TR * keep_scale, mask=ok_T[:, None] & ok_R[None, :])
+
+
+def project(x_TI: Tensor, a_RI: Tensor, mask: DropoutMask | None = None, *, out: Tensor | None = None) -> Tensor:
+    """H = drop(x) A^T.
+
+    Args:
+        x_TI: [T, I], rows any distance apart.
+        a_RI: [R, I] stacked A.
+        mask: dropout of x, or None.
+        out: [T, R] view to write (the last columns of [x | H], say); new where None.
+
+    Returns:
+        [T, R] in x's dtype.
+    """
+    x_TI, a_RI = rows_of(x_TI), rows_of(a_RI)
+    (num_tokens, num_inputs), num_ranks = x_TI.shape, a_RI.shape[0]
+    out = torch.empty(num_tokens, num_ranks, dtype=x_TI.dtype, device=x_TI.device) if out is None else out
+    if out.numel() == 0:
+        return out
+    arguments = mask_arguments(mask)
+    skip = arguments[-1]
+    ranks, inputs, options = _blocks(x_TI, num_ranks, num_inputs + skip)
+    tokens = power_of_2(num_tokens, SMALLEST_DOT, 64)
+    blocks = (triton.cdiv(num_tokens, tokens), triton.cdiv(num_ranks, ranks))
+    splits, split_length = split_count(blocks[0] * blocks[1], num_inputs + skip, inputs, x_TI.device)
+    target, split_stride = out, 0
+    if splits > 1:
+        partial = torch.empty(splits, num_tokens, num_ranks, dtype=torch.float32, device=x_TI.device)
+        target, split_stride = partial[0], partial.stride(0)
+    _project_kernel[(blocks[0], splits, blocks[1])](
+        x_TI, x_TI.stride(0), a_RI, a_RI.stride(0), target, target.stride(0), split_stride,
+        num_tokens, num_inputs, num_ranks, split_length, *arguments,
+        MODE=mask_mode(mask), TOKENS=tokens, INPUTS=inputs, RANKS=ranks, num_stages=3, **options,
+    )  # fmt: skip
+    if splits > 1:
+        sum_partials(partial, out)
+    return out
+
+
+@triton.jit
+def _output_gradients_kernel(
+    dy_ptr, dy_stride, h_ptr, h_stride, b_ptr, b_stride, dh_ptr, db_ptr, num_tokens, num_outputs, num_ranks,
+    split_length, DOT: tl.constexpr, PRECISION: tl.constexpr, WITH_DH: tl.constexpr, WITH_DB: tl.constexpr,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """One block of output columns, one range of tokens: dH summed over the columns, dB over the tokens."""
+    columns, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    outputs_O = columns * OUTPUTS + tl.arange(0, OUTPUTS)
+    ranks_R = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
+    ok_O, ok_R = outputs_O < num_outputs, ranks_R < num_ranks
+    ok_OR = ok_O[:, None] & ok_R[None, :]
+    if WITH_DH:
+        b_OR = tl.load(b_ptr + outputs_O[:, None] * b_stride + ranks_R[None, :], mask=ok_OR, other=0.0).to(DOT)
+    db_OR = tl.zeros([OUTPUTS, RANKS], tl.float32)
+    first = tl.program_id(1) * split_length
+    for start in range(first, tl.minimum(first + split_length, num_tokens), TOKENS):
+        tokens_T = start + tl.arange(0, TOKENS).to(tl.int64)
+        ok_T = tokens_T < num_tokens
+        dy_TO = tl.load(
+            dy_ptr + tokens_T[:, None] * dy_stride + outputs_O[None, :], mask=ok_T[:, None] & ok_O[None, :], other=0.0
+        ).to(DOT)
+        ok_TR = ok_T[:, None] & ok_R[None, :]
+        if WITH_DB:
+            h_TR = tl.load(h_ptr + tokens_T[:, None] * h_stride + ranks_R[None, :], mask=ok_TR, other=0.0).to(DOT)
+            db_OR = tl.dot(tl.trans(dy_TO), h_TR, db_OR, input_precision=PRECISION)
+        if WITH_DH:
+            dh_TR = tl.dot(dy_TO, b_OR, input_precision=PRECISION)
+            dh = dh_ptr + (columns * num_tokens + tokens_T)[:, None] * num_ranks + ranks_R[None, :]
+            tl.store(dh, dh_TR, mask=ok_TR)
+    if WITH_DB:
+        db = db_ptr + (split * num_outputs + outputs_O)[:, None] * num_ranks + ranks_R[None, :]
+        tl.store(db, db_OR, mask=ok_OR)
+
+
+def output_gradients(
+    dy_TO: Tensor,
+    h_TR: Tensor | None,
+    b_OR: Tensor | None,
+    scale: float,
+    *,
+    dh_out: Tensor | None = None,
+    db_out: Tensor | None = None,
+    add: bool = False,
+) -> None:
+    """dH = s dY B and dB = s dY^T H of one section, from one read of dY.
+
+    Either alone where the other has no place to go.
+
+    Args:
+        dy_TO: this section's columns of dY, rows any distance apart.
+        h_TR: this section's columns of H; needed for dB.
+        b_OR: this section's B; needed for dH.
+        scale: s.
+        dh_out: [T, R] this section's columns of dH, or None.
+        db_out: fp32 [O, R], or None.
+        add: add to `db_out` instead of overwriting it.
+    """
+    dy_TO = rows_of(dy_TO)
+    num_tokens, num_outputs = dy_TO.shape
+    like = db_out if dh_out is None else dh_out
+    if like is None:
+        return
+    num_ranks = like.shape[1]
+    if dy_TO.numel() == 0:
+        _clear(dh_out, None if add else db_out)
+        return
+    wide = torch.float32
+    ranks, outputs, options = _blocks(dy_TO, num_ranks, num_outputs)
+    if outputs == 128 and ranks <= 32:  # halves the partial sums of dH
+        outputs, options = power_of_2(num_outputs, 128, 256), {**options, "num_warps": 8}
+    tokens = power_of_2(num_tokens, SMALLEST_DOT, 64)
+    blocks = (triton.cdiv(num_outputs, outputs), triton.cdiv(num_ranks, ranks))
+    splits, split_length = split_count(blocks[0] * blocks[1], num_tokens, tokens, dy_TO.device)
+    dh = None if dh_out is None else torch.empty(blocks[0], num_tokens, num_ranks, dtype=wide, device=dy_TO.device)
+    db = None if db_out is None else torch.empty(splits, num_outputs, num_ranks, dtype=wide, device=dy_TO.device)
+    h_TR, h_stride = (None, 0) if h_TR is None else (rows_of(h_TR), rows_of(h_TR).stride(0))
+    b_OR, b_stride = (None, 0) if b_OR is None else (rows_of(b_OR), rows_of(b_OR).stride(0))
+    _output_gradients_kernel[(blocks[0], splits, blocks[1])](
+        dy_TO, dy_TO.stride(0), h_TR, h_stride, b_OR, b_stride, dh, db,
+        num_tokens, num_outputs, num_ranks, split_length,
+        WITH_DH=dh is not None, WITH_DB=db is not None,
+        TOKENS=tokens, OUTPUTS=outputs, RANKS=ranks, num_stages=2, **options,
+    )  # fmt: skip
+    if dh is not None and dh_out is not None:
+        sum_partials(dh, dh_out, scale=scale)
+    if db is not None and db_out is not None:
+        sum_partials(db, db_out, scale=scale, add=add)
+
+
+def _clear(*outs: Tensor | None) -> None:
+    for out in outs:
+        if out is not None:
+            out.zero_()
+
+
+@triton.jit(do_not_specialize=["key", "threshold"])
+def _a_gradient_kernel(
+    dh_ptr, dh_stride, x_ptr, x_stride, da_ptr, num_tokens, num_inputs, num_ranks, split_length,
+    mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
+    MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    inputs_I = tl.program_id(0) * INPUTS + tl.arange(0, INPUTS) - skip
+    ranks_R = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
+    ok_I, ok_R = (inputs_I >= 0) & (inputs_I < num_inputs), ranks_R < num_ranks
+    da_IR = tl.zeros([INPUTS, RANKS], tl.float32)
+    first = tl.program_id(1) * split_length
+    for start in range(first, tl.minimum(first + split_length, num_tokens), TOKENS):
+        tokens_T = start + tl.arange(0, TOKENS).to(tl.int64)
+        ok_T = tokens_T < num_tokens
+        x_TI = tl.load(
+            x_ptr + tokens_T[:, None] * x_stride + inputs_I[None, :], mask=ok_T[:, None] & ok_I[None, :], other=0.0
+        ).to(DOT)
+        if MODE != 0:
+            keep_TI = keep_tile(
+                MODE, mask_ptr, mask_stride, step_ptr, key, threshold, first_block, tokens_T, ok_T,
+                tl.program_id(0) * (INPUTS // 8), (num_inputs + skip + 7) // 8, INPUTS // 8,
+            )  # fmt: skip
+            x_TI = tl.where(keep_TI, x_TI, 0.0).to(DOT)
+        dh_TR = tl.load(
+            dh_ptr + tokens_T[:, None] * dh_stride + ranks_R[None, :], mask=ok_T[:, None] & ok_R[None, :], other=0.0
+        ).to(DOT)
+        da_IR = tl.dot(tl.trans(x_TI), dh_TR, da_IR, input_precision=PRECISION)
+    da = da_ptr + (tl.program_id(1).to(tl.int64) * num_ranks + ranks_R)[None, :] * num_inputs + inputs_I[:, None]
+    tl.store(da, da_IR * keep_scale, mask=ok_I[:, None] & ok_R[None, :])
+
+
+def a_gradient(dh_TR: Tensor, x_TI: Tensor, mask: DropoutMask | None, da_out: Tensor, *, add: bool = False) -> None:
+    """dA = dH^T drop(x), written into fp32 `da_out` [R, I] or added to it."""
+    dh_TR, x_TI = rows_of(dh_TR), rows_of(x_TI)
+    (num_tokens, num_inputs), num_ranks = x_TI.shape, dh_TR.shape[1]
+    if num_tokens == 0:
+        _clear(None if add else da_out)
+        return
+    arguments = mask_arguments(mask)
+    skip = arguments[-1]
+    ranks, inputs, options = _blocks(x_TI, num_ranks, num_inputs + skip)
+    tokens = power_of_2(num_tokens, SMALLEST_DOT, 64)
+    blocks = (triton.cdiv(num_inputs + skip, inputs), triton.cdiv(num_ranks, ranks))
+    splits, split_length = split_count(blocks[0] * blocks[1], num_tokens, tokens, x_TI.device)
+    partial = torch.empty(splits, num_ranks, num_inputs, dtype=torch.float32, device=x_TI.device)
+    _a_gradient_kernel[(blocks[0], splits, blocks[1])](
+        dh_TR, dh_TR.stride(0), x_TI, x_TI.stride(0), partial, num_tokens, num_inputs, num_ranks, split_length,
+        *arguments,
+        MODE=mask_mode(mask), TOKENS=tokens, INPUTS=inputs, RANKS=ranks, num_stages=3, **options,
+    )  # fmt: skip
+    sum_partials(partial, da_out, add=add)
+
+
+@triton.jit
+def update_tile(
+    dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
+    mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
+    tokens_T, ok_T, block, num_inputs,
+    MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """fp32 [T, INPUTS]: drop'(dH A) at the INPUTS columns of tile `block` (which start at block * INPUTS - skip)."""
+    inputs_I = block * INPUTS + tl.arange(0, INPUTS) - skip
+    ok_I = (inputs_I >= 0) & (inputs_I < num_inputs)
+    update_TI = tl.zeros([tokens_T.shape[0], INPUTS], tl.float32)
+    for start in range(0, num_ranks, RANKS):
+        ranks_R = start + tl.arange(0, RANKS)
+        ok_R = ranks_R < num_ranks
+        dh_TR = tl.load(
+            dh_ptr + tokens_T[:, None] * dh_stride + ranks_R[None, :], mask=ok_T[:, None] & ok_R[None, :], other=0.0
+        ).to(DOT)
+        a_RI = tl.load(
+            a_ptr + ranks_R[:, None].to(tl.int64) * a_stride + inputs_I[None, :],
+            mask=ok_R[:, None] & ok_I[None, :],
+            other=0.0,
+        ).to(DOT)
+        update_TI = tl.dot(dh_TR, a_RI, update_TI, input_precision=PRECISION)
+    if MODE != 0:
+        keep_TI = keep_tile(
+            MODE, mask_ptr, mask_stride, step_ptr, key, threshold, first_block, tokens_T, ok_T,
+            block * (INPUTS // 8), (num_inputs + skip + 7) // 8, INPUTS // 8,
+        )  # fmt: skip
+        update_TI = tl.where(keep_TI, update_TI * keep_scale, 0.0)
+    return update_TI
+
+
+def update_arguments(update: LowRankUpdate) -> tuple[object, ...]:
+    """The leading arguments of `update_tile`, up to `skip`."""
+    dh_TR, a_RI = rows_of(update.dh_TR), rows_of(update.a_RI)
+    return dh_TR, dh_TR.stride(0), a_RI, a_RI.stride(0), a_RI.shape[0], *mask_arguments(update.mask)
+
+
+def update_options(update: LowRankUpdate) -> dict[str, object]:
+    """The constants of `update_tile`, INPUTS excepted."""
+    options = dot_options(update.dh_TR)
+    ranks = power_of_2(update.a_RI.shape[0], SMALLEST_DOT, 16 if options["DOT"] == tl.float32 else 64)
+    return {"MODE": mask_mode(update.mask), "RANKS": ranks, **options}
+
+
+@triton.jit(do_not_specialize=["key", "threshold"])
+def _add_input_gradient_kernel(
+    dx_ptr, dx_stride, num_tokens, num_inputs, dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
+    mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
+    MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    ok_T = tokens_T < num_tokens
+    inputs_I = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS) - skip
+    ok_TI = ok_T[:, None] & ((inputs_I >= 0) & (inputs_I < num_inputs))[None, :]
+    update_TI = update_tile(
+        dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
+        mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
+        tokens_T, ok_T, tl.program_id(1), num_inputs, MODE, DOT, PRECISION, INPUTS, RANKS,
+    )  # fmt: skip
+    dx = dx_ptr + tokens_T[:, None] * dx_stride + inputs_I[None, :]
+    tl.store(dx, tl.load(dx, mask=ok_TI, other=0.0).to(tl.float32) + update_TI, mask=ok_TI)
+
+
+def add_input_gradient(dx_TI: Tensor, update: LowRankUpdate) -> Tensor:
+    """dX += drop'(dH A), in place.
+
+    Args:
+        dx_TI: [T, I]; contiguous columns, rows any distance apart.
+        update: dH, A and mask.
+
+    Returns:
+        `dx_TI`.
+    """
+    num_tokens, num_inputs = dx_TI.shape
+    skip = 0 if update.mask is None else update.mask.feature_offset % 8
+    if dx_TI.numel() == 0:
+        return dx_TI
+    tokens, inputs = power_of_2(num_tokens, SMALLEST_DOT, 64), power_of_2(num_inputs + skip, SMALLEST_DOT, 128)
+    _add_input_gradient_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_inputs + skip, inputs))](
+        dx_TI, dx_TI.stride(0), num_tokens, num_inputs, *update_arguments(update),
+        **update_options(update), TOKENS=tokens, INPUTS=inputs, num_warps=4,
+    )  # fmt: skip
+    return dx_TI
+
+
+def bytes_moved(num_tokens: int, num_inputs: int, num_outputs: int, num_ranks: int, itemsize: int) -> dict[str, int]:
+    """Compulsory bytes of each product: operands read once, results written once, weight gradients in fp32."""
+    x, dy, h = (num_tokens * width * itemsize for width in (num_inputs, num_outputs, num_ranks))
+    a, b = num_ranks * num_inputs, num_ranks * num_outputs
+    return {
+        "project": x + a * itemsize + h,
+        "output_gradients": dy + h + b * itemsize + h + 4 * b,
+        "a_gradient": h + x + 4 * a,
+        "add_input_gradient": 2 * x + h + a * itemsize,
+    }

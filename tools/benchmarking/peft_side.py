@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -51,7 +52,9 @@ class PeftSide:
                 target_modules=list(TARGETS),
                 task_type="CAUSAL_LM",
             )
-            self.model = get_peft_model(base, lora)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # PEFT's own use of transformers
+                self.model = get_peft_model(base, lora)
         for name, parameter in self.model.named_parameters():
             place = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
             draw(place.removesuffix(".default.weight"), parameter)

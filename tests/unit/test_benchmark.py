@@ -1,0 +1,222 @@
+"""tools/benchmark.py: what it measures is what it says, and it refuses to time two different computations."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("peft", reason="the step section compares with PEFT")
+
+from engine.errors import UserError
+from tools.benchmarking import step
+from tools.benchmarking.engine_side import EngineSide
+from tools.benchmarking.floor import GemmFloor
+from tools.benchmarking.memory import peak_above_now
+from tools.benchmarking.model import attention_kernel, draw, draw_batches
+from tools.benchmarking.options import StepOptions
+from tools.benchmarking.peft_side import PeftSide
+from tools.benchmarking.table import Table
+from tools.benchmarking.timing import Sample, interleave, paired_ratio, summarise
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48, "vocab": 131, "rank": 4}
+SMALL = StepOptions(**TINY, rows=2, length=9, repeats=2, warmup=1, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def tables() -> Iterator[tuple[Table, dict]]:
+    """One whole run, child processes included, and its JSON."""
+    table = step.run(SMALL)
+    yield table, json.loads(table.json("the command"))
+
+
+def test_a_run_reports_every_contestant(tables: tuple[Table, dict]) -> None:
+    table, record = tables
+    assert [row[0] for row in table.rows] == [step.ENGINE, step.PEER, step.FLOOR]
+    assert {name: len(taken) for name, taken in record["seconds"].items()} == {
+        step.ENGINE: 2,
+        step.PEER: 2,
+        step.FLOOR: 2,
+    }
+    assert all(value > 0 for taken in record["seconds"].values() for value in taken)
+    assert any(sentence.startswith("Same computation") for sentence in table.findings)
+
+
+def test_a_run_says_where_and_with_what(tables: tuple[Table, dict]) -> None:
+    _, record = tables
+    assert record["machine"]["torch"] == torch.__version__
+    assert {"date", "CPU", "threads", "transformers", "peft"} <= set(record["machine"])
+    assert record["options"]["hidden"] == 32 and record["command"] == "the command"
+
+
+def test_ratio_is_that_of_the_samples(tables: tuple[Table, dict]) -> None:
+    _, record = tables
+    ratios = sorted(p / e for p, e in zip(record["seconds"][step.PEER], record["seconds"][step.ENGINE], strict=True))
+    assert record["speedup_over_peft"]["median"] == pytest.approx(sum(ratios) / 2)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
+def test_memory_is_measured(tables: tuple[Table, dict]) -> None:
+    _, record = tables
+    assert set(record["peak_bytes"]) == {step.ENGINE, step.PEER}
+    assert all(peak > 0 for peak in record["peak_bytes"].values())
+
+
+def test_both_sides_start_equal() -> None:
+    ids = draw_batches(SMALL, CPU, 1)[0]
+    engine, peer = EngineSide(SMALL, CPU), PeftSide(SMALL, CPU)
+    engine.prepare()
+    assert engine.loss(ids).item() == pytest.approx(peer.loss(ids).item(), rel=1e-6)
+
+
+def _sides() -> tuple[EngineSide, PeftSide]:
+    engine, peer = EngineSide(SMALL, CPU), PeftSide(SMALL, CPU)
+    engine.prepare()
+    peer.prepare()
+    return engine, peer
+
+
+def _shift(parameter: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.add_(0.1)
+
+
+@pytest.mark.parametrize("name", ["o_proj.lora_B", "down_proj.lora_A", "v_proj.base_layer", "input_layernorm"])
+def test_different_computations_are_not_timed(name: str) -> None:
+    engine, peer = _sides()
+    _shift(next(p for key, p in peer.model.named_parameters() if name in key))
+    with pytest.raises(RuntimeError, match="compute different things"):
+        step._check(SMALL, engine, peer, draw_batches(SMALL, CPU, 4))
+
+
+def test_a_wrong_gradient_is_noticed() -> None:
+    """The first loss says nothing about backward; the gradient norms and later losses do."""
+    engine, peer = _sides()
+    next(p for key, p in peer.model.named_parameters() if "gate_proj.lora_B" in key).register_hook(lambda g: 2 * g)
+    with pytest.raises(RuntimeError, match="compute different things"):
+        step._check(SMALL, engine, peer, draw_batches(SMALL, CPU, 4))
+
+
+def test_dropout_is_not_compared() -> None:
+    options = StepOptions(**TINY, rows=1, length=8, dropout=0.1, device="cpu")
+    engine, peer = EngineSide(options, CPU), PeftSide(options, CPU)
+    engine.prepare()
+    peer.prepare()
+    assert "not compared" in step._check(options, engine, peer, draw_batches(options, CPU, 4))
+
+
+def test_bfloat16_agrees_within_its_rounding() -> None:
+    options = StepOptions(**TINY, rows=1, length=8, dtype="bfloat16", device="cpu")
+    engine, peer = EngineSide(options, CPU), PeftSide(options, CPU)
+    engine.prepare()
+    peer.prepare()
+    assert "Same computation" in step._check(options, engine, peer, draw_batches(options, CPU, 4))
+
+
+def test_floor_counts_what_a_lora_step_multiplies() -> None:
+    """Twice the weights' elements forward, the same backward except below the first layer's queries, keys, values."""
+    per_layer = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48
+    first_qkv = 32 * (32 + 2 * 16)
+    products = 2 * (2 * per_layer + 32 * 131) - first_qkv
+    floor = GemmFloor(EngineSide(SMALL, CPU).linear_weights(), SMALL.tokens)
+    assert floor.operations() == 2 * SMALL.tokens * products
+    floor.run()
+
+
+def test_attention_kernel_is_read_from_the_graph() -> None:
+    q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
+    fused = torch.nn.functional.scaled_dot_product_attention(q, k, v).sum()
+    assert "ScaledDotProduct" in attention_kernel(fused * 2)
+    assert attention_kernel(((q @ k.mT).softmax(-1) @ v).sum()) == "unfused"
+
+
+def test_draws_depend_on_the_name_only() -> None:
+    one, same, other = (torch.empty(3, 4) for _ in range(3))
+    draw("a.weight", one)
+    torch.rand(1)
+    draw("a.weight", same)
+    draw("b.weight", other)
+    assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+def test_contestants_take_turns() -> None:
+    calls: list[str] = []
+    work = {name: lambda name=name: calls.append(name) for name in "abc"}
+    samples = interleave(work, repeats=3, warmup=1, device=CPU, turn=lambda done: None)
+    assert [sorted(calls[start : start + 3]) for start in range(0, 12, 3)] == [["a", "b", "c"]] * 4
+    assert calls[0::3] == ["a", "b", "c", "a"]
+    assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "b": 3, "c": 3}
+    assert isinstance(samples["a"][0], Sample)
+
+
+def test_ratios_are_paired() -> None:
+    assert paired_ratio([2.0, 30.0, 8.0], [1.0, 10.0, 2.0]) == (3.0, 2.0, 4.0)
+    assert summarise([5.0, 1.0, 9.0]) == (5.0, 1.0, 9.0)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
+def test_peak_counts_what_was_freed_again() -> None:
+    megabytes = 48
+
+    def work() -> None:
+        torch.ones(megabytes * 2**18).sum()
+
+    peak = peak_above_now(work, CPU)
+    assert peak is not None and megabytes * 0.9 < peak / 2**20 < megabytes + 16
+
+
+def test_table_forms() -> None:
+    table = Table(
+        title="A title",
+        columns=("", "ms"),
+        rows=(("one", "1.0"), ("longer", "10.0")),
+        findings=("It is so.",),
+        machine={"CPU": "some"},
+        data={"raw": [1]},
+    )
+    assert "one      1.0" in table.text() and "longer  10.0" in table.text()
+    assert "| one | 1.0 |" in table.markdown("run me") and "| --- | ---: |" in table.markdown("run me")
+    assert json.loads(table.json("run me"))["raw"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"hidden": 30}, ["30", "4", "head size"]),
+        ({"kv_heads": 3}, ["4", "3", "multiple"]),
+        ({"dropout": 1.0}, ["1.0", "below 1"]),
+        ({"length": 1}, ["1", "2 tokens"]),
+        ({"repeats": 0}, ["--repeats", "0"]),
+        ({"dtype": "float8"}, ["float8", "bfloat16"]),
+    ],
+)
+def test_impossible_options(wrong: dict, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        StepOptions(**{**TINY, **wrong})
+    assert all(word in str(caught.value) for word in words)
+
+
+def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "tools/benchmark.py", *arguments],
+        cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_help_names_every_option() -> None:
+    done = _command("step", "--help")
+    assert done.returncode == 0
+    assert all(f"--{name}" in done.stdout for name in ("kv-heads", "intermediate", "repeats", "json", "markdown"))
+
+
+def test_a_wrong_option_is_one_sentence() -> None:
+    done = _command("step", "--heads", "3")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: --hidden 512") and done.stderr.count("\n") == 1

@@ -147,6 +147,7 @@ def build(
     bucket_bytes: int = 2048,
     weight_decay: float = 0.01,
     clip_grad_norm: float = 1.0,
+    dtype: torch.dtype = torch.float32,
 ) -> Built:
     """The case on this rank of `mesh`, or on one process."""
     mesh = mesh or single_process_mesh()
@@ -154,7 +155,7 @@ def build(
         tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=case.sequence_parallel, joint_reduce=case.joint
     )
     device = torch.device("cpu")
-    model = Decoder(case.config, layout=layout, plan=case.plan(), device=device, dtype=torch.float32)
+    model = Decoder(case.config, layout=layout, plan=case.plan(), device=device, dtype=dtype)
     entries = list(shard_entries(model))
     for entry in entries:
         entry.parameter.data.copy_(cut(whole_tensor(entry.name, entry.spec.global_shape), entry.spec))

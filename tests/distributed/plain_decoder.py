@@ -60,8 +60,10 @@ class PlainDecoder:
         return y + self._low_rank(x, name, batch, step, site)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        mean_square = (x * x).mean(-1, keepdim=True)
-        return x / torch.sqrt(mean_square + self.config.norm_eps) * self.parameters[f"{name}.weight"]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean_square = (wide * wide).mean(-1, keepdim=True)
+        normed = wide / torch.sqrt(mean_square + self.config.norm_eps)
+        return normed.to(x.dtype) * self.parameters[f"{name}.weight"]
 
     def _rotate(self, x_THD: Tensor, positions: Tensor) -> Tensor:
         dim = self.config.head_dim
@@ -88,7 +90,8 @@ class PlainDecoder:
         tokens = torch.arange(x.shape[0])
         document = torch.bucketize(tokens, batch.document_offsets[1:].long(), right=True)
         seen = (document[:, None] == document[None, :]) & (tokens[:, None] >= tokens[None, :])
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        wide = scores.to(torch.promote_types(x.dtype, torch.float32))
+        weights = wide.masked_fill(~seen, float("-inf")).softmax(-1).to(x.dtype)
         out = torch.einsum("hts,shd->thd", weights, v).flatten(1)
         return self._linear(out, f"{prefix}.o_proj", batch, step, site + 1)
 
@@ -117,5 +120,6 @@ class PlainDecoder:
 
     def token_losses(self, batch: Batch, step: int) -> Tensor:
         """[T] negative log-likelihoods; 0 where there is no label."""
-        labels = batch.labels_BS.flatten()
-        return torch.nn.functional.cross_entropy(self.logits(batch, step), labels, reduction="none", ignore_index=-100)
+        labels, logits = batch.labels_BS.flatten(), self.logits(batch, step)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.nn.functional.cross_entropy(wide, labels, reduction="none", ignore_index=-100)

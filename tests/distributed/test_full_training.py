@@ -1,6 +1,6 @@
 """Parameters trained in full, against stock transformers with torch's own AdamW and clipping: ten steps, fp32.
 
-The head alone, everything, and everything with a tied head; on one process and on two tensor-parallel ranks.
+The head alone, everything, and everything with a tied head; on one process and on two ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ MODELS = {
     "everything tied": ("tied", ".*"),
     "norms and head": ("query and key norm", ".*norm|lm_head"),
 }
-LAYOUTS = {"one process": (1, False), "tp2": (2, False), "tp2 sequence": (2, True)}
+LAYOUTS = {
+    "one process": (RankGrid(), False),
+    "tp2": (RankGrid(tp=2), False),
+    "tp2 sequence": (RankGrid(tp=2), True),
+    "dp2": (RankGrid(dp=2), False),
+}
+"""Grid, and whether with sequence parallelism. With dp a tied matrix's bucket must wait for both of its uses."""
 
 
 class Trained(NamedTuple):
@@ -54,30 +60,34 @@ def _case(name: str) -> Case:
     return Case(config=decoder_config(stock), trained=trained)
 
 
-def _batches(step: int) -> list[Batch]:
+def _batches(step: int, rank: int = 0, size: int = 1) -> list[Batch]:
+    """Two micro-batches of two rows, of which each of `size` data-parallel ranks takes its share."""
     common = {"row_length": 24, "seq_length": 24, "vocab_size": 131, "seed": step % 3}
-    return [make_batch([(0, (9, 15)), (1, (20,))], **common), make_batch([(2, (24,)), (3, (4, 7, 13))], **common)]
+    rows = [[(0, (9, 15)), (1, (20,))], [(2, (24,)), (3, (4, 7, 13))]]
+    return [make_batch(micro[rank::size], **common) for micro in rows]
+
+
+def _num_targets(step: int) -> float:
+    return float(sum(batch.loss_weights_BS.sum() for batch in _batches(step)))
 
 
 def _train(case: Case, mesh: Mesh, *, sequence: bool) -> Trained:
     built = build(replace(case, sequence_parallel=sequence), mesh, weight_decay=DECAY, clip_grad_norm=CLIP)
     losses, norms = [], []
     for step in range(NUM_STEPS):
-        batches = _batches(step)
-        result = built.step(batches, float(sum(batch.loss_weights_BS.sum() for batch in batches)), LR)
+        result = built.step(_batches(step, mesh.dp.rank, mesh.dp.size), _num_targets(step), LR)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     return Trained(torch.stack(losses), torch.stack(norms), built.parameters(), built.specs())
 
 
 def _train_all(cases: dict[str, Case]) -> dict[tuple[str, str], Trained]:
-    mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=2)
-    return {
-        (name, layout): _train(case, mesh, sequence=sequence)
-        for name, case in cases.items()
-        for layout, (world, sequence) in LAYOUTS.items()
-        if world == 2
-    }
+    results = {}
+    for layout, (grid, sequence) in LAYOUTS.items():
+        if grid.world_size == 2:
+            mesh = build_mesh(grid, device_type="cpu", num_kv_heads=2)
+            results |= {(name, layout): _train(case, mesh, sequence=sequence) for name, case in cases.items()}
+    return results
 
 
 @functools.cache
@@ -87,7 +97,7 @@ def _two_ranks() -> list[dict[tuple[str, str], Trained]]:
 
 @functools.cache
 def _ranks(name: str, layout: str) -> list[Trained]:
-    if LAYOUTS[layout][0] == 1:
+    if LAYOUTS[layout][0].world_size == 1:
         return [_train(_case(name), single_process_mesh(), sequence=False)]
     return [rank[name, layout] for rank in _two_ranks()]
 
@@ -105,9 +115,8 @@ def _stock(name: str) -> Trained:
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99), eps=1e-8)
     losses, norms = [], []
     for step in range(NUM_STEPS):
-        batches = _batches(step)
-        targets = sum(batch.loss_weights_BS.sum() for batch in batches)
-        loss = torch.stack([stock_token_losses(model, batch).sum() for batch in batches]).sum() / targets
+        loss = torch.stack([stock_token_losses(model, batch).sum() for batch in _batches(step)]).sum()
+        loss = loss / _num_targets(step)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP))
         optimizer.step()

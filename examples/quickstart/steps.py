@@ -21,6 +21,8 @@ from pathlib import Path
 
 PROGRESS = re.compile(r"^(step \d+/\d+  loss|(reading|importing|exporting|checking) .*/s)")
 """Lines that follow each other quickly: rewritten on a terminal, thinned out elsewhere."""
+LAUNCHER = re.compile(r"^(E\d{4} .*distributed.elastic|W\d{4} .* closing signal )")
+"""Where torchrun begins to speak of a rank that failed; the rank has said what matters, the rest goes to the log."""
 PLAIN_SECONDS = 5.0
 
 
@@ -141,6 +143,7 @@ def _follow(command: tuple[str, ...], environment: dict[str, str], record, start
     assert process.stdout is not None
     threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
     shown = Display(started)
+    launcher_speaks = False
     try:
         while True:
             try:
@@ -151,7 +154,9 @@ def _follow(command: tuple[str, ...], environment: dict[str, str], record, start
             if line is None:
                 return process.wait()
             record(line)
-            shown.line(line.rstrip())
+            launcher_speaks = launcher_speaks or bool(LAUNCHER.match(line))
+            if not launcher_speaks:
+                shown.line(line.rstrip())
     finally:
         shown.close()
         if process.poll() is None:

@@ -126,15 +126,30 @@ def test_wrong_arguments_are_one_sentence(arguments: list[str], expected: str, t
     assert expected in result.stderr
 
 
-def test_failed_step_names_its_log(finished: tuple[Path, str]) -> None:
-    folder, _ = finished
-    out, data = folder / "broken", folder / "broken.jsonl"
-    data.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', encoding="utf-8")
-    given = ("--model", folder / "out" / "base", "--data", data, "--python", sys.executable, "--out", out)
-    result = run(*given, home=folder / "home", status=1)
-    assert "completion" in result.stdout
-    assert result.stderr.count("\n") == 1 and str(out / "logs" / "lora.log") in result.stderr
+def test_failed_step_names_its_log(stories_dir: Path, tmp_path: Path) -> None:
+    out, data = tmp_path / "out", tmp_path / "one.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
+    given = ("--model", stories_dir, "--data", data, "--python", sys.executable, "--out", out)
+    result = run(*given, home=tmp_path / "home", status=1)
+    assert "has 1 records: give at least 2" in result.stdout
+    assert result.stderr.count("\n") == 1 and str(out / "logs" / "split.log") in result.stderr
     assert "Traceback" not in result.stdout + result.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_malformed_record_is_shown_without_the_launcher(stories_dir: Path, tmp_path: Path) -> None:
+    """The sentence of the trainer is what the user sees; the launcher's traceback stays in the log."""
+    out, data = tmp_path / "out", tmp_path / "broken.jsonl"
+    good, bad = '{"prompt": "a", "completion": "b"}\n', '{"prompt": "a"}\n'
+    data.write_text(good + bad + good + good, encoding="utf-8")
+    given = ("--model", stories_dir, "--data", data, "--python", sys.executable, "--out", out)
+    result = run(*given, home=tmp_path / "home", status=1)
+    assert result.stdout.count("error: ") == 1 and "'completion' is missing" in result.stdout
+    assert result.stderr.count("\n") == 1 and str(out / "logs" / "lora.log") in result.stderr
+    assert "Traceback" not in result.stdout
+    assert "Traceback" in (out / "logs" / "lora.log").read_text(encoding="utf-8")
 
 
 def test_fresh_removes_only_what_a_quickstart_made(tmp_path: Path) -> None:

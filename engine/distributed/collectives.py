@@ -27,16 +27,21 @@ _reduce_scatter: Callable[..., Any] = (
 class Handle:
     """A collective under way; `wait` may be called once or not at all when nothing was sent."""
 
-    __slots__ = ("_work",)
+    __slots__ = ("_works",)
 
-    def __init__(self, work: Any | None = None) -> None:
-        self._work = work
+    def __init__(self, *works: Any) -> None:
+        self._works = works
+
+    @classmethod
+    def both(cls, first: Handle, second: Handle) -> Handle:
+        """One handle for two collectives."""
+        return cls(*first._works, *second._works)
 
     def wait(self) -> None:
         """Blocks the CPU with Gloo, the current stream with NCCL."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        for work in self._works:
+            work.wait()
+        self._works = ()
 
 
 def all_reduce_async(tensor: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> tuple[Tensor, Handle]:

@@ -12,6 +12,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.ops.attention import causal_attention
 from engine.ops.context import TokenContext
+from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.rope import rotate, split_rotate
 
 
@@ -56,7 +57,7 @@ def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused_qk
 
 
 class Attention(nn.Module):
-    """[T, hidden] (or [T / tp, hidden]) -> the same shape.
+    """Attention of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
     Args:
         prefix: engine module name, such as `layers.3.attention`.
@@ -139,7 +140,7 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin), v
 
-    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
-        q, k, v = self._split(self.qkv(x, context), context)
+    def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
+        q, k, v = self._split(self.qkv(u, source, context), context)
         out = causal_attention(q, k, v, context.document_lengths, scale=self.head_dim**-0.5)
-        return self.o_proj(out.reshape(out.shape[0], -1), context)
+        return self.o_proj(out.reshape(out.shape[0], -1), GivenInput(), context)

@@ -4,12 +4,13 @@ A module may hold several logical linears on one input (q, k, v; gate, up) as ro
 that one matrix product serves them all. Each section is a parameter of its own, a view of the storage, with its own
 name, shard and adapter. The adapters' A are rows of one stacked tensor for the same reason.
 
-Only `weight_view` may be used to read the frozen base: the storage may grow columns that are not part of it.
+The storage of a linear whose adapters are folded has further columns, [W | B]: each section's B lies beside its own
+rows of W, and B is a view of those columns. So only `weight_view` may be used to read the base.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,8 +20,13 @@ from engine.layers.module import ShardedModule, ShardEntry, empty
 from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
 from engine.ops.context import TokenContext
 from engine.ops.dropout import DropoutSite
+from engine.ops.inputs import LinearInput
 from engine.ops.low_rank import Factor, LowRank
-from engine.ops.parallel_linear import LinearOperands, RowsSink, column_linear, row_linear
+from engine.ops.operands import LinearOperands, RowsSink
+from engine.ops.parallel_linear import column_linear, row_linear
+
+FOLD_MULTIPLE = 8
+"""Columns added to a weight are padded to a multiple of this: the matrix units' alignment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +63,12 @@ class _ParallelLinear(ShardedModule):
     def __init__(
         self,
         sections: list[Section],
+        slots: list[_AdapterSlot],
         *,
         bias: bool,
+        joint: bool,
+        may_fold: bool,
+        dropout: DropoutSite | None,
         layout: TensorLayout,
         plan: TrainingPlan,
         device: torch.device,
@@ -66,32 +76,55 @@ class _ParallelLinear(ShardedModule):
         shared: ShardEntry | None = None,
     ) -> None:
         super().__init__()
-        self.sections, self.layout, self.plan = sections, layout, plan
+        self.layout, self.plan = layout, plan
         self.in_features = sections[0].spec.local_shape[1]
-        rows = sum(section.rows for section in sections)
         self._sinks: list[RowsSink] = []
         self._leaves: list[Tensor] = []
-        if shared is not None:
-            self.storage = shared.parameter.data
-            if shared.sink is not None:
-                shared.sink.uses += 1
-                self._sinks.append(RowsSink(first=0, count=rows, weight=shared.sink, bias=None))
-                self._leaves.append(shared.parameter)
+        rows = sum(section.rows for section in sections)
+        rank = sum(slot.settings.rank for slot in slots)
+        folded = bool(slots) and layout.fold and may_fold and shared is None
+        extra = -(-rank // FOLD_MULTIPLE) * FOLD_MULTIPLE if folded else 0
+        if shared is None:
+            self.storage = empty((rows, self.in_features + extra), dtype, device)
         else:
-            self.storage = empty((rows, self.in_features), dtype, device)
+            self._share(shared, rows)
         self.bias_storage = empty((rows,), dtype, device) if bias else None
         first = 0
         for section in sections:
             if shared is None:
                 self._own_section(section, first)
             first += section.rows
+        low_rank = self._build_adapters(slots, rank, dropout, folded=folded)
+        self.operands = LinearOperands(
+            extended_OE=self.storage,
+            in_features=self.in_features,
+            bias_O=self.bias_storage,
+            low_rank=low_rank,
+            folded=folded,
+            sinks=tuple(self._sinks),
+            axis=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            joint=joint,
+            kernels=layout.kernels,
+        )
 
     def weight_view(self) -> Tensor:
-        """The base weight [O, I] of all sections, without anything else the storage may hold."""
+        """The base weight [O, I] of all sections, without anything else the storage holds."""
         return self.storage[:, : self.in_features]
+
+    def leaves(self, source: LinearInput) -> tuple[Tensor, ...]:
+        """Every trainable tensor that the output depends on."""
+        return (*self._leaves, *source.leaves())
 
     def _bias_spec(self, spec: ShardSpec) -> ShardSpec:
         raise NotImplementedError
+
+    def _share(self, shared: ShardEntry, rows: int) -> None:
+        self.storage = shared.parameter.data
+        if shared.sink is not None:
+            shared.sink.uses += 1
+            self._sinks.append(RowsSink(first=0, count=rows, weight=shared.sink, bias=None))
+            self._leaves.append(shared.parameter)
 
     def _own_section(self, section: Section, first: int) -> None:
         trains = self.plan.trains(section.name)
@@ -106,24 +139,30 @@ class _ParallelLinear(ShardedModule):
             self._sinks.append(RowsSink(first=first, count=section.rows, weight=weight.sink, bias=bias_sink))
             self._leaves.extend(entry.parameter for entry in (weight, bias) if entry is not None)
 
-    def _build_adapters(self, slots: list[_AdapterSlot], *, site: int, feature_offset: int) -> LowRank | None:
+    def _build_adapters(
+        self, slots: list[_AdapterSlot], total_rank: int, dropout: DropoutSite | None, *, folded: bool
+    ) -> LowRank | None:
+        """A as rows of one stacked tensor; B as columns of the storage where folded."""
         if not slots:
             return None
         dtype, device = self.storage.dtype, self.storage.device
-        total = sum(slot.settings.rank for slot in slots)
-        stacked = empty((total, self.in_features), dtype, device)
+        stacked = empty((total_rank, self.in_features), dtype, device)
         factors, first = [], 0
         for slot in slots:
-            rank = slot.settings.rank
+            rank, rows = slot.settings.rank, slot.spec_b.local_shape[0]
+            if folded:
+                columns = slice(self.in_features + first, self.in_features + first + rank)
+                b_storage = self.storage[slot.first_row : slot.first_row + rows, columns]
+            else:
+                b_storage = empty(slot.spec_b.local_shape, dtype, device)
             a = self.own(f"{slot.name}.lora_A", stacked[first : first + rank], slot.spec_a, trainable=True)
-            b_storage = empty(slot.spec_b.local_shape, dtype, device)
             b = self.own(f"{slot.name}.lora_B", b_storage, slot.spec_b, trainable=True)
             self._leaves.extend((a.parameter, b.parameter))
             factors.append(
                 Factor(
-                    b_OR=b.parameter.data,
+                    b_OR=b_storage,
                     first_column=slot.first_row,
-                    num_columns=slot.spec_b.local_shape[0],
+                    num_columns=rows,
                     first_row=first,
                     scale=slot.settings.scale,
                     sink_a=a.sink,
@@ -131,39 +170,71 @@ class _ParallelLinear(ShardedModule):
                 )
             )
             first += rank
-        probability = slots[0].settings.dropout
-        dropout = None
-        if probability > 0:
-            dropout = DropoutSite(
-                probability=probability, seed=self.plan.seed, site=site, feature_offset=feature_offset
-            )
         return LowRank(a_RI=stacked, factors=tuple(factors), dropout=dropout)
 
-    def _operands(self, low_rank: LowRank | None, *, joint: bool = False) -> LinearOperands:
-        return LinearOperands(
-            weight_OI=self.weight_view(),
-            bias_O=self.bias_storage,
-            low_rank=low_rank,
-            sinks=tuple(self._sinks),
-            axis=self.layout.tp,
-            sequence_parallel=self.layout.sequence_parallel,
-            joint=joint,
-        )
+
+def _dropout_site(slots: list[_AdapterSlot], plan: TrainingPlan, site: int, feature_offset: int) -> DropoutSite | None:
+    """The common input's mask; all adapters on an input drop with one probability."""
+    if not slots or slots[0].settings.dropout == 0:
+        return None
+    probability = slots[0].settings.dropout
+    return DropoutSite(probability=probability, seed=plan.seed, site=site, feature_offset=feature_offset)
 
 
-def _concatenated(specs: list[ShardSpec], rank: int) -> ShardSpec:
-    """The spec of [O_1 + O_2 + ..., rank] stacked from row-split sections: one piece per section."""
+def _with_columns(spec: ShardSpec, columns: int) -> ShardSpec:
+    """The spec of [O, columns] whose rows lie as those of `spec`."""
+    return replace(spec, global_shape=(spec.global_shape[0], columns), local_shape=(spec.local_shape[0], columns))
+
+
+def _concatenated(sections: list[Section], columns: int) -> ShardSpec:
+    """The spec of [O_1 + O_2 + ..., columns] stacked from row-split sections: one piece per section."""
     pieces, global_rows, local_rows = [], 0, 0
-    for spec in specs:
+    for spec in (section.spec for section in sections):
         runs = spec.pieces if spec.dim is not None else (Piece(0, 0, spec.local_shape[0]),)
         pieces += [Piece(global_rows + p.global_offset, local_rows + p.local_offset, p.length) for p in runs]
         global_rows += spec.global_shape[0]
         local_rows += spec.local_shape[0]
-    return ShardSpec(global_shape=(global_rows, rank), local_shape=(local_rows, rank), dim=0, pieces=tuple(pieces))
+    return ShardSpec(
+        global_shape=(global_rows, columns), local_shape=(local_rows, columns), dim=0, pieces=tuple(pieces)
+    )
+
+
+def _spec_a(rank: int, in_features: int, layout: TensorLayout) -> ShardSpec:
+    """A of a column linear: whole on every rank; see the table in ops.parallel_linear."""
+    complete = layout.joint_reduce and not layout.splits_tokens
+    return replicated_spec(
+        (rank, in_features), rank=layout.tp.rank, size=layout.tp.size, grad_reduce=() if complete else ("tp",)
+    )
+
+
+def _column_slots(
+    sections: list[Section], fused: str | None, layout: TensorLayout, plan: TrainingPlan
+) -> list[_AdapterSlot]:
+    """An adapter for each section that the plan gives one, or the one named `fused` over all of them."""
+    in_features = sections[0].spec.local_shape[1]
+    if fused is not None and plan.fused_qkv:
+        settings = plan.adapter(fused)
+        candidates = [] if settings is None else [(fused, settings, 0, _concatenated(sections, settings.rank))]
+    else:
+        candidates, first = [], 0
+        for section in sections:
+            if (settings := plan.adapter(section.name)) is not None:
+                candidates.append((section.name, settings, first, _with_columns(section.spec, settings.rank)))
+            first += section.rows
+    return [
+        _AdapterSlot(
+            name=name,
+            settings=settings,
+            first_row=first,
+            spec_a=_spec_a(settings.rank, in_features, layout),
+            spec_b=spec_b,
+        )
+        for name, settings, first, spec_b in candidates
+    ]
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Linears whose output rows are split over tp: [T, I] (or [T / tp, I]) -> [T, O / tp].
+    """Linears whose output rows are split over tp: x [T, I] (or [T / tp, I]) -> [T, O / tp].
 
     Args:
         sections: the logical linears, in output order.
@@ -174,85 +245,34 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     def __init__(
-        self,
-        sections: list[Section],
-        *,
-        bias: bool,
-        site: int,
-        layout: TensorLayout,
-        plan: TrainingPlan,
-        device: torch.device,
-        dtype: torch.dtype,
-        fused_adapter: str | None = None,
-        shared: ShardEntry | None = None,
-    ) -> None:
-        super().__init__(sections, bias=bias, layout=layout, plan=plan, device=device, dtype=dtype, shared=shared)
-        slots = self._fused_slot(fused_adapter) if fused_adapter and plan.fused_qkv else self._slots()
-        self.joint = layout.joint_reduce and not layout.splits_tokens
-        low_rank = self._build_adapters(slots, site=site, feature_offset=0)
-        self.operands = self._operands(low_rank, joint=self.joint)
+        self, sections: list[Section], *, bias: bool, site: int, layout: TensorLayout, plan: TrainingPlan,
+        device: torch.device, dtype: torch.dtype, fused_adapter: str | None = None, shared: ShardEntry | None = None,
+    ) -> None:  # fmt: skip
+        slots = _column_slots(sections, fused_adapter, layout, plan)
+        joint = layout.joint_reduce and not layout.splits_tokens
+        super().__init__(
+            sections,
+            slots,
+            bias=bias,
+            joint=joint,
+            may_fold=joint or layout.splits_tokens or layout.tp.size == 1,
+            dropout=_dropout_site(slots, plan, site, 0),
+            layout=layout,
+            plan=plan,
+            device=device,
+            dtype=dtype,
+            shared=shared,
+        )
 
     def _bias_spec(self, spec: ShardSpec) -> ShardSpec:
-        return ShardSpec(
-            global_shape=spec.global_shape[:1],
-            local_shape=spec.local_shape[:1],
-            dim=spec.dim,
-            pieces=spec.pieces,
-            grad_reduce=spec.grad_reduce,
-            replicated=spec.replicated,
-            owner=spec.owner,
-        )
+        return replace(spec, global_shape=spec.global_shape[:1], local_shape=spec.local_shape[:1])
 
-    def _spec_a(self, rank: int) -> ShardSpec:
-        complete = self.layout.joint_reduce and not self.layout.splits_tokens
-        return replicated_spec(
-            (rank, self.in_features),
-            rank=self.layout.tp.rank,
-            size=self.layout.tp.size,
-            grad_reduce=() if complete else ("tp",),
-        )
-
-    def _slots(self) -> list[_AdapterSlot]:
-        slots, first = [], 0
-        for section in self.sections:
-            if (settings := self.plan.adapter(section.name)) is not None:
-                spec = section.spec
-                spec_b = ShardSpec(
-                    global_shape=(spec.global_shape[0], settings.rank),
-                    local_shape=(spec.local_shape[0], settings.rank),
-                    dim=spec.dim,
-                    pieces=spec.pieces,
-                    grad_reduce=spec.grad_reduce,
-                    replicated=spec.replicated,
-                    owner=spec.owner,
-                )
-                slots.append(
-                    _AdapterSlot(
-                        name=section.name,
-                        settings=settings,
-                        first_row=first,
-                        spec_a=self._spec_a(settings.rank),
-                        spec_b=spec_b,
-                    )
-                )
-            first += section.rows
-        return slots
-
-    def _fused_slot(self, name: str) -> list[_AdapterSlot]:
-        settings = self.plan.adapter(name)
-        if settings is None:
-            return []
-        spec_b = _concatenated([section.spec for section in self.sections], settings.rank)
-        return [
-            _AdapterSlot(name=name, settings=settings, first_row=0, spec_a=self._spec_a(settings.rank), spec_b=spec_b)
-        ]
-
-    def forward(self, x_TI: Tensor, context: TokenContext) -> Tensor:
-        return column_linear(x_TI, self.operands, context, tuple(self._leaves))
+    def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
+        return column_linear(u, source, self.operands, context, self.leaves(source))
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A linear whose input features are split over tp: [T, I / tp] -> [T, O] (or [T / tp, O]).
+    """A linear whose input features are split over tp: x [T, I / tp] -> [T, O] (or [T / tp, O]).
 
     Args:
         name: engine module name.
@@ -261,30 +281,28 @@ class RowParallelLinear(_ParallelLinear):
     """
 
     def __init__(
-        self,
-        name: str,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        site: int,
-        layout: TensorLayout,
-        plan: TrainingPlan,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+        self, name: str, in_features: int, out_features: int, *, bias: bool, site: int, layout: TensorLayout,
+        plan: TrainingPlan, device: torch.device, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         tp = layout.tp
-        shape = (out_features, in_features)
-        spec = split_spec(shape, 1, rank=tp.rank, size=tp.size, what=f"the input width of {name}")
-        section = Section(name=name, spec=spec)
-        super().__init__([section], bias=bias, layout=layout, plan=plan, device=device, dtype=dtype)
+        spec = split_spec((out_features, in_features), 1, rank=tp.rank, size=tp.size, what=f"the input width of {name}")
         slots = []
         if (settings := plan.adapter(name)) is not None:
             spec_a = split_spec((settings.rank, in_features), 1, rank=tp.rank, size=tp.size, what="lora_A")
             spec_b = replicated_spec((out_features, settings.rank), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
             slots = [_AdapterSlot(name=name, settings=settings, first_row=0, spec_a=spec_a, spec_b=spec_b)]
-        low_rank = self._build_adapters(slots, site=site, feature_offset=tp.rank * self.in_features)
-        self.operands = self._operands(low_rank)
+        super().__init__(
+            [Section(name=name, spec=spec)],
+            slots,
+            bias=bias,
+            joint=False,
+            may_fold=True,
+            dropout=_dropout_site(slots, plan, site, tp.rank * spec.local_shape[1]),
+            layout=layout,
+            plan=plan,
+            device=device,
+            dtype=dtype,
+        )
 
     def _bias_spec(self, spec: ShardSpec) -> ShardSpec:
         return replicated_spec(
@@ -294,5 +312,5 @@ class RowParallelLinear(_ParallelLinear):
             grad_reduce=("tp",) if self.layout.splits_tokens else (),
         )
 
-    def forward(self, x_TI: Tensor, context: TokenContext) -> Tensor:
-        return row_linear(x_TI, self.operands, context, tuple(self._leaves))
+    def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
+        return row_linear(u, source, self.operands, context, self.leaves(source))

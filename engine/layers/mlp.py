@@ -9,11 +9,11 @@ from engine.distributed.sharding import split_spec
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.ops.context import TokenContext
-from engine.ops.swiglu import swiglu
+from engine.ops.inputs import LinearInput, SwiGLUInput
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)): [T, hidden] (or [T / tp, hidden]) -> the same shape.
+    """down(silu(gate(x)) * up(x)), x made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
     Args:
         prefix: engine module name, such as `layers.3.mlp`.
@@ -57,5 +57,5 @@ class MLP(nn.Module):
             dtype=dtype,
         )
 
-    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
-        return self.down(swiglu(self.gate_up(x, context)), context)
+    def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
+        return self.down(self.gate_up(u, source, context), SwiGLUInput(), context)

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.distributed.sharding import replicated_spec
 from engine.layers.module import ShardedModule, empty
 from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.ops.inputs import NormInput
 from engine.ops.norm import rmsnorm
 
 
@@ -40,6 +41,10 @@ class RMSNorm(ShardedModule):
         )
         self.eps = eps
         self.weight = self.own(f"{name}.weight", empty((size,), dtype, device), spec, trainable=plan.trains(name))
+
+    def as_input(self) -> NormInput:
+        """The norm as what a linear's input is made with, so that its output is never kept."""
+        return NormInput(weight=self.weight.parameter, eps=self.eps, sink=self.weight.sink)
 
     def forward(self, x: Tensor) -> Tensor:
         return rmsnorm(x, self.weight.parameter, self.eps, self.weight.sink)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.distributed.mesh import Axis
+from engine.ops.kernels import REFERENCE, Kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +58,16 @@ class TensorLayout:
         kv_replica: ranks that hold the same key/value heads.
         sequence_parallel: tokens are split over tp between the linears.
         joint_reduce: column linears all-reduce [dX, dH] together (see ops.parallel_linear).
+        fold: adapters are columns of their linear's weight, one product each way for both.
+        kernels: the backend of the ops.
     """
 
     tp: Axis = field(default_factory=lambda: Axis("tp"))
     kv_replica: Axis = field(default_factory=lambda: Axis("kv_replica"))
     sequence_parallel: bool = False
     joint_reduce: bool = False
+    fold: bool = True
+    kernels: Kernels = REFERENCE
 
     @property
     def splits_tokens(self) -> bool:

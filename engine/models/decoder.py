@@ -83,8 +83,8 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
-        x = x + self.attention(self.input_norm(x), context)
-        return x + self.mlp(self.post_attention_norm(x), context)
+        x = x + self.attention(x, self.input_norm.as_input(), context)
+        return x + self.mlp(x, self.post_attention_norm.as_input(), context)
 
 
 class Decoder(nn.Module):
@@ -205,7 +205,7 @@ class Decoder(nn.Module):
     def logits(self, x: Tensor, context: TokenContext) -> Tensor:
         """[T, V / tp] logits of this rank's vocabulary rows (with padding columns)."""
         assert self.norm is not None and self.head is not None
-        return self.head(self.norm(x), context)
+        return self.head(x, self.norm.as_input(), context)
 
     def token_losses(self, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
         """fp32 [T] negative log-likelihood of each label; equal on all tensor-parallel ranks."""

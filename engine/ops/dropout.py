@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from triton_kernels.philox import dropout_mask, dropout_scale
+from engine.ops.kernels import DrawMask
+from triton_kernels.philox import dropout_scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +30,9 @@ class DropoutSite:
     def scale(self) -> float:
         return dropout_scale(self.probability)
 
-    def mask(self, token_index: Tensor, num_features: int, step: Tensor) -> Tensor:
-        """bool [T, num_features], True where kept."""
-        return dropout_mask(
+    def mask(self, draw: DrawMask, token_index: Tensor, num_features: int, step: Tensor) -> Tensor:
+        """Which of [T, num_features] are kept, in the form of the backend that draws it."""
+        return draw(
             token_index,
             feature_offset=self.feature_offset,
             num_features=num_features,

@@ -45,7 +45,7 @@ class GradientSink:
     def add(self, gradient: Tensor) -> None:
         """buffer += gradient."""
         self.buffer.add_(gradient)
-        self._ready()
+        self.added()
 
     def add_product(self, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
         """buffer += scale * left @ right, rounded to fp32 once where the operands are fp32."""
@@ -53,18 +53,19 @@ class GradientSink:
             self.buffer.addmm_(left, right, alpha=scale)
         else:
             self.buffer.add_(left @ right, alpha=scale)
-        self._ready()
+        self.added()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """buffer[index[t]] += rows[t] for each t."""
         self.buffer.index_add_(0, index, rows.to(torch.float32))
-        self._ready()
+        self.added()
 
     def add_columns(self, index: Tensor, columns: Tensor) -> None:
         """buffer[:, index[t]] += columns[:, t] for each t."""
         self.buffer.index_add_(1, index, columns.to(torch.float32))
-        self._ready()
+        self.added()
 
-    def _ready(self) -> None:
+    def added(self) -> None:
+        """Says that the buffer was added to; for ops that write into it themselves."""
         if self._on_ready is not None:
             self._on_ready()

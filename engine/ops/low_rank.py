@@ -1,8 +1,11 @@
-"""The low-rank part of a linear: y += s * (drop(x) A^T) B^T, and its gradients.
+"""The low-rank part of a linear, y += H B^T with H = s * drop(x) A^T, and its gradients.
 
 One input may feed several adapters (q, k, v; gate, up): their A are stacked so that x is read once, and each B writes
-the output columns of its own section. Input gradient and weight gradients are separate functions. Nothing here
-communicates; the parallel linears say which of these products are partial sums (see their table).
+the output columns of its own section. The scale s sits on H, so that B itself can be columns of the extended weight
+[W | B] and one product gives base and adapter together. Nothing here communicates; the parallel linears say which of
+these products are partial sums (see their table).
+
+    dH = s * dY B        dA = dH^T drop(x)        dB = dY^T H        dX += drop'(dH A)
 
 Legend: T tokens, I input features, O output features, R rows of the stacked A (sum of the ranks).
 """
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from engine.ops.dropout import DropoutSite
 from engine.ops.gradients import GradientSink
+from engine.ops.kernels import InputUpdate, Kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +27,7 @@ class Factor:
     """One adapter's place in the stack.
 
     Args:
-        b_OR: [o, r], this rank's rows of B.
+        b_OR: [o, r], this rank's rows of B; rows may have any stride.
         first_column, num_columns: which output columns of the linear it adds to.
         first_row: where its r rows start in the stacked A.
         scale: alpha / r, or alpha / sqrt(r).
@@ -61,52 +65,63 @@ class LowRank:
     factors: tuple[Factor, ...]
     dropout: DropoutSite | None
 
+    @property
+    def rank(self) -> int:
+        """R, the rows of the stacked A."""
+        return self.a_RI.shape[0]
 
-def dropped_input(x_TI: Tensor, mask: Tensor | None, low_rank: LowRank) -> Tensor:
-    """drop(x): x where no mask is given."""
-    if mask is None:
-        return x_TI
-    assert low_rank.dropout is not None
-    return (x_TI * mask).mul_(low_rank.dropout.scale)
+    @property
+    def keep_scale(self) -> float:
+        """What kept inputs are multiplied by: 1 / (1 - p)."""
+        return self.dropout.scale if self.dropout is not None else 1.0
+
+    def input_update(self, dh_TR: Tensor, mask: Tensor | None) -> InputUpdate:
+        """What these adapters add to the gradient of their input."""
+        return InputUpdate(dh_TR=dh_TR, a_RI=self.a_RI, mask=mask, scale=1.0 if mask is None else self.keep_scale)
+
+    def scale_(self, h_TR: Tensor) -> Tensor:
+        """Multiplies each adapter's columns by its s, in place."""
+        scales = {factor.scale for factor in self.factors}
+        if len(scales) == 1:
+            return h_TR.mul_(scales.pop())
+        for factor in self.factors:
+            factor.rows(h_TR).mul_(factor.scale)
+        return h_TR
 
 
-def project(x_TI: Tensor, mask: Tensor | None, low_rank: LowRank) -> Tensor:
-    """H = drop(x) A^T, [T, R]."""
-    return dropped_input(x_TI, mask, low_rank) @ low_rank.a_RI.t()
+def project(x_TI: Tensor, mask: Tensor | None, low_rank: LowRank, kernels: Kernels, out: Tensor) -> Tensor:
+    """H = s * drop(x) A^T into `out` [T, R]."""
+    kernels.project(x_TI, low_rank.a_RI, mask, 1.0 if mask is None else low_rank.keep_scale, out)
+    return low_rank.scale_(out)
 
 
 def add_expansion(y_TO: Tensor, h_TR: Tensor, low_rank: LowRank) -> None:
-    """y += s * H B^T, section by section, in place."""
+    """y += H B^T, section by section, in place."""
     for factor in low_rank.factors:
-        factor.columns(y_TO).addmm_(factor.rows(h_TR), factor.b_OR.t(), alpha=factor.scale)
+        factor.columns(y_TO).addmm_(factor.rows(h_TR), factor.b_OR.t())
 
 
 def projection_gradient(dy_TO: Tensor, low_rank: LowRank) -> Tensor:
     """dH = s * dY B, [T, R]; a partial sum where the output columns are split over ranks."""
-    dh = dy_TO.new_empty(dy_TO.shape[0], low_rank.a_RI.shape[0])
+    dh = dy_TO.new_empty(dy_TO.shape[0], low_rank.rank)
     for factor in low_rank.factors:
-        out = factor.rows(dh)
-        torch.addmm(out, factor.columns(dy_TO), factor.b_OR, beta=0, alpha=factor.scale, out=out)
-    return dh
+        torch.mm(factor.columns(dy_TO), factor.b_OR, out=factor.rows(dh))
+    return low_rank.scale_(dh)
 
 
-def add_input_gradient(dx_TI: Tensor, dh_TR: Tensor, mask: Tensor | None, low_rank: LowRank) -> Tensor:
-    """dX + drop'(dH A): in place where `dx` is contiguous."""
-    if mask is None:
-        return dx_TI.addmm_(dh_TR, low_rank.a_RI)
-    assert low_rank.dropout is not None
-    return dx_TI.addcmul_(dh_TR @ low_rank.a_RI, mask.to(dx_TI.dtype), value=low_rank.dropout.scale)
-
-
-def accumulate_a(dh_TR: Tensor, dropped_TI: Tensor, low_rank: LowRank) -> None:
+def accumulate_a(dh_TR: Tensor, x_TI: Tensor, mask: Tensor | None, low_rank: LowRank, kernels: Kernels) -> None:
     """dA = dH^T drop(x), into each adapter's sink."""
-    for factor in low_rank.factors:
-        if factor.sink_a is not None:
-            factor.sink_a.add_product(factor.rows(dh_TR).t(), dropped_TI)
+    trained = [factor for factor in low_rank.factors if factor.sink_a is not None]
+    if not trained:
+        return
+    gradient = kernels.a_gradient(dh_TR, x_TI, mask, 1.0 if mask is None else low_rank.keep_scale)
+    for factor in trained:
+        assert factor.sink_a is not None
+        factor.sink_a.add(gradient.narrow(0, factor.first_row, factor.b_OR.shape[1]))
 
 
 def accumulate_b(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank) -> None:
-    """dB = s * dY^T H, into each adapter's sink."""
+    """dB = dY^T H, into each adapter's sink."""
     for factor in low_rank.factors:
         if factor.sink_b is not None:
-            factor.sink_b.add_product(factor.columns(dy_TO).t(), factor.rows(h_TR), factor.scale)
+            factor.sink_b.add_product(factor.columns(dy_TO).t(), factor.rows(h_TR))

@@ -1,284 +1,234 @@
 """Tensor-parallel linears with the low-rank path inside and every collective in sight.
 
-    y = x W^T + b + s * (drop(x) A^T) B^T
+    y = x W^T + b + H B^T,   H = s * drop(x) A^T,   x made from u (a norm, SwiGLU, or u itself)
 
 Column: W [O / tp, I], B rows split with it, A whole on every rank. Row: W [O, I / tp], A columns split with it, B whole
-on every rank; the low-rank term is added before the one reduction, the bias after it.
+on every rank; the low-rank term is added before the one reduction, the bias after it. Where adapters are folded, base
+and adapter are one product each way: y = [x | H] [W | B]^T and [dX_base | dH] = dY [W | B].
 
-What backward leaves as a partial sum over the tensor-parallel ranks depends on where H = drop(x) A^T is made:
+What backward leaves as a partial sum over the tensor-parallel ranks depends on where H is made:
 
 | case                                                                   | dA       | dB       |
 |------------------------------------------------------------------------|----------|----------|
 | column, H from the full x on every rank, dH kept local (LOCAL)          | sum      | complete |
-| column, [dX, dH] all-reduced together (JOINT)                           | complete | complete |
+| column, [dX, dH] all-reduced together (JOINT; always where folded)      | complete | complete |
 | column with sequence parallelism: H from the token shard, x and H       |          |          |
 |   gathered, dX and dH reduce-scattered                                  | sum      | complete |
 | row, with or without sequence parallelism                              | complete | sum      |
 
 The layers record this in each factor's ShardSpec; the optimizer sums what is recorded there, once per step.
 With sequence parallelism a column linear's input, and a row linear's output, hold this rank's T / tp tokens.
+x is not kept for backward unless it is u: it is made again there (see ops.inputs).
 
 Legend: T tokens, I input features, O output features, R stacked adapter rows; all of this rank unless said otherwise.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.distributed.collectives import (
+    Handle,
     all_gather_async,
     all_reduce,
     all_reduce_async,
     reduce_scatter,
     reduce_scatter_async,
 )
-from engine.distributed.mesh import Axis
 from engine.ops.context import TokenContext
-from engine.ops.gradients import GradientSink
-from engine.ops.low_rank import (
-    LowRank,
-    accumulate_a,
-    accumulate_b,
-    add_expansion,
-    add_input_gradient,
-    dropped_input,
-    project,
-    projection_gradient,
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowsSink:
-    """Gradient destination of the output rows [first, first + count) of a linear's weight and bias."""
-
-    first: int
-    count: int
-    weight: GradientSink | None
-    bias: GradientSink | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinearOperands:
-    """What a parallel linear computes with on this rank.
-
-    Args:
-        weight_OI: [O, I].
-        bias_O: [O] or None.
-        low_rank: the adapters, or None.
-        sinks: gradient destinations of the trainable output rows; empty for a frozen base.
-        axis: tensor-parallel axis.
-        sequence_parallel: see the module's text.
-        joint: column without sequence parallelism: the JOINT row of the table.
-    """
-
-    weight_OI: Tensor
-    bias_O: Tensor | None
-    low_rank: LowRank | None
-    sinks: tuple[RowsSink, ...]
-    axis: Axis
-    sequence_parallel: bool
-    joint: bool = False
-
-    @property
-    def trains_weight(self) -> bool:
-        return any(sink.weight is not None for sink in self.sinks)
-
-
-def _mask(operands: LinearOperands, context: TokenContext, token_index: Tensor, num_features: int) -> Tensor | None:
-    low_rank = operands.low_rank
-    if low_rank is None or low_rank.dropout is None or not context.training:
-        return None
-    return low_rank.dropout.mask(token_index, num_features, context.step)
-
-
-def _accumulate_base(operands: LinearOperands, dy_TO: Tensor, x_TI: Tensor | None, bias_dy_TO: Tensor) -> None:
-    """dW = dY^T x and db = sum of dY, into the sinks of the trainable rows."""
-    for sink in operands.sinks:
-        if sink.weight is not None:
-            assert x_TI is not None
-            sink.weight.add_product(dy_TO.narrow(1, sink.first, sink.count).t(), x_TI)
-        if sink.bias is not None:
-            sink.bias.add(bias_dy_TO.narrow(1, sink.first, sink.count).sum(0, dtype=torch.float32))
+from engine.ops.inputs import LinearInput
+from engine.ops.low_rank import accumulate_a, accumulate_b, add_expansion, projection_gradient
+from engine.ops.operands import LinearOperands, accumulate_base
 
 
 class _ColumnLinear(torch.autograd.Function):
     """The leaves (trainable tensors) are passed only so that autograd knows the output depends on them."""
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, operands: LinearOperands, context: TokenContext, *leaves: Tensor) -> Tensor:
-        low_rank, axis = operands.low_rank, operands.axis
+    def forward(
+        ctx: Any, u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, *leaves: Tensor
+    ) -> Tensor:
+        axis = operands.axis
         gathers = operands.sequence_parallel and axis.size > 1
-        index = context.local_token_index if gathers else context.token_index
-        mask = _mask(operands, context, index, x_TI.shape[1])
-        h_TR = None
+        mask = operands.mask(context, context.local_token_index if gathers else context.token_index)
+        x, h, statistics = operands.input_and_projection(u, source, mask)
         if gathers:
-            full, x_handle = all_gather_async(x_TI, axis)
-            h_handle = None
-            if low_rank is not None:  # hides the gather of x; the gather of H is hidden by the base product
-                h_TR, h_handle = all_gather_async(project(x_TI, mask, low_rank), axis)
-            x_handle.wait()
-            y_TO = full @ operands.weight_OI.t()
-            if h_handle is not None:
-                h_handle.wait()
-        else:
-            y_TO = x_TI @ operands.weight_OI.t()
-            if low_rank is not None:
-                h_TR = project(x_TI, mask, low_rank)
-        if low_rank is not None and h_TR is not None:
-            add_expansion(y_TO, h_TR, low_rank)
+            x, h = _gather_input(operands, x, h)
+        y = x @ (operands.extended_OE if operands.folded else operands.weight_OI).t()
+        if h is not None and operands.low_rank is not None:
+            if not operands.folded:
+                add_expansion(y, h, operands.low_rank)
+            h = h.clone() if operands.folded else h  # frees the buffer it is a view of
         if operands.bias_O is not None:
-            y_TO.add_(operands.bias_O)
-        keeps_input = low_rank is not None or operands.trains_weight
-        ctx.save_for_backward(x_TI if keeps_input else None, h_TR, mask)
-        ctx.operands, ctx.gathers, ctx.num_leaves = operands, gathers, len(leaves)
-        return y_TO
+            y.add_(operands.bias_O)
+        ctx.save_for_backward(u, statistics, h, mask)
+        ctx.source, ctx.operands, ctx.gathers, ctx.num_leaves = source, operands, gathers, len(leaves)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Any, ...]:
-        x_TI, h_TR, mask = ctx.saved_tensors
-        operands: LinearOperands = ctx.operands
-        run = _column_backward_sequence if ctx.gathers else _column_backward
-        dx_TI = run(operands, dy_TO, x_TI, h_TR, mask, ctx.needs_input_grad[0])
-        return (dx_TI, None, None, *([None] * ctx.num_leaves))
-
-
-def _column_backward(
-    operands: LinearOperands, dy: Tensor, x: Tensor | None, h: Tensor | None, mask: Tensor | None, needs_dx: bool
-) -> Tensor | None:
-    """Full tokens on every rank: dX is all-reduced while dA and dB are computed."""
-    low_rank, axis = operands.low_rank, operands.axis
-    dh = projection_gradient(dy, low_rank) if low_rank is not None else None
-    if operands.joint and axis.size > 1 and needs_dx and low_rank is not None and dh is not None:
-        return _column_backward_joint(operands, dy, x, h, mask, dh)
-    dx, handle = None, None
-    if needs_dx:
-        dx = dy @ operands.weight_OI
-        if low_rank is not None and dh is not None:
-            dx = add_input_gradient(dx, dh, mask, low_rank)
-        dx, handle = all_reduce_async(dx, axis)
-    if low_rank is not None and dh is not None and x is not None and h is not None:
-        if operands.joint:
-            # without dX there is nothing to send dH along with; it must be complete all the same
-            dh = all_reduce(dh, axis)
-        accumulate_b(dy, h, low_rank)
-        accumulate_a(dh, dropped_input(x, mask, low_rank), low_rank)
-    _accumulate_base(operands, dy, x, dy)
-    if handle is not None:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        u, statistics, h, mask = ctx.saved_tensors
+        source, operands = ctx.source, ctx.operands
+        needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
+        dx, dh, handle = _column_input_gradient(operands, dy, mask, needs_du, ctx.gathers)
+        if h is not None and operands.low_rank is not None:
+            accumulate_b(dy, h, operands.low_rank)  # hides the collective
+        x = None
+        if operands.low_rank is not None or operands.trains_weight:
+            x, _ = source.make(u, None, operands.kernels)
+        full, full_handle = x, Handle()
+        if operands.trains_weight and x is not None and ctx.gathers:
+            full, full_handle = all_gather_async(x, operands.axis)
         handle.wait()
-    return dx
+        update = None
+        if operands.low_rank is not None:
+            if operands.folded:
+                dx, dh = operands.split_gradient(dx)
+            assert dh is not None and x is not None
+            accumulate_a(dh, x, mask, operands.low_rank, operands.kernels)
+            if _update_after_collective(operands, ctx.gathers):
+                update = operands.low_rank.input_update(dh, mask)
+        full_handle.wait()
+        accumulate_base(operands, dy, full, dy)
+        du = source.gradient(dx, u, statistics, update, operands.kernels) if needs_du else None
+        return (du, None, None, None, *([None] * ctx.num_leaves))
 
 
-def _column_backward_joint(
-    operands: LinearOperands, dy: Tensor, x: Tensor | None, h: Tensor | None, mask: Tensor | None, dh: Tensor
-) -> Tensor:
-    """[dX_base, dH] cross the ranks in one buffer; dX += drop'(dH A) follows on the complete dH."""
-    low_rank = operands.low_rank
-    assert low_rank is not None and x is not None and h is not None
-    num_features = operands.weight_OI.shape[1]
-    both = dy.new_empty(dy.shape[0], num_features + dh.shape[1])
-    torch.mm(dy, operands.weight_OI, out=both[:, :num_features])
-    both[:, num_features:] = dh
-    both, handle = all_reduce_async(both, operands.axis)
-    accumulate_b(dy, h, low_rank)
-    _accumulate_base(operands, dy, x, dy)
+def _gather_input(operands: LinearOperands, x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """All tokens' x and H; one collective where both lie in one buffer."""
+    full, handle = all_gather_async(x, operands.axis)
+    if h is None or operands.low_rank is None:
+        handle.wait()
+        return full, None
+    if operands.folded:
+        handle.wait()
+        return full, full[:, operands.in_features : operands.in_features + operands.low_rank.rank]
+    full_h, h_handle = all_gather_async(h, operands.axis)
     handle.wait()
-    dx, dh = both[:, :num_features].contiguous(), both[:, num_features:]
-    accumulate_a(dh, dropped_input(x, mask, low_rank), low_rank)
-    return add_input_gradient(dx, dh, mask, low_rank)
+    h_handle.wait()
+    return full, full_h
 
 
-def _column_backward_sequence(
-    operands: LinearOperands, dy: Tensor, x: Tensor | None, h: Tensor | None, mask: Tensor | None, needs_dx: bool
-) -> Tensor | None:
-    """Token shards: dH and dX are reduce-scattered; dB hides the first, dA the second."""
+def _update_after_collective(operands: LinearOperands, gathers: bool) -> bool:
+    """Whether dH is complete when dX is, so that dX += drop'(dH A) may follow the collective."""
+    return gathers or operands.folded or operands.joint or operands.axis.size == 1
+
+
+def _column_input_gradient(
+    operands: LinearOperands, dy: Tensor, mask: Tensor | None, needs_dx: bool, gathers: bool
+) -> tuple[Tensor, Tensor | None, Handle]:
+    """Starts dX and dH on their way.
+
+    Returns:
+        dX (with dH beside it in one buffer where folded; dX is empty where it is not needed), dH, and the handle to
+        wait for before either is read.
+    """
     low_rank, axis = operands.low_rank, operands.axis
-    full, x_handle = (None, None)
-    if operands.trains_weight and x is not None:
-        full, x_handle = all_gather_async(x, axis)  # hidden by dX's product
-    dh, dh_handle = None, None
-    if low_rank is not None:
-        dh, dh_handle = reduce_scatter_async(projection_gradient(dy, low_rank), axis)
-    dx, dx_handle = None, None
-    if needs_dx:
-        dx, dx_handle = reduce_scatter_async(dy @ operands.weight_OI, axis)
-    if low_rank is not None and h is not None:
-        accumulate_b(dy, h, low_rank)
-    if x_handle is not None:
-        x_handle.wait()
-    _accumulate_base(operands, dy, full, dy)
-    if low_rank is not None and dh is not None and dh_handle is not None and x is not None:
-        dh_handle.wait()
-        accumulate_a(dh, dropped_input(x, mask, low_rank), low_rank)
-    if dx is not None and dx_handle is not None:
-        dx_handle.wait()
-        if low_rank is not None and dh is not None:
-            dx = add_input_gradient(dx, dh, mask, low_rank)
-    return dx
+    start = reduce_scatter_async if gathers else all_reduce_async
+    if operands.folded:
+        if needs_dx:
+            both = dy @ operands.extended_OE
+        else:
+            both = dy.new_empty(dy.shape[0], operands.extended_OE.shape[1])
+            torch.mm(dy, operands.extended_OE[:, operands.in_features :], out=both[:, operands.in_features :])
+            both[:, : operands.in_features] = 0
+        both, handle = start(both, axis)
+        return both, None, handle
+    dh = projection_gradient(dy, low_rank) if low_rank is not None else None
+    if not needs_dx:
+        if dh is not None and (gathers or operands.joint):
+            dh, handle = start(dh, axis)
+            return dy, dh, handle
+        return dy, dh, Handle()
+    dx = dy @ operands.weight_OI
+    if low_rank is None or dh is None:
+        dx, handle = start(dx, axis)
+        return dx, None, handle
+    if not _update_after_collective(operands, gathers):
+        dx = operands.kernels.apply_update(dx, low_rank.input_update(dh, mask))
+        dx, handle = start(dx, axis)
+        return dx, dh, handle
+    dh, dh_handle = start(dh, axis)
+    dx, dx_handle = start(dx, axis)
+    return dx, dh, Handle.both(dh_handle, dx_handle)
 
 
 class _RowLinear(torch.autograd.Function):
     """The leaves (trainable tensors) are passed only so that autograd knows the output depends on them."""
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, operands: LinearOperands, context: TokenContext, *leaves: Tensor) -> Tensor:
-        low_rank, axis = operands.low_rank, operands.axis
+    def forward(
+        ctx: Any, u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, *leaves: Tensor
+    ) -> Tensor:
+        axis = operands.axis
         scatters = operands.sequence_parallel and axis.size > 1
-        mask = _mask(operands, context, context.token_index, x_TI.shape[1])
-        y_TO = x_TI @ operands.weight_OI.t()
-        h_TR = None
-        if low_rank is not None:
-            h_TR = project(x_TI, mask, low_rank)
-            add_expansion(y_TO, h_TR, low_rank)
-        y_TO = reduce_scatter(y_TO, axis) if scatters else all_reduce(y_TO, axis)
+        mask = operands.mask(context, context.token_index)
+        x, h, statistics = operands.input_and_projection(u, source, mask)
+        y = x @ (operands.extended_OE if operands.folded else operands.weight_OI).t()
+        if h is not None and operands.low_rank is not None:
+            if not operands.folded:
+                add_expansion(y, h, operands.low_rank)
+            h = h.clone() if operands.folded else h  # frees the buffer it is a view of
+        y = reduce_scatter(y, axis) if scatters else all_reduce(y, axis)
         if operands.bias_O is not None:
-            y_TO.add_(operands.bias_O)
-        keeps_input = low_rank is not None or operands.trains_weight
-        ctx.save_for_backward(x_TI if keeps_input else None, h_TR, mask)
-        ctx.operands, ctx.scatters, ctx.num_leaves = operands, scatters, len(leaves)
-        return y_TO
+            y.add_(operands.bias_O)
+        ctx.save_for_backward(u, statistics, h, mask)
+        ctx.source, ctx.operands, ctx.scatters, ctx.num_leaves = source, operands, scatters, len(leaves)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, local_dy_TO: Tensor) -> tuple[Any, ...]:
-        x_TI, h_TR, mask = ctx.saved_tensors
-        operands: LinearOperands = ctx.operands
-        low_rank = operands.low_rank
-        dy_TO = local_dy_TO
+    def backward(ctx: Any, local_dy: Tensor) -> tuple[Any, ...]:
+        u, statistics, h, mask = ctx.saved_tensors
+        source, operands, low_rank = ctx.source, ctx.operands, ctx.operands.low_rank
+        dy, handle = local_dy, Handle()
         if ctx.scatters:
-            dy_TO, handle = all_gather_async(local_dy_TO, operands.axis)
-            handle.wait()
-        dh_TR = projection_gradient(dy_TO, low_rank) if low_rank is not None else None
-        dx_TI = None
-        if ctx.needs_input_grad[0]:
-            dx_TI = dy_TO @ operands.weight_OI
-            if low_rank is not None and dh_TR is not None:
-                dx_TI = add_input_gradient(dx_TI, dh_TR, mask, low_rank)
-        if low_rank is not None and dh_TR is not None:
-            accumulate_a(dh_TR, dropped_input(x_TI, mask, low_rank), low_rank)
-            accumulate_b(dy_TO, h_TR, low_rank)
+            dy, handle = all_gather_async(local_dy, operands.axis)
+        x = None
+        if low_rank is not None or operands.trains_weight:
+            x, _ = source.make(u, None, operands.kernels)  # hides the gather
+        handle.wait()
+        needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
+        dx, update = None, None
+        if low_rank is None:
+            dx = dy @ operands.weight_OI if needs_du else None
+        else:
+            if operands.folded and needs_du:
+                dx, dh = operands.split_gradient(dy @ operands.extended_OE)
+            else:
+                dh = projection_gradient(dy, low_rank)
+                dx = dy @ operands.weight_OI if needs_du else None
+            accumulate_a(dh, x, mask, low_rank, operands.kernels)
+            accumulate_b(dy, h, low_rank)
+            update = low_rank.input_update(dh, mask)
         # the bias is added to this rank's tokens only, after the reduction
-        _accumulate_base(operands, dy_TO, x_TI, local_dy_TO)
-        return (dx_TI, None, None, *([None] * ctx.num_leaves))
+        accumulate_base(operands, dy, x, local_dy)
+        du = source.gradient(dx, u, statistics, update, operands.kernels) if dx is not None else None
+        return (du, None, None, None, *([None] * ctx.num_leaves))
 
 
-def column_linear(x_TI: Tensor, operands: LinearOperands, context: TokenContext, leaves: tuple[Tensor, ...]) -> Tensor:
+def column_linear(
+    u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, leaves: tuple[Tensor, ...]
+) -> Tensor:
     """Column-parallel linear.
 
     Args:
-        x_TI: [T, I], or [T / tp, I] with sequence parallelism.
+        u: what the input is made from: [T, ...], or [T / tp, ...] with sequence parallelism.
+        source: how x [T, I] is made from it.
         operands: weights, adapters and axis of this rank.
         context: token coordinates.
-        leaves: every tensor in `operands` that requires a gradient.
+        leaves: every tensor in `operands` and `source` that requires a gradient.
 
     Returns:
         [T, O / tp].
     """
-    return _ColumnLinear.apply(x_TI, operands, context, *leaves)
+    return _ColumnLinear.apply(u, source, operands, context, *leaves)
 
 
-def row_linear(x_TI: Tensor, operands: LinearOperands, context: TokenContext, leaves: tuple[Tensor, ...]) -> Tensor:
-    """Row-parallel linear: [T, I / tp] -> [T, O], or [T / tp, O] with sequence parallelism. See `column_linear`."""
-    return _RowLinear.apply(x_TI, operands, context, *leaves)
+def row_linear(
+    u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, leaves: tuple[Tensor, ...]
+) -> Tensor:
+    """Row-parallel linear: x [T, I / tp] -> [T, O], or [T / tp, O] with sequence parallelism. See `column_linear`."""
+    return _RowLinear.apply(u, source, operands, context, *leaves)

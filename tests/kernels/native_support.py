@@ -54,5 +54,7 @@ def assert_accurate(ours: Tensor, torchs: Tensor, exact: Tensor, terms: Tensor |
     """
     assert ours.shape == torchs.shape == exact.shape and ours.dtype == torch.float32 and exact.dtype == torch.float64
     error = (ours.double() - exact).norm().item()
-    allowed = 2 * (torchs.double() - exact).norm().item() + (exact.norm().item() * 2**-24 if terms is None else terms.norm().item() * 2**-22)
+    allowed = 2 * (torchs.double() - exact).norm().item() + (
+        exact.norm().item() * 2**-24 if terms is None else terms.norm().item() * 2**-22
+    )
     assert error <= allowed, (error, allowed)

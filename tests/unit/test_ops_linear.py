@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +16,11 @@ from engine.ops.cross_entropy import cross_entropy
 from engine.ops.dropout import DropoutSite
 from engine.ops.embedding import EmbeddingOperands, embedding
 from engine.ops.gradients import GradientSink
+from engine.ops.inputs import GivenInput, LinearInput, NormInput, SwiGLUInput
+from engine.ops.kernels import REFERENCE
 from engine.ops.low_rank import Factor, LowRank
-from engine.ops.parallel_linear import LinearOperands, RowsSink, column_linear, row_linear
+from engine.ops.operands import LinearOperands, RowsSink
+from engine.ops.parallel_linear import column_linear, row_linear
 from triton_kernels.philox import dropout_mask
 
 TOKENS, IN, RANK = 5, 12, 3
@@ -41,11 +46,21 @@ def _context(step: int = 4, *, training: bool = True) -> TokenContext:
 class _Linear:
     """Operands with two sections, and the same mathematics in plain autograd."""
 
-    def __init__(self, *, probability: float = 0.25, dtype: torch.dtype = torch.float64, trains: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        probability: float = 0.25,
+        dtype: torch.dtype = torch.float64,
+        trains: bool = True,
+        folded: bool = False,
+    ) -> None:
         self.weight = _random(sum(ROWS), IN, seed=1, dtype=dtype)
         self.bias = _random(sum(ROWS), seed=2, dtype=dtype)
         self.a = _random(2 * RANK, IN, seed=3, dtype=dtype)
         self.b = [_random(rows, RANK, seed=4 + place, dtype=dtype) for place, rows in enumerate(ROWS)]
+        extended = self.weight
+        if folded:  # [W | B], each section's B beside its own rows, and two columns of padding
+            extended = torch.nn.functional.pad(torch.cat((self.weight, torch.block_diag(*self.b)), 1), (0, 2))
         device = torch.device("cpu")
         self.sinks_a = [GradientSink(torch.Size((RANK, IN)), device) for _ in ROWS]
         self.sinks_b = [GradientSink(b.shape, device) for b in self.b]
@@ -62,8 +77,9 @@ class _Linear:
         )  # fmt: skip
         trained = (RowsSink(first=8, count=ROWS[1], weight=self.sink_weight, bias=self.sink_bias),)
         self.operands = LinearOperands(
-            weight_OI=self.weight, bias_O=self.bias, low_rank=LowRank(a_RI=self.a, factors=factors, dropout=site),
-            sinks=trained if trains else (), axis=ALONE, sequence_parallel=False,
+            extended_OE=extended, in_features=IN, bias_O=self.bias,
+            low_rank=LowRank(a_RI=self.a, factors=factors, dropout=site), folded=folded,
+            sinks=trained if trains else (), axis=ALONE, sequence_parallel=False, joint=False, kernels=REFERENCE,
         )  # fmt: skip
 
     def plain(self, x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b: list[Tensor]) -> Tensor:
@@ -83,17 +99,34 @@ def _leaf() -> Tensor:
     return torch.zeros((), requires_grad=True)
 
 
+NORM_WEIGHT = _random(IN, seed=12)
+SOURCES: dict[str, tuple[LinearInput, int, Callable[[Tensor], Tensor]]] = {
+    "given": (GivenInput(), IN, lambda u: u),
+    "norm": (
+        NormInput(weight=NORM_WEIGHT, eps=1e-5, sink=None),
+        IN,
+        lambda u: F.rms_norm(u, (IN,), NORM_WEIGHT, 1e-5),
+    ),
+    "swiglu": (SwiGLUInput(), 2 * IN, lambda u: F.silu(u[:, :IN]) * u[:, IN:]),
+}
+"""How x is made, the width of what it is made from, and the same in torch."""
+
+
 @pytest.mark.parametrize("function", [column_linear, row_linear])
 @pytest.mark.parametrize("probability", [0.0, 0.25])
-def test_linear_against_autograd(function, probability: float):
-    linear = _Linear(probability=probability)
-    x, dy = _random(TOKENS, IN, seed=8).requires_grad_(), _random(TOKENS, sum(ROWS), seed=9)
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("made_by", SOURCES)
+def test_linear_against_autograd(function, probability: float, folded: bool, made_by: str):
+    source, width, make = SOURCES[made_by]
+    linear = _Linear(probability=probability, folded=folded)
+    u, dy = _random(TOKENS, width, seed=8).requires_grad_(), _random(TOKENS, sum(ROWS), seed=9)
     leaves = [value.clone().requires_grad_() for value in (linear.weight, linear.bias, linear.a, *linear.b)]
-    expected = linear.plain(x, leaves[0], leaves[1], leaves[2], leaves[3:])
-    dx, dweight, dbias, da, *db = torch.autograd.grad(expected, (x, *leaves), dy)
-    y = function(x, linear.operands, _context(), (_leaf(),))
+    expected = linear.plain(make(u), leaves[0], leaves[1], leaves[2], leaves[3:])
+    du, dweight, dbias, da, *db = torch.autograd.grad(expected, (u, *leaves), dy)
+    y = function(u, source, linear.operands, _context(), (_leaf(),))
+    # the statistics of the norm are kept in the input's own dtype, fp64 here
     torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], dx)
+    torch.testing.assert_close(torch.autograd.grad(y, u, dy)[0], du)
     close = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(linear.sink_weight.buffer.double(), dweight[8:], **close)
     torch.testing.assert_close(linear.sink_bias.buffer.double(), dbias[8:], **close)
@@ -107,19 +140,21 @@ def test_linear_against_autograd(function, probability: float):
 def test_input_gradcheck(function):
     operands = _Linear().operands
     x = _random(TOKENS, IN, seed=8).requires_grad_()
-    assert torch.autograd.gradcheck(lambda value: function(value, operands, _context(), ()), (x,))
+    assert torch.autograd.gradcheck(lambda value: function(value, GivenInput(), operands, _context(), ()), (x,))
 
 
 def test_evaluation_turns_dropout_off():
     x = _random(TOKENS, IN, seed=8)
-    evaluated = column_linear(x, _Linear(probability=0.25).operands, _context(training=False), ())
-    torch.testing.assert_close(evaluated, column_linear(x, _Linear(probability=0.0).operands, _context(), ()))
+    evaluated = column_linear(x, GivenInput(), _Linear(probability=0.25).operands, _context(training=False), ())
+    torch.testing.assert_close(
+        evaluated, column_linear(x, GivenInput(), _Linear(probability=0.0).operands, _context(), ())
+    )
 
 
 def test_frozen_linear_leaves_no_gradient():
     linear = _Linear(trains=False)
     x = _random(TOKENS, IN, seed=8).requires_grad_()
-    column_linear(x, linear.operands, _context(), ()).sum().backward()
+    column_linear(x, GivenInput(), linear.operands, _context(), ()).sum().backward()
     assert linear.sink_weight.buffer.abs().sum() == 0
     assert linear.sinks_b[0].buffer.abs().sum() > 0
 
@@ -128,9 +163,9 @@ def test_gradients_of_two_backward_passes_add_up_in_fp32():
     linear = _Linear(dtype=torch.bfloat16, probability=0.0)
     x = _random(TOKENS, IN, seed=8, dtype=torch.bfloat16).requires_grad_()
     dy = _random(TOKENS, sum(ROWS), seed=9, dtype=torch.bfloat16)
-    column_linear(x, linear.operands, _context(), ()).backward(dy)
+    column_linear(x, GivenInput(), linear.operands, _context(), ()).backward(dy)
     once = linear.sinks_a[0].buffer.clone()
-    column_linear(x, linear.operands, _context(), ()).backward(dy)
+    column_linear(x, GivenInput(), linear.operands, _context(), ()).backward(dy)
     assert linear.sinks_a[0].buffer.dtype == torch.float32
     assert torch.equal(linear.sinks_a[0].buffer, 2 * once)
 

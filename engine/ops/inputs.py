@@ -1,0 +1,111 @@
+"""What a linear's input is made from, so that backward can make it again instead of keeping it.
+
+A frozen weight has no weight gradient, and an adapter needs its input again only for dA. So the linear keeps what its
+input was computed from (the residual stream, [gate | up]), which is kept or cheap anyway, and the input itself is
+written twice and stored never.
+
+Legend: T tokens, I input features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.ops.gradients import GradientSink
+from engine.ops.kernels import InputUpdate, Kernels
+
+
+class LinearInput(Protocol):
+    """How x is made from `u`."""
+
+    def features(self, u: Tensor) -> int:
+        """I."""
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        """Trainable tensors among what x is made with."""
+
+    def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+        """x, in `out` where given, and the statistics that `gradient` needs. Called again in backward."""
+
+    def gradient(
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
+        """du for the gradient dx + update of x; weight gradients go to their sinks. May overwrite dx."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenInput:
+    """x is u itself."""
+
+    def features(self, u: Tensor) -> int:
+        return u.shape[1]
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+        return (u, None) if out is None else (out.copy_(u), None)
+
+    def gradient(
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
+        return dx if update is None else kernels.apply_update(dx, update)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormInput:
+    """x = rmsnorm(u) * weight.
+
+    Args:
+        weight: [I].
+        eps: of the norm.
+        sink: of the weight's gradient; None where it is frozen.
+    """
+
+    weight: Tensor
+    eps: float
+    sink: GradientSink | None
+
+    def features(self, u: Tensor) -> int:
+        return u.shape[1]
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return () if self.sink is None else (self.weight,)
+
+    def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+        x = u.new_empty(u.shape) if out is None else out
+        return x, kernels.norm_forward(u, self.weight.detach(), self.eps, x)
+
+    def gradient(
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
+        assert statistics is not None
+        gradient = None if self.sink is None else self.sink.buffer
+        du = kernels.norm_backward(dx, u, self.weight.detach(), statistics, update, gradient)
+        if self.sink is not None:
+            self.sink.added()
+        return du
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGLUInput:
+    """x = silu(gate) * up for u = [gate | up]."""
+
+    def features(self, u: Tensor) -> int:
+        return u.shape[1] // 2
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+        x = u.new_empty(u.shape[0], self.features(u)) if out is None else out
+        kernels.swiglu_forward(u, x)
+        return x, None
+
+    def gradient(
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
+        return kernels.swiglu_backward(dx, u, update)

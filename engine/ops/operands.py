@@ -1,0 +1,118 @@
+"""What a parallel linear computes with on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.distributed.mesh import Axis
+from engine.ops.context import TokenContext
+from engine.ops.gradients import GradientSink
+from engine.ops.inputs import LinearInput
+from engine.ops.kernels import Kernels
+from engine.ops.low_rank import LowRank, project
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsSink:
+    """Gradient destination of the output rows [first, first + count) of a linear's weight and bias."""
+
+    first: int
+    count: int
+    weight: GradientSink | None
+    bias: GradientSink | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearOperands:
+    """Weights, adapters and axis of this rank.
+
+    Args:
+        extended_OE: [O, I + E], the base weight and, where adapters are folded, the columns of their B (zero where an
+            adapter does not reach, and where the columns are padded to a multiple of 8).
+        in_features: I.
+        bias_O: [O] or None.
+        low_rank: the adapters, or None.
+        folded: [x | H] times the extended weight gives base and adapters in one product.
+        sinks: gradient destinations of the trainable output rows; empty for a frozen base.
+        axis: tensor-parallel axis.
+        sequence_parallel: tokens are split over the axis outside the linears.
+        joint: a column linear that sees all tokens sends dH along with dX; always so where adapters are folded.
+        kernels: the backend.
+    """
+
+    extended_OE: Tensor
+    in_features: int
+    bias_O: Tensor | None
+    low_rank: LowRank | None
+    folded: bool
+    sinks: tuple[RowsSink, ...]
+    axis: Axis
+    sequence_parallel: bool
+    joint: bool
+    kernels: Kernels
+
+    @property
+    def weight_OI(self) -> Tensor:
+        """The base weight alone."""
+        return self.extended_OE[:, : self.in_features]
+
+    @property
+    def trains_weight(self) -> bool:
+        return any(sink.weight is not None for sink in self.sinks)
+
+    def mask(self, context: TokenContext, token_index: Tensor) -> Tensor | None:
+        """The input's dropout mask, or None where nothing is dropped."""
+        low_rank = self.low_rank
+        if low_rank is None or low_rank.dropout is None or not context.training:
+            return None
+        return low_rank.dropout.mask(self.kernels.draw_mask, token_index, self.in_features, context.step)
+
+    def input_and_projection(
+        self, u: Tensor, source: LinearInput, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Makes x and H.
+
+        Returns:
+            [x | H | padding] in one buffer where folded, else x; H [T, R] (a view of the buffer where folded), or
+            None without adapters; the statistics of the input.
+        """
+        low_rank = self.low_rank
+        if low_rank is None:
+            x, statistics = source.make(u, None, self.kernels)
+            return x, None, statistics
+        if not self.folded:
+            x, statistics = source.make(u, None, self.kernels)
+            h = x.new_empty(x.shape[0], low_rank.rank)
+            return x, project(x, mask, low_rank, self.kernels, h), statistics
+        buffer = u.new_empty(u.shape[0], self.extended_OE.shape[1])
+        end = self.in_features + low_rank.rank
+        x, statistics = source.make(u, buffer[:, : self.in_features], self.kernels)
+        h = project(x, mask, low_rank, self.kernels, buffer[:, self.in_features : end])
+        buffer[:, end:] = 0
+        return buffer, h, statistics
+
+    def split_gradient(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """[dX_base | dH / s | padding] -> dX_base and dH, both views."""
+        assert self.low_rank is not None
+        dx = gradient[:, : self.in_features]
+        dh = gradient[:, self.in_features : self.in_features + self.low_rank.rank]
+        return dx, self.low_rank.scale_(dh)
+
+
+def accumulate_base(operands: LinearOperands, dy_TO: Tensor, x_TI: Tensor | None, bias_dy_TO: Tensor) -> None:
+    """dW = dY^T x and db = sum of dY, into the sinks of the trainable rows.
+
+    Args:
+        dy_TO: gradient of all tokens the weight saw.
+        x_TI: the input; needed where a weight trains.
+        bias_dy_TO: gradient of the tokens the bias was added to.
+    """
+    for sink in operands.sinks:
+        if sink.weight is not None:
+            assert x_TI is not None
+            sink.weight.add_product(dy_TO.narrow(1, sink.first, sink.count).t(), x_TI)
+        if sink.bias is not None:
+            sink.bias.add(bias_dy_TO.narrow(1, sink.first, sink.count).sum(0, dtype=torch.float32))

@@ -20,6 +20,8 @@ KERNELS = (
     "partial_sums",
     "lora",
     "lora_matmul",
+    "rmsnorm",
+    "swiglu",
 )
 
 

@@ -1,0 +1,155 @@
+"""RMSNorm kernels against torch's rms_norm and its autograd: fp64 for the truth, the tested dtype for the error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
+from triton_kernels import philox, reference, rmsnorm
+from triton_kernels.dropout import DropoutMask
+from triton_kernels.lora import LowRankUpdate
+
+EPS = 1e-5
+SHAPES = [(5, 123), (1, 8), (70, 64), (3, 600)]
+NORM = torch.nn.functional.rms_norm
+
+
+def _inputs(place, num_tokens: int, num_features: int) -> tuple[Tensor, Tensor, Tensor]:
+    x = random_rows(place, num_tokens, num_features, gap=5)
+    weight = random_rows(place, 1, num_features, seed=1)[0] + 1
+    return x, weight, random_rows(place, num_tokens, num_features, gap=3, seed=2)
+
+
+def _gradients(loss: Callable[..., Tensor], *operands: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients by autograd at the operands' dtype and in fp64."""
+    results = []
+    for dtype in (operands[0].dtype, torch.float64):
+        leaves = [operand.detach().to(dtype).requires_grad_() for operand in operands]
+        results.append(list(torch.autograd.grad(loss(*leaves), leaves)))
+    return results[0], results[1]
+
+
+@places
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward(place, shape: tuple[int, int]) -> None:
+    x, weight, _ = _inputs(place, *shape)
+    wide = torch.full((shape[0], shape[1] + 4), 7.0, dtype=place[1], device=place[0])
+    y, rstd = rmsnorm.rmsnorm_forward(x, weight, EPS, out=wide[:, : shape[1]])
+    exact = NORM(x.double(), shape[1:], weight.double(), EPS)
+    torchs = NORM(x, shape[1:], weight, EPS)
+    assert_as_exact_as_torch(y, torchs, exact, "y")
+    assert (wide[:, shape[1] :] == 7).all(), "wrote outside its columns"
+    torch.testing.assert_close(rstd, reference.rmsnorm_forward(x, weight, EPS)[1], rtol=1e-6, atol=0)
+
+
+@places
+def test_leading_dimensions_are_kept(place) -> None:
+    x, weight, dy = (random_rows(place, *shape) for shape in ((2, 3, 20), (20,), (2, 3, 20)))
+    y, rstd = rmsnorm.rmsnorm_forward(x, weight, EPS)
+    assert y.shape == (2, 3, 20) and rstd.shape == (2, 3, 1)
+    torch.testing.assert_close(y, reference.rmsnorm_forward(x, weight, EPS)[0])
+    dx = rmsnorm.rmsnorm_backward(dy, x, weight, rstd)
+    torch.testing.assert_close(dx, reference.rmsnorm_backward(dy, x, weight, rstd))
+
+
+@places
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_residual_forward(place, shape: tuple[int, int]) -> None:
+    x, weight, residual = _inputs(place, *shape)
+    expected_sum = x + residual
+    y, total, rstd = rmsnorm.residual_rmsnorm_forward(x, residual, weight, EPS, sum_out=residual)
+    assert total is residual
+    assert torch.equal(total, expected_sum), "one rounded addition"
+    exact = NORM(expected_sum.double(), shape[1:], weight.double(), EPS)
+    torchs, torchs_rstd = reference.rmsnorm_forward(expected_sum, weight, EPS)
+    assert_as_exact_as_torch(y, torchs, exact, "y")
+    torch.testing.assert_close(rstd, torchs_rstd, rtol=1e-6, atol=0)
+
+
+@places
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("trained", [False, True])
+def test_backward(place, shape: tuple[int, int], trained: bool) -> None:
+    x, weight, dy = _inputs(place, *shape)
+    residual = random_rows(place, *shape, gap=1, seed=3)
+    rstd = reference.rmsnorm_forward(x, weight, EPS)[1]
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        y = NORM(x, shape[1:], weight, EPS)
+        return (y * dy.to(x.dtype)).sum() + (x * residual.to(x.dtype)).sum()
+
+    (torch_dx, torch_dw), (exact_dx, exact_dw) = _gradients(loss, x, weight)
+    dw = torch.ones(shape[1], device=place[0]) if trained else None
+    dx = rmsnorm.rmsnorm_backward(dy, x, weight, rstd, residual_gradient_TF=residual, weight_gradient_F=dw)
+    assert_as_exact_as_torch(dx, torch_dx, exact_dx, "dx")
+    if dw is not None:
+        assert_as_exact_as_torch(dw, torch_dw.float() + 1, exact_dw + 1, "dw")
+    alone = rmsnorm.rmsnorm_weight_gradient(dy, x, rstd)
+    assert_as_exact_as_torch(alone, torch_dw, exact_dw, "dw alone")
+
+
+@places
+@pytest.mark.parametrize("shape", [(5, 123, 3), (1, 20, 16), (19, 300, 70)], ids=str)
+@pytest.mark.parametrize("offset", [None, 0, 3], ids=["no dropout", "dropout", "dropout in a shard"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_backward_with_an_adapters_update(
+    place, shape: tuple[int, int, int], offset: int | None, trained: bool
+) -> None:
+    """The norm's output feeds an adapter: autograd through both against the fused prologue."""
+    num_tokens, num_features, rank = shape
+    x, weight, dy = _inputs(place, num_tokens, num_features)
+    residual = random_rows(place, num_tokens, num_features, gap=1, seed=3)
+    a, dh = random_rows(place, rank, num_features, seed=4) / 4, random_rows(place, num_tokens, rank, gap=2, seed=5)
+    mask, factor = None, torch.ones(num_tokens, num_features, device=place[0])
+    if offset is not None:
+        tokens, step = torch.arange(num_tokens, device=place[0]), torch.tensor(2, device=place[0])
+        coordinates = {"feature_offset": offset, "probability": 0.5, "seed": 1, "site": 2}
+        mask = DropoutMask(token_index_T=tokens, step=step, **coordinates)
+        kept = philox.dropout_mask(tokens, num_features=num_features, step=step, **coordinates)
+        factor = kept * philox.dropout_scale(0.5)
+
+    def project(y: Tensor) -> Tensor:
+        return (y * factor.to(y.dtype)) @ a.to(y.dtype).t()
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        y = NORM(x, (num_features,), weight, EPS)
+        through_adapter = (project(y) * dh.to(x.dtype)).sum()
+        return (y * dy.to(x.dtype)).sum() + (x * residual.to(x.dtype)).sum() + through_adapter
+
+    (torch_dx, torch_dw), (exact_dx, exact_dw) = _gradients(loss, x, weight)
+    y, rstd = reference.rmsnorm_forward(x, weight, EPS)
+    update = LowRankUpdate(dh_TR=dh, a_RI=a, mask=mask, h_TR=project(y))
+    dw = torch.zeros(num_features, device=place[0]) if trained else None
+    dx = rmsnorm.rmsnorm_backward(
+        dy, x, weight, rstd, residual_gradient_TF=residual, update=update, weight_gradient_F=dw
+    )
+    assert_as_exact_as_torch(dx, torch_dx, exact_dx, "dx")
+    if dw is not None:
+        assert_as_exact_as_torch(dw.to(torch_dw.dtype), torch_dw, exact_dw, "dw")
+
+
+@places
+def test_backward_may_overwrite_its_inputs(place) -> None:
+    x, weight, dy = _inputs(place, 4, 40)
+    a, dh, h = (random_rows(place, *shape) for shape in ((3, 40), (4, 3), (4, 3)))
+    rstd = rmsnorm.rmsnorm_forward(x, weight, EPS)[1]
+    for update in (None, LowRankUpdate(dh_TR=dh, a_RI=a, h_TR=h)):
+        expected = rmsnorm.rmsnorm_backward(dy, x, weight, rstd, update=update)
+        over = dy.clone()
+        assert rmsnorm.rmsnorm_backward(over, x, weight, rstd, update=update, out=over) is over
+        assert torch.equal(over, expected)
+
+
+@places
+def test_no_tokens(place) -> None:
+    x, weight = torch.empty(0, 8, dtype=place[1], device=place[0]), torch.ones(8, dtype=place[1], device=place[0])
+    y, rstd = rmsnorm.rmsnorm_forward(x, weight, EPS)
+    assert y.shape == (0, 8) and rstd.shape == (0, 1)
+    assert rmsnorm.rmsnorm_backward(x, x, weight, rstd).shape == (0, 8)
+    assert (rmsnorm.rmsnorm_weight_gradient(x, x, rstd) == 0).all()

@@ -1,0 +1,138 @@
+"""SwiGLU (Shazeer, arXiv 2002.05202): y = silu(gate) * up, for [gate | up] side by side.
+
+Backward makes the activation again from gate and up instead of reading it:
+    s = sigmoid(gate),  dgate = (dy + u) up s (1 + gate (1 - s)),  dup = (dy + u) gate s
+u = drop'(dH A) is what an adapter on y adds to its gradient (triton_kernels.lora); it is made tile by tile and never
+lies in memory. Backward can also hand out y again, for the adapter's dA.
+
+Legend: T tokens, F features.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_kernels.launch import SMALLEST_DOT, power_of_2, rows_of
+from triton_kernels.lora import LowRankUpdate, update_arguments, update_options, update_tile
+
+
+@triton.jit
+def _forward_kernel(
+    gate_up_ptr, gate_up_stride, y_ptr, y_stride, num_tokens, num_features,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    features_F = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    ok_TF = (tokens_T < num_tokens)[:, None] & (features_F < num_features)[None, :]
+    gate = gate_up_ptr + tokens_T[:, None] * gate_up_stride + features_F[None, :]
+    gate_TF = tl.load(gate, mask=ok_TF, other=0.0).to(tl.float32)
+    up_TF = tl.load(gate + num_features, mask=ok_TF, other=0.0).to(tl.float32)
+    y = y_ptr + tokens_T[:, None] * y_stride + features_F[None, :]
+    tl.store(y, gate_TF * tl.sigmoid(gate_TF) * up_TF, mask=ok_TF)
+
+
+@triton.jit(do_not_specialize=["key", "threshold"])
+def _backward_kernel(
+    dy_ptr, dy_stride, gate_up_ptr, gate_up_stride, out_ptr, out_stride, y_ptr, y_stride, num_tokens, num_features,
+    dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
+    mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
+    UPDATE: tl.constexpr, WRITE_Y: tl.constexpr, MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    features_F = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES) - skip
+    ok_T = tokens_T < num_tokens
+    ok_TF = ok_T[:, None] & ((features_F >= 0) & (features_F < num_features))[None, :]
+    dy = dy_ptr + tokens_T[:, None] * dy_stride + features_F[None, :]
+    dy_TF = tl.load(dy, mask=ok_TF, other=0.0).to(tl.float32)
+    if UPDATE:
+        dy_TF += update_tile(
+            dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
+            mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
+            tokens_T, ok_T, tl.program_id(1), num_features, MODE, DOT, PRECISION, FEATURES, RANKS,
+        )  # fmt: skip
+    gate = gate_up_ptr + tokens_T[:, None] * gate_up_stride + features_F[None, :]
+    gate_TF = tl.load(gate, mask=ok_TF, other=0.0).to(tl.float32)
+    up_TF = tl.load(gate + num_features, mask=ok_TF, other=0.0).to(tl.float32)
+    sigmoid_TF = tl.sigmoid(gate_TF)
+    silu_TF = gate_TF * sigmoid_TF
+    dgate = out_ptr + tokens_T[:, None] * out_stride + features_F[None, :]
+    tl.store(dgate, dy_TF * up_TF * (sigmoid_TF + silu_TF * (1.0 - sigmoid_TF)), mask=ok_TF)
+    tl.store(dgate + num_features, dy_TF * silu_TF, mask=ok_TF)
+    if WRITE_Y:
+        tl.store(y_ptr + tokens_T[:, None] * y_stride + features_F[None, :], silu_TF * up_TF, mask=ok_TF)
+
+
+def swiglu_forward(gate_up_T2F: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """silu(gate) * up.
+
+    Args:
+        gate_up_T2F: [..., 2F]; as [T, 2F], rows may be any distance apart.
+        out: [T, F] view to write (the first columns of [y | H], say); new where None.
+
+    Returns:
+        [..., F] in the input's dtype.
+    """
+    rows = rows_of(gate_up_T2F)
+    num_tokens, num_features = rows.shape[0], rows.shape[1] // 2
+    y_TF = torch.empty(num_tokens, num_features, dtype=rows.dtype, device=rows.device) if out is None else out
+    if y_TF.numel() > 0:
+        features = power_of_2(num_features, 1, 1024)
+        tokens = max(1, min(16, 2048 // features))
+        _forward_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_features, features))](
+            rows, rows.stride(0), y_TF, y_TF.stride(0), num_tokens, num_features,
+            TOKENS=tokens, FEATURES=features, num_warps=4,
+        )  # fmt: skip
+    return y_TF.view(*gate_up_T2F.shape[:-1], num_features) if out is None else out
+
+
+def swiglu_backward(
+    dy_TF: Tensor,
+    gate_up_T2F: Tensor,
+    *,
+    update: LowRankUpdate | None = None,
+    out: Tensor | None = None,
+    activation_out: Tensor | None = None,
+) -> Tensor:
+    """[dgate | dup].
+
+    Args:
+        dy_TF: [..., F]; as [T, F], rows any distance apart.
+        gate_up_T2F: [..., 2F], likewise.
+        update: what an adapter on y adds to dy, or None.
+        out: [T, 2F] to write, `gate_up` itself included; new where None.
+        activation_out: [T, F] to write y into, or None.
+
+    Returns:
+        [..., 2F] in gate_up's dtype.
+    """
+    dy_rows, rows = rows_of(dy_TF), rows_of(gate_up_T2F)
+    num_tokens, num_features = dy_rows.shape
+    result = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if out is None else out
+    if dy_rows.numel() > 0:
+        skip = 0 if update is None or update.mask is None else update.mask.feature_offset % 8
+        if update is None:
+            arguments: tuple[object, ...] = (None, 0, None, 0, 0, None, 0, None, 0, 0, 1.0, 0, 0)
+            options: dict[str, object] = {"MODE": 0, "RANKS": 0, "DOT": None, "PRECISION": None}
+            features = power_of_2(num_features, 1, 1024)
+            tokens, warps = max(1, min(16, 2048 // features)), 4
+        else:
+            arguments, options = update_arguments(update), update_options(update)
+            # 64 rows: the product runs on whole warpgroups, and its result changes layout in fewer steps
+            features, tokens, warps = power_of_2(num_features + skip, SMALLEST_DOT, 64), 64, 8
+        y_stride = 0 if activation_out is None else activation_out.stride(0)
+        _backward_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_features + skip, features))](
+            dy_rows, dy_rows.stride(0), rows, rows.stride(0), result, result.stride(0), activation_out, y_stride,
+            num_tokens, num_features, *arguments, UPDATE=update is not None, WRITE_Y=activation_out is not None,
+            **options, TOKENS=tokens, FEATURES=features, num_warps=warps,
+        )  # fmt: skip
+    return result.view(gate_up_T2F.shape) if out is None else out
+
+
+def bytes_moved(num_tokens: int, num_features: int, itemsize: int, num_ranks: int = 0) -> dict[str, int]:
+    """Compulsory bytes: forward reads two and writes one row, backward reads three and writes two."""
+    row = num_tokens * num_features * itemsize
+    return {"forward": 3 * row, "backward": 5 * row + (num_tokens + num_features) * num_ranks * itemsize}

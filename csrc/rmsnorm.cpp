@@ -83,20 +83,20 @@ EXPORT void engine_rmsnorm_backward(int threads, int64_t tokens, int64_t feature
                                     const float* residual, int64_t ld_residual, int64_t rank, const float* dh,
                                     int64_t ld_dh, const float* a, int64_t ld_a, const uint8_t* bits, int64_t ld_bits,
                                     float scale, float* dx, int64_t ld_dx, float* weight_gradient) {
-    const skinny::Update update = {rank, dh, ld_dh, a, ld_a, bits, ld_bits, scale};
+    const skinny::Update update(threads, features, rank, dh, ld_dh, a, ld_a, bits, ld_bits, scale);
     // The weight's gradient is summed in at most 32 parts whose rows depend on `tokens` only.
     const int64_t group = weight_gradient ? ROWS * (1 + (tokens - 1) / (ROWS * 32)) : ROWS;
     const int64_t groups = common::ceil_div(tokens, group);
     std::vector<float> parts(weight_gradient ? (size_t)(groups * features) : 0, 0.0f);
     float* partial = parts.data();
-    common::parallel_for(threads, groups, [=](int64_t item) {
+    common::parallel_for(threads, groups, [=, &update](int64_t item) {
         float* dw = weight_gradient ? partial + item * features : nullptr;
         const int64_t end = std::min(tokens, (item + 1) * group);
         for (int64_t first = item * group; first < end; first += ROWS) {
             const int64_t rows = std::min(ROWS, end - first);
             const float* grads = dy + first * ld_dy;
             int64_t ld = ld_dy;
-            if (rank > 0) {
+            if (update.wanted()) {
                 float* updated = common::scratch(ROWS * features);
                 update.add(dy, ld_dy, first, rows, 0, features, updated, features);
                 grads = updated;

@@ -8,8 +8,11 @@
 // The order in which an element's products are added depends on k only, not on the tile it lies in.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
+#include "common.h"
 #include "simd.h"
 
 namespace skinny {
@@ -36,6 +39,7 @@ struct Right {
     int64_t ld;
     const uint8_t* bits;
     int64_t ld_bits;
+    bool far;  // rows lie far apart and are not in the cache: fetch the next tile's part of each
 };
 
 template <int ROWS, int VECTORS, bool MASKED, bool PART, class Finish>
@@ -45,6 +49,7 @@ SIMD_INLINE void tile(const Left& left, const Right& right, int64_t depth, int64
     const float* l = left.data + row * left.row;
     const float* r = right.data + column;
     const uint8_t* bits = right.bits;
+    const bool fetch = right.far && row == 0;
     for (int64_t k = 0; k < depth; ++k) {
         Float operand[VECTORS];
 #pragma GCC unroll 4
@@ -58,6 +63,8 @@ SIMD_INLINE void tile(const Left& left, const Right& right, int64_t depth, int64
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; ++v) sums[i][v] += factor * operand[v];
         }
+        if (fetch)
+            for (int v = 0; v < VECTORS; ++v) __builtin_prefetch(r + (VECTORS + v) * LANES);
         l += left.depth;
         r += right.ld;
         if (MASKED) bits += right.ld_bits;
@@ -108,32 +115,89 @@ SIMD_INLINE void product(const Left& left, const Right& right, int64_t rows, int
     else product_tiles<false>(left, right, rows, columns, depth, finish);
 }
 
-// The rank-r update dY + scale * drop'(dH A), as a prologue of kernels that consume dY. No update where rank is 0.
-struct Update {
-    int64_t rank;
-    const float* dh;
-    int64_t ld_dh;
-    const float* a;
-    int64_t ld_a;
-    const uint8_t* bits;
-    int64_t ld_bits;
-    float scale;
+// A matrix in panels of one tile's width, each contiguous and padded with zeros: [panels][rows][PANEL].
+// Rows of a power of two lie in the same few cache sets; panels do not, and the panel of a tile is read in order.
+constexpr int64_t PANEL = TILE_VECTORS * LANES;
 
-    // out = dy + update for rows [row, row + rows) and columns [column, column + columns); column is a multiple of 16.
-    void add(const float* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns, float* out,
-             int64_t ld_out) const {
-        const Left left = {dh + row * ld_dh, ld_dh, 1};
-        const Right right = {a + column, ld_a, nullptr, 0};
-        const uint8_t* row_bits = bits ? bits + row * ld_bits + column / 8 : nullptr;
-        const float* from = dy + row * ld_dy + column;
-        const float factor = scale;
-        const int64_t bits_stride = ld_bits;
-        product_tiles<false>(left, right, rows, columns, rank, [=](int64_t i, int64_t j, int64_t count, Float sum) {
-            if (row_bits) sum = simd::keep_lanes(sum, row_bits + i * bits_stride, j);
-            const Float value = simd::load_up_to(from + i * ld_dy + j, count) + factor * sum;
-            simd::store_up_to(out + i * ld_out + j, value, count);
+class Panels {
+  public:
+    Panels(int threads, int64_t rows, int64_t columns, const float* data, int64_t ld) : rows_(rows) {
+        const int64_t panels = rows > 0 ? common::ceil_div(columns, PANEL) : 0;
+        memory_.resize((size_t)(panels * rows * PANEL + 16));
+        data_ = (float*)(((uintptr_t)memory_.data() + 63) & ~(uintptr_t)63);
+        float* to = data_;
+        common::parallel_for(threads, panels, [=](int64_t p) {
+            const int64_t first = p * PANEL, count = std::min(PANEL, columns - first);
+            for (int64_t r = 0; r < rows; ++r) {
+                float* row = to + (p * rows + r) * PANEL;
+                std::copy(data + r * ld + first, data + r * ld + first + count, row);
+                std::fill(row + count, row + PANEL, 0.0f);
+            }
         });
     }
+    const float* panel(int64_t column) const { return data_ + column * rows_; }
+
+  private:
+    int64_t rows_;
+    std::vector<float> memory_;
+    float* data_;
+};
+
+// The rank-r update dY + scale * drop'(dH A), as a prologue of kernels that consume dY. No update where rank is 0.
+class Update {
+  public:
+    Update(int threads, int64_t columns, int64_t rank, const float* dh, int64_t ld_dh, const float* a, int64_t ld_a,
+           const uint8_t* bits, int64_t ld_bits, float scale)
+        : a_(threads, rank, columns, a, ld_a), rank_(rank), dh_(dh), ld_dh_(ld_dh), bits_(bits), ld_bits_(ld_bits),
+          scale_(scale) {}
+
+    bool wanted() const { return rank_ > 0; }
+
+    // out = dy + update for rows [row, row + rows) and columns [column, column + columns); column is a multiple of PANEL.
+    void add(const float* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns, float* out,
+             int64_t ld_out) const {
+        if (bits_) add_panels<true>(dy, ld_dy, row, rows, column, columns, out, ld_out);
+        else add_panels<false>(dy, ld_dy, row, rows, column, columns, out, ld_out);
+    }
+
+  private:
+    template <bool MASKED>
+    void add_panels(const float* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                    float* out, int64_t ld_out) const {
+        const Left left = {dh_ + row * ld_dh_, ld_dh_, 1};
+        const float scale = scale_;
+        const int64_t ld_bits = ld_bits_;
+        for (int64_t c = 0; c < columns; c += PANEL) {
+            const Right right = {a_.panel(column + c), PANEL, nullptr, 0, false};
+            const uint8_t* bits = MASKED ? bits_ + row * ld_bits : nullptr;
+            const float* from = dy + row * ld_dy + column + c;
+            float* to = out + c;
+            const int64_t first = column + c, left_over = columns - c;
+            const auto masked = [=](int64_t i, int64_t j, Float sum) {
+                return MASKED ? simd::keep_lanes(sum, bits + i * ld_bits, first + j) : sum;
+            };
+            if (left_over >= PANEL)
+                tile_rows<TILE_VECTORS, false, false>(
+                    left, right, rows, rank_, 0, LANES, [=](int64_t i, int64_t j, int64_t, Float sum) {
+                        simd::store(to + i * ld_out + j, simd::load(from + i * ld_dy + j) + scale * masked(i, j, sum));
+                    });
+            else
+                tile_rows<TILE_VECTORS, false, false>(
+                    left, right, rows, rank_, 0, LANES, [=](int64_t i, int64_t j, int64_t, Float sum) {
+                        if (j >= left_over) return;
+                        const Float value = simd::load_up_to(from + i * ld_dy + j, left_over - j);
+                        simd::store_up_to(to + i * ld_out + j, value + scale * masked(i, j, sum), left_over - j);
+                    });
+        }
+    }
+
+    Panels a_;
+    int64_t rank_;
+    const float* dh_;
+    int64_t ld_dh_;
+    const uint8_t* bits_;
+    int64_t ld_bits_;
+    float scale_;
 };
 
 }  // namespace skinny

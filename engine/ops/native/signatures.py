@@ -10,6 +10,8 @@ _SIZE = [c_int64]
 _POINTER = [c_void_p]
 _MATRIX = [c_void_p, c_int64]
 """A pointer and the distance between rows."""
+_HEADS = [c_void_p, c_int64, c_int64]
+"""A pointer, the distance between tokens and between heads."""
 _UPDATE = [c_int64, *_MATRIX, *_MATRIX, *_MATRIX, c_float]
 """rank, dH, A, bits, scale."""
 
@@ -24,4 +26,21 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_rmsnorm_backward": [
         *_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX, *_POINTER, *_POINTER, *_MATRIX, *_UPDATE, *_MATRIX, *_POINTER,
     ],
+    "engine_swiglu_forward": [*_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX],
+    "engine_swiglu_backward": [
+        *_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX, *_UPDATE, *_MATRIX, *_MATRIX,
+    ],
+    "engine_split_rotate": [*_THREADS, *_SIZE * 4, *_MATRIX, *_POINTER * 5],
+    "engine_split_rotate_backward": [
+        *_THREADS, *_SIZE * 4, *_HEADS, *_HEADS, *_HEADS, *_POINTER, *_POINTER, *_MATRIX,
+    ],
+    "engine_project": [*_THREADS, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, c_float, *_MATRIX],
+    "engine_add_input_gradient": [*_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_UPDATE, *_MATRIX],
+    "engine_accumulate_a": [*_THREADS, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
+    "engine_accumulate_b": [*_THREADS, *_SIZE, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
+    "engine_cross_entropy_row_max": [*_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_POINTER],
+    "engine_cross_entropy_statistics": [
+        *_THREADS, *_SIZE * 3, *_MATRIX, *_POINTER, *_POINTER, c_int, *_POINTER, *_POINTER,
+    ],
+    "engine_cross_entropy_backward": [*_THREADS, *_SIZE * 3, *_MATRIX, *_POINTER * 3],
 }  # fmt: skip

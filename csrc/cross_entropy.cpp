@@ -1,0 +1,98 @@
+// Cross-entropy over a shard of the vocabulary, in place; see triton_kernels/reference.py. One pass a function.
+#include <cmath>
+#include <limits>
+
+#include "common.h"
+#include "simd.h"
+
+namespace {
+
+using simd::Float;
+using simd::Int;
+using simd::LANES;
+
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+
+// NaN where there is a NaN, as torch's amax.
+float row_max(const float* row, int64_t columns) {
+    Float best[4] = {simd::splat(LOWEST), simd::splat(LOWEST), simd::splat(LOWEST), simd::splat(LOWEST)};
+    Int unordered = {};
+    int64_t column = 0;
+    for (; column + 4 * LANES <= columns; column += 4 * LANES)
+        for (int i = 0; i < 4; ++i) {
+            const Float value = simd::load(row + column + i * LANES);
+            best[i] = value > best[i] ? value : best[i];
+            unordered |= value != value;
+        }
+    float result = LOWEST;
+    bool nan = false;
+    for (int i = 0; i < 4; ++i)
+        for (int lane = 0; lane < LANES; ++lane) {
+            result = best[i][lane] > result ? best[i][lane] : result;
+            nan = nan || unordered[lane];
+        }
+    for (; column < columns; ++column) {
+        result = row[column] > result ? row[column] : result;
+        nan = nan || row[column] != row[column];
+    }
+    return nan ? std::numeric_limits<float>::quiet_NaN() : result;
+}
+
+// row = exp(row - max); their sum. Columns after `counted` become 0.
+float row_exponentials(float* row, int64_t columns, int64_t counted, float max) {
+    Float sums[4] = {};
+    int lane = 0;
+    // Sums of 64 vectors at a time keep the error of a long row that of a short one.
+    float total = 0.0f;
+    int64_t since = 0;
+    for (int64_t column = 0; column < counted; column += LANES, lane = (lane + 1) & 3) {
+        const int64_t rest = counted - column;
+        Float value = simd::exp(simd::load_up_to(row + column, rest) - max);
+        simd::store_up_to(row + column, value, rest);
+        if (rest < LANES)
+            for (int64_t i = rest; i < LANES; ++i) value[i] = 0.0f;
+        sums[lane] += value;
+        if (++since == 256) {
+            total += simd::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+            for (Float& sum : sums) sum = Float{};
+            since = 0;
+        }
+    }
+    for (int64_t column = counted; column < columns; ++column) row[column] = 0.0f;
+    return total + simd::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+}  // namespace
+
+// maxima [tokens] over the first `columns` columns; -inf where there are none.
+EXPORT void engine_cross_entropy_row_max(int threads, int64_t tokens, int64_t columns, const float* logits,
+                                         int64_t ld_logits, float* maxima) {
+    common::parallel_for(threads, tokens, [=](int64_t t) { maxima[t] = row_max(logits + t * ld_logits, columns); });
+}
+
+// logits become exp(logits - max), 0 in columns from `counted` on. totals: their sums; target_logits: shifted logit of
+// the target, 0 where it is not in [0, counted). Where `find_max`, maxima is output: the maximum of the row.
+EXPORT void engine_cross_entropy_statistics(int threads, int64_t tokens, int64_t columns, int64_t counted,
+                                            float* logits, int64_t ld_logits, const int64_t* targets, float* maxima,
+                                            int find_max, float* totals, float* target_logits) {
+    common::parallel_for(threads, tokens, [=](int64_t t) {
+        float* row = logits + t * ld_logits;
+        if (find_max) maxima[t] = row_max(row, counted);
+        const int64_t target = targets[t];
+        target_logits[t] = target >= 0 && target < counted ? row[target] - maxima[t] : 0.0f;
+        totals[t] = row_exponentials(row, columns, counted, maxima[t]);
+    });
+}
+
+// exponentials become (exponentials / total - onehot(target)) * scale; targets not in [0, counted) lie elsewhere.
+EXPORT void engine_cross_entropy_backward(int threads, int64_t tokens, int64_t columns, int64_t counted,
+                                          float* exponentials, int64_t ld_exponentials, const int64_t* targets,
+                                          const float* totals, const float* scales) {
+    common::parallel_for(threads, tokens, [=](int64_t t) {
+        float* row = exponentials + t * ld_exponentials;
+        const float factor = scales[t] / totals[t];
+        for (int64_t column = 0; column < columns; column += LANES)
+            simd::store_up_to(row + column, simd::load_up_to(row + column, columns - column) * factor, columns - column);
+        if (targets[t] >= 0 && targets[t] < counted) row[targets[t]] -= scales[t];
+    });
+}

@@ -1,0 +1,206 @@
+// The skinny products of an adapter: H = drop(x) A^T, dA, dB and the rank-r update of the input's gradient.
+//
+// Each walks its wide operand by rows, once. drop(x) = scale * mask * x; masks are packed bits (philox.cpp) or null.
+#include <algorithm>
+
+#include "common.h"
+#include "simd.h"
+#include "skinny.h"
+
+namespace {
+
+using common::ceil_div;
+using simd::Float;
+using simd::LANES;
+
+constexpr int64_t ROWS = 8;        // rows of an item in products that give a row for a row
+constexpr int64_t DEPTH = 128;     // products added up in registers before they join the sum
+constexpr int64_t SUM_ROWS = 64;   // the same where rows are summed over: dA and dB
+constexpr int64_t PART_ROWS = 2048;  // rows of one part of dA and dB; parts are added in order
+
+// H[t, r] = scale * sum over i of mask * x[t, i] * packed[i, r], for rows [first, first + rows).
+void project_rows(int64_t rows, int64_t inputs, int64_t width, const float* x, int64_t ld_x, const uint8_t* bits,
+                  int64_t ld_bits, const float* packed, float* sums) {
+    std::fill(sums, sums + rows * width, 0.0f);
+    float* kept = common::scratch<1>(ROWS * DEPTH);
+    for (int64_t first = 0; first < inputs; first += DEPTH) {
+        const int64_t depth = std::min(DEPTH, inputs - first);
+        skinny::Left left = {x + first, ld_x, 1};
+        if (bits) {
+            for (int64_t i = 0; i < rows; ++i)
+                for (int64_t k = 0; k < depth; k += LANES) {
+                    const float* from = x + i * ld_x + first + k;
+                    const Float value = depth - k >= LANES ? simd::load(from) : simd::load_part(from, depth - k);
+                    simd::store(kept + i * DEPTH + k, simd::keep_lanes(value, bits + i * ld_bits, first + k));
+                }
+            left = {kept, DEPTH, 1};
+        }
+        const skinny::Right right = {packed + first * width, width, nullptr, 0, false};
+        skinny::product_tiles<false>(left, right, rows, width, depth, [=](int64_t i, int64_t j, int64_t, Float sum) {
+            float* to = sums + i * width + j;
+            simd::store(to, simd::load(to) + sum);
+        });
+    }
+}
+
+// out[r, c] += sum over rows [first, last) of left[t, r] * drop(right)[t, c]; out is [ranks, ld_out].
+void sum_rows(int64_t first, int64_t last, int64_t ranks, int64_t columns, const float* left, int64_t ld_left,
+              const float* right, int64_t ld_right, const uint8_t* bits, int64_t ld_bits, float* out, int64_t ld_out) {
+    for (int64_t t = first; t < last; t += SUM_ROWS) {
+        const skinny::Left l = {left + t * ld_left, 1, ld_left};
+        const skinny::Right r = {right + t * ld_right, ld_right, bits ? bits + t * ld_bits : nullptr, ld_bits, true};
+        const int64_t depth = std::min(SUM_ROWS, last - t);
+        skinny::product(l, r, ranks, columns, depth, [=](int64_t i, int64_t j, int64_t count, Float sum) {
+            float* to = out + i * ld_out + j;
+            simd::store_up_to(to, simd::load_up_to(to, count) + sum, count);
+        });
+    }
+}
+
+// Wide blocks read a row in long runs; the sums of a block must stay in the cache.
+int64_t block_columns(int64_t ranks) { return ranks <= 32 ? 512 : ranks <= 96 ? 256 : 128; }
+
+}  // namespace
+
+// One adapter of a stack: its rows of the stacked A, its columns of the output, and where its gradient is added to.
+struct Section {
+    int64_t first_rank, num_ranks, first_column, num_columns;
+    float* gradient;
+    int64_t ld_gradient;
+    double scale;
+};
+
+// h = scale * (mask * x) a^T; a: [ranks, inputs].
+EXPORT void engine_project(int threads, int64_t tokens, int64_t inputs, int64_t ranks, const float* x, int64_t ld_x,
+                           const uint8_t* bits, int64_t ld_bits, const float* a, int64_t ld_a, float scale, float* h,
+                           int64_t ld_h) {
+    const int64_t width = ceil_div(ranks, LANES) * LANES;
+    if (tokens <= 0 || ranks <= 0) return;
+    std::vector<float> memory((size_t)(inputs * width) + 16, 0.0f);
+    float* packed = (float*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+    common::parallel_for(threads, ceil_div(inputs, DEPTH), [=](int64_t item) {
+        const int64_t end = std::min(inputs, (item + 1) * DEPTH);
+        for (int64_t r = 0; r < ranks; ++r)
+            for (int64_t i = item * DEPTH; i < end; ++i) packed[i * width + r] = a[r * ld_a + i];
+    });
+    common::parallel_for(threads, ceil_div(tokens, ROWS), [=](int64_t item) {
+        const int64_t first = item * ROWS, rows = std::min(ROWS, tokens - first);
+        float* sums = common::scratch<0>(ROWS * width);
+        project_rows(rows, inputs, width, x + first * ld_x, ld_x, bits ? bits + first * ld_bits : nullptr, ld_bits,
+                     packed, sums);
+        for (int64_t i = 0; i < rows; ++i)
+            for (int64_t r = 0; r < ranks; ++r) h[(first + i) * ld_h + r] = scale * sums[i * width + r];
+    });
+}
+
+// dx = dy + scale * mask * (dh a); dx may be dy.
+EXPORT void engine_add_input_gradient(int threads, int64_t tokens, int64_t inputs, const float* dy, int64_t ld_dy,
+                                      int64_t rank, const float* dh, int64_t ld_dh, const float* a, int64_t ld_a,
+                                      const uint8_t* bits, int64_t ld_bits, float scale, float* dx, int64_t ld_dx) {
+    const skinny::Update update(threads, inputs, rank, dh, ld_dh, a, ld_a, bits, ld_bits, scale);
+    common::parallel_for(threads, ceil_div(tokens, ROWS), [=, &update](int64_t item) {
+        const int64_t first = item * ROWS;
+        update.add(dy, ld_dy, first, std::min(ROWS, tokens - first), 0, inputs, dx + first * ld_dx, ld_dx);
+    });
+}
+
+namespace {
+
+// A task: columns [first_column, + columns) of one section's gradient, and the rows of one part.
+struct Task {
+    const Section* section;
+    int64_t first_column, columns, part;
+};
+
+// Sums tasks part by part, then adds the parts of an element in order.
+template <class Sum, class Add>
+void run_tasks(int threads, const std::vector<Task>& tasks, int64_t parts, Sum sum, Add add) {
+    std::vector<int64_t> offsets(tasks.size() + 1, 0);
+    for (size_t i = 0; i < tasks.size(); ++i)
+        offsets[i + 1] = offsets[i] + tasks[i].section->num_ranks * ceil_div(tasks[i].columns, LANES) * LANES;
+    if (parts == 1) {
+        common::parallel_for(threads, (int64_t)tasks.size(), [&](int64_t i) {
+            float* block = common::scratch<0>(offsets[i + 1] - offsets[i]);
+            std::fill(block, block + offsets[i + 1] - offsets[i], 0.0f);
+            sum(tasks[i], block);
+            add(tasks[i], block);
+        });
+        return;
+    }
+    std::vector<float> blocks((size_t)offsets.back(), 0.0f);
+    common::parallel_for(threads, (int64_t)tasks.size(), [&](int64_t i) { sum(tasks[i], blocks.data() + offsets[i]); });
+    // tasks of one block of columns follow each other
+    common::parallel_for(threads, (int64_t)tasks.size() / parts, [&](int64_t i) {
+        float* total = blocks.data() + offsets[i * parts];
+        const int64_t size = offsets[i * parts + 1] - offsets[i * parts];
+        for (int64_t part = 1; part < parts; ++part)
+            for (int64_t k = 0; k < size; ++k) total[k] += total[part * size + k];
+        add(tasks[i * parts], total);
+    });
+}
+
+std::vector<Task> make_tasks(int64_t num_sections, const Section* sections, int64_t parts, int64_t width) {
+    std::vector<Task> tasks;
+    for (int64_t s = 0; s < num_sections; ++s)
+        for (int64_t column = 0; column < sections[s].num_columns; column += width)
+            for (int64_t part = 0; part < parts; ++part)
+                tasks.push_back({sections + s, sections[s].first_column + column,
+                                 std::min(width, sections[s].num_columns - column), part});
+    return tasks;
+}
+
+}  // namespace
+
+// For each section: gradient [num_ranks, inputs] += section scale * dh[:, ranks]^T (mask * x).
+EXPORT void engine_accumulate_a(int threads, int64_t tokens, int64_t inputs, int64_t ranks, const float* dh,
+                                int64_t ld_dh, const float* x, int64_t ld_x, const uint8_t* bits, int64_t ld_bits,
+                                int64_t num_sections, const Section* sections) {
+    if (tokens <= 0 || ranks <= 0) return;
+    const Section whole = {0, ranks, 0, inputs, nullptr, 0, 1.0};
+    const int64_t parts = ceil_div(tokens, PART_ROWS);
+    const std::vector<Task> tasks = make_tasks(1, &whole, parts, block_columns(ranks));
+    run_tasks(
+        threads, tasks, parts,
+        [=](const Task& task, float* block) {
+            const int64_t first = task.part * PART_ROWS, last = std::min(tokens, first + PART_ROWS);
+            sum_rows(first, last, ranks, task.columns, dh, ld_dh, x + task.first_column, ld_x,
+                     bits ? bits + task.first_column / 8 : nullptr, ld_bits, block,
+                     ceil_div(task.columns, LANES) * LANES);
+        },
+        [=](const Task& task, const float* block) {
+            const int64_t ld = ceil_div(task.columns, LANES) * LANES;
+            for (int64_t s = 0; s < num_sections; ++s)
+                for (int64_t r = 0; r < sections[s].num_ranks; ++r) {
+                    const float* from = block + (sections[s].first_rank + r) * ld;
+                    float* to = sections[s].gradient + r * sections[s].ld_gradient + task.first_column;
+                    const float scale = (float)sections[s].scale;
+                    for (int64_t c = 0; c < task.columns; ++c) to[c] += scale * from[c];
+                }
+        });
+}
+
+// For each section: gradient [num_columns, num_ranks] += section scale * dy[:, columns]^T h[:, ranks].
+EXPORT void engine_accumulate_b(int threads, int64_t tokens, const float* dy, int64_t ld_dy, const float* h,
+                                int64_t ld_h, int64_t num_sections, const Section* sections) {
+    if (tokens <= 0) return;
+    int64_t ranks = 0;
+    for (int64_t s = 0; s < num_sections; ++s) ranks = std::max(ranks, sections[s].num_ranks);
+    const int64_t parts = ceil_div(tokens, PART_ROWS);
+    const std::vector<Task> tasks = make_tasks(num_sections, sections, parts, block_columns(ranks));
+    run_tasks(
+        threads, tasks, parts,
+        [=](const Task& task, float* block) {
+            const int64_t first = task.part * PART_ROWS, last = std::min(tokens, first + PART_ROWS);
+            sum_rows(first, last, task.section->num_ranks, task.columns, h + task.section->first_rank, ld_h,
+                     dy + task.first_column, ld_dy, nullptr, 0, block, ceil_div(task.columns, LANES) * LANES);
+        },
+        [=](const Task& task, const float* block) {
+            const Section& section = *task.section;
+            const int64_t ld = ceil_div(task.columns, LANES) * LANES;
+            const float scale = (float)section.scale;
+            float* to = section.gradient + (task.first_column - section.first_column) * section.ld_gradient;
+            for (int64_t c = 0; c < task.columns; ++c)
+                for (int64_t r = 0; r < section.num_ranks; ++r)
+                    to[c * section.ld_gradient + r] += scale * block[r * ld + c];
+        });
+}

@@ -1,0 +1,141 @@
+"""The skinny products of adapters by the compiled kernels; the plain spec is engine.ops.low_rank.
+
+drop(x) = scale * mask * x; masks are packed bits (`dropout_bits`), or None without dropout.
+
+Legend: T tokens, I input features, O output features, R rows of the stacked A (sum of the ranks).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.ops.native.arguments import InputUpdate, matrix, optional_bits, threads, update_arguments
+from engine.ops.native.loader import library
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientA:
+    """Where one adapter's dA goes.
+
+    Args:
+        gradient_rI: fp32 [r, I], added to.
+        first_row: of its r rows in the stacked A.
+        scale: factor of this adapter, dropout's included.
+    """
+
+    gradient_rI: Tensor
+    first_row: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientB:
+    """Where one adapter's dB goes.
+
+    Args:
+        gradient_or: fp32 [o, r], added to.
+        first_column: of its o columns in dY.
+        first_row: of its r columns in H.
+        scale: alpha / r, or alpha / sqrt(r).
+    """
+
+    gradient_or: Tensor
+    first_column: int
+    first_row: int
+    scale: float
+
+
+class _Section(ctypes.Structure):
+    """`struct Section` of csrc/low_rank.cpp."""
+
+    _fields_ = (
+        ("first_rank", ctypes.c_int64),
+        ("num_ranks", ctypes.c_int64),
+        ("first_column", ctypes.c_int64),
+        ("num_columns", ctypes.c_int64),
+        ("gradient", ctypes.c_void_p),
+        ("ld_gradient", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+    )
+
+
+def project(
+    x_TI: Tensor, bits: Tensor | None, a_RI: Tensor, *, scale: float = 1.0, out: Tensor | None = None
+) -> Tensor:
+    """H = scale * (mask * x) A^T, [T, R].
+
+    Args:
+        x_TI: fp32, rows of any stride.
+        bits: packed mask of x, or None.
+        a_RI: fp32 stacked A.
+        scale: dropout's 1 / (1 - p).
+        out: where H goes, rows of any stride; may be columns of the buffer that x lies in.
+    """
+    (rows, inputs), ranks = x_TI.shape, a_RI.shape[0]
+    h = torch.empty(rows, ranks) if out is None else out
+    library().engine_project(
+        threads(), rows, inputs, ranks, *matrix(x_TI), *optional_bits(bits, inputs, rows), *matrix(a_RI, inputs),
+        scale, *matrix(h, ranks, rows),
+    )  # fmt: skip
+    return h
+
+
+def add_input_gradient(dx_TI: Tensor, update: InputUpdate, *, out: Tensor | None = None) -> Tensor:
+    """dX + scale * mask * (dH A); in place unless `out` is given."""
+    rows, inputs = dx_TI.shape
+    into = dx_TI if out is None else out
+    library().engine_add_input_gradient(
+        threads(), rows, inputs, *matrix(dx_TI), *update_arguments(update, inputs, rows), *matrix(into, inputs, rows)
+    )
+    return into
+
+
+def accumulate_a(dh_TR: Tensor, x_TI: Tensor, bits: Tensor | None, gradients: Sequence[GradientA]) -> None:
+    """dA_i += scale_i * dH_i^T (mask * x) for all adapters on x, from one read of x.
+
+    Args:
+        dh_TR: fp32, gradient of the stacked H.
+        x_TI: fp32, rows of any stride.
+        bits: packed mask of x, or None.
+        gradients: adapters that are trained; their rows of dH may have gaps.
+    """
+    (rows, inputs), ranks = x_TI.shape, dh_TR.shape[1]
+    sections = (_Section * len(gradients))()
+    for section, given in zip(sections, gradients, strict=True):
+        num = given.gradient_rI.shape[0]
+        assert given.first_row >= 0 and given.first_row + num <= ranks, (given.first_row, num, ranks)
+        pointer, stride = matrix(given.gradient_rI, inputs)
+        section.first_rank, section.num_ranks, section.scale = given.first_row, num, given.scale
+        section.gradient, section.ld_gradient = pointer, stride
+    library().engine_accumulate_a(
+        threads(), rows, inputs, ranks, *matrix(dh_TR, ranks, rows), *matrix(x_TI), *optional_bits(bits, inputs, rows),
+        len(gradients), ctypes.addressof(sections),
+    )  # fmt: skip
+
+
+def accumulate_b(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[GradientB]) -> None:
+    """dB_i += scale_i * dY_i^T H_i for all adapters of a linear, from one read of dY.
+
+    Args:
+        dy_TO: fp32, rows of any stride.
+        h_TR: fp32, rows of any stride.
+        gradients: adapters that are trained.
+    """
+    (rows, outputs), ranks = dy_TO.shape, h_TR.shape[1]
+    sections = (_Section * len(gradients))()
+    for section, given in zip(sections, gradients, strict=True):
+        num_columns, num_ranks = given.gradient_or.shape
+        assert given.first_row >= 0 and given.first_row + num_ranks <= ranks, (given.first_row, num_ranks, ranks)
+        assert given.first_column >= 0 and given.first_column + num_columns <= outputs, (num_columns, outputs)
+        pointer, stride = matrix(given.gradient_or)
+        section.first_rank, section.num_ranks, section.scale = given.first_row, num_ranks, given.scale
+        section.first_column, section.num_columns = given.first_column, num_columns
+        section.gradient, section.ld_gradient = pointer, stride
+    library().engine_accumulate_b(
+        threads(), rows, *matrix(dy_TO), *matrix(h_TR, ranks, rows), len(gradients), ctypes.addressof(sections)
+    )

@@ -1,0 +1,139 @@
+"""The compiled skinny products against fp64, with torch's products in fp32 as the measure of the error allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops.native import low_rank
+from engine.ops.native.arguments import InputUpdate
+from engine.ops.native.dropout import dropout_bits, unpack_bits
+from engine.ops.native.loader import native_status, select
+from tests.kernels.native_support import (
+    INSTRUCTION_SETS,
+    SHAPES,
+    assert_accurate,
+    assert_same_on_any_threads,
+    widened,
+)
+
+pytestmark = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+RANKS = (1, 16, 27, 64)
+SCALE = 1.25
+
+
+@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
+def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    select(request.param)
+    yield
+    select(None)
+
+
+def _bits(tokens: int, features: int) -> tuple[Tensor, Tensor]:
+    """Packed mask, and the same as fp32."""
+    bits = dropout_bits(
+        torch.arange(tokens), feature_offset=5, num_features=features, probability=0.2, seed=1, site=2, step=3
+    )
+    return bits, unpack_bits(bits, features).float()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_project(shape: tuple[int, int], rank: int, masked: bool) -> None:
+    torch.manual_seed(0)
+    x, a = torch.randn(shape), torch.randn(rank, shape[1])
+    bits, mask = _bits(*shape)
+    kept = x * mask if masked else x
+    # as the engine lays it out: H behind x in one buffer
+    buffer = torch.full((shape[0], shape[1] + rank), float("nan"))
+    inside, h = buffer.split([shape[1], rank], dim=1)
+    inside.copy_(x)
+    out = low_rank.project(inside, bits if masked else None, widened(a), scale=SCALE, out=h)
+    # five sums alone say little about torch's error: there a few roundings of their terms are allowed
+    terms = SCALE * (kept.abs() @ a.abs().t()) if rank == 1 else None
+    assert_accurate(out, SCALE * (kept @ a.t()), SCALE * (kept.double() @ a.double().t()), terms)
+    assert torch.equal(inside, x)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_add_input_gradient(shape: tuple[int, int], rank: int, masked: bool) -> None:
+    torch.manual_seed(0)
+    dx, dh, a = torch.randn(shape), torch.randn(shape[0], rank), torch.randn(rank, shape[1])
+    bits, mask = _bits(*shape)
+    kept = mask if masked else torch.ones(shape)
+    update = InputUpdate(dh_TR=widened(dh), a_RI=widened(a), bits=bits if masked else None, scale=SCALE)
+    out = low_rank.add_input_gradient(widened(dx), update)
+    exact = dx.double() + SCALE * kept.double() * (dh.double() @ a.double())
+    terms = dx.abs() + SCALE * kept * (dh.abs() @ a.abs()) if shape == (1, 1) else None
+    assert_accurate(out, dx + SCALE * kept * (dh @ a), exact, terms)
+    assert torch.equal(low_rank.add_input_gradient(dx, update, out=torch.empty(shape)), out)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("ranks", [(1,), (16,), (8, 3, 16), (64, 64, 64)])
+@pytest.mark.parametrize("shape", [*SHAPES, (130, 600), (4100, 40)])
+def test_accumulate_a(shape: tuple[int, int], ranks: tuple[int, ...], masked: bool) -> None:
+    torch.manual_seed(0)
+    x, dh = torch.randn(shape), torch.randn(shape[0], sum(ranks))
+    bits, mask = _bits(*shape)
+    kept = x * mask if masked else x
+    targets, first = [], 0
+    for index, rank in enumerate(ranks):
+        into = widened(torch.full((rank, shape[1]), 0.5))
+        targets.append(low_rank.GradientA(gradient_rI=into, first_row=first, scale=index + 1.0))
+        first += rank
+    low_rank.accumulate_a(widened(dh), widened(x), bits if masked else None, targets)
+    for target in targets:
+        rows = dh.narrow(1, target.first_row, target.gradient_rI.shape[0])
+        exact = 0.5 + target.scale * (rows.double().t() @ kept.double())
+        assert_accurate(target.gradient_rI, 0.5 + target.scale * (rows.t() @ kept), exact)
+
+
+@pytest.mark.parametrize("sections", [((7, 1),), ((40, 16), (8, 16), (8, 16)), ((600, 8), (5, 24))])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 130, 4100])
+def test_accumulate_b(tokens: int, sections: tuple[tuple[int, int], ...]) -> None:
+    torch.manual_seed(0)
+    dy = torch.randn(tokens, 3 + sum(outputs for outputs, _ in sections))
+    h = torch.randn(tokens, sum(rank for _, rank in sections))
+    targets, column, row = [], 3, 0
+    for outputs, rank in sections:
+        into = widened(torch.full((outputs, rank), 0.5))
+        targets.append(low_rank.GradientB(gradient_or=into, first_column=column, first_row=row, scale=2.0))
+        column, row = column + outputs, row + rank
+    low_rank.accumulate_b(widened(dy), widened(h), targets)
+    for target in targets:
+        grads = dy.narrow(1, target.first_column, target.gradient_or.shape[0])
+        rows = h.narrow(1, target.first_row, target.gradient_or.shape[1])
+        exact = 0.5 + 2.0 * (grads.double().t() @ rows.double())
+        assert_accurate(target.gradient_or, 0.5 + 2.0 * (grads.t() @ rows), exact)
+
+
+def test_a_frozen_adapter_is_left_out() -> None:
+    torch.manual_seed(0)
+    x, dh = torch.randn(9, 33), torch.randn(9, 8)
+    into = torch.zeros(4, 33)
+    low_rank.accumulate_a(dh, x, None, [low_rank.GradientA(gradient_rI=into, first_row=4)])
+    torch.testing.assert_close(into, dh[:, 4:].t() @ x)
+
+
+def test_any_number_of_threads() -> None:
+    torch.manual_seed(0)
+    tokens, inputs, rank = 4099, 700, 24
+    x, dh, a = torch.randn(tokens, inputs), torch.randn(tokens, rank), torch.randn(rank, inputs)
+    bits, _ = _bits(tokens, inputs)
+
+    def run() -> tuple[Tensor, ...]:
+        da, db = torch.zeros(rank, inputs), torch.zeros(inputs, rank)
+        low_rank.accumulate_a(dh, x, bits, [low_rank.GradientA(gradient_rI=da, first_row=0)])
+        low_rank.accumulate_b(x, dh, [low_rank.GradientB(gradient_or=db, first_column=0, first_row=0, scale=1.0)])
+        update = InputUpdate(dh_TR=dh, a_RI=a, bits=bits, scale=SCALE)
+        dx = low_rank.add_input_gradient(x, update, out=torch.empty_like(x))
+        return da, db, dx, low_rank.project(x, bits, a)
+
+    assert_same_on_any_threads(run)

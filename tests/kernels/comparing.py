@@ -31,7 +31,8 @@ def random_rows(place: tuple[str, torch.dtype], *shape: int, gap: int = 0, seed:
 def assert_as_exact_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor, name: str) -> None:
     """The largest error against fp64 is at most twice that of torch at the same dtype, and one rounding.
 
-    The rounding, of the largest value, is there because torch may hit a small tensor exactly.
+    The rounding, of the largest value, is there because torch may hit a small tensor exactly. Results in fp64 have no
+    wider truth, only torch's own fp64: sixteen roundings are allowed there.
 
     Args:
         ours, torchs: results in the tested dtype.
@@ -43,5 +44,6 @@ def assert_as_exact_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor, name: 
         return
     error = (ours.double() - exact).abs().max().item()
     allowed = (torchs.double() - exact).abs().max().item()
-    rounding = torch.finfo(ours.dtype).eps * exact.abs().max().item()
+    roundings = 16 if ours.dtype == torch.float64 else 1
+    rounding = roundings * torch.finfo(ours.dtype).eps * exact.abs().max().item()
     assert error <= 2 * allowed + rounding, f"{name}: error {error:.3e}, torch {allowed:.3e}, rounding {rounding:.3e}"

@@ -22,6 +22,8 @@ KERNELS = (
     "lora_matmul",
     "rmsnorm",
     "swiglu",
+    "rope",
+    "cross_entropy",
 )
 
 

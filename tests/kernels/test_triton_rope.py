@@ -1,0 +1,99 @@
+"""Rotary kernels against complex multiplication, which is what the rotation is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
+from triton_kernels import reference, rope
+
+SHAPES = [(5, 3, 1, 10), (1, 1, 1, 2), (7, 6, 2, 64), (2, 40, 8, 128)]
+"""tokens, query heads, key heads, head dimension."""
+
+
+def _rotated(x_THD: Tensor, angles: Tensor, *, inverse: bool = False) -> Tensor:
+    """Each pair (i, i + D / 2) as a complex number, times e^(i angle)."""
+    first, second = x_THD.double().chunk(2, -1)
+    angles = -angles.double() if inverse else angles.double()
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None, :]
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def _tables(place, num_tokens: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    angles = random_rows((place[0], torch.float32), num_tokens, head_dim // 2, seed=9) * 3
+    return angles, angles.double().cos().float(), angles.double().sin().float()
+
+
+def _torchs(x_THD: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    out = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
+    reference.rope_rotate(x_THD, cos, sin, out, inverse=inverse)
+    return out
+
+
+@places
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rotate(place, shape: tuple[int, ...], inverse: bool) -> None:
+    num_tokens, num_heads, _, head_dim = shape
+    angles, cos, sin = _tables(place, num_tokens, head_dim)
+    x = random_rows(place, num_tokens, num_heads, head_dim, gap=3)
+    exact, torchs = _rotated(x, angles, inverse=inverse), _torchs(x, cos, sin, inverse)
+    out = torch.empty(num_tokens, head_dim, num_heads, dtype=place[1], device=place[0]).new_empty(torchs.shape)
+    rope.rope_rotate(x, cos, sin, out, inverse=inverse)
+    assert_as_exact_as_torch(out, torchs, exact, "rotated")
+    rope.rope_rotate(x, cos, sin, x, inverse=inverse)
+    assert torch.equal(x, out), "in place gives other bits"
+
+
+@places
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packed_in_place(place, shape: tuple[int, ...]) -> None:
+    num_tokens, num_heads, num_kv_heads, head_dim = shape
+    angles, cos, sin = _tables(place, num_tokens, head_dim)
+    qkv = random_rows(place, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, gap=7)
+    turned = (num_heads + num_kv_heads) * head_dim
+    before = qkv.clone()
+    heads = before[:, :turned].unflatten(1, (num_heads + num_kv_heads, head_dim))
+    assert rope.rope_packed(qkv, cos, sin, num_heads, num_kv_heads, head_dim) is qkv
+    ours = qkv[:, :turned].unflatten(1, (num_heads + num_kv_heads, head_dim))
+    assert_as_exact_as_torch(ours, _torchs(heads, cos, sin, False), _rotated(heads, angles), "q and k")
+    assert torch.equal(qkv[:, turned:], before[:, turned:]), "v changed"
+    rope.rope_packed(qkv, cos, sin, num_heads, num_kv_heads, head_dim, inverse=True)
+    # two roundings, and cos^2 + sin^2 differs from 1 by as much
+    torch.testing.assert_close(qkv, before, rtol=0, atol=4 * torch.finfo(place[1]).eps * before.abs().max().item())
+
+
+@places
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_split_and_merge(place, shape: tuple[int, ...]) -> None:
+    num_tokens, num_heads, num_kv_heads, head_dim = shape
+    angles, cos, sin = _tables(place, num_tokens, head_dim)
+    qkv = random_rows(place, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, gap=7)
+    sizes = [num_heads, num_kv_heads, num_kv_heads]
+    q_in, k_in, v_in = qkv.unflatten(1, (sum(sizes), head_dim)).split(sizes, dim=1)
+    q, k, v = rope.rope_split(qkv, cos, sin, num_heads, num_kv_heads, head_dim)
+    assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    assert_as_exact_as_torch(q, _torchs(q_in, cos, sin, False), _rotated(q_in, angles), "q")
+    assert_as_exact_as_torch(k, _torchs(k_in, cos, sin, False), _rotated(k_in, angles), "k")
+    assert torch.equal(v, v_in)
+
+    dq = random_rows(place, num_heads, num_tokens, head_dim, seed=1).transpose(0, 1)  # as attention leaves it
+    dk, dv = (random_rows(place, num_tokens, num_kv_heads, head_dim, gap=2, seed=seed) for seed in (2, 3))
+    merged = rope.rope_merge(dq, dk, dv, cos, sin).unflatten(1, (sum(sizes), head_dim)).split(sizes, dim=1)
+    assert_as_exact_as_torch(merged[0], _torchs(dq, cos, sin, True), _rotated(dq, angles, inverse=True), "dq")
+    assert_as_exact_as_torch(merged[1], _torchs(dk, cos, sin, True), _rotated(dk, angles, inverse=True), "dk")
+    assert torch.equal(merged[2], dv)
+
+
+@places
+def test_no_tokens(place) -> None:
+    _, cos, sin = _tables(place, 0, 8)
+    qkv = torch.empty(0, 5 * 8, dtype=place[1], device=place[0])
+    q, k, v = rope.rope_split(qkv, cos, sin, 3, 1, 8)
+    assert q.shape == (0, 3, 8) and k.shape == v.shape == (0, 1, 8)
+    assert rope.rope_merge(q, k, v, cos, sin).shape == (0, 40)
+    assert rope.rope_packed(qkv, cos, sin, 3, 1, 8).shape == (0, 40)

@@ -1,0 +1,126 @@
+"""Loss of a frozen head without its logits: linear and cross-entropy together, some tokens at a time.
+
+    logits = x W^T (a chunk of tokens), statistics of the shard, [combine over the shards], loss,
+    dlogits over the logits, dx = dlogits W
+
+Two matrix products and three passes over a chunk's logits; the buffer of one chunk is used for all. Because the head
+is frozen and the scale of each token's loss is known beforehand, forward leaves the input gradient behind, and backward
+has nothing more to compute.
+
+Plain torch: the statistics are arguments (`LossKernels`), so that the same loop serves every backend. No collective is
+called here either: with a split vocabulary the caller passes what combines three numbers a token over the shards.
+
+Bytes (compulsory): x and W read, dx written: (2 T h + V h) elements; arithmetic: 4 T h V.
+
+Legend: T tokens, C tokens of a chunk, h hidden size, V vocabulary rows held here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Combine = Callable[[Tensor], Tensor]
+"""Maximum, or sum, of a tensor over the shards of the vocabulary; may work in place."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossKernels:
+    """The backend's part.
+
+    Args:
+        statistics: (logits_CV, targets_C) -> fp32 maximum, sum of exp(logit - maximum), target's logit, each [C], of
+            this shard; the target's logit is 0 where the target lies elsewhere. May overwrite the logits.
+        gradient: (logits_CV, targets_C, local_max_C, max_C, total_C, scale_C) -> (softmax - onehot) * scale, written
+            over what `statistics` left; local_max is this shard's, max and total the whole vocabulary's.
+    """
+
+    statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def linear_cross_entropy(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    scale_T: Tensor | None,
+    kernels: LossKernels,
+    *,
+    first_id: int = 0,
+    num_ids: int | None = None,
+    combine_max: Combine | None = None,
+    combine_sum: Combine | None = None,
+    chunk_tokens: int = 1024,
+) -> tuple[Tensor, Tensor | None]:
+    """Token losses, and the gradient of sum(scale * loss) with respect to `hidden`.
+
+    Args:
+        hidden_TH: [T, h].
+        weight_VH: [V, h], this shard's rows, padding rows last.
+        labels_T: int64 global ids; negative where there is no label.
+        scale_T: fp32 [T] weight of each token's loss in what is differentiated; None for the losses alone.
+        kernels: see there.
+        first_id, num_ids: the ids this shard holds; `num_ids` None for all rows of `weight`.
+        combine_max, combine_sum: over the shards; None with one shard. Every shard must have the same tokens.
+        chunk_tokens: tokens at a time; the buffer is [chunk_tokens, V] in hidden's dtype.
+
+    Returns:
+        fp32 [T] losses (0 without a label), the same on every shard; and [T, h] in hidden's dtype, this shard's partial
+        sum of the input gradient, or None.
+    """
+    num_tokens = hidden_TH.shape[0]
+    weight_VH = weight_VH if num_ids is None else weight_VH[:num_ids]
+    num_rows = weight_VH.shape[0]
+    counted_T = labels_T >= 0
+    local_T = labels_T - first_id
+    targets_T = torch.where(counted_T & (local_T >= 0) & (local_T < num_rows), local_T, -1)
+    wide = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
+    scale_T = None if scale_T is None else torch.where(counted_T, scale_T.to(wide), 0.0)
+    loss_T = torch.empty(num_tokens, dtype=wide, device=hidden_TH.device)
+    dhidden_TH = None if scale_T is None else torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
+    buffer = hidden_TH.new_empty(min(chunk_tokens, num_tokens), num_rows)
+    for start in range(0, num_tokens, chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        targets_C = targets_T[chunk]
+        logits_CV = torch.mm(hidden_TH[chunk], weight_VH.t(), out=buffer[: targets_C.shape[0]])
+        local_max_C, total_C, target_C = _statistics(logits_CV, targets_C, kernels)
+        max_C, total_C, target_C = _combine(local_max_C, total_C, target_C, combine_max, combine_sum)
+        loss_T[chunk] = total_C.log() + max_C - target_C
+        if dhidden_TH is not None and scale_T is not None:
+            if num_rows > 0:
+                kernels.gradient(logits_CV, targets_C, local_max_C, max_C, total_C, scale_T[chunk])
+            torch.mm(logits_CV, weight_VH, out=dhidden_TH[chunk])
+    return torch.where(counted_T, loss_T, 0.0), dhidden_TH
+
+
+def _statistics(logits_CV: Tensor, targets_C: Tensor, kernels: LossKernels) -> tuple[Tensor, Tensor, Tensor]:
+    """Of this shard; one that holds nothing but padding has no maximum, and adds nothing."""
+    if logits_CV.shape[1] > 0:
+        return kernels.statistics(logits_CV, targets_C)
+    wide = torch.float64 if logits_CV.dtype == torch.float64 else torch.float32
+    nothing_C = torch.zeros(logits_CV.shape[0], dtype=wide, device=logits_CV.device)
+    return nothing_C - float("inf"), nothing_C, nothing_C
+
+
+def _combine(
+    local_max_C: Tensor, total_C: Tensor, target_C: Tensor, combine_max: Combine | None, combine_sum: Combine | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum, sum of exponentials and target logit over all shards."""
+    if combine_max is None or combine_sum is None:
+        return local_max_C, total_C, target_C
+    max_C = combine_max(local_max_C.clone())
+    both = combine_sum(torch.stack((total_C * torch.exp(local_max_C - max_C), target_C)))
+    return max_C, both[0], both[1]
+
+
+def bytes_moved(num_tokens: int, hidden: int, num_rows: int, itemsize: int) -> int:
+    """Compulsory bytes: hidden and weight read once, the input gradient written once."""
+    return (2 * num_tokens + num_rows) * hidden * itemsize
+
+
+def arithmetic(num_tokens: int, hidden: int, num_rows: int) -> int:
+    """Floating-point operations of the two products."""
+    return 4 * num_tokens * hidden * num_rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p
+from ctypes import c_double, c_float, c_int, c_int64, c_uint32, c_void_p
 from typing import Any
 
 _THREADS = [c_int]
@@ -43,4 +43,8 @@ SIGNATURES: dict[str, list[Any]] = {
         *_THREADS, *_SIZE * 3, *_MATRIX, *_POINTER, *_POINTER, c_int, *_POINTER, *_POINTER,
     ],
     "engine_cross_entropy_backward": [*_THREADS, *_SIZE * 3, *_MATRIX, *_POINTER * 3],
+    "engine_adamw": [*_THREADS, *_SIZE, *_POINTER * 9, *[c_double] * 4, c_int],
+    "engine_square_sum": [*_THREADS, *_SIZE, *_POINTER, *_POINTER],
+    "engine_pack": [*_SIZE, *_POINTER, c_int64, *_POINTER * 3],
+    "engine_blend": [*_SIZE, *_POINTER, *_SIZE, *_POINTER * 2],
 }  # fmt: skip

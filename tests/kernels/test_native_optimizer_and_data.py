@@ -1,0 +1,169 @@
+"""Compiled AdamW against torch's, compiled packing against the plain one, blending against its definition."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from engine.data.packing import pack as plain_pack
+from engine.ops.native import packing
+from engine.ops.native.adamw import adamw_step, square_sum
+from engine.ops.native.loader import native_status, select
+from tests.kernels.native_support import INSTRUCTION_SETS, assert_same_on_any_threads
+
+native = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    select(request.param)
+    yield
+    select(None)
+
+
+def _state(size: int) -> list[Tensor]:
+    """Parameter, gradient, moments."""
+    torch.manual_seed(0)
+    return [torch.randn(size), torch.randn(size), torch.randn(size) * 0.1, torch.rand(size) * 0.1]
+
+
+@native
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("non_finite", [0.0, 1.0])
+@pytest.mark.parametrize("size", [0, 1, 123, 40_000])
+def test_adamw_is_torchs(size: int, non_finite: float) -> None:
+    ours, theirs = _state(size), _state(size)
+    lr, updates, flag = torch.tensor(3e-2), torch.tensor(4.0), torch.tensor(non_finite)
+    clip, low = torch.tensor(0.37), torch.zeros(size, dtype=torch.bfloat16)
+    adamw_step(
+        *ours, lr=lr, updates=updates, betas=BETAS, eps=EPS, weight_decay=DECAY, clip=clip, non_finite=flag,
+        low_precision=low, zero_gradient=True,
+    )  # fmt: skip
+    theirs[1].mul_(clip)
+    adamw(
+        [theirs[0]], [theirs[1]], [theirs[2]], [theirs[3]], [], [updates.clone()], fused=True, found_inf=flag,
+        amsgrad=False, beta1=BETAS[0], beta2=BETAS[1], lr=lr, weight_decay=DECAY, eps=EPS, maximize=False,
+    )  # fmt: skip
+    for name, one, other in zip(("parameter", "exp_avg", "exp_avg_sq"), (ours[0], *ours[2:]), (theirs[0], *theirs[2:]),
+                                strict=True):  # fmt: skip
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, msg=name)
+    assert not ours[1].any() and updates.item() == 4.0
+    assert torch.equal(low, torch.zeros_like(low) if non_finite else ours[0].to(torch.bfloat16))
+
+
+@native
+@pytest.mark.usefixtures("instruction_set")
+def test_weights_that_are_not_a_number_stay_so_in_bf16() -> None:
+    state = [torch.full((3,), float("nan")), *(torch.zeros(3) for _ in range(3))]
+    low = torch.zeros(3, dtype=torch.bfloat16)
+    zero = torch.tensor(0.0)
+    adamw_step(
+        *state, lr=zero, updates=zero, betas=BETAS, eps=EPS, weight_decay=0.0, low_precision=low
+    )  # fmt: skip
+    assert low.isnan().all()
+
+
+@native
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("size", [0, 1, 123, 100_003])
+def test_square_sum(size: int) -> None:
+    values = torch.randn(size)
+    expected = values.double().square().sum()
+    torch.testing.assert_close(square_sum(values), expected, rtol=1e-6, atol=0.0)
+
+
+@native
+def test_any_number_of_threads() -> None:
+    def run() -> tuple[Tensor, ...]:
+        state = _state(100_003)
+        norm = square_sum(state[1])
+        one = torch.tensor(1e-3)
+        adamw_step(*state, lr=one, updates=one, betas=BETAS, eps=EPS, weight_decay=DECAY)
+        return (*state, norm)
+
+    assert_same_on_any_threads(run)
+
+
+@native
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 130), max_size=80), st.integers(130, 300))
+def test_packs_are_those_of_the_plain_algorithm(lengths: list[int], capacity: int) -> None:
+    offsets, documents = packing.pack(np.array(lengths, dtype=np.int64), capacity)
+    expected = plain_pack(np.array(lengths, dtype=np.int64), capacity)
+    assert offsets.tolist() == expected.offsets.tolist() and documents.tolist() == expected.documents.tolist()
+
+
+@native
+@pytest.mark.parametrize("capacity", [64, 4096, 20_000])
+def test_many_packs_are_those_of_the_plain_algorithm(capacity: int) -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(5, 1.2, 20_000).astype(np.int64) + 1, capacity)
+    offsets, documents = packing.pack(lengths, capacity)
+    expected = plain_pack(lengths, capacity)
+    assert np.array_equal(offsets, expected.offsets) and np.array_equal(documents, expected.documents)
+
+
+@native
+def test_next_fit_is_taken_where_it_is_better() -> None:
+    lengths = np.array([3, 3, 4, 5, 5, 3, 3, 4, 2, 2, 6, 6, 4, 1, 3, 7, 2, 1] * 3)
+    seen = 0
+    for seed in range(300):
+        shuffled = np.random.default_rng(seed).permutation(lengths)[:18]
+        expected = plain_pack(shuffled, 10)
+        offsets, documents = packing.pack(shuffled, 10)
+        assert offsets.tolist() == expected.offsets.tolist() and documents.tolist() == expected.documents.tolist()
+        seen += len(expected)
+    assert seen > 0
+
+
+@native
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 50)), min_size=1, max_size=6), st.integers(0, 200))
+def test_blend_takes_from_the_largest_deficit(sets: list[tuple[int, int]], count: int) -> None:
+    weights, sizes = [weight for weight, _ in sets], [size for _, size in sets]
+    chosen, samples, epochs = packing.blend(weights, sizes, count)
+    exact = [Fraction(weight, sum(weights)) for weight in weights]
+    taken = [0] * len(sets)
+    for step, (one, sample, epoch) in enumerate(zip(chosen.tolist(), samples.tolist(), epochs.tolist(), strict=True)):
+        deficits = [share * (step + 1) - used for share, used in zip(exact, taken, strict=True)]
+        # weights are rounded to 2^-32: an exact tie may go either way
+        assert deficits[one] >= max(deficits) - Fraction(2 * (step + 1) * len(sets), 1 << 32)
+        assert (epoch, sample) == divmod(taken[one], sizes[one])
+        taken[one] += 1
+    for share, used in zip(exact, taken, strict=True):
+        assert abs(share * count - used) <= len(sets)
+
+
+@native
+def test_equal_weights_alternate() -> None:
+    chosen, samples, epochs = packing.blend([1.0, 1.0], [2, 100], 6)
+    assert chosen.tolist() == [0, 1, 0, 1, 0, 1]
+    assert samples.tolist() == [0, 0, 1, 1, 0, 2] and epochs.tolist() == [0, 0, 0, 0, 1, 0]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_cuda_sources_compile(tmp_path: Path) -> None:
+    sources = sorted((Path(__file__).resolve().parents[2] / "csrc").glob("*.cu"))
+    assert sources
+    for source in sources:
+        target = tmp_path / f"{source.stem}.so"
+        command = ["nvcc", "-std=c++17", "-O3", "-arch=sm_80", "--shared", "-Xcompiler", "-fPIC,-Wall,-Wextra"]
+        done = subprocess.run(
+            [*command, "-o", str(target), str(source)], capture_output=True, text=True, check=False, timeout=100
+        )
+        assert done.returncode == 0, done.stderr
+        assert not done.stderr.strip(), done.stderr
+        exported = subprocess.run(["nm", "-D", str(target)], capture_output=True, text=True, check=True).stdout
+        assert f"T engine_{source.stem}_cuda" in exported

@@ -229,7 +229,8 @@ class Plan:
             commands=(self._script("compare.py", *models, "--out", self.comparison),),
             inputs=(HERE / "compare.py", HERE / "answers.py"),
             outputs=(self.comparison,),
-            environment=QUIET,
+            # threads that wait for each other at every small product would slow the small model down
+            environment=QUIET if self.is_own else QUIET | ONE_THREAD,
         )
 
 

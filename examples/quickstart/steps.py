@@ -189,6 +189,7 @@ class Display:
             return
         if not PROGRESS.match(text):
             self.close()
+            self._status = ""
             print(f"    {text}", flush=True)
             return
         self._status = text

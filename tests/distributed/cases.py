@@ -50,6 +50,7 @@ class Case:
         config: of the model.
         adapters, trained: regular expressions over module names, matched whole; "" matches nothing.
         sequence_parallel, joint, fused_qkv: of the layout and the plan; the first two only matter with tp > 1.
+        fold: whether adapters may lie beside their linear's weight.
         dropout: of the adapters.
     """
 
@@ -59,6 +60,7 @@ class Case:
     sequence_parallel: bool = False
     joint: bool = False
     fused_qkv: bool = False
+    fold: bool = True
     dropout: float = 0.1
 
     def plan(self) -> TrainingPlan:
@@ -152,8 +154,9 @@ def build(
     """The case on this rank of `mesh`, or on one process."""
     mesh = mesh or single_process_mesh()
     layout = TensorLayout(
-        tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=case.sequence_parallel, joint_reduce=case.joint
-    )
+        tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=case.sequence_parallel, joint_reduce=case.joint,
+        fold=case.fold,
+    )  # fmt: skip
     device = torch.device("cpu")
     model = Decoder(case.config, layout=layout, plan=case.plan(), device=device, dtype=dtype)
     entries = list(shard_entries(model))

@@ -29,7 +29,7 @@ def run(*arguments: object, home: Path, status: int = 0) -> subprocess.Completed
         cwd=home,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=580,
     )
     assert result.returncode == status, f"status {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result
@@ -49,7 +49,7 @@ def eval_losses(run_dir: Path) -> list[float]:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_whole_job(finished: tuple[Path, str]) -> None:
     folder, printed = finished
     out = folder / "out"
@@ -69,7 +69,7 @@ def test_whole_job(finished: tuple[Path, str]) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_partitions_make_up_the_base(finished: tuple[Path, str]) -> None:
     """Each of the two files holds a half of every matrix that is split: together, the elements of the base."""
     out = finished[0] / "out"
@@ -81,7 +81,7 @@ def test_partitions_make_up_the_base(finished: tuple[Path, str]) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_second_run_does_nothing_and_prints_the_same_figures(finished: tuple[Path, str]) -> None:
     folder, printed = finished
     adapter = folder / "out" / "adapter" / "adapter_model.safetensors"
@@ -95,7 +95,7 @@ def test_second_run_does_nothing_and_prints_the_same_figures(finished: tuple[Pat
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_own_model_and_data(finished: tuple[Path, str]) -> None:
     folder, _ = finished
     out, data = folder / "own", folder / "out" / "data" / "train.jsonl"
@@ -138,7 +138,7 @@ def test_failed_step_names_its_log(stories_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_malformed_record_is_shown_without_the_launcher(stories_dir: Path, tmp_path: Path) -> None:
     """The sentence of the trainer is what the user sees; the launcher's traceback stays in the log."""
     out, data = tmp_path / "out", tmp_path / "broken.jsonl"

@@ -16,7 +16,9 @@ SHAPES = [(5, 123), (1, 1), (3, 9000), (40, 32)]
 
 def _problem(place, num_tokens: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, labels (some tokens have none) and scales (0 there)."""
+    # the maximum lies in the last columns, so that a running maximum has to rise on the way
     logits = random_rows(place, num_tokens, num_ids, gap=3) * 4
+    logits[:, num_ids - 1 - num_ids // 50 :] += 20
     labels = torch.arange(num_tokens, device=place[0]) * 31 % num_ids
     scale = torch.linspace(0.1, 1.0, num_tokens, device=place[0])
     if num_tokens > 2:

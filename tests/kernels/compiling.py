@@ -1,0 +1,149 @@
+"""Compiles every kernel for a Hopper GPU on a machine that has none: python -m tests.kernels.compiling [bfloat16 ...]
+
+The interpreter forgives what the compiler does not: one-bit shifts, arguments equal to 1 that turn into constants,
+types that change in a loop. Here the launchers run on CPU tensors with a driver that compiles and never launches, and
+the resources of each kernel are printed as one JSON object a line. Runs in a process of its own, without the
+interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from triton_kernels import cross_entropy, dropout, launch, lora, lora_matmul, rmsnorm, rope, swiglu
+
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_seen: set[int] = set()
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """Registers a thread, and bytes of stack a thread: spilled registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_CUOBJDUMP), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return {"registers": int(found[1]), "stack": int(found[2])}
+
+
+def _compile_instead(self: JITFunction[Any], grid: object) -> Callable[..., None]:
+    def call(*arguments: object, **options: object) -> None:
+        kernel = self.run(*arguments, grid=grid, warmup=True, **options)
+        if id(kernel) in _seen:
+            return
+        _seen.add(id(kernel))
+        constants = {name: str(value) for name, value in options.items()}
+        line = {"kernel": f"{self.fn.__module__}.{self.fn.__name__}", "shared": kernel.metadata.shared}
+        print(json.dumps({**line, **_resources(kernel.asm["cubin"]), "options": constants}), flush=True)
+
+    return call
+
+
+def _pretend_to_have_a_gpu() -> None:
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device=None: 0,
+            launcher_cls=lambda *arguments, **options: None,
+        )
+    )
+    JITFunction.__getitem__ = _compile_instead
+    options = {t: {"DOT": launch._TYPES[t], "PRECISION": "tf32"} for t in (torch.bfloat16, torch.float16)}
+    options[torch.float32] = {"DOT": launch._TYPES[torch.float32], "PRECISION": "ieee"}
+    for module in (lora, lora_matmul):
+        module.dot_options = lambda x: options[x.dtype]
+
+
+def _masks(num_tokens: int, num_features: int, offset: int) -> list[dropout.DropoutMask | None]:
+    drawn = dropout.DropoutMask(
+        token_index_T=torch.zeros(num_tokens, dtype=torch.int64),
+        step=torch.zeros((), dtype=torch.int64),
+        probability=0.1,
+        seed=3,
+        site=5,
+        feature_offset=offset,
+    )
+    return [drawn, drawn.with_bits(num_features), None]
+
+
+def _adapters(dtype: torch.dtype, num_tokens: int, width: int, rank: int, offset: int, modes: int) -> None:
+    """Everything that knows of adapters; `modes` of the three ways to come by a mask."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    x, gate_up, weight = empty(num_tokens, width), empty(num_tokens, 2 * width), empty(width)
+    a, b, h, rstd = empty(rank, width), empty(width, rank), empty(num_tokens, rank), torch.empty(num_tokens, 1)
+    for mask in _masks(num_tokens, width, offset)[:modes]:
+        if mask is not None:
+            dropout.dropout_apply(x, mask)
+        lora.project(x, a, mask)
+        lora.a_gradient(h, x, mask, torch.empty(rank, width))
+        update = lora.LowRankUpdate(dh_TR=h, a_RI=a, mask=mask, h_TR=h)
+        lora.add_input_gradient(x, update)
+        rmsnorm.rmsnorm_backward(x, x, weight, rstd, residual_gradient_TF=x, update=update)
+        swiglu.swiglu_backward(x, gate_up, update=update, out=gate_up)
+    lora.output_gradients(x, h, b, 2.0, dh_out=h, db_out=torch.empty(width, rank), add=True)
+    lora_matmul.lora_matmul(x, empty(width, width), h, b, 2.0)
+
+
+def _elementwise(dtype: torch.dtype, num_tokens: int, width: int, heads: int, head_dim: int) -> None:
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    x, weight, gate_up = empty(num_tokens, width), empty(width), empty(num_tokens, 2 * width)
+    rstd, one = torch.empty(num_tokens, 1), torch.empty(num_tokens)
+    rmsnorm.rmsnorm_forward(x, weight, 1e-5)
+    rmsnorm.residual_rmsnorm_forward(x, x, weight, 1e-5)
+    rmsnorm.rmsnorm_backward(x, x, weight, rstd)
+    rmsnorm.rmsnorm_backward(x, x, weight, rstd, residual_gradient_TF=x, weight_gradient_F=torch.empty(width))
+    swiglu.swiglu_forward(gate_up)
+    swiglu.swiglu_backward(x, gate_up)
+    swiglu.swiglu_backward(x, gate_up, activation_out=x)
+    qkv, table = empty(num_tokens, 3 * heads * head_dim), torch.empty(num_tokens, head_dim // 2)
+    rope.rope_packed(qkv, table, table, heads, heads, head_dim)
+    rope.rope_merge(*rope.rope_split(qkv, table, table, heads, heads, head_dim), table, table)
+    targets = torch.zeros(num_tokens, dtype=torch.int64)
+    cross_entropy.local_statistics(x, targets)
+    cross_entropy.local_gradient(x, targets, one, one, one, one)
+    cross_entropy.cross_entropy_statistics(x.float(), targets, one)
+    cross_entropy.cross_entropy_backward(x.float(), targets, one, one)
+
+
+def main(names: list[str]) -> None:
+    """`names`: dtypes, and "all" for every mask mode, larger ranks, and sizes of 1 that become constants."""
+    warnings.simplefilter("error", UserWarning)
+    # says which default the next version changes, and nothing about a kernel
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    _pretend_to_have_a_gpu()
+    for name in names:
+        if name == "all":
+            _adapters(torch.bfloat16, 1, 1, 1, 3, modes=3)
+            _elementwise(torch.bfloat16, 1, 1, 1, 2)
+            _adapters(torch.bfloat16, 512, 4096, 192, 0, modes=3)
+        else:
+            _adapters(getattr(torch, name), 256, 4096, 16, 0, modes=1)
+            _elementwise(getattr(torch, name), 256, 4096, 16, 128)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -82,7 +82,6 @@ SIMD_INLINE void tile_rows(const Left& left, const Right& right, int64_t rows, i
     int64_t row = 0;
     for (; row + TILE_ROWS <= rows; row += TILE_ROWS)
         tile<TILE_ROWS, VECTORS, MASKED, PART>(left, right, depth, row, column, count, finish);
-    for (; row + 2 <= rows; row += 2) tile<2, VECTORS, MASKED, PART>(left, right, depth, row, column, count, finish);
     for (; row < rows; ++row) tile<1, VECTORS, MASKED, PART>(left, right, depth, row, column, count, finish);
 }
 
@@ -144,6 +143,7 @@ class Panels {
 };
 
 // The rank-r update dY + scale * drop'(dH A), as a prologue of kernels that consume dY. No update where rank is 0.
+// Compiled once, in update.cpp.
 class Update {
   public:
     Update(int threads, int64_t columns, int64_t rank, const float* dh, int64_t ld_dh, const float* a, int64_t ld_a,
@@ -155,41 +155,12 @@ class Update {
 
     // out = dy + update for rows [row, row + rows) and columns [column, column + columns); column is a multiple of PANEL.
     void add(const float* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns, float* out,
-             int64_t ld_out) const {
-        if (bits_) add_panels<true>(dy, ld_dy, row, rows, column, columns, out, ld_out);
-        else add_panels<false>(dy, ld_dy, row, rows, column, columns, out, ld_out);
-    }
+             int64_t ld_out) const;
 
   private:
     template <bool MASKED>
     void add_panels(const float* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns,
-                    float* out, int64_t ld_out) const {
-        const Left left = {dh_ + row * ld_dh_, ld_dh_, 1};
-        const float scale = scale_;
-        const int64_t ld_bits = ld_bits_;
-        for (int64_t c = 0; c < columns; c += PANEL) {
-            const Right right = {a_.panel(column + c), PANEL, nullptr, 0, false};
-            const uint8_t* bits = MASKED ? bits_ + row * ld_bits : nullptr;
-            const float* from = dy + row * ld_dy + column + c;
-            float* to = out + c;
-            const int64_t first = column + c, left_over = columns - c;
-            const auto masked = [=](int64_t i, int64_t j, Float sum) {
-                return MASKED ? simd::keep_lanes(sum, bits + i * ld_bits, first + j) : sum;
-            };
-            if (left_over >= PANEL)
-                tile_rows<TILE_VECTORS, false, false>(
-                    left, right, rows, rank_, 0, LANES, [=](int64_t i, int64_t j, int64_t, Float sum) {
-                        simd::store(to + i * ld_out + j, simd::load(from + i * ld_dy + j) + scale * masked(i, j, sum));
-                    });
-            else
-                tile_rows<TILE_VECTORS, false, false>(
-                    left, right, rows, rank_, 0, LANES, [=](int64_t i, int64_t j, int64_t, Float sum) {
-                        if (j >= left_over) return;
-                        const Float value = simd::load_up_to(from + i * ld_dy + j, left_over - j);
-                        simd::store_up_to(to + i * ld_out + j, value + scale * masked(i, j, sum), left_over - j);
-                    });
-        }
-    }
+                    float* out, int64_t ld_out) const;
 
     Panels a_;
     int64_t rank_;

@@ -1,18 +1,37 @@
-"""How kernels are compared: where they run, what an input looks like, and how large an error may be."""
+"""How kernels are compared: where they run, what an input looks like, and how large an error may be.
+
+They run on the GPU where there is one, and through Triton's interpreter on a CPU otherwise. Triton decides at its
+import whether it interprets, so a process in which it was imported before (transformers does that) cannot run them any
+more: there they are skipped, and `test_interpreted.py` runs them in a process of their own.
+"""
 
 from __future__ import annotations
+
+import importlib.util
+import os
+import sys
 
 import pytest
 import torch
 from torch import Tensor
 
+_ON_CPU = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()
+TOO_LATE = _ON_CPU and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
+"""Triton is here, not interpreting; true only where it was imported before the first kernel test."""
+INTERPRETED = _ON_CPU and not TOO_LATE
+
 _GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+interpreted_only = pytest.mark.skipif(
+    not INTERPRETED,
+    reason="run by test_interpreted.py" if TOO_LATE else "kernels are compiled, not interpreted, with a GPU",
+)
 
 
 def _places() -> list[object]:
     """("cpu", fp32) through the interpreter, and the GPU with every dtype."""
-    absent = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, not interpreted, with a GPU")
-    on_cpu = pytest.param(("cpu", torch.float32), marks=absent, id="cpu-float32")
+    on_cpu = pytest.param(("cpu", torch.float32), marks=interpreted_only, id="cpu-float32")
     on_gpu = [pytest.param(("cuda", t), marks=pytest.mark.gpu, id=f"cuda-{str(t)[6:]}") for t in _GPU_DTYPES]
     return [on_cpu, *on_gpu]
 

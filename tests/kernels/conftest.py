@@ -8,12 +8,11 @@ environment as it was.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
-import sys
 
 import pytest
-import torch
+
+from tests.kernels.comparing import INTERPRETED
 
 KERNELS = (
     "dropout",
@@ -28,8 +27,6 @@ KERNELS = (
 
 
 def _import_interpreted() -> None:
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("triton was imported before the kernel tests: they could not be interpreted any more")
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
@@ -42,13 +39,12 @@ def _import_interpreted() -> None:
             os.environ["TRITON_INTERPRET"] = before
 
 
-INTERPRETED = not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-
 if INTERPRETED:
     _import_interpreted()
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETED:
+def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only for the tests of Triton kernels: the folder has others."""
+    if INTERPRETED and ("triton" in request.node.nodeid):
         monkeypatch.setenv("TRITON_INTERPRET", "1")

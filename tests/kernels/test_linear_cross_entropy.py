@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.comparing import assert_as_exact_as_torch, random_rows
+from tests.kernels.comparing import assert_as_exact_as_torch, interpreted_only, random_rows
 from triton_kernels import reference_fused
 from triton_kernels.linear_cross_entropy import Combine, LossKernels, linear_cross_entropy
 
@@ -26,13 +26,12 @@ def _triton_kernels() -> LossKernels:
 
 def _backends() -> list[object]:
     absent = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-    compiled = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, not interpreted, with a GPU")
     single, half = torch.float32, torch.bfloat16
     return [
         pytest.param(lambda: REFERENCE, ("cpu", single), id="reference-float32"),
         pytest.param(lambda: REFERENCE, ("cpu", torch.float64), id="reference-float64"),
         pytest.param(lambda: REFERENCE, ("cpu", half), id="reference-bfloat16"),
-        pytest.param(_triton_kernels, ("cpu", single), marks=[absent, compiled], id="triton-float32"),
+        pytest.param(_triton_kernels, ("cpu", single), marks=[absent, interpreted_only], id="triton-float32"),
         pytest.param(_triton_kernels, ("cuda", single), marks=[absent, pytest.mark.gpu], id="triton-cuda-float32"),
         pytest.param(_triton_kernels, ("cuda", half), marks=[absent, pytest.mark.gpu], id="triton-cuda-bfloat16"),
     ]

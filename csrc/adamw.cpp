@@ -39,21 +39,22 @@ EXPORT void engine_adamw(int threads, int64_t size, float* parameter, float* gra
     const float epsilon = (float)eps, factor = clip ? *clip : 1.0f;
     common::parallel_for(threads, common::ceil_div(size, CHUNK), [=](int64_t item) {
         const int64_t end = std::min(size, (item + 1) * CHUNK);
-        for (int64_t i = item * CHUNK; i < end && !skip; i += LANES) {
-            const int64_t rest = end - i;
-            const Float g = simd::load_up_to(gradient + i, rest) * factor;
-            Float m = simd::load_up_to(exp_avg + i, rest), v = simd::load_up_to(exp_avg_sq + i, rest);
+        const int64_t begin = item * CHUNK;
+        simd::for_each(skip ? 0 : end - begin, [=](auto, int64_t offset, int64_t count) {
+            const int64_t i = begin + offset;
+            const Float g = simd::load_up_to(gradient + i, count) * factor;
+            Float m = simd::load_up_to(exp_avg + i, count), v = simd::load_up_to(exp_avg_sq + i, count);
             m = m + weight1 * (g - m);
             v = keep2 * v + weight2 * (g * g);
             const Float denominator = simd::sqrt(v) / correction + epsilon;
-            const Float p = simd::load_up_to(parameter + i, rest) * decay - step_size * m / denominator;
-            simd::store_up_to(exp_avg + i, m, rest);
-            simd::store_up_to(exp_avg_sq + i, v, rest);
-            simd::store_up_to(parameter + i, p, rest);
-        }
+            const Float p = simd::load_up_to(parameter + i, count) * decay - step_size * m / denominator;
+            simd::store_up_to(exp_avg + i, m, count);
+            simd::store_up_to(exp_avg_sq + i, v, count);
+            simd::store_up_to(parameter + i, p, count);
+        });
         if (low_precision && !skip)
-            for (int64_t i = item * CHUNK; i < end; ++i) low_precision[i] = to_bf16(parameter[i]);
-        if (zero_gradient) std::fill(gradient + item * CHUNK, gradient + end, 0.0f);
+            for (int64_t i = begin; i < end; ++i) low_precision[i] = to_bf16(parameter[i]);
+        if (zero_gradient) std::fill(gradient + begin, gradient + end, 0.0f);
     });
 }
 

@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(THREADS)
         if (!skip) {
             float4 p = reinterpret_cast<float4*>(parameter)[i], g = *gradients;
             float4 m = reinterpret_cast<float4*>(exp_avg)[i], v = reinterpret_cast<float4*>(exp_avg_sq)[i];
-            Element lanes[VECTOR] = {{p.x, g.x, m.x, v.x}, {p.y, g.y, m.y, v.y}, {p.z, g.z, m.z, v.z}, {p.w, g.w, m.w, v.w}};
+            Element lanes[VECTOR] = {
+                {p.x, g.x, m.x, v.x}, {p.y, g.y, m.y, v.y}, {p.z, g.z, m.z, v.z}, {p.w, g.w, m.w, v.w}};
 #pragma unroll
             for (int k = 0; k < VECTOR; ++k) update(lanes[k], f, weight1, keep2, weight2, eps);
             p = make_float4(lanes[0].parameter, lanes[1].parameter, lanes[2].parameter, lanes[3].parameter);

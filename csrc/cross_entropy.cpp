@@ -1,5 +1,5 @@
 // Cross-entropy over a shard of the vocabulary, in place; see triton_kernels/reference.py. One pass a function.
-#include <cmath>
+#include <algorithm>
 #include <limits>
 
 #include "common.h"
@@ -40,26 +40,33 @@ float row_max(const float* row, int64_t columns) {
 
 // row = exp(row - max); their sum. Columns after `counted` become 0.
 float row_exponentials(float* row, int64_t columns, int64_t counted, float max) {
-    Float sums[4] = {};
-    int lane = 0;
-    // Sums of 64 vectors at a time keep the error of a long row that of a short one.
+    // Sums of short runs keep the error of a long row that of a short one.
+    constexpr int64_t RUN = 256 * LANES;
     float total = 0.0f;
-    int64_t since = 0;
-    for (int64_t column = 0; column < counted; column += LANES, lane = (lane + 1) & 3) {
-        const int64_t rest = counted - column;
-        Float value = simd::exp(simd::load_up_to(row + column, rest) - max);
-        simd::store_up_to(row + column, value, rest);
-        if (rest < LANES)
-            for (int64_t i = rest; i < LANES; ++i) value[i] = 0.0f;
-        sums[lane] += value;
-        if (++since == 256) {
-            total += simd::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-            for (Float& sum : sums) sum = Float{};
-            since = 0;
-        }
+    for (int64_t first = 0; first < counted; first += RUN) {
+        float* run = row + first;
+        Float sums[4] = {};
+        simd::for_each(std::min(RUN, counted - first), [&](auto which, int64_t column, int64_t count) {
+            Float value = simd::exp(simd::load_up_to(run + column, count) - max);
+            simd::store_up_to(run + column, value, count);
+            for (int64_t i = count; i < LANES; ++i) value[i] = 0.0f;
+            sums[which] += value;
+        });
+        total += simd::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
     }
-    for (int64_t column = counted; column < columns; ++column) row[column] = 0.0f;
-    return total + simd::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    std::fill(row + counted, row + columns, 0.0f);
+    return total;
+}
+
+// A few thousand logits an item of work.
+int64_t rows_of_item(int64_t columns) { return 1 + 8192 / (columns + 1); }
+
+template <class Work>
+void for_rows(int threads, int64_t tokens, int64_t columns, Work work) {
+    const int64_t rows = rows_of_item(columns);
+    common::parallel_for(threads, common::ceil_div(tokens, rows), [=](int64_t item) {
+        for (int64_t t = item * rows; t < tokens && t < (item + 1) * rows; ++t) work(t);
+    });
 }
 
 }  // namespace
@@ -67,7 +74,7 @@ float row_exponentials(float* row, int64_t columns, int64_t counted, float max) 
 // maxima [tokens] over the first `columns` columns; -inf where there are none.
 EXPORT void engine_cross_entropy_row_max(int threads, int64_t tokens, int64_t columns, const float* logits,
                                          int64_t ld_logits, float* maxima) {
-    common::parallel_for(threads, tokens, [=](int64_t t) { maxima[t] = row_max(logits + t * ld_logits, columns); });
+    for_rows(threads, tokens, columns, [=](int64_t t) { maxima[t] = row_max(logits + t * ld_logits, columns); });
 }
 
 // logits become exp(logits - max), 0 in columns from `counted` on. totals: their sums; target_logits: shifted logit of
@@ -75,7 +82,7 @@ EXPORT void engine_cross_entropy_row_max(int threads, int64_t tokens, int64_t co
 EXPORT void engine_cross_entropy_statistics(int threads, int64_t tokens, int64_t columns, int64_t counted,
                                             float* logits, int64_t ld_logits, const int64_t* targets, float* maxima,
                                             int find_max, float* totals, float* target_logits) {
-    common::parallel_for(threads, tokens, [=](int64_t t) {
+    for_rows(threads, tokens, columns, [=](int64_t t) {
         float* row = logits + t * ld_logits;
         if (find_max) maxima[t] = row_max(row, counted);
         const int64_t target = targets[t];
@@ -88,11 +95,12 @@ EXPORT void engine_cross_entropy_statistics(int threads, int64_t tokens, int64_t
 EXPORT void engine_cross_entropy_backward(int threads, int64_t tokens, int64_t columns, int64_t counted,
                                           float* exponentials, int64_t ld_exponentials, const int64_t* targets,
                                           const float* totals, const float* scales) {
-    common::parallel_for(threads, tokens, [=](int64_t t) {
+    for_rows(threads, tokens, columns, [=](int64_t t) {
         float* row = exponentials + t * ld_exponentials;
         const float factor = scales[t] / totals[t];
-        for (int64_t column = 0; column < columns; column += LANES)
-            simd::store_up_to(row + column, simd::load_up_to(row + column, columns - column) * factor, columns - column);
+        simd::for_each(columns, [=](auto, int64_t column, int64_t count) {
+            simd::store_up_to(row + column, simd::load_up_to(row + column, count) * factor, count);
+        });
         if (targets[t] >= 0 && targets[t] < counted) row[targets[t]] -= scales[t];
     });
 }

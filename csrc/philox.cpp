@@ -161,7 +161,8 @@ EXPORT void engine_dropout_bits(int threads, int64_t tokens, int64_t features, c
     common::parallel_for(threads, common::ceil_div(tokens, ROWS), [=](int64_t item) {
         uint8_t* blocks = (uint8_t*)common::scratch((features / 8 + 3) / 4 + 2);
         for (int64_t t = item * ROWS; t < tokens && t < (item + 1) * ROWS; ++t)
-            row_bits(stream, token_index[t], feature_offset, features, threshold, bits + t * row_bytes, row_bytes, blocks);
+            row_bits(stream, token_index[t], feature_offset, features, threshold, bits + t * row_bytes, row_bytes,
+                     blocks);
     });
 }
 

@@ -1,4 +1,5 @@
-// Philox-4x32-10 (Salmon et al., SC 2011) as the source of dropout masks; see triton_kernels/philox.py for the contract.
+// Philox-4x32-10 (Salmon et al., SC 2011) as the source of dropout masks; the contract is that of
+// triton_kernels/philox.py.
 #pragma once
 
 #include <cstdint>

@@ -20,48 +20,42 @@ constexpr int64_t ROWS = 8;  // rows of an item of work
 void forward_row(const float* x, const float* residual, float* sum, const float* weight, float eps, int64_t features,
                  float* y, float* rstd) {
     Float squares[4] = {};
-    int64_t f = 0;
-    int lane = 0;
-    for (; f < features; f += LANES, lane = (lane + 1) & 3) {
-        Float value = simd::load_up_to(x + f, features - f);
+    simd::for_each(features, [&](auto which, int64_t f, int64_t count) {
+        Float value = simd::load_up_to(x + f, count);
         if (residual) {
-            value += simd::load_up_to(residual + f, features - f);
-            simd::store_up_to(sum + f, value, features - f);
+            value += simd::load_up_to(residual + f, count);
+            simd::store_up_to(sum + f, value, count);
         }
-        squares[lane] += value * value;
-    }
+        squares[which] += value * value;
+    });
     const float mean = simd::sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)features;
     const float r = 1.0f / std::sqrt(mean + eps);
     *rstd = r;
     const float* from = residual ? sum : x;
-    for (f = 0; f < features; f += LANES) {
-        const Float value = simd::load_up_to(from + f, features - f);
-        simd::store_up_to(y + f, value * r * simd::load_up_to(weight + f, features - f), features - f);
-    }
+    simd::for_each(features, [=](auto, int64_t f, int64_t count) {
+        const Float value = simd::load_up_to(from + f, count);
+        simd::store_up_to(y + f, value * r * simd::load_up_to(weight + f, count), count);
+    });
 }
 
 // dx = rstd * (g - xhat * mean(g * xhat)) + residual, g = dy * w, xhat = x * rstd; dw += dy * xhat.
 void backward_row(const float* dy, const float* x, const float* weight, float rstd, const float* residual,
                   int64_t features, float* dx, float* dw) {
     Float products[4] = {};
-    int64_t f = 0;
-    int lane = 0;
-    for (; f < features; f += LANES, lane = (lane + 1) & 3) {
-        const int64_t rest = features - f;
-        const Float xhat = simd::load_up_to(x + f, rest) * rstd, grad = simd::load_up_to(dy + f, rest);
-        products[lane] += grad * simd::load_up_to(weight + f, rest) * xhat;
-        if (dw) simd::store_up_to(dw + f, simd::load_up_to(dw + f, rest) + grad * xhat, rest);
-    }
+    simd::for_each(features, [&](auto which, int64_t f, int64_t count) {
+        const Float xhat = simd::load_up_to(x + f, count) * rstd, grad = simd::load_up_to(dy + f, count);
+        products[which] += grad * simd::load_up_to(weight + f, count) * xhat;
+        if (dw) simd::store_up_to(dw + f, simd::load_up_to(dw + f, count) + grad * xhat, count);
+    });
     const float mean = simd::sum((products[0] + products[1]) + (products[2] + products[3])) / (float)features;
     if (!dx) return;
-    for (f = 0; f < features; f += LANES) {
-        const int64_t rest = features - f;
-        const Float xhat = simd::load_up_to(x + f, rest) * rstd;
-        const Float g = simd::load_up_to(dy + f, rest) * simd::load_up_to(weight + f, rest);
+    simd::for_each(features, [=](auto, int64_t f, int64_t count) {
+        const Float xhat = simd::load_up_to(x + f, count) * rstd;
+        const Float g = simd::load_up_to(dy + f, count) * simd::load_up_to(weight + f, count);
         Float value = (g - xhat * mean) * rstd;
-        if (residual) value += simd::load_up_to(residual + f, rest);
-        simd::store_up_to(dx + f, value, rest);
-    }
+        if (residual) value += simd::load_up_to(residual + f, count);
+        simd::store_up_to(dx + f, value, count);
+    });
 }
 
 }  // namespace
@@ -104,8 +98,9 @@ EXPORT void engine_rmsnorm_backward(int threads, int64_t tokens, int64_t feature
             }
             for (int64_t i = 0; i < rows; ++i) {
                 const int64_t t = first + i;
-                backward_row(grads + i * ld, x + t * ld_x, weight, rstd[t], residual ? residual + t * ld_residual : nullptr,
-                             features, dx ? dx + t * ld_dx : nullptr, dw);
+                backward_row(grads + i * ld, x + t * ld_x, weight, rstd[t],
+                             residual ? residual + t * ld_residual : nullptr, features, dx ? dx + t * ld_dx : nullptr,
+                             dw);
             }
         }
     });

@@ -1,4 +1,5 @@
-// Rotary position embedding (Su et al., arXiv 2104.09864), half-split, fused with the split of a query-key-value product.
+// Rotary position embedding (Su et al., arXiv 2104.09864), half-split, fused with the split of a query-key-value
+// product.
 #include <algorithm>
 
 #include "common.h"
@@ -26,8 +27,8 @@ void rotate(const float* from, const float* cos, const float* sin, float sign, i
 
 // qkv [tokens, (heads + 2 kv_heads) * 2 half] -> q, k, v without gaps; cos and sin: [tokens, half].
 EXPORT void engine_split_rotate(int threads, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t half,
-                                const float* qkv, int64_t ld_qkv, const float* cos, const float* sin, float* q, float* k,
-                                float* v) {
+                                const float* qkv, int64_t ld_qkv, const float* cos, const float* sin, float* q,
+                                float* k, float* v) {
     const int64_t dim = 2 * half;
     common::parallel_for(threads, common::ceil_div(tokens, ROWS), [=](int64_t item) {
         for (int64_t t = item * ROWS; t < tokens && t < (item + 1) * ROWS; ++t) {
@@ -54,7 +55,8 @@ EXPORT void engine_split_rotate_backward(int threads, int64_t tokens, int64_t he
         for (int64_t t = item * ROWS; t < tokens && t < (item + 1) * ROWS; ++t) {
             float* to = dqkv + t * ld_dqkv;
             const float *c = cos + t * half, *s = sin + t * half;
-            for (int64_t h = 0; h < heads; ++h, to += dim) rotate(dq + t * token_dq + h * head_dq, c, s, -1.0f, half, to);
+            for (int64_t h = 0; h < heads; ++h, to += dim)
+                rotate(dq + t * token_dq + h * head_dq, c, s, -1.0f, half, to);
             for (int64_t h = 0; h < kv_heads; ++h, to += dim)
                 rotate(dk + t * token_dk + h * head_dk, c, s, -1.0f, half, to);
             for (int64_t h = 0; h < kv_heads; ++h, to += dim) {

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define SIMD_AVX512 1
@@ -69,6 +70,21 @@ SIMD_INLINE Float load_up_to(const float* from, int64_t count) {
 SIMD_INLINE void store_up_to(float* to, Float value, int64_t count) {
     if (count >= LANES) store(to, value);
     else store_part(to, value, count);
+}
+
+// Calls body(which, offset, count) for each vector of `size` elements: `which` is 0, 1, 2, 3, 0, ... as a constant, so
+// that four independent sums stay in registers; `count` is LANES, known to the compiler, but for the last vector.
+template <class Body>
+SIMD_INLINE void for_each(int64_t size, Body body) {
+    int64_t offset = 0;
+    for (; offset + 4 * LANES <= size; offset += 4 * LANES) {
+        body(std::integral_constant<int, 0>(), offset, LANES);
+        body(std::integral_constant<int, 1>(), offset + LANES, LANES);
+        body(std::integral_constant<int, 2>(), offset + 2 * LANES, LANES);
+        body(std::integral_constant<int, 3>(), offset + 3 * LANES, LANES);
+    }
+    for (; offset < size; offset += LANES)
+        body(std::integral_constant<int, 0>(), offset, size - offset < LANES ? size - offset : (int64_t)LANES);
 }
 
 // Lane i where bit i of the bit string is 1, else 0. `column` counts bits and is a multiple of LANES (of 8 where LANES

@@ -153,7 +153,7 @@ class Update {
 
     bool wanted() const { return rank_ > 0; }
 
-    // out = dy + update for rows [row, row + rows) and columns [column, column + columns); column is a multiple of PANEL.
+    // out = dy + update for rows [row, row + rows) and columns [column, column + columns), column a multiple of PANEL.
     void add(const float* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns, float* out,
              int64_t ld_out) const;
 

@@ -49,8 +49,8 @@ def widened(matrix: Tensor, extra: int = 5) -> Tensor:
 def assert_accurate(ours: Tensor, torchs: Tensor, exact: Tensor, terms: Tensor | None = None) -> None:
     """Error against fp64 at most twice that of torch in fp32, by the norm over all elements.
 
-    One rounding of the result is allowed in any case, or four of the `terms` whose sum it is where they may cancel: torch
-    may be exact by luck where there are few elements.
+    One rounding of the result is allowed in any case, or four of the `terms` whose sum it is where they may cancel:
+    torch may be exact by luck where there are few elements.
     """
     assert ours.shape == torchs.shape == exact.shape and ours.dtype == torch.float32 and exact.dtype == torch.float64
     error = (ours.double() - exact).norm().item()

@@ -30,7 +30,7 @@ def vector(tensor: Tensor, length: int, dtype: torch.dtype = torch.float32) -> i
     """Pointer of a dense tensor of `length` elements."""
     assert tensor.dtype == dtype and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
     assert tensor.numel() == length and tensor.is_contiguous(), (tensor.shape, tensor.stride(), length)
-    return tensor.data_ptr()
+    return int(tensor.data_ptr())
 
 
 def optional_vector(tensor: Tensor | None, length: int, dtype: torch.dtype = torch.float32) -> int | None:
@@ -39,7 +39,7 @@ def optional_vector(tensor: Tensor | None, length: int, dtype: torch.dtype = tor
 
 def threads() -> int:
     """As many threads as torch would take now."""
-    return torch.get_num_threads()
+    return int(torch.get_num_threads())
 
 
 BITS_ALIGNMENT = 64

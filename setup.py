@@ -68,6 +68,7 @@ setup(
         # CUDA builds of torch bring their own; this is for running kernels through the interpreter on a CPU.
         "triton": ["triton>=3.6; platform_system == 'Linux'"],
         "test": [
+            "triton>=3.6; platform_system == 'Linux'",
             "hypothesis",
             "mypy",
             "peft",

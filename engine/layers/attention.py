@@ -86,7 +86,7 @@ class Attention(nn.Module):
         tp = layout.tp
         check_heads(num_heads, num_kv_heads, tp.size, fused_qkv=plan.fused_qkv)
         self.num_heads, self.num_kv_heads = num_heads // tp.size, max(1, num_kv_heads // tp.size)
-        self.head_dim = head_dim
+        self.head_dim, self.kernels = head_dim, layout.kernels
         q_spec = split_spec(
             (num_heads * head_dim, hidden), 0, rank=tp.rank, size=tp.size, what="the number of query features"
         )
@@ -134,7 +134,9 @@ class Attention(nn.Module):
 
     def _split(self, qkv: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
-            return split_rotate(qkv, context.cos, context.sin, self.num_heads, self.num_kv_heads, self.head_dim)
+            return split_rotate(
+                qkv, context.cos, context.sin, self.num_heads, self.num_kv_heads, self.head_dim, self.kernels
+            )
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         q, k = self.q_norm(q), self.k_norm(k)

@@ -25,6 +25,7 @@ from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.models.config import DecoderConfig
 from engine.ops.context import TokenContext
 from engine.ops.cross_entropy import cross_entropy
+from engine.ops.head_loss import frozen_head_losses
 from engine.ops.rope import inverse_frequencies
 from triton_kernels.reference import rope_tables
 
@@ -209,14 +210,17 @@ class Decoder(nn.Module):
 
     def token_losses(self, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
         """fp32 [T] negative log-likelihood of each label; equal on all tensor-parallel ranks."""
+        assert self.norm is not None and self.head is not None
         pieces = self.vocab_spec.pieces
-        return cross_entropy(
-            self.logits(x, context),
-            batch.labels_BS.flatten(),
-            first_id=pieces[0].global_offset if pieces else self.config.vocab_size,
-            num_ids=pieces[0].length if pieces else 0,
-            axis=self.layout.tp,
-        )
+        first_id = pieces[0].global_offset if pieces else self.config.vocab_size
+        num_ids = pieces[0].length if pieces else 0
+        labels, operands = batch.labels_BS.flatten(), self.head.operands
+        if operands.low_rank is None and not operands.trains_weight:
+            source = self.norm.as_input()
+            return frozen_head_losses(
+                x, source, operands, labels, first_id=first_id, num_ids=num_ids, leaves=source.leaves()
+            )
+        return cross_entropy(self.logits(x, context), labels, first_id=first_id, num_ids=num_ids, axis=self.layout.tp)
 
     def forward(self, batch: Batch, step: Tensor, *, training: bool = True) -> Tensor:
         """Token losses of the whole model. See `token_losses`."""

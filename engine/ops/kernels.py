@@ -6,7 +6,7 @@ the plain-torch specification and runs everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,17 +64,31 @@ class SwiGLUBackward(Protocol):
     def __call__(self, dy: Tensor, gate_up: Tensor, update: InputUpdate | None) -> Tensor: ...
 
 
+class SplitRotate(Protocol):
+    """Fused [T, (H + 2K) D] -> rotated q [T, H, D], rotated k [T, K, D], v [T, K, D]."""
+
+    def __call__(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
     """One backend.
 
     Args:
         name: as a user asks for it.
-        draw_mask, norm_forward, norm_backward, swiglu_backward: see their types.
+        draw_mask, norm_forward, norm_backward, swiglu_backward, split_rotate: see their types.
         swiglu_forward: [gate | up], out.
         project: x, stacked A, mask, keep scale, out [T, R]: drop(x) A^T.
-        a_gradient: dH, x, mask, keep scale: fp32 [R, I] dH^T drop(x).
+        a_gradient: dH, x, mask, keep scale, and for each adapter its first row in the stack and its fp32 gradient, to
+            which dH^T drop(x) is added.
+        b_gradient: dY, H, and for each adapter its first output column, first row in the stack and fp32 gradient, to
+            which dY^T H is added.
         apply_update: dx, update: dx + update, in place where dx allows it.
+        split_rotate_backward: dq, dk, dv, cos, sin: the gradient of the fused product.
+        row_max: logits [T, V], number of columns that count: fp32 [T].
+        loss_statistics, loss_backward: as triton_kernels.reference.cross_entropy_*.
     """
 
     name: str
@@ -84,8 +98,14 @@ class Kernels:
     swiglu_forward: Callable[[Tensor, Tensor], None]
     swiglu_backward: SwiGLUBackward
     project: Callable[[Tensor, Tensor, Tensor | None, float, Tensor], None]
-    a_gradient: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+    a_gradient: Callable[[Tensor, Tensor, Tensor | None, float, Sequence[tuple[int, Tensor]]], None]
+    b_gradient: Callable[[Tensor, Tensor, Sequence[tuple[int, int, Tensor]]], None]
     apply_update: Callable[[Tensor, InputUpdate], Tensor]
+    split_rotate: SplitRotate
+    split_rotate_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    row_max: Callable[[Tensor, int], Tensor]
+    loss_statistics: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    loss_backward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _dropped(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -126,8 +146,56 @@ def _project(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Te
     torch.mm(_dropped(x, mask, scale), a_RI.t(), out=out)
 
 
-def _a_gradient(dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    return (dh_TR.t() @ _dropped(x, mask, scale)).to(torch.float32)
+def _add_product(buffer: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """buffer += scale * left right, rounded to fp32 once where the operands are fp32."""
+    if left.dtype == torch.float32:
+        buffer.addmm_(left, right, alpha=scale)
+    else:
+        buffer.add_(left @ right, alpha=scale)
+
+
+def _a_gradient(
+    dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, gradients: Sequence[tuple[int, Tensor]]
+) -> None:
+    dropped = _dropped(x, mask, scale)
+    for first, gradient in gradients:
+        _add_product(gradient, dh_TR.narrow(1, first, gradient.shape[0]).t(), dropped)
+
+
+def _b_gradient(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[tuple[int, int, Tensor]]) -> None:
+    for column, row, gradient in gradients:
+        num_columns, rank = gradient.shape
+        _add_product(gradient, dy_TO.narrow(1, column, num_columns).t(), h_TR.narrow(1, row, rank))
+
+
+def _split_rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    q_in, k_in, v_in = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    q = torch.empty(q_in.shape, dtype=qkv.dtype, device=qkv.device)
+    k = torch.empty(k_in.shape, dtype=qkv.dtype, device=qkv.device)
+    reference.rope_rotate(q_in, cos, sin, q)
+    reference.rope_rotate(k_in, cos, sin, k)
+    return q, k, v_in.contiguous()
+
+
+def _split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    tokens, num_heads, head_dim = dq.shape
+    num_kv_heads = dk.shape[1]
+    out = dq.new_empty(tokens, num_heads + 2 * num_kv_heads, head_dim)
+    dq_out, dk_out, dv_out = out.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    reference.rope_rotate(dq, cos, sin, dq_out, inverse=True)
+    reference.rope_rotate(dk, cos, sin, dk_out, inverse=True)
+    dv_out.copy_(dv)
+    return out.view(tokens, -1)
+
+
+def _row_max(logits_TV: Tensor, num_ids: int) -> Tensor:
+    # a shard that holds nothing but padding has no maximum of its own
+    if num_ids == 0:
+        return logits_TV.new_full((logits_TV.shape[0],), float("-inf"))
+    return logits_TV[:, :num_ids].amax(-1)
 
 
 REFERENCE = Kernels(
@@ -139,5 +207,11 @@ REFERENCE = Kernels(
     swiglu_backward=_swiglu_backward,
     project=_project,
     a_gradient=_a_gradient,
+    b_gradient=_b_gradient,
     apply_update=_apply_update,
+    split_rotate=_split_rotate,
+    split_rotate_backward=_split_rotate_backward,
+    row_max=_row_max,
+    loss_statistics=reference.cross_entropy_statistics,
+    loss_backward=reference.cross_entropy_backward,
 )

@@ -111,17 +111,16 @@ def projection_gradient(dy_TO: Tensor, low_rank: LowRank) -> Tensor:
 
 def accumulate_a(dh_TR: Tensor, x_TI: Tensor, mask: Tensor | None, low_rank: LowRank, kernels: Kernels) -> None:
     """dA = dH^T drop(x), into each adapter's sink."""
-    trained = [factor for factor in low_rank.factors if factor.sink_a is not None]
-    if not trained:
-        return
-    gradient = kernels.a_gradient(dh_TR, x_TI, mask, 1.0 if mask is None else low_rank.keep_scale)
-    for factor in trained:
-        assert factor.sink_a is not None
-        factor.sink_a.add(gradient.narrow(0, factor.first_row, factor.b_OR.shape[1]))
+    sinks = [(factor.first_row, factor.sink_a) for factor in low_rank.factors if factor.sink_a is not None]
+    keep_scale = 1.0 if mask is None else low_rank.keep_scale
+    kernels.a_gradient(dh_TR, x_TI, mask, keep_scale, [(first, sink.buffer) for first, sink in sinks])
+    for _, sink in sinks:
+        sink.added()
 
 
-def accumulate_b(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank) -> None:
+def accumulate_b(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank, kernels: Kernels) -> None:
     """dB = dY^T H, into each adapter's sink."""
-    for factor in low_rank.factors:
-        if factor.sink_b is not None:
-            factor.sink_b.add_product(factor.columns(dy_TO).t(), factor.rows(h_TR))
+    trained = [(factor, factor.sink_b) for factor in low_rank.factors if factor.sink_b is not None]
+    kernels.b_gradient(dy_TO, h_TR, [(f.first_column, f.first_row, sink.buffer) for f, sink in trained])
+    for _, sink in trained:
+        sink.added()

@@ -75,7 +75,7 @@ class _ColumnLinear(torch.autograd.Function):
         needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
         dx, dh, handle = _column_input_gradient(operands, dy, mask, needs_du, ctx.gathers)
         if h is not None and operands.low_rank is not None:
-            accumulate_b(dy, h, operands.low_rank)  # hides the collective
+            accumulate_b(dy, h, operands.low_rank, operands.kernels)  # hides the collective
         x = None
         if operands.low_rank is not None or operands.trains_weight:
             x, _ = source.make(u, None, operands.kernels)
@@ -201,7 +201,7 @@ class _RowLinear(torch.autograd.Function):
                 dh = projection_gradient(dy, low_rank)
                 dx = dy @ operands.weight_OI if needs_du else None
             accumulate_a(dh, x, mask, low_rank, operands.kernels)
-            accumulate_b(dy, h, low_rank)
+            accumulate_b(dy, h, low_rank, operands.kernels)
             update = low_rank.input_update(dh, mask)
         # the bias is added to this rank's tokens only, after the reduction
         accumulate_base(operands, dy, x, local_dy)

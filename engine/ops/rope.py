@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triton_kernels import reference
+from engine.ops.kernels import Kernels
 
 
 def inverse_frequencies(
@@ -46,35 +46,30 @@ def inverse_frequencies(
 class _SplitRotate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+        ctx: Any,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        kernels: Kernels,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-        q_in, k_in, v_in = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        q = torch.empty(q_in.shape, dtype=qkv.dtype, device=qkv.device)
-        k = torch.empty(k_in.shape, dtype=qkv.dtype, device=qkv.device)
-        reference.rope_rotate(q_in, cos, sin, q)
-        reference.rope_rotate(k_in, cos, sin, k)
         ctx.save_for_backward(cos, sin)
-        return q, k, v_in.contiguous()
+        ctx.kernels = kernels
+        return kernels.split_rotate(qkv, cos, sin, num_heads, num_kv_heads, head_dim)
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
-        tokens, num_heads, head_dim = dq.shape
-        num_kv_heads = dk.shape[1]
-        out = dq.new_empty(tokens, num_heads + 2 * num_kv_heads, head_dim)
-        dq_out, dk_out, dv_out = out.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        reference.rope_rotate(dq, cos, sin, dq_out, inverse=True)
-        reference.rope_rotate(dk, cos, sin, dk_out, inverse=True)
-        dv_out.copy_(dv)
-        return out.view(tokens, -1), None, None, None, None, None
+        return ctx.kernels.split_rotate_backward(dq, dk, dv, cos, sin), *([None] * 6)
 
 
 def split_rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, kernels: Kernels
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fused product [T, (H + 2K) * D] -> rotated q [T, H, D], rotated k [T, K, D], v [T, K, D]."""
-    return _SplitRotate.apply(qkv, cos, sin, num_heads, num_kv_heads, head_dim)
+    return _SplitRotate.apply(qkv, cos, sin, num_heads, num_kv_heads, head_dim, kernels)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

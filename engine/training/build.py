@@ -27,6 +27,7 @@ from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
 from engine.models.initialise import initialise_adapters, initialise_weights
 from engine.objectives.language_modeling import LanguageModeling
+from engine.ops.native.backend import choose_kernels
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
@@ -110,15 +111,17 @@ def build_training(config: RunConfig, launch: Launch, source: ModelSource, plan:
         pp=config.parallel.pipeline,
     )
     mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=source.model.decoder.num_kv_heads)
+    dtype = DTYPES[config.model.dtype]
+    kernels, choice = choose_kernels(config.model.kernels, device=launch.device, dtype=dtype)
+    log.info(choice)
     layout = TensorLayout(
         tp=mesh.tp,
         kv_replica=mesh.kv_replica,
         sequence_parallel=config.parallel.sequence_parallel,
         joint_reduce=config.parallel.lora_reduce == "joint",
+        kernels=kernels,
     )
-    model = Decoder(
-        source.model.decoder, layout=layout, plan=plan, device=launch.device, dtype=DTYPES[config.model.dtype]
-    )
+    model = Decoder(source.model.decoder, layout=layout, plan=plan, device=launch.device, dtype=dtype)
     entries = list(shard_entries(model))
     flat = FlatParameters(entries, launch.device)
     _fill(config, source, entries, flat, log)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.ops.kernels import REFERENCE
 from engine.ops.norm import rmsnorm
 from engine.ops.rope import rotate, split_rotate
 from triton_kernels import reference
@@ -94,8 +95,10 @@ def _torch_rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def test_split_rotate(heads: int, kv_heads: int, head_dim: int):
     cos, sin = _tables(5, head_dim)
     qkv = _random(5, (heads + 2 * kv_heads) * head_dim).requires_grad_()
-    assert torch.autograd.gradcheck(lambda value: split_rotate(value, cos, sin, heads, kv_heads, head_dim), (qkv,))
-    q, k, v = split_rotate(qkv, cos, sin, heads, kv_heads, head_dim)
+    assert torch.autograd.gradcheck(
+        lambda value: split_rotate(value, cos, sin, heads, kv_heads, head_dim, REFERENCE), (qkv,)
+    )
+    q, k, v = split_rotate(qkv, cos, sin, heads, kv_heads, head_dim, REFERENCE)
     parts = qkv.view(5, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
     torch.testing.assert_close(q, _torch_rope(parts[0], cos, sin))
     torch.testing.assert_close(k, _torch_rope(parts[1], cos, sin))

@@ -14,6 +14,7 @@ from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
 from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from engine.objectives.language_modeling import LanguageModeling
+from engine.ops.native.backend import choose_kernels
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
@@ -47,12 +48,14 @@ class EngineSide:
         self._names = family.names
         settings = AdapterSettings(rank=options.rank, scale=float(LORA_ALPHA_OVER_RANK), dropout=options.dropout)
         plan = TrainingPlan(adapter=lambda module: settings if module.rpartition(".")[2] in TARGETS else None)
+        dtype = TORCH_DTYPES[options.dtype]
+        kernels, self.kernels = choose_kernels(options.kernels, device=device, dtype=dtype)
         self.model = Decoder(
             family.config_from_hf(text),
-            layout=TensorLayout(),
+            layout=TensorLayout(kernels=kernels),
             plan=plan,
             device=device,
-            dtype=TORCH_DTYPES[options.dtype],
+            dtype=dtype,
         )
         self._entries = list(shard_entries(self.model))
         self._fill([entry.shard for entry in self._entries])

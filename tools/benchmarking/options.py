@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 from engine.errors import UserError
 
 DTYPES = ("float32", "bfloat16")
+KERNELS = ("auto", "reference", "native")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -38,6 +39,7 @@ class StepOptions:
     length: int = _option(512, "tokens in a row")
     dropout: float = _option(0.0, "dropout on the adapters' input")
     dtype: str = _option("float32", "of weights and activations", DTYPES)
+    kernels: str = _option("auto", "the engine's kernels", KERNELS)
     repeats: int = _option(15, "timed steps of each side")
     warmup: int = _option(2, "untimed steps of each side, after those that check the losses")
     threads: int = _option(0, "CPU threads; 0 leaves torch's choice")
@@ -59,7 +61,7 @@ class StepOptions:
             raise UserError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}: change one.")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"--dropout is {self.dropout}: give a probability of at least 0 and below 1.")
-        for name, allowed in (("dtype", DTYPES), ("device", DEVICES)):
+        for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("kernels", KERNELS)):
             if getattr(self, name) not in allowed:
                 raise UserError(f"--{name} is {getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
 

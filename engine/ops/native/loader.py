@@ -53,13 +53,17 @@ def best_instruction_set() -> str:
 
 
 def _openmp_paths() -> list[str]:
-    """OpenMP runtimes that are mapped into this process."""
-    paths = []
+    """OpenMP runtimes that torch has brought, or failing that, all that are mapped into this process.
+
+    Other libraries (sentencepiece is one) may bring a runtime of their own; theirs is none of the kernels' business.
+    """
+    paths: list[str] = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         path = line.split(maxsplit=5)[-1]
         if Path(path).name.startswith(("libgomp", "libiomp", "libomp")) and path not in paths:
             paths.append(path)
-    return paths
+    of_torch = [path for path in paths if Path(path).is_relative_to(Path(torch.__file__).resolve().parent)]
+    return of_torch or paths
 
 
 def _current_digest() -> str | None:

@@ -1,0 +1,110 @@
+"""The compiled kernels as a backend of the ops. For fp32 on the CPU; masks are packed bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
+from engine.ops import kernels
+from engine.ops.native import arguments, cross_entropy, dropout, low_rank, norm, rope, swiglu
+from engine.ops.native.loader import native_status
+
+
+def _update(update: kernels.InputUpdate | None) -> arguments.InputUpdate | None:
+    if update is None:
+        return None
+    return arguments.InputUpdate(dh_TR=update.dh_TR, a_RI=update.a_RI, bits=update.mask, scale=update.scale)
+
+
+def _norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+    return norm.rmsnorm_forward(x, weight, eps, out=out)[1]
+
+
+def _norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    update: kernels.InputUpdate | None,
+    weight_gradient: Tensor | None,
+) -> Tensor:
+    return norm.rmsnorm_backward(dy, x, weight, rstd, update=_update(update), weight_gradient=weight_gradient)
+
+
+def _swiglu_forward(gate_up: Tensor, out: Tensor) -> None:
+    swiglu.swiglu_forward(gate_up, out=out)
+
+
+def _swiglu_backward(dy: Tensor, gate_up: Tensor, update: kernels.InputUpdate | None) -> Tensor:
+    return swiglu.swiglu_backward(dy, gate_up, update=_update(update))
+
+
+def _project(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Tensor) -> None:
+    low_rank.project(x, mask, a_RI, scale=scale, out=out)
+
+
+def _a_gradient(
+    dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, gradients: Sequence[tuple[int, Tensor]]
+) -> None:
+    sections = [low_rank.GradientA(gradient_rI=buffer, first_row=first, scale=scale) for first, buffer in gradients]
+    low_rank.accumulate_a(dh_TR, x, mask, sections)
+
+
+def _b_gradient(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[tuple[int, int, Tensor]]) -> None:
+    sections = [
+        low_rank.GradientB(gradient_or=buffer, first_column=column, first_row=row, scale=1.0)
+        for column, row, buffer in gradients
+    ]
+    low_rank.accumulate_b(dy_TO, h_TR, sections)
+
+
+def _apply_update(dx: Tensor, update: kernels.InputUpdate) -> Tensor:
+    native = _update(update)
+    assert native is not None
+    return low_rank.add_input_gradient(dx, native)
+
+
+NATIVE = kernels.Kernels(
+    name="native",
+    draw_mask=dropout.dropout_bits,
+    norm_forward=_norm_forward,
+    norm_backward=_norm_backward,
+    swiglu_forward=_swiglu_forward,
+    swiglu_backward=_swiglu_backward,
+    project=_project,
+    a_gradient=_a_gradient,
+    b_gradient=_b_gradient,
+    apply_update=_apply_update,
+    split_rotate=rope.split_rotate,
+    split_rotate_backward=rope.split_rotate_backward,
+    row_max=cross_entropy.cross_entropy_row_max,
+    loss_statistics=cross_entropy.cross_entropy_statistics,
+    loss_backward=cross_entropy.cross_entropy_backward,
+)
+
+
+def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> tuple[kernels.Kernels, str]:
+    """The backend for a model on `device` that computes in `dtype`.
+
+    Args:
+        wanted: "auto" (the fastest that can run), "reference" or "native".
+
+    Returns:
+        The backend, and one sentence that says which it is and why.
+
+    Raises:
+        UserError: a backend was asked for by name that cannot run here.
+    """
+    if wanted == "reference":
+        return kernels.REFERENCE, "kernels: reference (plain torch), as asked for"
+    suits = device.type == "cpu" and dtype == torch.float32
+    status = native_status()
+    if suits and status.available:
+        return NATIVE, f"kernels: native ({status.instruction_set})"
+    why = status.reason if suits else f"the native kernels compute in float32 on a CPU, not {dtype} on {device.type}"
+    if wanted == "native":
+        raise UserError(f"model.kernels is native, but {why}: set model.kernels to auto or reference.")
+    return kernels.REFERENCE, f"kernels: reference (plain torch): {why}"

@@ -85,7 +85,7 @@ def dropout_mask(
     steps = torch.as_tensor(step, device=device, dtype=torch.int64).bitwise_and(_MASK).reshape(1, 1)
     words = philox4x32((blocks, tokens & _MASK, (tokens >> 32) & _MASK, steps), (seed & _MASK, site & _MASK))
     halves = torch.stack([part for word in words for part in (word & 0xFFFF, word >> 16)], dim=-1)
-    draws = halves.reshape(token_index.shape[0], -1)
+    draws = halves.reshape(token_index.shape[0], 8 * blocks.shape[1])
     skip = feature_offset - first * 8
     return draws[:, skip : skip + num_features] >= dropout_threshold(probability)
 

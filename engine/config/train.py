@@ -18,7 +18,7 @@ class TrainOptions:
         global_batch_size: Rows in one optimizer step, over all ranks and micro-batches.
         seed: Seed of the data order, of fresh weights and of dropout.
         deterministic: Use only operations that give the same bits on every run of the same layout.
-        eval_every: Steps between evaluations of data.validation; 0 evaluates only at the end.
+        eval_every: Steps between evaluations of data.validation, beside those at the start and at the end; 0 for no others.
         eval_samples: Evaluate only the first so many validation samples; null evaluates all of them.
     """
 
@@ -47,7 +47,7 @@ class TrainOptions:
             0 <= self.seed < 2**32,
             f"train.seed is {self.seed}, but a whole number from 0 to {2**32 - 1} is expected: use for example 1234.",
         )
-        require_at_least("train.eval_every", self.eval_every, 0, "use 0 to evaluate only at the end")
+        require_at_least("train.eval_every", self.eval_every, 0, "use 0 to evaluate only at the start and the end")
         if self.eval_samples is not None:
             require_at_least("train.eval_samples", self.eval_samples, 1, "use null for all samples")
 

@@ -19,6 +19,7 @@ def check_config(config: RunConfig) -> None:
     Raises:
         UserError: two values clash.
     """
+    check_kernels(config)
     check_something_trains(config)
     check_adapters_have_targets(config)
     check_adapter_source(config)
@@ -82,6 +83,15 @@ def gradient_accumulation_steps(config: RunConfig, world_size: int) -> int:
     """
     check_batch(config, world_size)
     return config.train.global_batch_size // (config.train.micro_batch_size * data_parallel_size(config, world_size))
+
+
+def check_kernels(config: RunConfig) -> None:
+    """The compiled CPU kernels know one dtype."""
+    require(
+        config.model.kernels != "native" or config.model.dtype == "float32",
+        f"model.kernels is native and model.dtype is {config.model.dtype}, but the compiled CPU kernels compute in "
+        "float32: set model.dtype to float32, or model.kernels to auto or reference.",
+    )
 
 
 def check_something_trains(config: RunConfig) -> None:

@@ -18,7 +18,7 @@ class TrainOptions:
         global_batch_size: Rows in one optimizer step, over all ranks and micro-batches.
         seed: Seed of the data order, of fresh weights and of dropout.
         deterministic: Use only operations that give the same bits on every run of the same layout.
-        eval_every: Steps between evaluations of data.validation, beside those at the start and at the end; 0 for no others.
+        eval_every: Steps between evaluations of data.validation, beside those at the start and at the end; 0 for none.
         eval_samples: Evaluate only the first so many validation samples; null evaluates all of them.
     """
 

@@ -44,6 +44,12 @@ def test_nothing_trains() -> None:
     check_config(run(lora=LoraOptions(rank=0), trainable=("*",)))
 
 
+def test_native_kernels_know_one_dtype() -> None:
+    model = ModelOptions(path="x", kernels="native", dtype="bfloat16")
+    refused(RunConfig(model=model), "model.kernels is native", "model.dtype is bfloat16")
+    check_config(RunConfig(model=ModelOptions(path="x", kernels="native")))
+
+
 def test_adapters_without_targets() -> None:
     refused(run(lora=LoraOptions(rank=8, targets=())), "lora.rank is 8", "lora.targets is []")
     check_config(run(lora=LoraOptions(rank=0, targets=()), trainable=("lm_head",)))

@@ -234,24 +234,24 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
 def _dataset(
     config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log, what: str
 ) -> TokenDataset:
-    progress = Progress(log, f"reading {what} data", None, "records")
-    done = 0
+    with Progress(log, f"reading {what} data", None, "records") as progress:
+        done = 0
 
-    def advance(count: int, total: int) -> None:
-        nonlocal done
-        progress.advance(count - done)
-        done = count
+        def advance(count: int, total: int) -> None:
+            nonlocal done
+            progress.advance(count - done)
+            done = count
 
-    dataset = TokenDataset.build(
-        path,
-        tokenizer=tokenizer,
-        data_format=config.data.format,
-        seq_length=config.data.seq_length,
-        packing=config.data.packing,
-        overlong=config.data.overlong,
-        mask_prompt=config.data.mask_prompt,
-        progress=advance,
-    )
+        dataset = TokenDataset.build(
+            path,
+            tokenizer=tokenizer,
+            data_format=config.data.format,
+            seq_length=config.data.seq_length,
+            packing=config.data.packing,
+            overlong=config.data.overlong,
+            mask_prompt=config.data.mask_prompt,
+            progress=advance,
+        )
     if dataset.max_token >= decoder.vocab_size:
         raise UserError(
             f"{path} has token id {dataset.max_token}, but the model's vocabulary has {decoder.vocab_size} entries: "

@@ -220,7 +220,14 @@ class Decoder(nn.Module):
             return frozen_head_losses(
                 x, source, operands, labels, first_id=first_id, num_ids=num_ids, leaves=source.leaves()
             )
-        return cross_entropy(self.logits(x, context), labels, first_id=first_id, num_ids=num_ids, axis=self.layout.tp)
+        return cross_entropy(
+            self.logits(x, context),
+            labels,
+            first_id=first_id,
+            num_ids=num_ids,
+            axis=self.layout.tp,
+            kernels=self.layout.kernels,
+        )
 
     def forward(self, batch: Batch, step: Tensor, *, training: bool = True) -> Tensor:
         """Token losses of the whole model. See `token_losses`."""

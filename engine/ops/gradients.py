@@ -13,6 +13,14 @@ import torch
 from torch import Tensor
 
 
+def add_product(buffer: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """buffer += scale * left right, rounded to fp32 once where the operands are fp32."""
+    if left.dtype == torch.float32:
+        buffer.addmm_(left, right, alpha=scale)
+    else:
+        buffer.add_(left @ right, alpha=scale)
+
+
 class GradientSink:
     """The fp32 gradient of one parameter.
 
@@ -49,10 +57,7 @@ class GradientSink:
 
     def add_product(self, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
         """buffer += scale * left @ right, rounded to fp32 once where the operands are fp32."""
-        if left.dtype == torch.float32:
-            self.buffer.addmm_(left, right, alpha=scale)
-        else:
-            self.buffer.add_(left @ right, alpha=scale)
+        add_product(self.buffer, left, right, scale)
         self.added()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:

@@ -14,11 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from engine.batch import IGNORE_LABEL
 from engine.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from engine.ops.cross_entropy import shard_losses
 from engine.ops.inputs import LinearInput
 from engine.ops.operands import LinearOperands
 
@@ -68,20 +67,13 @@ def _block(
     x_TI: Tensor, operands: LinearOperands, labels_T: Tensor, first_id: int, num_ids: int, dx_TI: Tensor | None
 ) -> Tensor:
     """Losses of a block of tokens [T], and into `dx_TI` each token's gradient for a unit gradient of its loss."""
-    kernels, axis = operands.kernels, operands.axis
     logits = (x_TI @ operands.weight_OI.t()).to(torch.float32)
-    if num_ids < logits.shape[1]:
-        logits[:, num_ids:] = float("-inf")
-    targets = labels_T - first_id
-    targets = torch.where((targets >= 0) & (targets < num_ids), targets, -1)
-    row_max = all_reduce(kernels.row_max(logits, num_ids), axis, dist.ReduceOp.MAX)
-    total, target = kernels.loss_statistics(logits, targets, row_max)
-    total, target = all_reduce(torch.stack((total, target)), axis)
-    counted = labels_T != IGNORE_LABEL
+    found = shard_losses(logits, labels_T, first_id, num_ids, operands.axis, operands.kernels)
     if dx_TI is not None:
-        gradient = kernels.loss_backward(logits, targets, total, counted.to(torch.float32))
+        unit = found.counted_T.to(torch.float32)
+        gradient = operands.kernels.loss_backward(logits, found.targets_T, found.total_T, unit)
         torch.mm(gradient.to(x_TI.dtype), operands.weight_OI, out=dx_TI)
-    return torch.where(counted, total.log() - target, 0.0)
+    return found.losses_T
 
 
 def frozen_head_losses(

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.ops.gradients import add_product
 from triton_kernels import reference
 from triton_kernels.philox import dropout_mask
 
@@ -146,26 +147,18 @@ def _project(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Te
     torch.mm(_dropped(x, mask, scale), a_RI.t(), out=out)
 
 
-def _add_product(buffer: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-    """buffer += scale * left right, rounded to fp32 once where the operands are fp32."""
-    if left.dtype == torch.float32:
-        buffer.addmm_(left, right, alpha=scale)
-    else:
-        buffer.add_(left @ right, alpha=scale)
-
-
 def _a_gradient(
     dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, gradients: Sequence[tuple[int, Tensor]]
 ) -> None:
     dropped = _dropped(x, mask, scale)
     for first, gradient in gradients:
-        _add_product(gradient, dh_TR.narrow(1, first, gradient.shape[0]).t(), dropped)
+        add_product(gradient, dh_TR.narrow(1, first, gradient.shape[0]).t(), dropped)
 
 
 def _b_gradient(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[tuple[int, int, Tensor]]) -> None:
     for column, row, gradient in gradients:
         num_columns, rank = gradient.shape
-        _add_product(gradient, dy_TO.narrow(1, column, num_columns).t(), h_TR.narrow(1, row, rank))
+        add_product(gradient, dy_TO.narrow(1, column, num_columns).t(), h_TR.narrow(1, row, rank))
 
 
 def _split_rotate(

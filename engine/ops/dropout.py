@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.ops.kernels import DrawMask
+from engine.ops.kernels import DrawMask, Mask
 from triton_kernels.philox import dropout_scale
 
 
@@ -30,7 +30,7 @@ class DropoutSite:
     def scale(self) -> float:
         return dropout_scale(self.probability)
 
-    def mask(self, draw: DrawMask, token_index: Tensor, num_features: int, step: Tensor) -> Tensor:
+    def mask(self, draw: DrawMask, token_index: Tensor, num_features: int, step: Tensor) -> Mask:
         """Which of [T, num_features] are kept, in the form of the backend that draws it."""
         return draw(
             token_index,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from torch import Tensor
 from engine.ops.gradients import add_product
 from triton_kernels import reference
 from triton_kernels.philox import dropout_mask
+
+Mask: TypeAlias = Any
+"""A dropout mask in the form of the backend that drew it, which alone looks into it: booleans, bits, or a record of the
+coordinates to draw it from. The parallel linears leave it to autograd until backward, so what they get is a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,13 +29,13 @@ class InputUpdate:
     Args:
         dh_TR: [T, R], gradient of the adapters' projection.
         a_RI: [R, I] stacked A.
-        mask: the input's mask in the backend's own form; None without dropout.
+        mask: the input's, in the backend's own form; None without dropout.
         scale: 1 / (1 - p); 1 without dropout.
     """
 
     dh_TR: Tensor
     a_RI: Tensor
-    mask: Tensor | None
+    mask: Mask | None
     scale: float
 
 
@@ -41,7 +45,7 @@ class DrawMask(Protocol):
     def __call__(
         self, token_index: Tensor, *, feature_offset: int, num_features: int, probability: float, seed: int,
         site: int, step: Tensor,
-    ) -> Tensor: ...  # fmt: skip
+    ) -> Mask: ...  # fmt: skip
 
 
 class NormForward(Protocol):
@@ -98,8 +102,8 @@ class Kernels:
     norm_backward: NormBackward
     swiglu_forward: Callable[[Tensor, Tensor], None]
     swiglu_backward: SwiGLUBackward
-    project: Callable[[Tensor, Tensor, Tensor | None, float, Tensor], None]
-    a_gradient: Callable[[Tensor, Tensor, Tensor | None, float, Sequence[tuple[int, Tensor]]], None]
+    project: Callable[[Tensor, Tensor, Mask | None, float, Tensor], None]
+    a_gradient: Callable[[Tensor, Tensor, Mask | None, float, Sequence[tuple[int, Tensor]]], None]
     b_gradient: Callable[[Tensor, Tensor, Sequence[tuple[int, int, Tensor]]], None]
     apply_update: Callable[[Tensor, InputUpdate], Tensor]
     split_rotate: SplitRotate

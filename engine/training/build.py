@@ -27,7 +27,7 @@ from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
 from engine.models.initialise import initialise_adapters, initialise_weights
 from engine.objectives.language_modeling import LanguageModeling
-from engine.ops.native.backend import choose_kernels
+from engine.ops.backends import choose_kernels
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer

@@ -14,8 +14,9 @@ from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
 from engine.models.initialise import fill_normal, initialise_weights
 from engine.objectives.language_modeling import LanguageModeling
+from engine.ops.backends import choose_kernels
 from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.native.backend import NATIVE, choose_kernels
+from engine.ops.native.backend import NATIVE
 from engine.ops.native.loader import native_status
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters

@@ -14,7 +14,7 @@ from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
 from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from engine.objectives.language_modeling import LanguageModeling
-from engine.ops.native.backend import choose_kernels
+from engine.ops.backends import choose_kernels
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from engine.errors import UserError
 from engine.ops import kernels
 from engine.ops.native import arguments, cross_entropy, dropout, low_rank, norm, rope, swiglu
-from engine.ops.native.loader import native_status
 
 
 def _update(update: kernels.InputUpdate | None) -> arguments.InputUpdate | None:
@@ -84,27 +81,3 @@ NATIVE = kernels.Kernels(
     loss_statistics=cross_entropy.cross_entropy_statistics,
     loss_backward=cross_entropy.cross_entropy_backward,
 )
-
-
-def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> tuple[kernels.Kernels, str]:
-    """The backend for a model on `device` that computes in `dtype`.
-
-    Args:
-        wanted: "auto" (the fastest that can run), "reference" or "native".
-
-    Returns:
-        The backend, and one sentence that says which it is and why.
-
-    Raises:
-        UserError: a backend was asked for by name that cannot run here.
-    """
-    if wanted == "reference":
-        return kernels.REFERENCE, "kernels: reference (plain torch), as asked for"
-    suits = device.type == "cpu" and dtype == torch.float32
-    status = native_status()
-    if suits and status.available:
-        return NATIVE, f"kernels: native ({status.instruction_set})"
-    why = status.reason if suits else f"the native kernels compute in float32 on a CPU, not {dtype} on {device.type}"
-    if wanted == "native":
-        raise UserError(f"model.kernels is native, but {why}: set model.kernels to auto or reference.")
-    return kernels.REFERENCE, f"kernels: reference (plain torch): {why}"

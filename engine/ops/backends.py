@@ -1,0 +1,81 @@
+"""Which backend of the ops a model gets: asked for by name, or the fastest that can run where the model is.
+
+The choice is made once, when the model is built. Triton is imported only where its kernels may be the answer: on a GPU,
+or on a CPU where they were asked for by name.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from engine.errors import UserError
+from engine.ops.kernels import REFERENCE, Kernels
+from engine.ops.native.backend import NATIVE
+from engine.ops.native.loader import native_status
+
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> tuple[Kernels, str]:
+    """The backend for a model on `device` that computes in `dtype`.
+
+    Args:
+        wanted: "auto" (the fastest that can run), "reference", "native" or "triton".
+
+    Returns:
+        The backend, and one sentence that says which it is and why.
+
+    Raises:
+        UserError: a backend was asked for by name that cannot run here.
+    """
+    if wanted == "reference":
+        return REFERENCE, "kernels: reference (plain torch), as asked for"
+    triton = wanted == "triton" or (wanted == "auto" and device.type == "cuda")
+    why = _why_not_triton(device, dtype) if triton else _why_not_native(device, dtype)
+    if why is None:
+        return _triton(device) if triton else (NATIVE, f"kernels: native ({native_status().instruction_set})")
+    if wanted != "auto":
+        raise UserError(f"model.kernels is {wanted}, but {why}: set model.kernels to auto or reference.")
+    return REFERENCE, f"kernels: reference (plain torch): {why}"
+
+
+def _why_not_native(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cpu" or dtype != torch.float32:
+        return f"the native kernels compute in float32 on a CPU, not {dtype} on {device.type}"
+    status = native_status()
+    return None if status.available else status.reason
+
+
+def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type == "cuda":
+        return None if dtype in _TRITON_DTYPES else f"the Triton kernels do not compute in {dtype}"
+    if device.type != "cpu":
+        return f"the Triton kernels run on a CUDA device, not on {device.type}"
+    if dtype != torch.float32:
+        return (
+            f"on a CPU the Triton kernels are interpreted, and Triton's interpreter is right in float32, not in {dtype}"
+        )
+    if not _interprets():
+        return "on a CPU the Triton kernels run only where TRITON_INTERPRET=1 was set before Triton was imported"
+    return None
+
+
+def _interprets() -> bool:
+    """Whether Triton's own functions and our kernels are interpreted; each was decided when it was imported."""
+    import triton
+
+    from triton_kernels.dropout import philox4x32
+
+    return not any(isinstance(function, triton.JITFunction) for function in (triton.language.cdiv, philox4x32))
+
+
+def _triton(device: torch.device) -> tuple[Kernels, str]:
+    import triton
+
+    from engine.ops.triton.backend import TRITON
+
+    return TRITON, f"kernels: triton ({triton.__version__}{', interpreted' if device.type == 'cpu' else ''})"

@@ -13,6 +13,9 @@ class OptimOptions:
     """Optim: AdamW (arXiv 1711.05101) and the schedule of its learning rate.
 
     Args:
+        backend: Code that updates the weights; all compute the same. "auto" takes the fastest that comes with the
+            engine and says which, "torch" is torch's fused AdamW, "native" is the compiled CPU kernel, "apex" is
+            FusedAdam of NVIDIA apex on a GPU; one asked for by name stops where it cannot run.
         lr: Highest learning rate, reached at the end of the warm-up.
         betas: Decay rates of the running averages of the gradient and of its square.
         eps: Added to the square root in the denominator of the update.
@@ -24,6 +27,7 @@ class OptimOptions:
         min_lr: Learning rate at the end of "linear" and "cosine".
     """
 
+    backend: Literal["auto", "torch", "native", "apex"] = "auto"
     lr: float = 2e-4
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -34,6 +38,7 @@ class OptimOptions:
     min_lr: float = 0.0
 
     def __post_init__(self) -> None:
+        require_choice("optim.backend", self.backend, ("auto", "torch", "native", "apex"))
         require_positive("optim.lr", self.lr, "use for example 2e-4")
         require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),

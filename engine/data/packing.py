@@ -5,7 +5,8 @@ most 11/9 of the fewest possible rows, plus a constant, and much less on real le
 placed together and rows with the same room are kept together, so that the work grows with the number of distinct
 (length, room) pairs and not with documents times rows.
 
-Pure numpy; what a document is made of is not known here.
+Pure numpy; what a document is made of is not known here. This is the specification: the compiled code
+(`engine.ops.native.packing`) gives the same rows in less time.
 """
 
 from __future__ import annotations

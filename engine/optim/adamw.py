@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from engine.distributed.mesh import Mesh
 from engine.distributed.sharding import NamedShard
+from engine.optim.backends import TORCH, AdamWState, OptimizerBackend
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import gradient_norm
 
@@ -24,6 +24,7 @@ class FlatAdamW:
         mesh: for the norm.
         betas, eps, weight_decay: of AdamW; decay is decoupled and skips vectors (norm weights and biases).
         clip_grad_norm: largest L2 norm of the gradient; 0 turns clipping off.
+        backend: how the buffers are updated.
     """
 
     def __init__(
@@ -35,9 +36,9 @@ class FlatAdamW:
         eps: float,
         weight_decay: float,
         clip_grad_norm: float,
+        backend: OptimizerBackend = TORCH,
     ) -> None:
-        self.flat, self._mesh = flat, mesh
-        self._betas, self._eps, self._decay, self._clip = betas, eps, weight_decay, clip_grad_norm
+        self.flat, self._mesh, self._clip, self._backend = flat, mesh, clip_grad_norm, backend
         device = flat.master.device
         self.exp_avg = torch.zeros_like(flat.master)
         self.exp_avg_sq = torch.zeros_like(flat.master)
@@ -48,9 +49,21 @@ class FlatAdamW:
         """1 where the last gradient was not finite."""
         self.skipped = torch.zeros((), dtype=torch.float32, device=device)
         """Steps skipped so far."""
-
-    def _slices(self, buffer: Tensor, *, decays: bool) -> list[Tensor]:
-        return [buffer[region.start : region.stop] for region in self.flat.regions if region.decays == decays]
+        self._clip_factor = torch.ones_like(self.lr) if clip_grad_norm > 0 else None
+        self._update = backend.bind(
+            AdamWState(
+                flat=flat,
+                exp_avg=self.exp_avg,
+                exp_avg_sq=self.exp_avg_sq,
+                lr=self.lr,
+                updates=self.updates,
+                clip=self._clip_factor,
+                non_finite=self.non_finite,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+            )
+        )
 
     def step(self, lr: float) -> Tensor:
         """One update from the summed gradient; the gradient is zeroed for the next one.
@@ -62,43 +75,15 @@ class FlatAdamW:
             0-dim fp32 gradient norm before clipping.
         """
         self.lr.fill_(lr)
-        norm = gradient_norm(self.flat, self._mesh)
+        norm = gradient_norm(self.flat, self._mesh, self._backend.square_sum)
         self.non_finite.copy_(~torch.isfinite(norm))
         self.skipped.add_(self.non_finite)
-        if self._clip > 0:
+        if self._clip_factor is not None:
             # as torch.nn.utils.clip_grad_norm_ does it
-            self.flat.gradient.mul_((self._clip / (norm + 1e-6)).clamp(max=1.0))
-        before = self.updates.clone()
-        for decays in (True, False):
-            self._update(decays=decays, before=before)
-        self.flat.publish()
-        self.flat.gradient.zero_()
+            self._clip_factor.copy_((self._clip / (norm + 1e-6)).clamp(max=1.0))
+        self._update()
+        self.updates.add_(1.0 - self.non_finite)
         return norm
-
-    def _update(self, *, decays: bool, before: Tensor) -> None:
-        parameters = self._slices(self.flat.master, decays=decays)
-        if not parameters:
-            return
-        steps = [before.clone() for _ in parameters]
-        adamw(
-            parameters,
-            self._slices(self.flat.gradient, decays=decays),
-            self._slices(self.exp_avg, decays=decays),
-            self._slices(self.exp_avg_sq, decays=decays),
-            [],
-            steps,
-            foreach=False,
-            fused=True,
-            found_inf=self.non_finite,
-            amsgrad=False,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
-            lr=self.lr,
-            weight_decay=self._decay if decays else 0.0,
-            eps=self._eps,
-            maximize=False,
-        )
-        self.updates.copy_(steps[0])
 
     def state_shards(self) -> list[NamedShard]:
         """Masters and moments as named shards, for saving and loading."""

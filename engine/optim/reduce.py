@@ -98,11 +98,24 @@ class GradientReducer:
                 all_reduce(self._flat.gradient[span[0] : span[1]], self._mesh.axis(group))
 
 
-def gradient_norm(flat: FlatParameters, mesh: Mesh) -> Tensor:
-    """0-dim fp32 L2 norm of the whole model's gradient, every parameter counted once, equal on all ranks."""
+def plain_square_sum(values: Tensor) -> Tensor:
+    """0-dim sum of squares by torch."""
+    return values.square().sum()
+
+
+def gradient_norm(
+    flat: FlatParameters, mesh: Mesh, square_sum: Callable[[Tensor], Tensor] = plain_square_sum
+) -> Tensor:
+    """0-dim fp32 L2 norm of the whole model's gradient, every parameter counted once, equal on all ranks.
+
+    Args:
+        flat: holds the summed gradient.
+        mesh: axes of this rank.
+        square_sum: 0-dim fp32 sum of the squares of a slice.
+    """
     total = flat.gradient.new_zeros(())
     for region in flat.regions:
         if region.owner:
-            total = total + flat.gradient[region.start : region.stop].square().sum()
+            total = total + square_sum(flat.gradient[region.start : region.stop])
     total = all_reduce(total, mesh.tp)
     return all_reduce(total, mesh.pp).sqrt()

@@ -29,6 +29,7 @@ from engine.models.initialise import initialise_adapters, initialise_weights
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.backends import choose_kernels
 from engine.optim.adamw import FlatAdamW
+from engine.optim.backends import choose_backend
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.telemetry.log import Log
@@ -114,6 +115,8 @@ def build_training(config: RunConfig, launch: Launch, source: ModelSource, plan:
     dtype = DTYPES[config.model.dtype]
     kernels, choice = choose_kernels(config.model.kernels, device=launch.device, dtype=dtype)
     log.info(choice)
+    backend, choice = choose_backend(config.optim.backend, device=launch.device)  # refused before a weight is read
+    log.info(choice)
     layout = TensorLayout(
         tp=mesh.tp,
         kv_replica=mesh.kv_replica,
@@ -132,6 +135,7 @@ def build_training(config: RunConfig, launch: Launch, source: ModelSource, plan:
         eps=config.optim.eps,
         weight_decay=config.optim.weight_decay,
         clip_grad_norm=config.optim.clip_grad_norm,
+        backend=backend,
     )
     reducer = GradientReducer(flat, mesh, bucket_bytes=int(config.parallel.bucket_mb * 2**20))
     objective = LanguageModeling()

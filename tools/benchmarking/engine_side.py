@@ -16,6 +16,7 @@ from engine.models.families import family_of
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.backends import choose_kernels
 from engine.optim.adamw import FlatAdamW
+from engine.optim.backends import choose_backend
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.training.stage import ModelStage
@@ -71,7 +72,13 @@ class EngineSide:
         self._fill(flat.master_shards())  # unrounded, also where the model computes in bfloat16
         flat.publish()
         optimizer = FlatAdamW(
-            flat, mesh, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad_norm=CLIP_GRAD_NORM
+            flat,
+            mesh,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=WEIGHT_DECAY,
+            clip_grad_norm=CLIP_GRAD_NORM,
+            backend=choose_backend("auto", device=self._device)[0],
         )
         reducer = GradientReducer(flat, mesh, bucket_bytes=_BUCKET_BYTES)
         self._step = TrainStep(ModelStage(self.model, LanguageModeling(), self._device), reducer, optimizer, mesh)

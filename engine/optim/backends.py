@@ -1,0 +1,280 @@
+"""How flat AdamW updates its buffers: torch's fused kernel, the compiled one-pass kernel, or NVIDIA apex's FusedAdam.
+
+A backend is chosen once, when the optimizer is built, and bound to its buffers. All of them compute the same step:
+gradients times the clip factor, AdamW (arXiv 1711.05101) with decoupled decay, nothing at all where the gradient is not
+finite, weights published in the dtype the model computes with, the gradient left as zeros. State lies in the same
+tensors whichever is used, so a checkpoint of one opens with another. Numbers that change from step to step are device
+tensors; no backend waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from engine.errors import UserError
+from engine.ops.apex import apex_status, fused_adam
+from engine.ops.native.adamw import adamw_step, square_sum
+from engine.ops.native.loader import native_status
+from engine.optim.flat import ALIGNMENT, FlatParameters, Slot
+from engine.optim.reduce import plain_square_sum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamWState:
+    """What an update reads and writes.
+
+    Args:
+        flat: masters, gradients, and where they lie; the gradient is summed over all ranks.
+        exp_avg, exp_avg_sq: fp32 moments, flat like the masters.
+        lr: fp32 0-dim learning rate.
+        updates: fp32 0-dim count of updates before this one; not changed by the update.
+        clip: fp32 0-dim factor of the gradient; None where nothing is clipped.
+        non_finite: fp32 0-dim; where it is 1, weights and moments stay as they are.
+        betas, eps, weight_decay: of AdamW; vectors do not decay.
+    """
+
+    flat: FlatParameters
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    lr: Tensor
+    updates: Tensor
+    clip: Tensor | None
+    non_finite: Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    def decay(self, decays: bool) -> float:
+        return self.weight_decay if decays else 0.0
+
+
+class Update(Protocol):
+    """One update: weights, moments and published weights; leaves the gradient as zeros."""
+
+    def __call__(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerBackend:
+    """One way to update.
+
+    Args:
+        name: as a user asks for it.
+        bind: makes the update of given buffers.
+        square_sum: 0-dim sum of the squares of a dense fp32 tensor; the gradient's norm is made of it.
+    """
+
+    name: str
+    bind: Callable[[AdamWState], Update]
+    square_sum: Callable[[Tensor], Tensor]
+
+
+def _native_square_sum(values: Tensor) -> Tensor:
+    return square_sum(values).to(values.dtype)
+
+
+class TorchUpdate:
+    """torch's fused AdamW; clipping, publishing and zeroing are passes of their own."""
+
+    def __init__(self, state: AdamWState) -> None:
+        self._state = state
+        self._groups: list[tuple[float, list[list[Tensor]]]] = []
+        for decays in (True, False):
+            regions = [region for region in state.flat.regions if region.decays == decays]
+            if regions:
+                buffers = (state.flat.master, state.flat.gradient, state.exp_avg, state.exp_avg_sq)
+                slices = [[buffer[region.start : region.stop] for region in regions] for buffer in buffers]
+                self._groups.append((state.decay(decays), slices))
+
+    def __call__(self) -> None:
+        state = self._state
+        if state.clip is not None:
+            state.flat.gradient.mul_(state.clip)
+        for decay, (parameters, gradients, exp_avgs, exp_avg_sqs) in self._groups:
+            adamw(
+                parameters,
+                gradients,
+                exp_avgs,
+                exp_avg_sqs,
+                [],
+                [state.updates.clone() for _ in parameters],  # counted up in place
+                foreach=False,
+                fused=True,
+                found_inf=state.non_finite,
+                amsgrad=False,
+                beta1=state.betas[0],
+                beta2=state.betas[1],
+                lr=state.lr,
+                weight_decay=decay,
+                eps=state.eps,
+                maximize=False,
+            )
+        state.flat.publish()
+        state.flat.gradient.zero_()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Span:
+    """flat[start : stop], updated by one call that also writes the bf16 parameter `published`, where there is one."""
+
+    start: int
+    stop: int
+    decay: float
+    published: Tensor | None = None
+
+
+class NativeUpdate:
+    """The compiled kernel: clipping, update, zeroing and dense bf16 parameters in one pass over memory."""
+
+    def __init__(self, state: AdamWState) -> None:
+        self._state = state
+        self._spans: list[_Span] = []
+        left: list[Slot] = []
+        for region in state.flat.regions:
+            start, decay = region.start, state.decay(region.decays)
+            for slot in region.slots:
+                parameter = slot.entry.parameter.data
+                if parameter.dtype != torch.bfloat16 or not parameter.is_contiguous():
+                    left.append(slot)
+                    continue
+                if start < slot.offset:
+                    self._spans.append(_Span(start=start, stop=slot.offset, decay=decay))
+                end = slot.offset + slot.size
+                self._spans.append(_Span(start=slot.offset, stop=end, decay=decay, published=parameter))
+                # what lies between two parameters is 0 and stays so
+                start = -(-end // ALIGNMENT) * ALIGNMENT
+            if start < region.stop:
+                self._spans.append(_Span(start=start, stop=region.stop, decay=decay))
+        self._parameters = [slot.entry.parameter.data for slot in left]
+        self._masters = [slot.view(state.flat.master) for slot in left]
+
+    def __call__(self) -> None:
+        state = self._state
+        flat = state.flat
+        for span in self._spans:
+            here = slice(span.start, span.stop)
+            adamw_step(
+                flat.master[here],
+                flat.gradient[here],
+                state.exp_avg[here],
+                state.exp_avg_sq[here],
+                lr=state.lr,
+                updates=state.updates,
+                betas=state.betas,
+                eps=state.eps,
+                weight_decay=span.decay,
+                clip=state.clip,
+                non_finite=state.non_finite,
+                low_precision=span.published,
+                zero_gradient=True,
+            )
+        if self._parameters:
+            torch._foreach_copy_(self._parameters, self._masters)
+
+
+_LARGEST_PIECE = 1 << 30
+"""Elements; FusedAdam's capturable kernel counts the elements of a tensor in 32 bits."""
+
+
+class _ClipAndSkip:
+    """What FusedAdam asks a torch.amp.GradScaler for: the factor that the gradient carries, and whether to skip."""
+
+    def __init__(self, state: AdamWState) -> None:
+        self._state = state
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        return {self._state.non_finite.device: self._state.non_finite}
+
+    def _get_scale_async(self) -> Tensor:
+        # the gradient is divided by it; in fp64 the factor comes back without a second rounding
+        clip = torch.ones_like(self._state.lr) if self._state.clip is None else self._state.clip
+        return clip.double().reciprocal()
+
+
+class ApexUpdate:
+    """NVIDIA apex's FusedAdam on the flat buffers; its lr, step count, skipping and scaling stay on the device."""
+
+    def __init__(self, state: AdamWState) -> None:
+        self._state = state
+        self._scaler = _ClipAndSkip(state)
+        groups = []
+        moments: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for decays in (True, False):
+            parameters = []
+            for region in state.flat.regions:
+                if region.decays != decays:
+                    continue
+                for start in range(region.start, region.stop, _LARGEST_PIECE):
+                    here = slice(start, min(start + _LARGEST_PIECE, region.stop))
+                    parameter = nn.Parameter(state.flat.master[here], requires_grad=False)
+                    parameter.grad = state.flat.gradient[here]
+                    moments[parameter] = {"exp_avg": state.exp_avg[here], "exp_avg_sq": state.exp_avg_sq[here]}
+                    parameters.append(parameter)
+            if parameters:
+                groups.append({"params": parameters, "weight_decay": state.decay(decays)})
+        self._optimizer = fused_adam()(
+            groups,
+            lr=0.0,
+            betas=state.betas,
+            eps=state.eps,
+            adam_w_mode=True,
+            bias_correction=True,
+            set_grad_none=False,
+            capturable=True,
+            master_weights=False,
+        )
+        for parameter, held in moments.items():
+            self._optimizer.state[parameter] = held
+        for group in self._optimizer.param_groups:
+            group["lr"] = state.lr
+            group["step"] = torch.zeros(1, dtype=torch.int32, device=state.updates.device)
+
+    def __call__(self) -> None:
+        # FusedAdam counts each group up unless its skip flag is still set from the step before. A run that was resumed
+        # has a count of its own, so both are set here: what it counts from, and that it counts.
+        self._optimizer._dummy_overflow_buf.zero_()
+        for group in self._optimizer.param_groups:
+            group["step"].copy_(self._state.updates)
+        self._optimizer.step(grad_scaler=self._scaler)
+        self._state.flat.publish()
+        self._state.flat.gradient.zero_()
+
+
+TORCH = OptimizerBackend(name="torch", bind=TorchUpdate, square_sum=plain_square_sum)
+NATIVE = OptimizerBackend(name="native", bind=NativeUpdate, square_sum=_native_square_sum)
+APEX = OptimizerBackend(name="apex", bind=ApexUpdate, square_sum=plain_square_sum)
+
+
+def choose_backend(wanted: str, *, device: torch.device) -> tuple[OptimizerBackend, str]:
+    """The backend for buffers on `device`.
+
+    Args:
+        wanted: "auto" (native on a CPU where it is built, else torch), "torch", "native" or "apex".
+
+    Returns:
+        The backend, and one sentence that says which it is and why.
+
+    Raises:
+        UserError: a backend was asked for by name that cannot run here.
+    """
+    if wanted == "torch":
+        return TORCH, "optimizer: torch (fused AdamW), as asked for"
+    if wanted == "apex":
+        status = apex_status("FusedAdam")
+        why = status.reason if device.type == "cuda" else f"FusedAdam runs on a GPU, not on {device.type}"
+        if device.type != "cuda" or not status.available:
+            raise UserError(f"optim.backend is apex, but {why}: set optim.backend to auto or torch.")
+        return APEX, f"optimizer: apex ({status.reason}), as asked for"
+    native = native_status()
+    if device.type == "cpu" and native.available:
+        return NATIVE, f"optimizer: native ({native.instruction_set}, one pass over memory)"
+    why = native.reason if device.type == "cpu" else f"the native AdamW runs on a CPU, not on {device.type}"
+    if wanted == "native":
+        raise UserError(f"optim.backend is native, but {why}: set optim.backend to auto or torch.")
+    return TORCH, f"optimizer: torch (fused AdamW): {why}"

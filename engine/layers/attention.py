@@ -10,7 +10,6 @@ from engine.errors import UserError
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.layers.norm import RMSNorm
 from engine.layers.plan import TensorLayout, TrainingPlan
-from engine.ops.attention import causal_attention
 from engine.ops.context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.rope import rotate, split_rotate
@@ -144,5 +143,5 @@ class Attention(nn.Module):
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         q, k, v = self._split(self.qkv(u, source, context), context)
-        out = causal_attention(q, k, v, context.document_lengths, scale=self.head_dim**-0.5)
+        out = self.kernels.attention(q, k, v, context.document_lengths, scale=self.head_dim**-0.5)
         return self.o_proj(out.reshape(out.shape[0], -1), GivenInput(), context)

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from engine.ops.attention import causal_attention
 from engine.ops.gradients import add_product
 from triton_kernels import reference
 from triton_kernels.philox import dropout_mask
@@ -77,13 +78,21 @@ class SplitRotate(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class Attention(Protocol):
+    """Differentiable causal attention within documents; see engine.ops.attention.causal_attention."""
+
+    def __call__(
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, document_lengths: tuple[int, ...], *, scale: float
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
     """One backend.
 
     Args:
         name: as a user asks for it.
-        draw_mask, norm_forward, norm_backward, swiglu_backward, split_rotate: see their types.
+        draw_mask, norm_forward, norm_backward, swiglu_backward, split_rotate, attention: see their types.
         swiglu_forward: [gate | up], out.
         project: x, stacked A, mask, keep scale, out [T, R]: drop(x) A^T.
         a_gradient: dH, x, mask, keep scale, and for each adapter its first row in the stack and its fp32 gradient, to
@@ -108,6 +117,7 @@ class Kernels:
     apply_update: Callable[[Tensor, InputUpdate], Tensor]
     split_rotate: SplitRotate
     split_rotate_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    attention: Attention
     row_max: Callable[[Tensor, int], Tensor]
     loss_statistics: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     loss_backward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -208,6 +218,7 @@ REFERENCE = Kernels(
     apply_update=_apply_update,
     split_rotate=_split_rotate,
     split_rotate_backward=_split_rotate_backward,
+    attention=causal_attention,
     row_max=_row_max,
     loss_statistics=reference.cross_entropy_statistics,
     loss_backward=reference.cross_entropy_backward,

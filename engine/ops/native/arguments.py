@@ -21,6 +21,14 @@ def matrix(tensor: Tensor, columns: int | None = None, rows: int | None = None) 
     return tensor.data_ptr(), flat.stride(0)
 
 
+def heads(tensor: Tensor, tokens: int, num_heads: int, head_dim: int) -> tuple[int, int, int]:
+    """Pointer, token stride and head stride of fp32 [tokens, num_heads, head_dim]; features must have no gaps."""
+    assert tensor.dtype == torch.float32 and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
+    assert tensor.shape == (tokens, num_heads, head_dim), (tensor.shape, tokens, num_heads, head_dim)
+    assert tensor.stride(2) == 1 or head_dim <= 1 or tensor.numel() == 0, tensor.stride()
+    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
+
+
 def optional_matrix(tensor: Tensor | None, columns: int, rows: int) -> tuple[int | None, int]:
     """As `matrix`; a null pointer for None."""
     return (None, 0) if tensor is None else matrix(tensor, columns, rows)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.ops import kernels
-from engine.ops.native import arguments, cross_entropy, dropout, low_rank, norm, rope, swiglu
+from engine.ops.native import arguments, attention, cross_entropy, dropout, low_rank, norm, rope, swiglu
 
 
 def _update(update: kernels.InputUpdate | None) -> arguments.InputUpdate | None:
@@ -77,6 +77,7 @@ NATIVE = kernels.Kernels(
     apply_update=_apply_update,
     split_rotate=rope.split_rotate,
     split_rotate_backward=rope.split_rotate_backward,
+    attention=attention.causal_attention,
     row_max=cross_entropy.cross_entropy_row_max,
     loss_statistics=cross_entropy.cross_entropy_statistics,
     loss_backward=cross_entropy.cross_entropy_backward,

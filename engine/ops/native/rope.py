@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.ops.native.arguments import matrix, threads, vector
+from engine.ops.native.arguments import heads, matrix, threads, vector
 from engine.ops.native.loader import library
 
 
@@ -45,15 +45,8 @@ def split_rotate_backward(
     width = (num_heads + 2 * num_kv_heads) * head_dim
     gradient = torch.empty(rows, width) if out is None else out
     library().engine_split_rotate_backward(
-        threads(), rows, num_heads, num_kv_heads, half, *_heads(dq, rows, num_heads, head_dim),
-        *_heads(dk, rows, num_kv_heads, head_dim), *_heads(dv, rows, num_kv_heads, head_dim), vector(cos, rows * half),
+        threads(), rows, num_heads, num_kv_heads, half, *heads(dq, rows, num_heads, head_dim),
+        *heads(dk, rows, num_kv_heads, head_dim), *heads(dv, rows, num_kv_heads, head_dim), vector(cos, rows * half),
         vector(sin, rows * half), *matrix(gradient, width, rows),
     )  # fmt: skip
     return gradient
-
-
-def _heads(tensor: Tensor, tokens: int, heads: int, head_dim: int) -> tuple[int, int, int]:
-    assert tensor.dtype == torch.float32 and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
-    assert tensor.shape == (tokens, heads, head_dim), (tensor.shape, tokens, heads, head_dim)
-    assert tensor.stride(2) == 1 or tensor.numel() == 0, tensor.stride()
-    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)

@@ -34,6 +34,12 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_split_rotate_backward": [
         *_THREADS, *_SIZE * 4, *_HEADS, *_HEADS, *_HEADS, *_POINTER, *_POINTER, *_MATRIX,
     ],
+    "engine_attention_forward": [
+        *_THREADS, *_SIZE, *_POINTER, *_SIZE * 3, c_float, *_HEADS * 4, *_POINTER,
+    ],
+    "engine_attention_backward": [
+        *_THREADS, *_SIZE, *_POINTER, *_SIZE * 3, c_float, *_HEADS * 5, *_POINTER, *_HEADS * 3,
+    ],
     "engine_project": [*_THREADS, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, c_float, *_MATRIX],
     "engine_add_input_gradient": [*_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_UPDATE, *_MATRIX],
     "engine_accumulate_a": [*_THREADS, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],

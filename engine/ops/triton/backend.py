@@ -166,6 +166,8 @@ TRITON = Kernels(
     apply_update=_apply_update,
     split_rotate=_split_rotate,
     split_rotate_backward=_split_rotate_backward,
+    # torch's own: its flash and cuDNN kernels are the libraries to beat on a GPU
+    attention=causal_attention,
     # torch's maximum reads the logits once, which is all there is to do
     row_max=REFERENCE.row_max,
     loss_statistics=_loss_statistics,

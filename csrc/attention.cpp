@@ -1,0 +1,295 @@
+// Causal attention in blocks (Dao et al., arXiv 2205.14135), with grouped key/value heads.
+//
+//     s = scale q k^T    p = exp(s - lse)    o = p v    lse_i = log sum_j exp(s_ij)
+//     dp = do v^T        ds = scale p (dp - sum(do o))
+//     dq = ds k          dk = ds^T q         dv = p^T do
+//
+// Work comes as segments: a range of queries, a range of keys, and whether query i sees only the keys 0 to i of the
+// range. Segments must not share queries; in backward not keys either. Keys and values of a segment are laid out once
+// in panels, for all query heads that read them. Nothing of the size queries x keys exists beyond a block.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "common.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
+using attention::Heads;
+using attention::Segment;
+using attention::Shape;
+using simd::Float;
+using simd::LANES;
+using tiles::PANEL;
+using tiles::ROWS;
+
+constexpr int64_t KEYS = 1024;           // of a block; a multiple of PANEL
+constexpr int64_t QUERIES = 4 * ROWS;    // of a block in forward
+constexpr int64_t TASK_QUERIES = 8 * QUERIES;
+constexpr int64_t QUERIES_BACKWARD = 8 * ROWS;
+constexpr int64_t DEPTH = 128;           // keys whose values stay in the first-level cache
+
+// s[rows, keys] = left(q) * panels, keys up to those that the last row of each tile sees.
+void scores(const tiles::Left& left, const float* panels, int64_t depth, const attention::Block& block, float* s,
+            int64_t ld_s) {
+    for (int64_t key = 0; key < block.keys; key += PANEL) {
+        const int64_t width = tiles::panel_width(block.segment_keys, block.first_key + key);
+        const float* panel = panels + (block.first_key + key) * depth;
+        for (int64_t row = 0; row < block.rows; row += ROWS) {
+            const int64_t rows = std::min<int64_t>(ROWS, block.rows - row);
+            if (block.seen(row + rows - 1) <= key) continue;
+            tiles::panel_rows<false>(rows, {left.data + row * left.row, left.row, left.step}, panel, width, depth,
+                                     s + row * ld_s + key, ld_s);
+        }
+    }
+}
+
+// out[rows, dim] += p[rows, keys] * panels of [segment_keys, dim].
+void weighted_sum(const float* p, int64_t ld_p, const float* panels, int64_t dim, const attention::Block& block,
+                  float* out, int64_t ld_out) {
+    for (int64_t column = 0; column < dim; column += PANEL) {
+        const int64_t width = tiles::panel_width(dim, column);
+        const float* panel = panels + column * block.segment_keys + block.first_key * width;
+        for (int64_t key = 0; key < block.keys; key += DEPTH) {
+            for (int64_t row = 0; row < block.rows; row += ROWS) {
+                const int64_t rows = std::min<int64_t>(ROWS, block.rows - row);
+                const int64_t depth = std::min(DEPTH, block.seen(row + rows - 1) - key);
+                if (depth <= 0) continue;
+                tiles::panel_rows<true>(rows, {p + row * ld_p + key, ld_p, 1}, panel + key * width, width, depth,
+                                        out + row * ld_out + column, ld_out);
+            }
+        }
+    }
+}
+
+// out[keys, dim] += p[rows, keys]^T * panels of [QUERIES_BACKWARD, dim]; rows that do not see a key have p = 0.
+void transposed_sum(const float* p, int64_t ld_p, const float* panels, int64_t dim, const attention::Block& block,
+                    float* out, int64_t ld_out) {
+    for (int64_t column = 0; column < dim; column += PANEL) {
+        const int64_t width = tiles::panel_width(dim, column);
+        const float* panel = panels + column * QUERIES_BACKWARD;
+        for (int64_t key = 0; key < block.keys; key += ROWS) {
+            const int64_t keys = std::min<int64_t>(ROWS, block.keys - key), row = block.first_row_that_sees(key);
+            if (row >= block.rows) continue;
+            tiles::panel_rows<true>(keys, {p + row * ld_p + key, 1, ld_p}, panel + row * width, width,
+                                    block.rows - row, out + (block.first_key + key) * ld_out + column, ld_out);
+        }
+    }
+}
+
+// Zeros from `first` to `end`.
+SIMD_INLINE void clear(float* values, int64_t first, int64_t end) {
+    if (first < end) std::fill(values + first, values + end, 0.0f);
+}
+
+// Turns a row of scores into exp(scale s - max) with the running maximum and sum of the softmax. Returns the factor for
+// what was summed before.
+float softmax_row(float* s, int64_t seen, float scale, float& maximum, float& total) {
+    Float highest[4];
+    for (Float& value : highest) value = simd::splat(-INFINITY);
+    simd::for_each(seen / LANES * LANES, [&](auto which, int64_t offset, int64_t) {
+        const Float value = simd::load(s + offset);
+        highest[which] = value > highest[which] ? value : highest[which];
+    });
+    highest[0] = highest[1] > highest[0] ? highest[1] : highest[0];
+    highest[2] = highest[3] > highest[2] ? highest[3] : highest[2];
+    highest[0] = highest[2] > highest[0] ? highest[2] : highest[0];
+    float top = -INFINITY;
+    for (int lane = 0; lane < LANES; ++lane) top = std::max(top, highest[0][lane]);
+    for (int64_t j = seen / LANES * LANES; j < seen; ++j) top = std::max(top, s[j]);
+    const float before = maximum;
+    maximum = std::max(maximum, top * scale);
+    Float sums[4] = {};
+    simd::for_each(seen, [&](auto which, int64_t offset, int64_t count) {
+        const Float value = simd::exp(simd::load_up_to(s + offset, count) * scale - maximum);
+        simd::store_up_to(s + offset, value, count);
+        sums[which] += count >= LANES ? value : simd::load_part(s + offset, count);
+    });
+    const float factor = before == -INFINITY ? 0.0f : std::exp(before - maximum);
+    total = total * factor + simd::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    return factor;
+}
+
+// One block of queries of one head: rows [first, first + rows) of the segment.
+void forward_block(const Shape& shape, const Segment& segment, int64_t first, int64_t rows, const float* q,
+                   int64_t token_q, const float* key_panels, const float* value_panels, float* out, int64_t token_out,
+                   float* lse, int64_t token_lse) {
+    const int64_t ld_o = tiles::padded(shape.dim);
+    float* s = common::scratch<0>(QUERIES * KEYS);
+    float* o = common::scratch<1>(QUERIES * ld_o);
+    float maximum[QUERIES], total[QUERIES] = {};
+    std::fill(maximum, maximum + rows, -INFINITY);
+    std::fill(o, o + rows * ld_o, 0.0f);
+    const int64_t end = segment.seen(first + rows - 1);
+    for (int64_t key = 0; key < end; key += KEYS) {
+        const attention::Block block(segment, first, rows, key, std::min(KEYS, end - key));
+        scores({q, token_q, 1}, key_panels, shape.dim, block, s, KEYS);
+        for (int64_t row = 0; row < rows; ++row) {
+            const int64_t seen = block.seen(row);
+            if (seen > 0) {
+                const float factor = softmax_row(s + row * KEYS, seen, shape.scale, maximum[row], total[row]);
+                if (key > 0 && factor != 1.0f)
+                    for (int64_t d = 0; d < ld_o; ++d) o[row * ld_o + d] *= factor;
+            }
+            clear(s + row * KEYS, std::max<int64_t>(seen, 0), std::min(block.keys, seen + ROWS));
+        }
+        weighted_sum(s, KEYS, value_panels, shape.dim, block, o, ld_o);
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+        const float inverse = 1.0f / total[row];
+        for (int64_t d = 0; d < shape.dim; ++d) out[row * token_out + d] = o[row * ld_o + d] * inverse;
+        lse[row * token_lse] = maximum[row] + std::log(total[row]);
+    }
+}
+
+// p = exp(scale s - lse) in place of s, and ds = scale p (dp - delta) in place of dp; 0 where a key is not seen.
+void backward_row(float* s, float* dp, int64_t seen, int64_t keys, float scale, float lse, float delta) {
+    // as far as a tile that has seen keys of this row or of its neighbours reads
+    const int64_t end = std::min(keys, seen + 2 * ROWS);
+    seen = std::max<int64_t>(seen, 0);
+    simd::for_each(seen, [&](auto, int64_t offset, int64_t count) {
+        const Float p = simd::exp(simd::load_up_to(s + offset, count) * scale - lse);
+        const Float ds = scale * p * (simd::load_up_to(dp + offset, count) - delta);
+        simd::store_up_to(s + offset, p, count);
+        simd::store_up_to(dp + offset, ds, count);
+    });
+    clear(s, seen, end);
+    clear(dp, seen, end);
+}
+
+struct BackwardPanels {
+    const float *keys_transposed, *values_transposed, *keys;
+};
+
+// One head of a segment: dq of its queries, and its part of dk and dv into [keys, padded dim].
+void backward_head(const Shape& shape, const Segment& segment, int64_t head, const Heads<const float>& dout,
+                   const Heads<const float>& q, const Heads<const float>& out, const float* lse,
+                   const BackwardPanels& panels, const Heads<float>& dq, float* dk, float* dv) {
+    const int64_t ld = tiles::padded(shape.dim);
+    float* s = common::scratch<0>(QUERIES_BACKWARD * KEYS);
+    float* dp = common::scratch<1>(QUERIES_BACKWARD * KEYS);
+    float* dq_rows = common::scratch<2>(3 * QUERIES_BACKWARD * ld);
+    float *q_panels = dq_rows + QUERIES_BACKWARD * ld, *dout_panels = q_panels + QUERIES_BACKWARD * ld;
+    for (int64_t first = 0; first < segment.queries; first += QUERIES_BACKWARD) {
+        const int64_t rows = std::min(QUERIES_BACKWARD, segment.queries - first);
+        const int64_t token = segment.first_query + first;
+        const float *q_block = q.at(token, head), *dout_block = dout.at(token, head);
+        // panels of a fixed number of rows: a short block leaves the rest untouched and unread
+        attention::pack_block(q_block, q.token, rows, QUERIES_BACKWARD, shape.dim, q_panels);
+        attention::pack_block(dout_block, dout.token, rows, QUERIES_BACKWARD, shape.dim, dout_panels);
+        float delta[QUERIES_BACKWARD];
+        for (int64_t row = 0; row < rows; ++row)
+            delta[row] = attention::dot(dout_block + row * dout.token, out.at(token + row, head), shape.dim);
+        std::fill(dq_rows, dq_rows + rows * ld, 0.0f);
+        const int64_t end = segment.seen(first + rows - 1);
+        for (int64_t key = 0; key < end; key += KEYS) {
+            const attention::Block block(segment, first, rows, key, std::min(KEYS, end - key));
+            scores({q_block, q.token, 1}, panels.keys_transposed, shape.dim, block, s, KEYS);
+            scores({dout_block, dout.token, 1}, panels.values_transposed, shape.dim, block, dp, KEYS);
+            for (int64_t row = 0; row < rows; ++row)
+                backward_row(s + row * KEYS, dp + row * KEYS, block.seen(row), block.keys, shape.scale,
+                             lse[(token + row) * shape.heads + head], delta[row]);
+            weighted_sum(dp, KEYS, panels.keys, shape.dim, block, dq_rows, ld);
+            transposed_sum(s, KEYS, dout_panels, shape.dim, block, dv, ld);
+            transposed_sum(dp, KEYS, q_panels, shape.dim, block, dk, ld);
+        }
+        for (int64_t row = 0; row < rows; ++row)
+            std::copy(dq_rows + row * ld, dq_rows + row * ld + shape.dim, dq.at(token + row, head));
+    }
+}
+
+}  // namespace
+
+// segments: `num_segments` x (first query, queries, first key, keys, causal). out like q; lse: [tokens, heads].
+EXPORT void engine_attention_forward(int threads, int64_t num_segments, const int64_t* segments, int64_t heads,
+                                     int64_t kv_heads, int64_t dim, float scale, const float* q, int64_t token_q,
+                                     int64_t head_q, const float* k, int64_t token_k, int64_t head_k, const float* v,
+                                     int64_t token_v, int64_t head_v, float* out, int64_t token_out,
+                                     int64_t head_out, float* lse) {
+    const Shape shape{heads, kv_heads, dim, scale};
+    const auto all = attention::read_segments(num_segments, segments);
+    const attention::Packed packed(threads, all, shape, {k, token_k, head_k}, {v, token_v, head_v}, false);
+    struct Task {
+        int64_t segment, head, first;
+    };
+    std::vector<Task> tasks;
+    for (int64_t i = 0; i < num_segments; ++i)
+        for (int64_t head = 0; head < heads; ++head)
+            for (int64_t first = 0; first < all[i].queries; first += TASK_QUERIES) tasks.push_back({i, head, first});
+    common::parallel_for(threads, (int64_t)tasks.size(), [&](int64_t item) {
+        const Task& task = tasks[item];
+        const Segment& segment = all[task.segment];
+        const int64_t kv_head = task.head / shape.group();
+        const int64_t end = std::min(task.first + TASK_QUERIES, segment.queries);
+        for (int64_t first = task.first; first < end; first += QUERIES) {
+            const int64_t token = segment.first_query + first;
+            forward_block(shape, segment, first, std::min(QUERIES, end - first),
+                          q + token * token_q + task.head * head_q, token_q,
+                          packed.keys_transposed(task.segment, kv_head), packed.values(task.segment, kv_head),
+                          out + token * token_out + task.head * head_out, token_out, lse + token * heads + task.head,
+                          heads);
+        }
+    });
+}
+
+// dq [tokens, heads, dim], dk and dv [tokens, kv_heads, dim] are written where a segment reaches.
+EXPORT void engine_attention_backward(int threads, int64_t num_segments, const int64_t* segments, int64_t heads,
+                                      int64_t kv_heads, int64_t dim, float scale, const float* dout,
+                                      int64_t token_dout, int64_t head_dout, const float* q, int64_t token_q,
+                                      int64_t head_q, const float* k, int64_t token_k, int64_t head_k, const float* v,
+                                      int64_t token_v, int64_t head_v, const float* out, int64_t token_out,
+                                      int64_t head_out, const float* lse, float* dq, int64_t token_dq,
+                                      int64_t head_dq, float* dk, int64_t token_dk, int64_t head_dk, float* dv,
+                                      int64_t token_dv, int64_t head_dv) {
+    const Shape shape{heads, kv_heads, dim, scale};
+    const auto all = attention::read_segments(num_segments, segments);
+    const attention::Packed packed(threads, all, shape, {k, token_k, head_k}, {v, token_v, head_v}, true);
+    const Heads<float> to_dk{dk, token_dk, head_dk}, to_dv{dv, token_dv, head_dv};
+    const int64_t ld = tiles::padded(dim), group = shape.group();
+    const auto head_into = [&](int64_t i, int64_t head, float* head_dk_rows, float* head_dv_rows) {
+        const int64_t kv_head = head / group, floats = all[i].keys * ld;
+        std::fill(head_dk_rows, head_dk_rows + floats, 0.0f);
+        std::fill(head_dv_rows, head_dv_rows + floats, 0.0f);
+        const BackwardPanels panels{packed.keys_transposed(i, kv_head), packed.values(i, kv_head),
+                                    packed.keys(i, kv_head)};
+        backward_head(shape, all[i], head, {dout, token_dout, head_dout}, {q, token_q, head_q},
+                      {out, token_out, head_out}, lse, panels, {dq, token_dq, head_dq}, head_dk_rows, head_dv_rows);
+    };
+    // The heads of a group are summed in order, whoever computed them.
+    const auto add_to = [&](int64_t i, int64_t kv_head, int64_t member, const float* rows, const Heads<float>& to) {
+        for (int64_t key = 0; key < all[i].keys; ++key)
+            attention::add_row(rows + key * ld, dim, member > 0, to.at(all[i].first_key + key, kv_head));
+    };
+    if (group == 1 || num_segments * kv_heads >= 2 * (int64_t)threads) {
+        common::parallel_for(threads, num_segments * kv_heads, [&](int64_t item) {
+            const int64_t i = item / kv_heads, kv_head = item % kv_heads, floats = all[i].keys * ld;
+            float* rows = common::scratch<3>(2 * floats);
+            for (int64_t member = 0; member < group; ++member) {
+                head_into(i, kv_head * group + member, rows, rows + floats);
+                add_to(i, kv_head, member, rows, to_dk);
+                add_to(i, kv_head, member, rows + floats, to_dv);
+            }
+        });
+        return;
+    }
+    // few pairs of document and key/value head: one query head a task, and a second pass for the sums
+    int64_t largest = 0;
+    for (const Segment& segment : all) largest = std::max(largest, segment.keys * ld);
+    const std::unique_ptr<float[]> rows(new float[(size_t)(2 * num_segments * heads * largest)]);
+    common::parallel_for(threads, num_segments * heads, [&](int64_t item) {
+        float* here = rows.get() + 2 * item * largest;
+        head_into(item / heads, item % heads, here, here + largest);
+    });
+    common::parallel_for(threads, num_segments * kv_heads, [&](int64_t item) {
+        const int64_t i = item / kv_heads, kv_head = item % kv_heads;
+        for (int64_t member = 0; member < group; ++member) {
+            const float* here = rows.get() + 2 * (i * heads + kv_head * group + member) * largest;
+            add_to(i, kv_head, member, here, to_dk);
+            add_to(i, kv_head, member, here + largest, to_dv);
+        }
+    });
+}

@@ -1,0 +1,136 @@
+// What the two directions of attention share: segments, strided heads, and keys and values in panels.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "common.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace attention {
+
+struct Shape {
+    int64_t heads, kv_heads, dim;
+    float scale;
+    int64_t group() const { return heads / kv_heads; }
+};
+
+// [tokens, heads, dim] with any distance between tokens and between heads.
+template <class T>
+struct Heads {
+    T* data;
+    int64_t token, head;
+    T* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
+};
+
+struct Segment {
+    int64_t first_query, queries, first_key, keys;
+    bool causal;
+    // How many keys, from the first on, query `i` of the segment sees.
+    int64_t seen(int64_t i) const { return causal ? std::min(i + 1, keys) : keys; }
+};
+
+inline std::vector<Segment> read_segments(int64_t count, const int64_t* values) {
+    std::vector<Segment> segments;
+    for (const int64_t* v = values; v < values + 5 * count; v += 5) segments.push_back({v[0], v[1], v[2], v[3], v[4] != 0});
+    return segments;
+}
+
+// Rows [first_row, first_row + rows) of a segment against its keys [first_key, first_key + keys).
+struct Block {
+    Block(const Segment& segment, int64_t first_row, int64_t rows, int64_t first_key, int64_t keys)
+        : rows(rows), first_key(first_key), keys(keys), segment_keys(segment.keys), segment_(segment),
+          first_row_(first_row) {}
+
+    // Of the block's keys, how many row `row` of the block sees; may be negative.
+    int64_t seen(int64_t row) const { return std::min(segment_.seen(first_row_ + row) - first_key, keys); }
+
+    int64_t first_row_that_sees(int64_t key) const {
+        return segment_.causal ? std::max<int64_t>(first_key + key - first_row_, 0) : 0;
+    }
+
+    int64_t rows, first_key, keys, segment_keys;
+
+  private:
+    const Segment& segment_;
+    int64_t first_row_;
+};
+
+// Panels of [capacity, dim] of which the first `rows` rows are written.
+inline void pack_block(const float* data, int64_t ld, int64_t rows, int64_t capacity, int64_t dim, float* to) {
+    for (int64_t column = 0; column < dim; column += tiles::PANEL) {
+        const int64_t width = tiles::panel_width(dim, column), count = std::min(width, dim - column);
+        for (int64_t row = 0; row < rows; ++row) {
+            const float* from = data + row * ld + column;
+            std::copy(from, from + count, to + row * width);
+            std::fill(to + row * width + count, to + (row + 1) * width, 0.0f);
+        }
+        to += capacity * width;
+    }
+}
+
+inline float dot(const float* a, const float* b, int64_t size) {
+    simd::Float sums[4] = {};
+    simd::for_each(size, [&](auto which, int64_t offset, int64_t count) {
+        sums[which] += simd::load_up_to(a + offset, count) * simd::load_up_to(b + offset, count);
+    });
+    return simd::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+inline void add_row(const float* from, int64_t size, bool add, float* to) {
+    for (int64_t d = 0; d < size; ++d) to[d] = add ? to[d] + from[d] : from[d];
+}
+
+// Keys and values of every segment and key/value head. Forward needs K^T and V, backward K^T, V^T and K.
+class Packed {
+  public:
+    Packed(int threads, const std::vector<Segment>& segments, const Shape& shape, const Heads<const float>& k,
+           const Heads<const float>& v, bool backward)
+        : kv_heads_(shape.kv_heads), backward_(backward) {
+        int64_t floats = 0;
+        for (const Segment& segment : segments) {
+            starts_.push_back(floats);
+            by_key_.push_back(tiles::padded(segment.keys) * shape.dim);
+            by_dim_.push_back(tiles::padded(shape.dim) * segment.keys);
+            floats += shape.kv_heads * size((int64_t)by_key_.size() - 1);
+        }
+        memory_.reset(new float[(size_t)floats + 16]);
+        data_ = (float*)(((uintptr_t)memory_.get() + 63) & ~(uintptr_t)63);
+        common::parallel_for(threads, (int64_t)segments.size() * shape.kv_heads, [&](int64_t item) {
+            const int64_t i = item / kv_heads_, head = item % kv_heads_;
+            const Segment& segment = segments[i];
+            const float *keys_from = k.at(segment.first_key, head), *values_from = v.at(segment.first_key, head);
+            tiles::pack_transposed(keys_from, k.token, shape.dim, segment.keys, at(i, head));
+            float* values_to = at(i, head) + by_key_[i];
+            if (!backward_) {
+                tiles::pack(values_from, v.token, segment.keys, shape.dim, values_to);
+                return;
+            }
+            tiles::pack_transposed(values_from, v.token, shape.dim, segment.keys, values_to);
+            tiles::pack(keys_from, k.token, segment.keys, shape.dim, values_to + by_key_[i]);
+        });
+    }
+
+    const float* keys_transposed(int64_t segment, int64_t head) const { return at(segment, head); }
+    // V in forward, V^T in backward
+    const float* values(int64_t segment, int64_t head) const { return at(segment, head) + by_key_[segment]; }
+    // backward only
+    const float* keys(int64_t segment, int64_t head) const { return at(segment, head) + 2 * by_key_[segment]; }
+
+  private:
+    int64_t size(int64_t segment) const {
+        return backward_ ? 2 * by_key_[segment] + by_dim_[segment] : by_key_[segment] + by_dim_[segment];
+    }
+    float* at(int64_t segment, int64_t head) const { return data_ + starts_[segment] + head * size(segment); }
+
+    int64_t kv_heads_;
+    bool backward_;
+    std::vector<int64_t> starts_, by_key_, by_dim_;
+    std::unique_ptr<float[]> memory_;
+    float* data_;
+};
+
+}  // namespace attention

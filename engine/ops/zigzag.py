@@ -1,0 +1,273 @@
+"""Zig-zag context parallelism on paper: which rank holds which tokens, who computes what, what travels. No tensors.
+
+A micro-batch is rows of equal length, side by side along the flat token dimension. With c ranks each row is cut into 2c
+chunks, and rank r holds chunks r and 2c - 1 - r of every row, the early one before the late one. Under a causal mask a
+chunk costs in proportion to its place, so an early and a late one together cost the same on every rank. Lengths need
+not divide: chunks then differ by a token, and may be empty.
+
+Who computes what follows from the order of the chunks. Between rank r and another rank s there are two cases:
+
+| keys of  | who sees whom                                                          | one block a document |
+|----------|------------------------------------------------------------------------|----------------------|
+| r itself | each chunk sees itself, the late one all of the early one              | all x all, causal    |
+| s < r    | both chunks of r come after s's early chunk and before its late one    | all x early, full    |
+| s > r    | r's late chunk comes after both chunks of s, its early one before both | late x all, full     |
+
+A document's tokens on one rank are side by side even where they come from both chunks, because it then holds everything
+between them. So each document needs one block for each pair of ranks, and a causal block's two ranges are the same.
+
+Assumes that documents do not cross rows and that their lengths are known on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Places start to stop - 1 of some order of tokens."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+class Block(NamedTuple):
+    """Queries that see keys: all of them, or (causal, equal ranges) each itself and the ones before."""
+
+    query: Span
+    key: Span
+    causal: bool
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that it sees, which is what the block costs."""
+        length = self.query.length
+        return length * (length + 1) // 2 if self.causal else length * self.key.length
+
+
+class _Document(NamedTuple):
+    """Columns start to stop - 1 of a row."""
+
+    row: int
+    start: int
+    stop: int
+
+
+def rank_columns(row_length: int, size: int, rank: int) -> tuple[Span, Span]:
+    """The columns of a row that `rank` of `size` holds: its early chunk and its late one, either of which may be empty.
+
+    Chunk i of 2 * size begins at column i * row_length // (2 * size).
+    """
+
+    def chunk(place: int) -> Span:
+        return Span(place * row_length // (2 * size), (place + 1) * row_length // (2 * size))
+
+    return chunk(rank), chunk(2 * size - 1 - rank)
+
+
+def _clamped(document: _Document, chunk: Span) -> Span:
+    start = min(max(document.start, chunk.start), chunk.stop)
+    return Span(start, max(start, min(document.stop, chunk.stop)))
+
+
+def _joined(early: Span, late: Span) -> Span:
+    """Both of a document's spans on one rank; they are side by side unless one is empty."""
+    if not early.length or not late.length:
+        return early if early.length else late
+    assert early.stop == late.start, (early, late)
+    return Span(early.start, late.stop)
+
+
+def merged(spans: list[Span]) -> tuple[Span, ...]:
+    """The same places in the same order, without empty spans and with neighbours as one."""
+    found: list[Span] = []
+    for span in spans:
+        if not span.length:
+            continue
+        if found and found[-1].stop == span.start:
+            found[-1] = Span(found[-1].start, span.stop)
+        else:
+            found.append(span)
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextLayout:
+    """How one micro-batch lies on the ranks of the context axis.
+
+    Args:
+        size: ranks on the axis.
+        num_rows, row_length: of the whole micro-batch, in tokens.
+        document_lengths: along the flat tokens of the whole micro-batch; no document crosses rows.
+    """
+
+    size: int
+    num_rows: int
+    row_length: int
+    document_lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert sum(self.document_lengths) == self.num_tokens, (self.document_lengths, self.num_tokens)
+        assert all(one.stop <= self.row_length for one in self._documents()), "a document crosses rows"
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all ranks together."""
+        return self.num_rows * self.row_length
+
+    def tokens_on(self, rank: int) -> int:
+        """Tokens of the micro-batch that `rank` holds."""
+        return self.num_rows * sum(span.length for span in rank_columns(self.row_length, self.size, rank))
+
+    @property
+    def token_counts(self) -> tuple[int, ...]:
+        """Tokens on each rank."""
+        return tuple(self.tokens_on(rank) for rank in range(self.size))
+
+    def _documents(self) -> list[_Document]:
+        found, place = [], 0
+        for length in self.document_lengths:
+            row, start = divmod(place, self.row_length)
+            found.append(_Document(row, start, start + length))
+            place += length
+        return found
+
+    def _spans(self, document: _Document, rank: int) -> tuple[Span, Span]:
+        """The document's tokens in the early and the late chunk of `rank`, as places in that rank's flat tokens."""
+        early, late = rank_columns(self.row_length, self.size, rank)
+        first = document.row * (early.length + late.length)
+        in_early, in_late = _clamped(document, early), _clamped(document, late)
+        to_early, to_late = first - early.start, first + early.length - late.start
+        return (
+            Span(in_early.start + to_early, in_early.stop + to_early),
+            Span(in_late.start + to_late, in_late.stop + to_late),
+        )
+
+    def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
+        """What `query_rank` computes with the keys of `key_rank`: at most one block a document, in their order.
+
+        A block's query places count the flat tokens of `query_rank`, its key places those of `key_rank`.
+        """
+        found = []
+        for document in self._documents():
+            queries, keys = self._spans(document, query_rank), self._spans(document, key_rank)
+            if key_rank == query_rank:
+                query = key = _joined(*queries)
+            elif key_rank < query_rank:
+                query, key = _joined(*queries), keys[0]
+            else:
+                query, key = queries[1], _joined(*keys)
+            if query.length and key.length:
+                found.append(Block(query, key, key_rank == query_rank))
+        return tuple(found)
+
+    def num_pairs(self, rank: int) -> int:
+        """Pairs of a query and a key that `rank` computes in ring attention."""
+        return sum(block.num_pairs for other in range(self.size) for block in self.blocks(rank, other))
+
+    def plain_order(self) -> tuple[Span, ...]:
+        """Places in the ranks' tokens, laid one rank after the other, in the order of the plain flat tokens."""
+        counts, found = self.token_counts, []
+        firsts = [sum(counts[:rank]) for rank in range(self.size)]
+        for row in range(self.num_rows):
+            for place in range(2 * self.size):
+                rank = min(place, 2 * self.size - 1 - place)
+                early, late = rank_columns(self.row_length, self.size, rank)
+                start = firsts[rank] + row * (early.length + late.length) + (early.length if place != rank else 0)
+                found.append(Span(start, start + (late if place != rank else early).length))
+        return merged(found)
+
+    def rank_order(self) -> tuple[Span, ...]:
+        """Places in the plain flat tokens in the order of the ranks' tokens: the inverse of `plain_order`."""
+        found = []
+        for rank in range(self.size):
+            for row in range(self.num_rows):
+                for columns in rank_columns(self.row_length, self.size, rank):
+                    found.append(Span(columns.start + row * self.row_length, columns.stop + row * self.row_length))
+        return merged(found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingStep:
+    """One step of one rank: a block for each document that it shares with `key_rank`, and what was sent for that.
+
+    Args:
+        key_rank: whose keys this rank works on.
+        query_rank: who works on this rank's keys in the same step.
+        blocks: key places count the tokens received from `key_rank` (in the first step, this rank's own tokens).
+        sent: this rank's tokens whose keys and values `query_rank` needs, in the order in which it receives them.
+        num_received: tokens whose keys and values arrive from `key_rank`; 0 in the first step.
+    """
+
+    key_rank: int
+    query_rank: int
+    blocks: tuple[Block, ...]
+    sent: tuple[Span, ...]
+    num_received: int
+
+    @property
+    def num_sent(self) -> int:
+        """Tokens whose keys and values leave for `query_rank`."""
+        return sum(span.length for span in self.sent)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextPlan:
+    """What one rank does for the attention of one micro-batch; the same for all layers.
+
+    Args:
+        layout: of the micro-batch.
+        rank: whose plan this is.
+        steps: of ring attention; the first is this rank with itself.
+        plain_order, rank_order: of the layout, for Ulysses.
+    """
+
+    layout: ContextLayout
+    rank: int
+    steps: tuple[RingStep, ...]
+    plain_order: tuple[Span, ...]
+    rank_order: tuple[Span, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that this rank holds."""
+        return self.layout.tokens_on(self.rank)
+
+
+def _packed(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    """The same blocks with their keys laid one after the other."""
+    found, place = [], 0
+    for block in blocks:
+        found.append(block._replace(key=Span(place, place + block.key.length)))
+        place += block.key.length
+    return tuple(found)
+
+
+def make_plan(layout: ContextLayout, rank: int) -> ContextPlan:
+    """The plan of `rank`: in step t it works on the keys of rank - t, while rank + t works on its own."""
+    steps = []
+    for distance in range(layout.size):
+        key_rank, query_rank = (rank - distance) % layout.size, (rank + distance) % layout.size
+        blocks = layout.blocks(rank, key_rank)
+        wanted = layout.blocks(query_rank, rank) if distance else ()
+        steps.append(
+            RingStep(
+                key_rank=key_rank,
+                query_rank=query_rank,
+                blocks=_packed(blocks) if distance else blocks,
+                sent=merged([block.key for block in wanted]),
+                num_received=sum(block.key.length for block in blocks) if distance else 0,
+            )
+        )
+    return ContextPlan(
+        layout=layout,
+        rank=rank,
+        steps=tuple(steps),
+        plain_order=layout.plain_order(),
+        rank_order=layout.rank_order(),
+    )

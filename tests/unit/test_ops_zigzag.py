@@ -1,0 +1,143 @@
+"""The plan of context parallelism against the causal mask of the documents, written out pair by pair."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.ops.zigzag import ContextLayout, Span, make_plan, merged, rank_columns
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ContextLayout:
+    """Any number of ranks, rows and documents, most of which divide by nothing."""
+    row_length, num_rows = draw(st.integers(1, 40)), draw(st.integers(1, 3))
+    lengths: list[int] = []
+    for _ in range(num_rows):
+        borders = draw(st.lists(st.integers(1, row_length - 1), max_size=6)) if row_length > 1 else []
+        edges = [0, *sorted(set(borders)), row_length]
+        lengths += [end - start for start, end in pairwise(edges)]
+    return ContextLayout(
+        size=draw(st.integers(1, 6)), num_rows=num_rows, row_length=row_length, document_lengths=tuple(lengths)
+    )
+
+
+def _allowed(layout: ContextLayout) -> Tensor:
+    """How often each (query, key) pair of the plain flat tokens is to be computed: int [T, T]."""
+    document = torch.repeat_interleave(torch.tensor(layout.document_lengths))
+    return (document[:, None] == document[None]).int().tril()
+
+
+def _held(layout: ContextLayout, rank: int) -> Tensor:
+    """Plain flat places of the tokens on `rank`, in its own order, by the definition of the zig-zag."""
+    cuts = [place * layout.row_length // (2 * layout.size) for place in range(2 * layout.size + 1)]
+    columns = [column for chunk in (rank, 2 * layout.size - 1 - rank) for column in range(cuts[chunk], cuts[chunk + 1])]
+    return torch.tensor(
+        [row * layout.row_length + column for row in range(layout.num_rows) for column in columns], dtype=torch.long
+    )
+
+
+def _places(spans: tuple[Span, ...]) -> Tensor:
+    return torch.tensor([place for span in spans for place in range(*span)], dtype=torch.long)
+
+
+@given(layouts())
+@settings(max_examples=150, deadline=None)
+def test_every_allowed_pair_is_computed_once(layout: ContextLayout):
+    computed = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int32)
+    for query_rank in range(layout.size):
+        for key_rank in range(layout.size):
+            queries, keys = _held(layout, query_rank), _held(layout, key_rank)
+            for query, key, causal in layout.blocks(query_rank, key_rank):
+                seen = torch.ones(query.length, key.length, dtype=torch.int32)
+                if causal:
+                    assert query == key
+                    seen = seen.tril()
+                computed[queries[slice(*query)][:, None], keys[slice(*key)][None]] += seen
+    assert torch.equal(computed, _allowed(layout))
+
+
+@given(layouts())
+@settings(max_examples=150, deadline=None)
+def test_steps_receive_the_keys_that_their_blocks_name(layout: ContextLayout):
+    plans = [make_plan(layout, rank) for rank in range(layout.size)]
+    for plan in plans:
+        for distance, step in enumerate(plan.steps):
+            sender = plans[step.key_rank].steps[distance]
+            assert sender.query_rank == plan.rank
+            raw = layout.blocks(plan.rank, step.key_rank)
+            arrived = _places(sender.sent) if distance else torch.arange(plan.num_tokens)
+            assert step.num_received == sender.num_sent == (len(arrived) if distance else 0)
+            assert [(b.query, b.causal) for b in step.blocks] == [(b.query, b.causal) for b in raw]
+            for block, plain in zip(step.blocks, raw, strict=True):
+                assert torch.equal(arrived[slice(*block.key)], torch.arange(*plain.key))
+        assert sorted(step.key_rank for step in plan.steps) == list(range(layout.size))
+
+
+@given(layouts())
+@settings(max_examples=150, deadline=None)
+def test_nothing_travels_that_is_not_read_and_nothing_twice(layout: ContextLayout):
+    for plan in (make_plan(layout, rank) for rank in range(layout.size)):
+        for step in plan.steps[1:]:
+            rows = _places(step.sent)
+            assert len(rows.unique()) == len(rows)
+            mask = _allowed(layout)[_held(layout, step.query_rank)][:, _held(layout, plan.rank)]
+            assert torch.equal(mask.any(0).nonzero().flatten(), rows.sort().values)
+
+
+@given(layouts())
+@settings(max_examples=150, deadline=None)
+def test_orders_lead_there_and_back(layout: ContextLayout):
+    held = torch.cat([_held(layout, rank) for rank in range(layout.size)])
+    assert torch.equal(_places(layout.rank_order()), held)
+    assert torch.equal(held[_places(layout.plain_order())], torch.arange(layout.num_tokens))
+    assert layout.token_counts == tuple(len(_held(layout, rank)) for rank in range(layout.size))
+
+
+def test_columns_by_hand():
+    assert [rank_columns(16, 2, rank) for rank in range(2)] == [((0, 4), (12, 16)), ((4, 8), (8, 12))]
+    # 13 * i // 6: 0 2 4 6 8 10 13
+    assert [rank_columns(13, 3, rank) for rank in range(3)] == [((0, 2), (10, 13)), ((2, 4), (8, 10)), ((4, 6), (6, 8))]
+    assert rank_columns(1, 2, 0) == ((0, 0), (0, 1))
+    assert rank_columns(7, 1, 0) == ((0, 3), (3, 7))
+
+
+def test_blocks_by_hand():
+    """Row of 16 on 2 ranks: rank 0 holds columns 0-3 and 12-15, rank 1 holds 4-11; documents 0-5, 6-15."""
+    layout = ContextLayout(size=2, num_rows=1, row_length=16, document_lengths=(6, 10))
+    assert layout.blocks(0, 0) == (((0, 4), (0, 4), True), ((4, 8), (4, 8), True))
+    assert layout.blocks(1, 1) == (((0, 2), (0, 2), True), ((2, 8), (2, 8), True))
+    assert layout.blocks(1, 0) == (((0, 2), (0, 4), False),)
+    assert layout.blocks(0, 1) == (((4, 8), (2, 8), False),)
+
+
+def test_documents_within_a_chunk_need_nobody():
+    layout = ContextLayout(size=4, num_rows=2, row_length=64, document_lengths=(8,) * 16)
+    for rank in range(4):
+        plan = make_plan(layout, rank)
+        assert [len(step.blocks) for step in plan.steps] == [4, 0, 0, 0]
+        assert [step.num_sent + step.num_received for step in plan.steps] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("row_length", [4096, 4099])
+def test_long_rows_cost_the_same_everywhere(size: int, row_length: int):
+    layout = ContextLayout(size=size, num_rows=2, row_length=row_length, document_lengths=(row_length,) * 2)
+    work = [layout.num_pairs(rank) for rank in range(size)]
+    assert sum(work) == 2 * row_length * (row_length + 1) // 2
+    assert max(work) <= 1.01 * min(work)
+
+
+def test_merging():
+    assert merged([Span(0, 2), Span(2, 2), Span(2, 5), Span(6, 7), Span(3, 4)]) == ((0, 5), (6, 7), (3, 4))
+
+
+@pytest.mark.parametrize("lengths", [(5, 7), (4, 4, 4, 5), (3, 9)])
+def test_documents_that_do_not_fit_rows_are_a_defect(lengths: tuple[int, ...]):
+    with pytest.raises(AssertionError):
+        ContextLayout(size=2, num_rows=2, row_length=6, document_lengths=lengths)

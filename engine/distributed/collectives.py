@@ -7,7 +7,7 @@ where they exist, so that no deprecation warning reaches a user.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,32 @@ def reduce_scatter_async(tensor: Tensor, axis: Axis) -> tuple[Tensor, Handle]:
     return out, Handle(_reduce_scatter(out, source, group=axis.group, async_op=True))
 
 
+def all_to_all_async(
+    tensor: Tensor, axis: Axis, *, sent: Sequence[int], received: Sequence[int]
+) -> tuple[Tensor, Handle]:
+    """Sends `sent[i]` entries of dim 0 to rank i, in rank order, and receives `received[i]` from it, in rank order."""
+    if axis.size == 1:
+        return tensor, Handle()
+    source = tensor.contiguous()
+    out = source.new_empty(sum(received), *source.shape[1:])
+    return out, Handle(dist.all_to_all_single(out, source, [*received], [*sent], group=axis.group, async_op=True))
+
+
+def exchange_async(tensor: Tensor, axis: Axis, *, to: int, out: Tensor, source: int) -> Handle:
+    """Sends `tensor` to rank `to` of the axis and receives into `out` from rank `source`; both contiguous.
+
+    What is empty is not sent: both ends know the size. The caller keeps `tensor` as it is until the handle is waited
+    for, and every rank of the axis starts its exchanges in the same order. NCCL makes a group's communicator in its
+    first collective, which therefore must not be an exchange that some rank leaves out.
+    """
+    operations = []
+    if tensor.numel():
+        operations.append(dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to))
+    if out.numel():
+        operations.append(dist.P2POp(dist.irecv, out, group=axis.group, group_peer=source))
+    return Handle(*(dist.batch_isend_irecv(operations) if operations else ()))
+
+
 def all_reduce(tensor: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """`all_reduce_async`, waited for."""
     out, handle = all_reduce_async(tensor, axis, op)
@@ -86,6 +112,13 @@ def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
     """`reduce_scatter_async`, waited for."""
     out, handle = reduce_scatter_async(tensor, axis)
+    handle.wait()
+    return out
+
+
+def all_to_all(tensor: Tensor, axis: Axis, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """`all_to_all_async`, waited for."""
+    out, handle = all_to_all_async(tensor, axis, sent=sent, received=received)
     handle.wait()
     return out
 

@@ -5,16 +5,17 @@ chunks, and rank r holds chunks r and 2c - 1 - r of every row, the early one bef
 chunk costs in proportion to its place, so an early and a late one together cost the same on every rank. Lengths need
 not divide: chunks then differ by a token, and may be empty.
 
-Who computes what follows from the order of the chunks. Between rank r and another rank s there are two cases:
+Who computes what follows from the order of the chunks. Rank r computes, with the keys of rank s:
 
-| keys of  | who sees whom                                                          | one block a document |
+| s        | who sees whom                                                          | one block a document |
 |----------|------------------------------------------------------------------------|----------------------|
-| r itself | each chunk sees itself, the late one all of the early one              | all x all, causal    |
+| s = r    | each chunk sees itself, the late one all of the early one              | all x all, causal    |
 | s < r    | both chunks of r come after s's early chunk and before its late one    | all x early, full    |
 | s > r    | r's late chunk comes after both chunks of s, its early one before both | late x all, full     |
 
-A document's tokens on one rank are side by side even where they come from both chunks, because it then holds everything
-between them. So each document needs one block for each pair of ranks, and a causal block's two ranges are the same.
+A document that has tokens in both chunks of a rank runs to the end of the early one and on from the start of the late
+one, so that its tokens are side by side there. Hence one block is enough for each document and pair of ranks, and a
+causal block's two ranges are the same.
 
 Assumes that documents do not cross rows and that their lengths are known on the host.
 """

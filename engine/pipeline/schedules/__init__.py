@@ -1,0 +1,87 @@
+"""Schedules by name. One function each gives a rank's actions; `make_schedule` puts the ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.errors import UserError
+from engine.pipeline.schedule import Action, Schedule
+from engine.pipeline.schedules.interleaved import interleaved
+from engine.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
+from engine.pipeline.schedules.zero_bubble import zb_h1, zb_v
+
+SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zb_v", "lora")
+
+
+def default_virtual(name: str) -> int:
+    """Stages a rank where the user says nothing."""
+    return 2 if name in ("interleaved", "zb_v") else 1
+
+
+def make_schedule(
+    name: str, num_ranks: int, virtual: int, num_microbatches: int, first_trainable_stage: int = 0
+) -> Schedule:
+    """The actions of all ranks and where the stages are.
+
+    "lora" is the schedule that fits a frozen base. Its backward costs what forward costs and has no weight gradients
+    worth a slot of their own, so it is interleaved where a rank has several stages, and 1F1B otherwise.
+
+    Below the first trainable parameter there is no backward: under every schedule the actions of those stages are left
+    out, no gradient is sent there, and their forward keeps nothing.
+
+    Args:
+        name: one of SCHEDULES.
+        num_ranks: pipeline ranks.
+        virtual: stages a rank: 1 for 1f1b and zb_h1, 2 for zb_v, at least 2 for interleaved, any for lora.
+        num_microbatches: in a step.
+        first_trainable_stage: the first stage with a trainable parameter; num_ranks * virtual for forwards alone.
+
+    Raises:
+        UserError: a name or numbers that do not go together.
+    """
+    _check(name, num_ranks, virtual, num_microbatches, first_trainable_stage)
+    kind = name if name != "lora" else "interleaved" if virtual > 1 else "1f1b"
+    make: dict[str, Callable[[int], list[Action]]] = {
+        "1f1b": lambda rank: one_forward_one_backward(rank, num_ranks, num_microbatches),
+        "interleaved": lambda rank: interleaved(rank, num_ranks, virtual, num_microbatches),
+        "zb_h1": lambda rank: zb_h1(rank, num_ranks, num_microbatches),
+        "zb_v": lambda rank: zb_v(rank, num_ranks, num_microbatches),
+    }
+    dealt = tuple(range(num_ranks))
+    return Schedule(
+        name=name,
+        num_microbatches=num_microbatches,
+        stage_rank=dealt + dealt[::-1] if kind == "zb_v" else dealt * virtual,
+        actions=tuple(
+            tuple(action for action in make[kind](rank) if action.op == "F" or action.stage >= first_trainable_stage)
+            for rank in range(num_ranks)
+        ),
+        first_trainable_stage=first_trainable_stage,
+    )
+
+
+def _check(name: str, num_ranks: int, virtual: int, num_microbatches: int, first_trainable_stage: int) -> None:
+    if name not in SCHEDULES:
+        raise UserError(f"there is no schedule {name!r}: choose one of {', '.join(SCHEDULES)}.")
+    for count, what in (
+        (num_ranks, "pipeline ranks"),
+        (virtual, "virtual stages a rank"),
+        (num_microbatches, "micro-batches"),
+    ):
+        if count < 1:
+            raise UserError(f"{count} {what} cannot make a schedule: give at least 1.")
+    if name in ("1f1b", "zb_h1") and virtual != 1:
+        raise UserError(f"{name} has one stage a rank, not {virtual}: give 1 virtual stage, or choose interleaved.")
+    if name == "zb_v" and virtual != 2:
+        raise UserError(
+            f"zb_v has two stages a rank, not {virtual}: give 2 virtual stages, or choose another schedule."
+        )
+    if name == "interleaved" and virtual == 1:
+        raise UserError(
+            "interleaved needs several stages a rank, not 1: give at least 2 virtual stages, or choose 1f1b."
+        )
+    if not 0 <= first_trainable_stage <= num_ranks * virtual:
+        raise UserError(
+            f"the first trainable stage is {first_trainable_stage}, but the stages are 0 to {num_ranks * virtual - 1}: "
+            "give one of them."
+        )

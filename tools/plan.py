@@ -1,0 +1,43 @@
+"""Plans a run before it is started.
+
+python tools/plan.py schedule --pipeline 4 --virtual 2 --microbatches 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+
+from planning import schedule
+
+from engine.telemetry.errors import run_command
+
+COMMANDS = {"schedule": schedule}
+"""Name -> its module in `planning`, which has `add_arguments(parser)` and `run(arguments)`. All are imported for every
+command line, also for --help: they import torch inside `run` where they need it."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        text = inspect.cleandoc(module.__doc__ or "")
+        command = commands.add_parser(
+            name,
+            help=text.partition("\n")[0],
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+    return parser
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    COMMANDS[arguments.command].run(arguments)
+
+
+if __name__ == "__main__":
+    run_command(main)

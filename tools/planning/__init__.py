@@ -1,0 +1,1 @@
+"""Commands of tools/plan.py, one module each."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engine.ops.attention import causal_attention
 from engine.ops.kernels import REFERENCE, InputUpdate, Kernels, Mask
 from triton_kernels import cross_entropy, lora, rmsnorm, rope, swiglu
 from triton_kernels.dropout import DropoutMask, dropout_bits

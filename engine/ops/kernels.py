@@ -195,7 +195,7 @@ def _split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin:
     reference.rope_rotate(dq, cos, sin, dq_out, inverse=True)
     reference.rope_rotate(dk, cos, sin, dk_out, inverse=True)
     dv_out.copy_(dv)
-    return out.view(tokens, -1)
+    return out.flatten(1)
 
 
 def _row_max(logits_TV: Tensor, num_ids: int) -> Tensor:

@@ -79,8 +79,8 @@ def attention_backward(
     """Gradients of q [T, H, D], k and v [N, K, D].
 
     Args:
-        out_THD, lse_TH: of all keys that the queries saw. Where a query's keys are spread over several calls, the calls'
-            gradients of q add up.
+        out_THD, lse_TH: of all keys that the queries saw. Where a query's keys are spread over several calls, the
+            calls' gradients of q add up.
         segments: share no query and no key; gradients outside of them are undefined.
     """
     (tokens, num_heads, head_dim), (num_keys, num_kv_heads, _) = q_THD.shape, k_NKD.shape

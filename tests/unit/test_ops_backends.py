@@ -2,92 +2,46 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from engine.batch import IGNORE_LABEL, Batch
-from engine.distributed.mesh import single_process_mesh
 from engine.errors import UserError
-from engine.layers.module import shard_entries
-from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
 from engine.models.config import DecoderConfig
-from engine.models.decoder import Decoder
-from engine.models.initialise import fill_normal, initialise_weights
-from engine.objectives.language_modeling import LanguageModeling
+from engine.ops import backends
 from engine.ops.backends import choose_kernels
-from engine.ops.kernels import REFERENCE, Kernels
+from engine.ops.kernels import REFERENCE
 from engine.ops.native.backend import NATIVE
 from engine.ops.native.loader import native_status
-from engine.optim.adamw import FlatAdamW
-from engine.optim.flat import FlatParameters
-from engine.optim.reduce import GradientReducer
-from engine.training.stage import ModelStage
-from engine.training.step import TrainStep
+from tests.small_training import SmallTraining
 
-CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CONFIG = DecoderConfig(
     family="llama", hidden=72, intermediate=100, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=10, vocab_size=131,
     norm_eps=1e-5, rope_theta=1e4,
 )  # fmt: skip
 
 needs_native = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
-
-
-def _batch(seed: int) -> Batch:
-    tokens = torch.randint(0, 131, (3, 37), generator=torch.Generator().manual_seed(seed))
-    labels = torch.full_like(tokens, IGNORE_LABEL)
-    labels[:, :-1] = tokens[:, 1:]
-    labels[0, :9] = IGNORE_LABEL
-    index = torch.arange(111).view(3, 37)
-    lengths = (37, 20, 17, 37)
-    return Batch(
-        tokens_BS=tokens, labels_BS=labels, positions_BS=index % 37, token_index_BS=index,
-        loss_weights_BS=(labels != IGNORE_LABEL).float(),
-        document_offsets=torch.tensor([0, 37, 57, 74, 111], dtype=torch.int32), document_lengths=lengths,
-    )  # fmt: skip
-
-
-def _run(
-    kernels: Kernels, dropout: float, trained: str, steps: int = 20
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of some steps, and the gradients of the first."""
-    settings = AdapterSettings(rank=5, scale=1.5, dropout=dropout)
-    plan = TrainingPlan(
-        trains=lambda module: trained in module if trained else False,
-        adapter=lambda module: settings if module.endswith("_proj") else None,
-        seed=11,
-    )
-    model = Decoder(CONFIG, layout=TensorLayout(kernels=kernels), plan=plan, device=CPU, dtype=torch.float32)
-    shards = [entry.shard for entry in shard_entries(model)]
-    initialise_weights(shards, 3, 0.1)
-    for shard in shards:
-        if "lora" in shard.name:
-            fill_normal(shard, 0.1, 4)
-    flat, mesh = FlatParameters(shard_entries(model), CPU), single_process_mesh()
-    optimizer = FlatAdamW(flat, mesh, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, clip_grad_norm=1.0)
-    step = TrainStep(
-        ModelStage(model, LanguageModeling(), CPU), GradientReducer(flat, mesh, bucket_bytes=1 << 20), optimizer, mesh
-    )
-    step.gradients([_batch(0)], float(_batch(0).loss_weights_BS.sum()))
-    gradients = {entry.name: entry.sink.buffer.clone() for entry in shard_entries(model) if entry.sink is not None}
-    flat.gradient.zero_()
-    losses = []
-    for number in range(steps):
-        batch = _batch(number)
-        losses.append(float(step([batch], float(batch.loss_weights_BS.sum()), 3e-3).loss))
-    return losses, gradients
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 @needs_native
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("trained", ["", "norm", "lm_head"])
-def test_native_training_follows_the_reference(dropout: float, trained: str) -> None:
-    losses, gradients = _run(NATIVE, dropout, trained)
-    expected_losses, expected = _run(REFERENCE, dropout, trained)
+@pytest.mark.parametrize("trained", [(), ("norm",), ("lm_head",)], ids=str)
+def test_native_training_follows_the_reference(dropout: float, trained: tuple[str, ...]) -> None:
+    training = SmallTraining(config=CONFIG, documents=((37,), (20, 17), (37,)), dropout=dropout, trained=trained)
+    losses, gradients = training.run(NATIVE, steps=20, device=CPU)
+    expected_losses, expected = training.run(REFERENCE, steps=20, device=CPU)
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
-    assert max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True)) < 1e-5
+    assert (losses - expected_losses).abs().max() < 1e-5
     assert losses[-1] != losses[0]
 
 
@@ -104,3 +58,58 @@ def test_native_by_name_is_refused_where_it_cannot_run() -> None:
 @needs_native
 def test_auto_takes_the_native_kernels() -> None:
     assert choose_kernels("auto", device=CPU, dtype=torch.float32)[0] is NATIVE
+
+
+def test_without_triton_a_gpu_computes_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    kernels, why = choose_kernels("auto", device=CUDA, dtype=torch.bfloat16)
+    assert kernels is REFERENCE and why.endswith("the package triton is not installed")
+    with pytest.raises(UserError, match="model.kernels is triton, but the package triton is not installed"):
+        choose_kernels("triton", device=CUDA, dtype=torch.bfloat16)
+
+
+# Triton decides at its import whether it interprets, so these run in processes of their own
+_CHOICE = """
+import sys, torch
+from engine.errors import UserError
+from engine.ops.backends import choose_kernels
+wanted, device, dtype = sys.argv[1:4]
+try:
+    kernels, sentence = choose_kernels(wanted, device=torch.device(device), dtype=getattr(torch, dtype))
+    print(kernels.name, "triton" in sys.modules, sentence, sep="|")
+except UserError as error:
+    print("refused", "triton" in sys.modules, error, sep="|")
+"""
+
+
+def _choice(wanted: str, device: str, dtype: str, *, interpret: bool) -> tuple[str, bool, str]:
+    """(name or "refused", whether Triton was imported, the sentence)."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
+    command = [sys.executable, "-c", _CHOICE, wanted, device, dtype]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    name, imported, sentence = done.stdout.strip().split("|")
+    return name, imported == "True", sentence
+
+
+@needs_triton
+def test_a_run_on_a_cpu_does_not_import_triton() -> None:
+    name, imported, _ = _choice("auto", "cpu", "float32", interpret=True)
+    assert name in ("native", "reference") and not imported
+
+
+@needs_triton
+def test_auto_on_a_gpu_takes_triton() -> None:
+    assert _choice("auto", "cuda", "bfloat16", interpret=False)[0] == "triton"
+    name, _, sentence = _choice("auto", "cuda", "float64", interpret=False)
+    assert name == "reference" and "torch.float64" in sentence
+
+
+@needs_triton
+def test_triton_on_a_cpu_needs_the_interpreter() -> None:
+    name, _, sentence = _choice("triton", "cpu", "float32", interpret=False)
+    assert name == "refused" and "TRITON_INTERPRET=1" in sentence and "set model.kernels to auto" in sentence
+    name, _, sentence = _choice("triton", "cpu", "float32", interpret=True)
+    assert name == "triton" and "interpreted" in sentence
+    name, imported, sentence = _choice("triton", "cpu", "bfloat16", interpret=True)
+    assert name == "refused" and not imported and "right in float32" in sentence

@@ -2,9 +2,12 @@
 
     python tools/benchmark.py step
     python tools/benchmark.py step --hidden 1024 --layers 8 --json step.json --markdown step.md
+    python tools/benchmark.py kernels --only norm,swiglu
+    python tools/benchmark.py lora-tax
+    python tools/benchmark.py memory
 
-Each section is a module of `benchmarking` with `run(options) -> Table`; its options are a record in
-`benchmarking.options`.
+Each section is a module of `benchmarking` with `run(options)`, which gives a Table or a Report; its options are a
+record in `benchmarking.options`.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         section = sections.add_parser(name, help=text.partition("\n")[0], description=text)
         add_options(section, kind)
         section.add_argument("--json", type=Path, metavar="FILE", help="write every sample and setting here")
-        section.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here")
+        section.add_argument("--markdown", type=Path, metavar="FILE", help="write what is printed here")
     return parser
 
 
@@ -50,11 +53,12 @@ def main() -> None:
     arguments = _parser().parse_args()
     options = read_options(arguments, SECTIONS[arguments.section])
     # imported after the options are known to be sound: torch and transformers take seconds to load
-    table = import_module(f"benchmarking.{arguments.section}").run(options)
+    module = arguments.section.replace("-", "_")
+    result = import_module(f"benchmarking.{module}").run(options)
     command = shlex.join(["python", "tools/benchmark.py", *sys.argv[1:]])
-    print(table.text())
-    _write(arguments.json, table.json(command))
-    _write(arguments.markdown, table.markdown(command))
+    print(result.text())
+    _write(arguments.json, result.json(command))
+    _write(arguments.markdown, result.markdown(command))
 
 
 if __name__ == "__main__":

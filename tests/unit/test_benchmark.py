@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from engine.errors import UserError
 from tools.benchmarking import step
 from tools.benchmarking.engine_side import EngineSide
 from tools.benchmarking.floor import GemmFloor
-from tools.benchmarking.memory import peak_above_now
-from tools.benchmarking.model import attention_kernel, draw, draw_batches
-from tools.benchmarking.options import StepOptions
+from tools.benchmarking.model import attention_kernel, draw, draw_batches, step_operations
+from tools.benchmarking.options import StepOptions, add_options, read_options
+from tools.benchmarking.peak_memory import peak_above_now
 from tools.benchmarking.peft_side import PeftSide
 from tools.benchmarking.table import Table
 from tools.benchmarking.timing import Sample, interleave, paired_ratio, summarise
@@ -39,12 +40,10 @@ def tables() -> Iterator[tuple[Table, dict]]:
 
 def test_a_run_reports_every_contestant(tables: tuple[Table, dict]) -> None:
     table, record = tables
-    assert [row[0] for row in table.rows] == [step.ENGINE, step.PEER, step.FLOOR]
-    assert {name: len(taken) for name, taken in record["seconds"].items()} == {
-        step.ENGINE: 2,
-        step.PEER: 2,
-        step.FLOOR: 2,
-    }
+    names = [step.ENGINE, step.PEER, step.FLOOR, "square product"]
+    assert [row[0] for row in table.rows] == names
+    assert {name: len(taken) for name, taken in record["seconds"].items()} == dict.fromkeys(names, 2)
+    assert set(record["first_seconds"]) == {step.ENGINE, step.PEER}
     assert all(value > 0 for taken in record["seconds"].values() for value in taken)
     assert any(sentence.startswith("Same computation") for sentence in table.findings)
 
@@ -76,11 +75,11 @@ def test_both_sides_start_equal() -> None:
     assert engine.loss(ids).item() == pytest.approx(peer.loss(ids).item(), rel=1e-6)
 
 
-def _sides() -> tuple[EngineSide, PeftSide]:
-    engine, peer = EngineSide(SMALL, CPU), PeftSide(SMALL, CPU)
-    engine.prepare()
-    peer.prepare()
-    return engine, peer
+def _sides(options: StepOptions = SMALL) -> dict[str, EngineSide | PeftSide]:
+    sides = {step.ENGINE: EngineSide(options, CPU), step.PEER: PeftSide(options, CPU)}
+    for side in sides.values():
+        side.prepare()
+    return sides
 
 
 def _shift(parameter: torch.Tensor) -> None:
@@ -90,34 +89,32 @@ def _shift(parameter: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", ["o_proj.lora_B", "down_proj.lora_A", "v_proj.base_layer", "input_layernorm"])
 def test_different_computations_are_not_timed(name: str) -> None:
-    engine, peer = _sides()
+    sides = _sides()
+    peer = sides[step.PEER]
     _shift(next(p for key, p in peer.model.named_parameters() if name in key))
     with pytest.raises(RuntimeError, match="compute different things"):
-        step._check(SMALL, engine, peer, draw_batches(SMALL, CPU, 4))
+        step.check(SMALL, sides, draw_batches(SMALL, CPU, 4), CPU)
 
 
 def test_a_wrong_gradient_is_noticed() -> None:
     """The first loss says nothing about backward; the gradient norms and later losses do."""
-    engine, peer = _sides()
+    sides = _sides()
+    peer = sides[step.PEER]
     next(p for key, p in peer.model.named_parameters() if "gate_proj.lora_B" in key).register_hook(lambda g: 2 * g)
     with pytest.raises(RuntimeError, match="compute different things"):
-        step._check(SMALL, engine, peer, draw_batches(SMALL, CPU, 4))
+        step.check(SMALL, sides, draw_batches(SMALL, CPU, 4), CPU)
 
 
 def test_dropout_is_not_compared() -> None:
     options = StepOptions(**TINY, rows=1, length=8, dropout=0.1, device="cpu")
-    engine, peer = EngineSide(options, CPU), PeftSide(options, CPU)
-    engine.prepare()
-    peer.prepare()
-    assert "not compared" in step._check(options, engine, peer, draw_batches(options, CPU, 4))
+    _, sentences = step.check(options, _sides(options), draw_batches(options, CPU, 4), CPU)
+    assert "not compared" in sentences[0]
 
 
 def test_bfloat16_agrees_within_its_rounding() -> None:
     options = StepOptions(**TINY, rows=1, length=8, dtype="bfloat16", device="cpu")
-    engine, peer = EngineSide(options, CPU), PeftSide(options, CPU)
-    engine.prepare()
-    peer.prepare()
-    assert "Same computation" in step._check(options, engine, peer, draw_batches(options, CPU, 4))
+    _, sentences = step.check(options, _sides(options), draw_batches(options, CPU, 4), CPU)
+    assert "Same computation" in sentences[0]
 
 
 def test_floor_counts_what_a_lora_step_multiplies() -> None:
@@ -128,6 +125,15 @@ def test_floor_counts_what_a_lora_step_multiplies() -> None:
     floor = GemmFloor(EngineSide(SMALL, CPU).linear_weights(), SMALL.tokens)
     assert floor.operations() == 2 * SMALL.tokens * products
     floor.run()
+
+
+def test_a_preset_is_the_published_shape() -> None:
+    """Llama-3-8B has 7.505e9 weights in linears and head, so a LoRA step costs 33.2 GFLOP a token at 4096 tokens."""
+    parser = ArgumentParser()
+    add_options(parser, StepOptions)
+    options = read_options(parser.parse_args(["--preset", "llama3-8b", "--rows", "1"]), StepOptions)
+    assert (options.rows, options.length, options.dtype, options.dropout) == (1, 4096, "bfloat16", 0.1)
+    assert step_operations(options) / options.tokens == pytest.approx(4 * 7.505e9 + 6 * 32 * 4096 * 4096, rel=1e-4)
 
 
 def test_attention_kernel_is_read_from_the_graph() -> None:

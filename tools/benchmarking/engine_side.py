@@ -35,7 +35,7 @@ from .model import (
     draw,
     hf_config,
 )
-from .options import StepOptions
+from .options import ModelOptions
 
 _BUCKET_BYTES = 32 * 2**20
 
@@ -43,7 +43,7 @@ _BUCKET_BYTES = 32 * 2**20
 class EngineSide:
     """See `model.Side`."""
 
-    def __init__(self, options: StepOptions, device: torch.device) -> None:
+    def __init__(self, options: ModelOptions, device: torch.device) -> None:
         self._options, self._device = options, device
         family, text = family_of(hf_config(options))
         self._names = family.names

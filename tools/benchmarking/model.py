@@ -1,4 +1,4 @@
-"""The random model that all sides of the step benchmark compute with.
+"""The random model that all sides of the step and memory sections compute with.
 
 Every tensor is drawn from its Hugging Face name, so that two models built apart start equal without a copy in between.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .options import StepOptions
+from .options import ModelOptions
 
 LEARNING_RATE = 1e-3
 BETAS = (0.9, 0.999)
@@ -44,7 +44,7 @@ class Side(Protocol):
         """The loss alone, with its autograd graph."""
 
 
-def hf_config(options: StepOptions) -> dict[str, Any]:
+def hf_config(options: ModelOptions) -> dict[str, Any]:
     """The model as a Hugging Face `config.json` says it."""
     return {
         "model_type": "llama",
@@ -86,11 +86,24 @@ def draw(name: str, out: Tensor) -> None:
     out.copy_(values)
 
 
-def draw_batches(options: StepOptions, device: torch.device, count: int) -> list[Tensor]:
+def draw_batches(options: ModelOptions, device: torch.device, count: int) -> list[Tensor]:
     """`count` batches of token ids [rows, length]."""
     generator = torch.Generator().manual_seed(0)
     shape = (options.rows, options.length)
     return [torch.randint(options.vocab, shape, generator=generator).to(device) for _ in range(count)]
+
+
+def step_operations(options: ModelOptions) -> int:
+    """Floating-point operations of a LoRA step: what any implementation multiplies, adapters left out.
+
+    4 a weight and token (forward and input gradient; no weight gradient) over all linears and the head, and causal
+    attention's 6 L s h a token, forward and backward. That nothing is needed below the first layer is not subtracted,
+    as it is not in published figures.
+    """
+    hidden, kv_width = options.hidden, options.kv_width
+    layer = hidden * (2 * hidden + 2 * kv_width) + 3 * hidden * options.intermediate
+    weights = options.layers * layer + hidden * options.vocab
+    return options.tokens * (4 * weights + 6 * options.layers * options.length * hidden)
 
 
 def attention_kernel(loss: Tensor) -> str:

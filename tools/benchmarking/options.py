@@ -1,33 +1,101 @@
-"""What each section can be asked, as frozen records; the command line is made from them. Does not import torch."""
+"""What each section can be asked, as frozen records; the command line is made from them. Does not import torch.
+
+An option without a default of its own takes one by the device it runs on (`for_device`): a GPU gets the sizes that the
+targets are stated for, a CPU sizes that a laptop finishes.
+"""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, get_type_hints
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from engine.errors import UserError
 
 DTYPES = ("float32", "bfloat16")
-KERNELS = ("auto", "reference", "native")
+KERNELS = ("auto", "reference", "native", "triton")
 DEVICES = ("auto", "cpu", "cuda")
+PRESETS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "llama3-8b": {
+        "hidden": 4096,
+        "layers": 32,
+        "heads": 32,
+        "kv_heads": 8,
+        "intermediate": 14336,
+        "vocab": 128256,
+        "rows": 2,
+        "length": 4096,
+        "dtype": "bfloat16",
+        "dropout": 0.1,
+    },
+}
+"""Name -> options that it sets, unless they are given beside it."""
 
 
 def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices})
+    return field(default=default, metadata={"help": f"{text} (default {default})", "choices": choices})
+
+
+def _by_device(cpu: Any, cuda: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+    text = f"{text} (default {cpu} on a CPU, {cuda} on a GPU)"
+    return field(default=None, metadata={"help": text, "choices": choices, "cpu": cpu, "cuda": cuda})
+
+
+def _at_least(record: Any, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: give a number of at least {least}.")
+
+
+def _check_heads(record: Any) -> None:
+    hidden, heads, kv_heads = record.hidden, record.heads, record.kv_heads
+    if None in (hidden, heads, kv_heads):
+        return
+    if hidden % heads or hidden // heads % 2:
+        raise UserError(f"--hidden {hidden} over --heads {heads} must give a whole, even head size: change one.")
+    if heads % kv_heads:
+        raise UserError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}: change one.")
+
+
+def _check_common(record: Any) -> None:
+    """Dropout, choices and peers: every section has them."""
+    if not 0.0 <= record.dropout < 1.0:
+        raise UserError(f"--dropout is {record.dropout}: give a probability of at least 0 and below 1.")
+    for item in fields(record):
+        value, choices = getattr(record, item.name), item.metadata["choices"]
+        if choices is not None and value is not None and value not in choices:
+            raise UserError(f"--{item.name} is {value!r}: choose one of {', '.join(choices)}.")
+    chosen_names(record.peers, record.PEERS, "peers")
+
+
+def chosen_names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
+    """Of a list such as `a,b`, "all" or "none".
+
+    Raises:
+        UserError: a name that is not known.
+    """
+    if text in ("all", "none"):
+        return known if text == "all" else ()
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in known:
+            raise UserError(f"--{option} has {name!r}: give all, none, or some of {','.join(known)}.")
+    return names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepOptions:
-    """A whole training step against transformers + PEFT and against its matrix products alone.
-
-    A random Llama with adapters on all seven linears of a block, AdamW, gradient clipping. First both sides must give
-    the same losses; then they are timed in turn.
+class ModelOptions:
+    """A random Llama and the batch it sees.
 
     Raises:
         UserError: sizes that do not fit together.
     """
 
+    PEERS: ClassVar[tuple[str, ...]] = ("peft", "liger")
+
+    preset: str = _option("none", "sizes of a known model; options given beside it win", tuple(PRESETS))
     hidden: int = _option(512, "width of the residual stream")
     layers: int = _option(6, "number of layers")
     heads: int = _option(8, "number of query heads; the head size is hidden / heads")
@@ -40,55 +108,236 @@ class StepOptions:
     dropout: float = _option(0.0, "dropout on the adapters' input")
     dtype: str = _option("float32", "of weights and activations", DTYPES)
     kernels: str = _option("auto", "the engine's kernels", KERNELS)
-    repeats: int = _option(15, "timed steps of each side")
-    warmup: int = _option(2, "untimed steps of each side, after those that check the losses")
+    peers: str = _option("all", "who the engine is compared with: all, none, or a list")
     threads: int = _option(0, "CPU threads; 0 leaves torch's choice")
     device: str = _option("auto", "auto takes a GPU where there is one", DEVICES)
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "kv_heads", "intermediate", "vocab", "rank", "rows", "repeats"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give a number of at least 1.")
+        _at_least(self, 1, "hidden", "layers", "heads", "kv_heads", "intermediate", "vocab", "rank", "rows")
         if self.length < 2:
             raise UserError(f"--length is {self.length}: give at least 2 tokens, so that one can be predicted.")
-        if min(self.threads, self.warmup) < 0:
-            raise UserError(f"--threads {self.threads} --warmup {self.warmup}: neither may be negative.")
-        if self.hidden % self.heads or self.hidden // self.heads % 2:
-            raise UserError(
-                f"--hidden {self.hidden} over --heads {self.heads} must give a whole, even head size: change one."
-            )
-        if self.heads % self.kv_heads:
-            raise UserError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}: change one.")
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"--dropout is {self.dropout}: give a probability of at least 0 and below 1.")
-        for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("kernels", KERNELS)):
-            if getattr(self, name) not in allowed:
-                raise UserError(f"--{name} is {getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
+        _at_least(self, 0, "threads")
+        _check_heads(self)
+        _check_common(self)
 
     @property
     def tokens(self) -> int:
         """In a batch."""
         return self.rows * self.length
 
+    @property
+    def kv_width(self) -> int:
+        """Features of the keys, which are also those of the values."""
+        return self.hidden // self.heads * self.kv_heads
 
-SECTIONS: dict[str, type] = {"step": StepOptions}
-"""Section name, which is also its module's name -> its options."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOptions(ModelOptions):
+    """A whole training step against transformers + PEFT and against its matrix products alone.
+
+    A random Llama with adapters on all seven linears of a block, AdamW, gradient clipping. First all sides must give
+    the same losses; then they are timed in turn.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    repeats: int = _option(15, "timed steps of each side")
+    warmup: int = _option(2, "untimed steps of each side, after those that check the losses")
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        _at_least(self, 1, "repeats")
+        _at_least(self, 0, "warmup")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryOptions(ModelOptions):
+    """Memory of a LoRA step: its peak, and what each layer keeps for backward.
+
+    The peak is that above the loaded model, each side in a process of its own. What a layer keeps is counted tensor by
+    tensor, and compared with the arithmetic of a plain implementation and of the engine's design.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ("peft", "peft-checkpointing", "liger")
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelOptions:
+    """Each op of a step alone: the engine's backends, its peers, and what the machine could do at most.
+
+    Every contestant's result is compared with one in float64 before anything is timed.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ("torch", "compile", "liger", "quack", "flash-attn")
+    GROUPS: ClassVar[tuple[str, ...]] = (
+        "norm", "swiglu", "rope", "dropout", "low-rank", "loss", "head", "optimizer", "attention", "product",
+    )  # fmt: skip
+
+    tokens: int | None = _by_device(1024, 8192, "tokens")
+    length: int | None = _by_device(512, 4096, "tokens in a document, for attention")
+    hidden: int | None = _by_device(1024, 4096, "width of the residual stream")
+    heads: int | None = _by_device(16, 32, "number of query heads; the head size is hidden / heads")
+    kv_heads: int | None = _by_device(8, 8, "number of key/value heads")
+    intermediate: int | None = _by_device(2816, 14336, "width of the MLP")
+    vocab: int | None = _by_device(32000, 128256, "vocabulary size")
+    trained: int | None = _by_device(4_000_000, 42_000_000, "parameters that the optimizer updates")
+    rank: int = _option(16, "rank of the adapters")
+    dropout: float = _option(0.1, "dropout on the adapters' input, where an op is measured with it")
+    dtype: str | None = _by_device("float32", "bfloat16", "of weights and activations", DTYPES)
+    only: str = _option("all", f"which ops: all, or a list of {','.join(GROUPS)}")
+    peers: str = _option("all", "who the engine is compared with: all, none, or a list")
+    compile: bool = _option(False, "torch.compile as a peer on a CPU too")
+    copy_mib: int | None = _by_device(128, 1024, "MiB of the copy that measures memory's speed")
+    ceiling: int | None = _by_device(2048, 8192, "size of the square product that measures the speed of arithmetic")
+    repeats: int | None = _by_device(15, 50, "timed runs of each contestant; 0 checks the results and times nothing")
+    warmup: int = _option(2, "untimed runs of each contestant, after the one that is checked")
+    threads: int = _option(0, "CPU threads; 0 leaves torch's choice")
+    device: str = _option("auto", "auto takes a GPU where there is one", DEVICES)
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "tokens", "length", "hidden", "heads", "kv_heads", "intermediate", "vocab")
+        _at_least(self, 1, "trained", "rank", "copy_mib", "ceiling")
+        _at_least(self, 0, "repeats", "warmup", "threads")
+        _check_heads(self)
+        _check_common(self)
+        chosen_names(self.only, self.GROUPS, "only")
+        if self.tokens is not None and self.length is not None and self.tokens % self.length:
+            raise UserError(f"--tokens {self.tokens} must be a multiple of --length {self.length}: change one.")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+_TAX_ON_CPU = (
+    "column:1024x1024x1024,column:1024x1024x2816,row:1024x1024x1024,row:1024x2816x1024,"
+    "norm-column:1024x1024x1024+512+512,norm-column:1024x1024x2816+2816,swiglu-row:1024x2816x1024"
+)
+_TAX_ON_GPU = (
+    "column:2048x4096x4096,column:8192x4096x4096,column:8192x4096x14336,row:8192x4096x4096,row:8192x14336x4096,"
+    "norm-column:8192x4096x4096+1024+1024,norm-column:8192x4096x14336+14336,swiglu-row:8192x14336x4096,"
+    "column:2048x8192x8192,column:8192x8192x8192"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """One linear.
+
+    Args:
+        kind: "column" and "row" take their input as it is, "norm-column" makes it by a norm, "swiglu-row" by SwiGLU.
+        tokens, inputs: of x.
+        outputs: of each logical linear; several share one product.
+    """
+
+    kind: str
+    tokens: int
+    inputs: int
+    outputs: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.tokens}x{self.inputs}x{'+'.join(map(str, self.outputs))}"
+
+
+KINDS = ("column", "row", "norm-column", "swiglu-row")
+
+
+def read_shapes(text: str) -> tuple[Shape, ...]:
+    """Of a list such as `column:1024x1024x2816,norm-column:1024x1024x1024+512+512`.
+
+    Raises:
+        UserError: one that is not of this form; names it.
+    """
+    return tuple(_read_shape(part.strip()) for part in text.split(","))
+
+
+def _read_shape(text: str) -> Shape:
+    kind, _, sizes = text.partition(":")
+    parts = sizes.split("x")
+    try:
+        tokens, inputs = (int(part) for part in parts[:-1])
+        outputs = tuple(int(part) for part in parts[-1].split("+"))
+    except ValueError:
+        tokens, inputs, outputs = 0, 0, ()
+    if kind not in KINDS or not outputs or min(tokens, inputs, *outputs) < 1 or ("row" in kind and len(outputs) > 1):
+        raise UserError(
+            f"--shapes has {text!r}: give KIND:TOKENSxINPUTSxOUTPUTS with one of {', '.join(KINDS)}, such as "
+            "column:1024x1024x2816, or norm-column:1024x1024x1024+512+512 for several linears in one product."
+        )
+    return Shape(kind=kind, tokens=tokens, inputs=inputs, outputs=outputs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaxOptions:
+    """A linear with adapters, forward and backward, over the same linear frozen.
+
+    As the model uses them: through the parallel linears, their input made by a norm or SwiGLU or given. Every
+    contestant's output and gradients are compared with those in float64 before anything is timed.
+
+    Raises:
+        UserError: a shape that cannot be read.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ("torch", "peft")
+
+    shapes: str | None = _by_device(_TAX_ON_CPU, _TAX_ON_GPU, "which linears: KIND:TOKENSxINPUTSxOUTPUTS[+...],...")
+    rank: int = _option(16, "rank of the adapters")
+    dropout: float = _option(0.1, "dropout of the second measurement of each shape; 0 leaves it out")
+    dtype: str | None = _by_device("float32", "bfloat16", "of weights and activations", DTYPES)
+    peers: str = _option("all", "who the engine is compared with: all, none, or a list")
+    ceiling: int | None = _by_device(2048, 8192, "size of the square product that measures the speed of arithmetic")
+    repeats: int | None = _by_device(15, 30, "timed runs of each contestant; 0 checks the results and times nothing")
+    warmup: int = _option(2, "untimed runs of each contestant, after the one that is checked")
+    threads: int = _option(0, "CPU threads; 0 leaves torch's choice")
+    device: str = _option("auto", "auto takes a GPU where there is one", DEVICES)
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "rank", "ceiling")
+        _at_least(self, 0, "repeats", "warmup", "threads")
+        _check_common(self)
+        if self.shapes is not None:
+            read_shapes(self.shapes)
+
+
+SECTIONS: dict[str, type] = {
+    "step": StepOptions,
+    "kernels": KernelOptions,
+    "lora-tax": TaxOptions,
+    "memory": MemoryOptions,
+}
+"""Section name, which with _ for - is also its module's name -> its options."""
 
 T = TypeVar("T")
+
+
+def _plain_type(hint: Any) -> type:
+    """`int` of `int | None`."""
+    return next((kind for kind in get_args(hint) if kind is not type(None)), hint)
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
     """One `--name-of-field` for each field of the record."""
     hints = get_type_hints(kind)
     for item in fields(kind):
-        parser.add_argument(
-            f"--{item.name.replace('_', '-')}",
-            type=hints[item.name],
-            default=item.default,
-            choices=item.metadata["choices"],
-            metavar=None if item.metadata["choices"] else hints[item.name].__name__.upper(),
-            help=f"{item.metadata['help']} (default {item.default})",
-        )
+        name, plain = f"--{item.name.replace('_', '-')}", _plain_type(hints[item.name])
+        # only what was typed is in the namespace, so that a preset can tell
+        common = {"default": argparse.SUPPRESS, "help": item.metadata["help"]}
+        if plain is bool:
+            parser.add_argument(name, action="store_true", **common)
+            continue
+        choices = item.metadata["choices"]
+        metavar = None if choices else plain.__name__.upper()
+        parser.add_argument(name, type=plain, choices=choices, metavar=metavar, **common)
 
 
 def read_options(arguments: argparse.Namespace, kind: type[T]) -> T:
@@ -97,5 +346,19 @@ def read_options(arguments: argparse.Namespace, kind: type[T]) -> T:
     Raises:
         UserError: see the record.
     """
-    values = vars(arguments)
-    return kind(**{item.name: values[item.name] for item in fields(kind)})  # type: ignore[arg-type]
+    typed = {item.name: vars(arguments)[item.name] for item in fields(kind) if item.name in arguments}  # type: ignore[arg-type]
+    return kind(**{**PRESETS[typed.get("preset", "none")], **typed})
+
+
+def for_device(options: T, device_type: str) -> T:
+    """The record with every option that was left open set for "cpu" or "cuda".
+
+    Raises:
+        UserError: see the record.
+    """
+    left_open = {
+        item.name: item.metadata[device_type]
+        for item in fields(options)  # type: ignore[arg-type]
+        if getattr(options, item.name) is None and item.default is not MISSING
+    }
+    return replace(options, **left_open)  # type: ignore[type-var]

@@ -1,9 +1,11 @@
-"""The step as transformers and PEFT take it, with the settings that serve them best."""
+"""The step as transformers and PEFT take it, with the settings that serve them best: plain, with gradient
+checkpointing, and with Liger's kernels in the model."""
 
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -23,13 +25,14 @@ from .model import (
     draw,
     hf_config,
 )
-from .options import StepOptions
+from .options import ModelOptions
 
 try:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+    from transformers.models.llama import modeling_llama
 except ImportError as error:
-    raise UserError(f"the step section compares with transformers and PEFT, but: {error}; pip install peft.") from None
+    raise UserError(f"this section compares with transformers and PEFT, but: {error}; pip install peft.") from None
 
 
 class PeftSide:
@@ -38,13 +41,14 @@ class PeftSide:
     With bfloat16 the adapters are fp32 and the forward runs under autocast, as transformers' Trainer does it.
     """
 
-    def __init__(self, options: StepOptions, device: torch.device) -> None:
+    def __init__(self, options: ModelOptions, device: torch.device) -> None:
         self._options, self._device = options, device
         dtype = TORCH_DTYPES[options.dtype]
         with torch.device(device):
             base = AutoModelForCausalLM.from_config(
                 LlamaConfig(**hf_config(options)), dtype=dtype, attn_implementation="sdpa"
             )
+            self._change_base(base)
             lora = LoraConfig(
                 r=options.rank,
                 lora_alpha=options.rank * LORA_ALPHA_OVER_RANK,
@@ -59,6 +63,9 @@ class PeftSide:
             place = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
             draw(place.removesuffix(".default.weight"), parameter)
         self.model.train()
+
+    def _change_base(self, base: PreTrainedModel) -> None:
+        """Before the adapters are put in."""
 
     def prepare(self) -> None:
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -82,3 +89,43 @@ class PeftSide:
         norm = torch.nn.utils.clip_grad_norm_(self._trained, CLIP_GRAD_NORM)
         self._optimizer.step()
         return Outcome(loss.detach(), norm)
+
+
+class CheckpointingSide(PeftSide):
+    """Each layer keeps its input alone and is computed again in backward."""
+
+    def _change_base(self, base: PreTrainedModel) -> None:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+_REPLACED = ("LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb")
+"""What Liger replaces in transformers' Llama for the whole process."""
+
+
+class LigerSide(PeftSide):
+    """With `apply_liger_kernel_to_llama`: norms, SwiGLU, rotary embedding, and head and loss in one.
+
+    It replaces names in transformers' module, where plain PEFT would meet them too. So the module is put back, and what
+    is looked up there at each forward, the rotary embedding, is Liger's only while this side computes.
+    """
+
+    def _change_base(self, base: PreTrainedModel) -> None:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        before = {name: vars(modeling_llama)[name] for name in _REPLACED}
+        apply_liger_kernel_to_llama(model=base)
+        self._rotate = modeling_llama.apply_rotary_pos_emb
+        vars(modeling_llama).update(before)
+
+    @contextmanager
+    def _own_rotation(self) -> Iterator[None]:
+        before = modeling_llama.apply_rotary_pos_emb
+        modeling_llama.apply_rotary_pos_emb = self._rotate
+        try:
+            yield
+        finally:
+            modeling_llama.apply_rotary_pos_emb = before
+
+    def loss(self, ids_BS: Tensor) -> Tensor:
+        with self._own_rotation():
+            return super().loss(ids_BS)

@@ -1,4 +1,4 @@
-"""A section's result: one table, sentences about it, and everything that was measured."""
+"""A section's result: tables, sentences about them, and everything that was measured."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """What a section returns.
+    """One table. A section that needs no more returns it; one that does returns a `Report`.
 
     Args:
         title: of the table.
         columns: headings; the first column names the row.
         rows: cells as they are to be read, one row each.
         findings: sentences below the table: ratios, what was checked, what was not measured and why.
-        machine: where and with what it was measured.
+        machine: where and with what it was measured; empty inside a report, which says it once.
         data: settings and raw samples, for the JSON file.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    findings: tuple[str, ...]
-    machine: dict[str, str]
+    findings: tuple[str, ...] = ()
+    machine: dict[str, str] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -42,18 +42,68 @@ class Table:
             for line in lines
         ]
         rule = "-" * max(len(line) for line in aligned)
-        machine = "; ".join(f"{name} {value}" for name, value in self.machine.items())
-        return "\n".join((self.title, machine, "", aligned[0], rule, *aligned[1:], "", *self.findings))
+        head = (self.title, _in_line(self.machine)) if self.machine else (self.title,)
+        return "\n".join((*head, "", aligned[0], rule, *aligned[1:], "", *self.findings))
 
     def markdown(self, command: str) -> str:
         """The same as a Markdown section."""
+        parts = [f"### {self.title}", f"`{command}`", _in_list(self.machine), self._grid(), _sentences(self.findings)]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _grid(self) -> str:
         head = "| " + " | ".join(self.columns) + " |"
         rule = "|" + "|".join([" --- ", *[" ---: "] * (len(self.columns) - 1)]) + "|"
-        body = ["| " + " | ".join(row) + " |" for row in self.rows]
-        machine = [f"- {name}: {value}" for name, value in self.machine.items()]
-        findings = [f"- {sentence}" for sentence in self.findings]
-        parts = [f"### {self.title}", f"`{command}`", "\n".join(machine), "\n".join([head, rule, *body])]
-        return "\n\n".join([*parts, "\n".join(findings)]) + "\n"
+        return "\n".join([head, rule, *("| " + " | ".join(row) + " |" for row in self.rows)])
+
+    def inner_markdown(self) -> str:
+        """As a part of a report's Markdown section."""
+        parts = [f"#### {self.title}", self._grid(), _sentences(self.findings)]
+        return "\n\n".join(part for part in parts if part)
+
+    def record(self) -> dict[str, Any]:
+        """The table for JSON, without machine and command."""
+        return {
+            "title": self.title,
+            "columns": self.columns,
+            "rows": self.rows,
+            "findings": self.findings,
+            **self.data,
+        }
+
+    def json(self, command: str) -> str:
+        """Everything, for programs."""
+        return json.dumps({"command": command, "machine": self.machine, **self.record()}, indent=2) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Several tables measured in one run.
+
+    Args:
+        title: of the whole.
+        tables: in reading order.
+        findings: sentences about all of them.
+        machine, data: as a table's.
+    """
+
+    title: str
+    tables: tuple[Table, ...]
+    findings: tuple[str, ...]
+    machine: dict[str, str]
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """For a terminal."""
+        return "\n\n".join(
+            (f"{self.title}\n{_in_line(self.machine)}", *(table.text().rstrip() for table in self.tables),
+             "\n".join(self.findings))
+        )  # fmt: skip
+
+    def markdown(self, command: str) -> str:
+        """The same as a Markdown section with one subsection a table."""
+        tables = [table.inner_markdown() for table in self.tables]
+        parts = [f"### {self.title}", f"`{command}`", _in_list(self.machine), _sentences(self.findings), *tables]
+        return "\n\n".join(part for part in parts if part) + "\n"
 
     def json(self, command: str) -> str:
         """Everything, for programs."""
@@ -61,9 +111,20 @@ class Table:
             "title": self.title,
             "command": command,
             "machine": self.machine,
-            "columns": self.columns,
-            "rows": self.rows,
             "findings": self.findings,
+            "tables": [table.record() for table in self.tables],
             **self.data,
         }
         return json.dumps(record, indent=2) + "\n"
+
+
+def _in_line(machine: dict[str, str]) -> str:
+    return "; ".join(f"{name} {value}" for name, value in machine.items())
+
+
+def _in_list(machine: dict[str, str]) -> str:
+    return _sentences(tuple(f"{name}: {value}" for name, value in machine.items()))
+
+
+def _sentences(findings: tuple[str, ...]) -> str:
+    return "\n".join(f"- {sentence}" for sentence in findings)

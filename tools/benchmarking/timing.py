@@ -46,23 +46,46 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Summary:
     return summarise([a / b for a, b in zip(above, below, strict=True)])
 
 
-def measure(work: Work, device: torch.device) -> Sample:
-    """One run of `work`, the device idle before and after."""
+def wait_for(device: torch.device) -> None:
+    """Until everything queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(work: Work, device: torch.device, before: Work | None = None) -> Sample:
+    """One run of `work`, with nothing else running.
+
+    Args:
+        work: what is measured.
+        device: where it runs.
+        before: run first and not measured. On a GPU it is not waited for: while it runs, `work` is being launched, so
+            that a short kernel's time is not that of its launch.
+    """
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
+        if before is not None:
+            before()
         start.record()
         work()
         end.record()
         end.synchronize()
         return Sample(start.elapsed_time(end) / 1e3, 0.0)
+    if before is not None:
+        before()
     cpu, clock = time.process_time(), time.perf_counter()
     work()
     return Sample(time.perf_counter() - clock, time.process_time() - cpu)
 
 
 def interleave(
-    contestants: Mapping[str, Work], *, repeats: int, warmup: int, device: torch.device, turn: Callable[[int], None]
+    contestants: Mapping[str, Work],
+    *,
+    repeats: int,
+    warmup: int,
+    device: torch.device,
+    turn: Callable[[int], None],
+    before: Mapping[str, Work] | None = None,
 ) -> dict[str, list[Sample]]:
     """Runs all contestants once per turn; who begins rotates, so that nobody always follows the same neighbour.
 
@@ -72,16 +95,18 @@ def interleave(
         warmup: untimed turns before.
         device: where the work runs.
         turn: called with the number of timed turns done.
+        before: name -> what to run before each of its runs, not measured; see `measure`.
 
     Returns:
         name -> one sample a turn.
     """
     names = list(contestants)
+    before = before or {}
     samples: dict[str, list[Sample]] = {name: [] for name in names}
     for index in range(warmup + repeats):
         first = index % len(names)
         for name in names[first:] + names[:first]:
-            sample = measure(contestants[name], device)
+            sample = measure(contestants[name], device, before.get(name))
             if index >= warmup:
                 samples[name].append(sample)
         turn(max(0, index + 1 - warmup))

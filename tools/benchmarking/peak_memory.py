@@ -1,34 +1,22 @@
-"""Peak memory of a piece of work, measured in a process of its own.
+"""Peak memory of a piece of work.
 
 On a GPU it is torch's count of allocated bytes; on Linux without one the high-water mark of the process's resident set,
-which the kernel lets a process reset. Elsewhere it is not measured.
+which the kernel lets a process reset. Elsewhere it is not measured. The process should be one of its own
+(`processes.in_new_process`): what an allocator kept from earlier work would be used again, unseen.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import torch
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 _RESET_HIGH_WATER_MARK = "5"
 """What to write to clear_refs; see proc(5)."""
-
-
-def in_new_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Calls a module-level function in a fresh interpreter, whose allocator has no past."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(function, *args, **kwargs).result()
 
 
 def peak_above_now(work: Callable[[], object], device: torch.device) -> int | None:

@@ -1,0 +1,34 @@
+"""The engine's backends that can run here, through the engine's own choice; of the others, why not."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.errors import UserError
+from engine.ops.backends import choose_kernels
+from engine.ops.kernels import Kernels
+
+BACKENDS = ("reference", "native", "triton")
+
+
+def find_backends(
+    device: torch.device, dtype: torch.dtype, *, timed: bool
+) -> tuple[dict[str, Kernels], dict[str, str]]:
+    """By name; and name -> why it is absent.
+
+    Args:
+        device, dtype: what they would compute on.
+        timed: leaves out kernels that Triton interprets: their results can be checked, their times mean nothing.
+    """
+    present, absent = {}, {}
+    for name in BACKENDS:
+        try:
+            kernels, _ = choose_kernels(name, device=device, dtype=dtype)
+        except UserError as error:
+            absent[name] = str(error).rstrip(".")
+            continue
+        if name == "triton" and device.type == "cpu" and timed:
+            absent[name] = "interpreted on a CPU, where its times mean nothing"
+            continue
+        present[name] = kernels
+    return present, absent

@@ -1,0 +1,127 @@
+"""One op to be compared: who computes it, what the right result is, and how it is checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ceilings import Demand
+from ..timing import wait_for
+
+Results = Sequence[Tensor]
+TORCH = "torch"
+"""The contestant that others are compared with in the tables."""
+
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Largest error that counts as the same computation. fp32: a sum of thousands of products ends within 1e-5, and TF32,
+which nobody asked for, is at 1e-3. bf16: a rounding is 2^-9 = 2e-3 of a value, and plain torch rounds several times."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contestant:
+    """One way to compute the op.
+
+    Args:
+        run: computes it and gives the results in the case's order. Timed.
+        reset: puts back what `run` overwrites; run before each, not timed. None where nothing is overwritten.
+        error: how wrong the results are, where they are not the case's answer (another mask, say).
+        floor: not a way to compute the op but a part of it that no way can do without.
+        note: a sentence for the reader.
+    """
+
+    run: Callable[[], Results]
+    reset: Callable[[], None] | None = None
+    error: Callable[[Results], float] | None = None
+    floor: bool = False
+    note: str = ""
+
+    def restore(self) -> None:
+        """Inputs as they were at first."""
+        if self.reset is not None:
+            self.reset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One op at one size.
+
+    Args:
+        size: as the reader sees it.
+        demand: what it cannot do without.
+        contestants: name -> contestant.
+        answer: the results in float64, computed by plain torch operations from the same inputs.
+        verdicts: question -> the contestants among whom the fastest is named.
+        trace: contestants whose device kernels are listed by name.
+    """
+
+    size: str
+    demand: Demand
+    contestants: dict[str, Contestant]
+    answer: Callable[[], Results]
+    verdicts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    trace: bool = False
+
+
+def deviation(found: Results, expected: Results) -> float:
+    """Largest error over the results: of the norm relative to the norm, and of any element relative to the largest.
+
+    A result that is not finite where the expected one is gives infinity.
+    """
+    assert len(found) == len(expected), (len(found), len(expected))
+    worst = 0.0
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+        wide = theirs.double()
+        difference = ours.double() - wide
+        for norm in (torch.linalg.vector_norm, _largest):
+            # written so that a NaN becomes infinity, which fails every comparison
+            error = float(norm(difference)) / max(float(norm(wide)), 1e-30)
+            worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.abs().max()
+
+
+class Wrong(RuntimeError):
+    """A contestant computes something else than the case asks for. Timing it would say nothing."""
+
+
+class Checked(NamedTuple):
+    """What the first run of a contestant gave: its error, and its seconds, compilation included."""
+
+    error: float
+    first_seconds: float
+
+
+def first_run(contestant: Contestant, device: torch.device) -> tuple[Results, float]:
+    """Results and seconds of a run that is waited for."""
+    contestant.restore()
+    wait_for(device)
+    start = time.perf_counter()
+    results = contestant.run()
+    wait_for(device)
+    return results, time.perf_counter() - start
+
+
+def check(name: str, case: Case, device: torch.device, limit: float) -> dict[str, Checked]:
+    """Runs each contestant once and compares.
+
+    Raises:
+        Wrong: naming the first whose error is above `limit`.
+    """
+    answer = case.answer()
+    found = {}
+    for who, contestant in case.contestants.items():
+        results, seconds = first_run(contestant, device)
+        error = contestant.error(results) if contestant.error is not None else deviation(results, answer)
+        if not error <= limit:
+            raise Wrong(f"{name}: {who} computes something else: its error is {error:.1e} (limit {limit:.0e}).")
+        found[who] = Checked(error, seconds)
+    return found

@@ -1,0 +1,72 @@
+"""Which peers can run here; of the others, why not. Nobody is left out in silence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+_PACKAGES = {
+    "peft": ("peft",),
+    "liger": ("liger_kernel", "liger_kernel.ops"),
+    "quack": ("quack", "quack.rmsnorm"),
+    "flash-attn": ("flash_attn",),
+}
+"""Peer -> its package, and what else must be importable."""
+_ON_GPU_ONLY = ("liger", "quack", "flash-attn")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peers:
+    """Who takes part.
+
+    Args:
+        present: names that can run here.
+        absent: name -> why it cannot, or that it was not asked for.
+    """
+
+    present: frozenset[str]
+    absent: dict[str, str]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.present
+
+    def sentences(self) -> tuple[str, ...]:
+        """One for each that is absent."""
+        return tuple(f"Not measured: {name} ({why})." for name, why in self.absent.items())
+
+
+def find_peers(
+    known: tuple[str, ...], wanted: tuple[str, ...], device: torch.device, *, compiled: bool = True
+) -> Peers:
+    """Looks for each peer of a section.
+
+    Args:
+        known: all that the section knows.
+        wanted: those asked for.
+        device: where they would run.
+        compiled: whether torch.compile takes part on a CPU.
+    """
+    reasons = {name: _why_not(name, device, compiled) if name in wanted else "not asked for" for name in known}
+    return Peers(
+        present=frozenset(name for name, why in reasons.items() if why is None),
+        absent={name: why for name, why in reasons.items() if why is not None},
+    )
+
+
+def _why_not(name: str, device: torch.device, compiled: bool) -> str | None:
+    if name == "compile":
+        return None if compiled or device.type == "cuda" else "on a CPU only with --compile"
+    modules = _PACKAGES.get(name.partition("-checkpointing")[0], ())
+    if modules and find_spec(modules[0]) is None:
+        return "not installed"
+    if name in _ON_GPU_ONLY and device.type != "cuda":
+        return "needs a GPU"
+    try:
+        for module in modules:
+            import_module(module)
+    except ImportError as error:
+        return f"cannot be imported: {error}"
+    return None

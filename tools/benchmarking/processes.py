@@ -1,0 +1,32 @@
+"""Work in a process of its own, whose allocator, caches and imports have no past. Does not import torch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_new_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls a module-level function in a fresh interpreter."""
+    return in_new_process_with({}, function, *args, **kwargs)
+
+
+def in_new_process_with(
+    environment: Mapping[str, str], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """The same, with some variables of the environment set before the function is called."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        max_workers=1, mp_context=context, initializer=_set_environment, initargs=(dict(environment),)
+    ) as pool:
+        return pool.submit(function, *args, **kwargs).result()
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    os.environ.update(environment)

@@ -78,7 +78,8 @@ def _labelled_row(simulation: Simulation, rank: int, style: _Style) -> str:
         if run.end > run.start:
             row += IDLE * (start - len(row))
             row += style.label(run.action).ljust(end - start - style.gap, "-") + " " * style.gap
-    return (row + IDLE * (round(simulation.makespan * scale) - len(row))).rstrip()
+    total = round(simulation.makespan * scale) - style.gap
+    return row.ljust(total, IDLE)[:total]
 
 
 def _lettered_row(simulation: Simulation, rank: int, room: int) -> str:

@@ -80,19 +80,23 @@ def all_to_all_async(
     return out, Handle(dist.all_to_all_single(out, source, [*received], [*sent], group=axis.group, async_op=True))
 
 
-def exchange_async(tensor: Tensor, axis: Axis, *, to: int, out: Tensor, source: int) -> Handle:
-    """Sends `tensor` to rank `to` of the axis and receives into `out` from rank `source`; both contiguous.
+def exchange_async(
+    tensor: Tensor, axis: Axis, *, to: int, source: int, received: Sequence[int]
+) -> tuple[Tensor, Handle]:
+    """Sends `tensor` to rank `to` of the axis and receives one of shape `received` from rank `source`.
 
-    What is empty is not sent: both ends know the size. The caller keeps `tensor` as it is until the handle is waited
-    for, and every rank of the axis starts its exchanges in the same order. NCCL makes a group's communicator in its
-    first collective, which therefore must not be an exchange that some rank leaves out.
+    What is empty is not sent: both ends know the size. The caller keeps `tensor`, which must be contiguous, as it is
+    until the handle is waited for, and every rank of the axis starts its exchanges in the same order. NCCL makes a
+    group's communicator in its first collective, which therefore must not be an exchange that some rank leaves out.
     """
-    operations = []
+    if axis.size == 1:
+        return tensor, Handle()
+    out, operations = tensor.new_empty(*received), []
     if tensor.numel():
         operations.append(dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to))
     if out.numel():
         operations.append(dist.P2POp(dist.irecv, out, group=axis.group, group_peer=source))
-    return Handle(*(dist.batch_isend_irecv(operations) if operations else ()))
+    return out, Handle(*(dist.batch_isend_irecv(operations) if operations else ()))
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:

@@ -52,8 +52,8 @@ def _start_keys(k: Tensor, v: Tensor, step: RingStep, axis: Axis) -> _Arriving:
         for start, stop in step.sent:
             part[place : place + stop - start] = whole[start:stop]
             place += stop - start
-    received = k.new_empty(2, step.num_received, *k.shape[1:])
-    handle = exchange_async(sent, axis, to=step.query_rank, out=received, source=step.key_rank)
+    shape = (2, step.num_received, *k.shape[1:])
+    received, handle = exchange_async(sent, axis, to=step.query_rank, source=step.key_rank, received=shape)
     return _Arriving(received, sent, handle)
 
 
@@ -62,8 +62,8 @@ def _start_gradients(dk: Tensor, dv: Tensor, step: RingStep, axis: Axis, dtype: 
     sent = dk.new_empty(2, step.num_received, *dk.shape[1:], dtype=dtype)
     if step.num_received:
         sent[0], sent[1] = dk, dv
-    received = sent.new_empty(2, step.num_sent, *dk.shape[1:])
-    handle = exchange_async(sent, axis, to=step.key_rank, out=received, source=step.query_rank)
+    shape = (2, step.num_sent, *dk.shape[1:])
+    received, handle = exchange_async(sent, axis, to=step.key_rank, source=step.query_rank, received=shape)
     return _Arriving(received, sent, handle)
 
 

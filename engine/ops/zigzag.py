@@ -22,7 +22,8 @@ Assumes that documents do not cross rows and that their lengths are known on the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -111,10 +112,25 @@ class ContextLayout:
     num_rows: int
     row_length: int
     document_lengths: tuple[int, ...]
+    _documents: tuple[_Document, ...] = field(init=False, repr=False, compare=False)
+    _shared: tuple[_Document, ...] = field(init=False, repr=False, compare=False)
+    """Documents that do not lie within one chunk, of which there are few: one a border at most."""
 
     def __post_init__(self) -> None:
         assert sum(self.document_lengths) == self.num_tokens, (self.document_lengths, self.num_tokens)
-        assert all(one.stop <= self.row_length for one in self._documents()), "a document crosses rows"
+        documents = self._all_documents()
+        assert all(one.stop <= self.row_length for one in documents), "a document crosses rows"
+        cuts = [
+            columns.start for rank in range(self.size) for columns in rank_columns(self.row_length, self.size, rank)
+        ]
+        cuts.sort()
+        # the dataclass is frozen: what follows from the arguments is set once, here
+        object.__setattr__(self, "_documents", documents)
+        object.__setattr__(
+            self,
+            "_shared",
+            tuple(one for one in documents if bisect_right(cuts, one.start) != bisect_left(cuts, one.stop)),
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -130,33 +146,38 @@ class ContextLayout:
         """Tokens on each rank."""
         return tuple(self.tokens_on(rank) for rank in range(self.size))
 
-    def _documents(self) -> list[_Document]:
+    def _all_documents(self) -> tuple[_Document, ...]:
         found, place = [], 0
         for length in self.document_lengths:
             row, start = divmod(place, self.row_length)
             found.append(_Document(row, start, start + length))
             place += length
-        return found
+        return tuple(found)
 
-    def _spans(self, document: _Document, rank: int) -> tuple[Span, Span]:
-        """The document's tokens in the early and the late chunk of `rank`, as places in that rank's flat tokens."""
+    def _spans(self, documents: tuple[_Document, ...], rank: int) -> list[tuple[Span, Span]]:
+        """Each document's tokens in the early and the late chunk of `rank`, as places in that rank's flat tokens."""
         early, late = rank_columns(self.row_length, self.size, rank)
-        first = document.row * (early.length + late.length)
-        in_early, in_late = _clamped(document, early), _clamped(document, late)
-        to_early, to_late = first - early.start, first + early.length - late.start
-        return (
-            Span(in_early.start + to_early, in_early.stop + to_early),
-            Span(in_late.start + to_late, in_late.stop + to_late),
-        )
+        found = []
+        for document in documents:
+            first = document.row * (early.length + late.length)
+            in_early, in_late = _clamped(document, early), _clamped(document, late)
+            to_early, to_late = first - early.start, first + early.length - late.start
+            found.append(
+                (
+                    Span(in_early.start + to_early, in_early.stop + to_early),
+                    Span(in_late.start + to_late, in_late.stop + to_late),
+                )
+            )
+        return found
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
         """What `query_rank` computes with the keys of `key_rank`: at most one block a document, in their order.
 
         A block's query places count the flat tokens of `query_rank`, its key places those of `key_rank`.
         """
+        documents = self._documents if key_rank == query_rank else self._shared
         found = []
-        for document in self._documents():
-            queries, keys = self._spans(document, query_rank), self._spans(document, key_rank)
+        for queries, keys in zip(self._spans(documents, query_rank), self._spans(documents, key_rank), strict=True):
             if key_rank == query_rank:
                 query = key = _joined(*queries)
             elif key_rank < query_rank:

@@ -129,8 +129,13 @@ class _Span:
     published: Tensor | None = None
 
 
+_SMALLEST_WRITTEN = 1 << 18
+"""Elements. A bf16 parameter that the kernel writes itself takes a call of its own, which pays from here on: with 2^16
+elements a step was 6% slower than copying all of them afterwards, with 2^18 it was 11% faster (two cores, AVX512)."""
+
+
 class NativeUpdate:
-    """The compiled kernel: clipping, update, zeroing and dense bf16 parameters in one pass over memory."""
+    """The compiled kernel: clipping, update, zeroing and large dense bf16 parameters in one pass over memory."""
 
     def __init__(self, state: AdamWState) -> None:
         self._state = state
@@ -140,7 +145,8 @@ class NativeUpdate:
             start, decay = region.start, state.decay(region.decays)
             for slot in region.slots:
                 parameter = slot.entry.parameter.data
-                if parameter.dtype != torch.bfloat16 or not parameter.is_contiguous():
+                dense = parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
+                if not dense or slot.size < _SMALLEST_WRITTEN:
                     left.append(slot)
                     continue
                 if start < slot.offset:

@@ -15,7 +15,8 @@ begins no later than the send. So
   are needed, one queue for each directed pair is enough;
 - even where a rank's posts are carried out one batch after the other, and a send lasts until the peer has posted its
   receive (one NCCL communicator for all), no batch waits for one that is posted after it: in that layout each batch is
-  complete before its rank posts the next.
+  complete before its rank posts the next;
+- all posts of all ranks follow one order, that of the sends in time, so they may also be carried out one by one.
 All ranks must derive their steps from the same schedule and costs.
 """
 
@@ -86,6 +87,7 @@ def communication_steps(schedule: Schedule, costs: Costs | None = None) -> tuple
     # step i of a rank begins when its action i - 1 ends; the first begins with the schedule
     begins = [[0.0, *(run.end for run in runs)] for runs in timeline]
     posts: list[list[list[Transfer]]] = [[[] for _ in times] for times in begins]
+    # by time, then by rank: the one order that all ranks' posts follow
     sends = sorted(
         (begins[rank][index + 1], rank, index + 1, message)
         for rank, actions in enumerate(schedule.actions)

@@ -200,6 +200,11 @@ def test_transfers_are_what_is_needed_in_one_order(schedule: Schedule, data: st.
             pair = (rank, post.peer) if post.direction == "send" else (post.peer, rank)
             ends[post.direction].append((*pair, post.kind, post.stage, post.microbatch))
     assert Counter(ends["send"]) == Counter(ends["receive"]) == needed(schedule)
+    # one order for the whole pipeline: whatever a rank posts first, no other rank posts after what it posts second
+    order = networkx.DiGraph()
+    for own in steps:
+        networkx.add_path(order, [post.message for step in own for post in step.posts])
+    assert networkx.is_directed_acyclic_graph(order)
     for pair in {item[:2] for item in ends["send"]}:
         sent, received = ([item for item in ends[name] if item[:2] == pair] for name in ("send", "receive"))
         assert sent == received

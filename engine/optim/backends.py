@@ -130,8 +130,9 @@ class _Span:
 
 
 _SMALLEST_WRITTEN = 1 << 18
-"""Elements. A bf16 parameter that the kernel writes itself takes a call of its own, which pays from here on: with 2^16
-elements a step was 6% slower than copying all of them afterwards, with 2^18 it was 11% faster (two cores, AVX512)."""
+"""Elements. A bf16 parameter that the kernel writes itself takes a call of its own, which pays from here on: a step
+over parameters of 2^16 elements took 4.2 ms so and 3.8 ms with all of them copied afterwards; over parameters of 2^18
+10.0 and 10.8 ms (two cores, AVX512)."""
 
 
 class NativeUpdate:

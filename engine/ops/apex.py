@@ -177,9 +177,10 @@ def _find_nvidia_apex() -> None:
     # looked for as a file: find_spec of a submodule would run the package, whichever it is
     folders = spec.submodule_search_locations
     if folders is None or PathFinder.find_spec("apex.optimizers", list(folders)) is None:
+        where = spec.origin or ", ".join(folders or ())
         raise _Unavailable(
-            f"the package apex that is installed ({spec.origin}) is not NVIDIA's but the one of that name on the "
-            f"package index: uninstall it and {REMEDY}"
+            f"the package apex that is installed ({where}) has no apex.optimizers and so is not NVIDIA's (the package "
+            f"index gives another project of that name): uninstall it and {REMEDY}"
         )
 
 

@@ -336,7 +336,7 @@ def test_what_cannot_run_is_refused(
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (OTHER_PROJECT, "is not NVIDIA's but the one of that name"),
+        (OTHER_PROJECT, "is not NVIDIA's (the package index gives"),
         ({}, "NVIDIA apex is not installed"),
         ({"apex/__init__.py": "", "apex/optimizers/__init__.py": ""}, "without its CUDA code (amp_C is missing)"),
     ],

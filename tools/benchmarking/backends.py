@@ -22,13 +22,13 @@ def find_backends(
     """
     present, absent = {}, {}
     for name in BACKENDS:
+        if name == "triton" and device.type == "cpu" and timed:
+            absent[name] = "needs a GPU; on a CPU its kernels are interpreted, and their times mean nothing"
+            continue
         try:
             kernels, _ = choose_kernels(name, device=device, dtype=dtype)
         except UserError as error:
             absent[name] = str(error).rstrip(".")
-            continue
-        if name == "triton" and device.type == "cpu" and timed:
-            absent[name] = "interpreted on a CPU, where its times mean nothing"
             continue
         present[name] = kernels
     return present, absent

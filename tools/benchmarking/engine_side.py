@@ -20,6 +20,7 @@ from engine.optim.backends import choose_backend
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.training.stage import ModelStage
+from engine.training.stages import Stages
 from engine.training.step import TrainStep
 
 from .model import (
@@ -81,7 +82,8 @@ class EngineSide:
             backend=choose_backend("auto", device=self._device)[0],
         )
         reducer = GradientReducer(flat, mesh, bucket_bytes=_BUCKET_BYTES)
-        self._step = TrainStep(ModelStage(self.model, LanguageModeling(), self._device), reducer, optimizer, mesh)
+        stages = Stages.whole(ModelStage(self.model, LanguageModeling(), self._device))
+        self._step = TrainStep(stages, reducer, optimizer, mesh)
 
     def _batch(self, ids_BS: Tensor) -> Batch:
         rows, length = ids_BS.shape

@@ -95,7 +95,9 @@ class CheckpointingSide(PeftSide):
     """Each layer keeps its input alone and is computed again in backward."""
 
     def _change_base(self, base: PreTrainedModel) -> None:
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # its name changes in transformers 6
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 _REPLACED = ("LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb")

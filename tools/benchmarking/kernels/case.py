@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from ..timing import wait_for
 
 Results = Sequence[Tensor]
 TORCH = "torch"
-"""The contestant that others are compared with in the tables."""
+"""The contestant that others are compared with, unless a case says otherwise."""
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Largest error that counts as the same computation. fp32: a sum of thousands of products ends within 1e-5, and TF32,
@@ -55,16 +55,27 @@ class Case:
         demand: what it cannot do without.
         contestants: name -> contestant.
         answer: the results in float64, computed by plain torch operations from the same inputs.
+        baseline: the contestant that others are compared with; the same for all cases of a group.
         verdicts: question -> the contestants among whom the fastest is named.
-        trace: contestants whose device kernels are listed by name.
+        trace: list the device's kernels that each contestant ran, by name.
+        limit: largest error; None for that of the activations' dtype.
     """
 
     size: str
     demand: Demand
     contestants: dict[str, Contestant]
     answer: Callable[[], Results]
+    baseline: str = TORCH
     verdicts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     trace: bool = False
+    limit: float | None = None
+
+    def without_inputs(self) -> Case:
+        """What a table needs of it, without the tensors that the contestants hold."""
+        contestants = {
+            name: Contestant(run=list, floor=each.floor, note=each.note) for name, each in self.contestants.items()
+        }
+        return replace(self, contestants=contestants, answer=list)
 
 
 def deviation(found: Results, expected: Results) -> float:

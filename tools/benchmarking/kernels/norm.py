@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from engine.ops.kernels import Kernels, Mask
+from engine.ops.kernels import Kernels
 from triton_kernels import reference
 
 from ..ceilings import Demand
@@ -175,27 +175,12 @@ def _triton_update(
     from triton_kernels.lora import LowRankUpdate, project
     from triton_kernels.rmsnorm import rmsnorm_backward
 
-    mask = triton_mask(setting, x.shape[1]) if dropped else None
+    mask = setting.triton_mask(x.shape[1]) if dropped else None
     update = LowRankUpdate(dh_TR=dh, a_RI=a, mask=mask, h_TR=project(_plain(x, weight), a, mask))
     return Contestant(
         run=lambda: (rmsnorm_backward(dy, x, weight, rstd, update=update),),
         note="triton, one kernel: the update is a prologue of the norm's backward, which takes H besides.",
     )
-
-
-def triton_mask(setting: Setting, num_features: int) -> Mask:
-    """The setting's mask as the Triton kernels take it, drawn before and kept as bits."""
-    from triton_kernels.dropout import DropoutMask
-
-    arguments = setting.mask_arguments(num_features)
-    mask = DropoutMask(
-        token_index_T=arguments["token_index"],
-        step=arguments["step"],
-        probability=arguments["probability"],
-        seed=arguments["seed"],
-        site=arguments["site"],
-    )
-    return mask.with_bits(num_features)
 
 
 CASES = {

@@ -101,3 +101,17 @@ class Setting:
         """What adapters add to the gradient of their input."""
         mask = self.drawn(kernels, a_RI.shape[1]) if dropped else None
         return InputUpdate(dh_TR=dh_TR, a_RI=a_RI, mask=mask, scale=self.keep_scale if dropped else 1.0)
+
+    def triton_mask(self, num_features: int) -> Mask:
+        """The same as the functions of `triton_kernels` take it: drawn before and kept as bits."""
+        from triton_kernels.dropout import DropoutMask
+
+        arguments = self.mask_arguments(num_features)
+        mask = DropoutMask(
+            token_index_T=arguments["token_index"],
+            step=arguments["step"],
+            probability=arguments["probability"],
+            seed=arguments["seed"],
+            site=arguments["site"],
+        )
+        return mask.with_bits(num_features)

@@ -1,0 +1,124 @@
+"""Causal attention, forward and backward, on documents of one length.
+
+Legend: T tokens, H query heads, K key/value heads, D head dimension, S tokens of a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.ops.kernels import Kernels
+
+from ..ceilings import Demand
+from .case import TORCH, Case, Contestant, Results
+from .setting import Setting
+
+_SDPA = {
+    "torch, flash": SDPBackend.FLASH_ATTENTION,
+    "torch, cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "torch, efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def _dense(setting: Setting, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's own choice of a kernel; [T, H, D] in and out."""
+    num = setting.options.tokens // setting.options.length
+    q4, k4, v4 = (x.unflatten(0, (num, -1)).transpose(1, 2) for x in (q, k, v))
+    out = scaled_dot_product_attention(q4, k4, v4, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def causal(setting: Setting) -> Case:
+    options, draws = setting.options, setting.draws("attention")
+    first = [
+        draws.normal(options.tokens, heads, options.head_dim)
+        for heads in (options.heads, options.kv_heads, options.kv_heads)
+    ]
+    dout = draws.normal(*first[0].shape)
+    leaves = [tensor.clone().requires_grad_() for tensor in first]
+    lengths = (options.length,) * (options.tokens // options.length)
+
+    def contestant(attend: Callable[..., Tensor], note: str = "") -> Contestant:
+        def run() -> Results:
+            out = attend(*leaves)
+            return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+        return Contestant(run=run, note=note)
+
+    def engine(kernels: Kernels) -> Contestant:
+        return contestant(lambda q, k, v: kernels.attention(q, k, v, lengths, scale=options.head_dim**-0.5))
+
+    contestants = {name: engine(kernels) for name, kernels in setting.backends.items()}
+    if TORCH in setting.peers:
+        contestants[TORCH] = contestant(lambda *qkv: _dense(setting, *qkv))
+        contestants |= {name: contestant(_pinned(setting, backend)) for name, backend in _usable(setting, leaves)}
+    if "flash-attn" in setting.peers:
+        contestants["flash-attn"] = contestant(_flash(setting))
+
+    def answer() -> Results:
+        wide = [tensor.double().requires_grad_() for tensor in first]
+        with sdpa_kernel(SDPBackend.MATH):
+            out = _dense(setting, *wide)
+            return out.detach(), *torch.autograd.grad(out, wide, dout.double())
+
+    return Case(
+        size=f"{len(lengths)}x{options.length}, {options.heads}/{options.kv_heads} heads of {options.head_dim}",
+        demand=_demand(setting),
+        contestants=contestants,
+        answer=answer,
+        trace=True,
+    )
+
+
+def _demand(setting: Setting) -> Demand:
+    """Half of the square is masked: 2 T S H D operations forward; backward makes the scores again and has 2.5 times as
+    many. Forward reads q, k, v and writes out; backward reads those and dout and writes three gradients."""
+    options = setting.options
+    query = options.tokens * options.heads * options.head_dim
+    key = options.tokens * options.kv_heads * options.head_dim
+    return Demand(
+        moved=(6 * query + 6 * key) * setting.itemsize,
+        operations=7 * options.tokens * options.length * options.heads * options.head_dim,
+    )
+
+
+def _usable(setting: Setting, leaves: list[Tensor]) -> list[tuple[str, SDPBackend]]:
+    """torch's kernels that take this problem; it has one on a CPU."""
+    if setting.device.type != "cuda":
+        return []
+    found = []
+    for name, backend in _SDPA.items():
+        try:
+            _pinned(setting, backend)(*leaves)
+        except RuntimeError:  # "No available kernel": this GPU, dtype or head size has none
+            continue
+        found.append((name, backend))
+    return found
+
+
+def _pinned(setting: Setting, backend: SDPBackend) -> Callable[..., Tensor]:
+    def attend(*qkv: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return _dense(setting, *qkv)
+
+    return attend
+
+
+def _flash(setting: Setting) -> Callable[..., Tensor]:
+    from flash_attn import flash_attn_func
+
+    num = setting.options.tokens // setting.options.length
+
+    def attend(*qkv: Tensor) -> Tensor:
+        out = flash_attn_func(*(x.unflatten(0, (num, -1)) for x in qkv), causal=True)
+        return out.flatten(0, 1)
+
+    return attend
+
+
+CASES = {"causal attention, forward and backward": causal}

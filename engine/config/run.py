@@ -9,6 +9,7 @@ from engine.config.checks import require
 from engine.config.data import DataOptions
 from engine.config.log import LogOptions
 from engine.config.lora import LoraOptions
+from engine.config.memory import MemoryOptions
 from engine.config.model import ModelOptions
 from engine.config.optim import OptimOptions
 from engine.config.parallel import ParallelOptions
@@ -28,6 +29,7 @@ class RunConfig:
         data: Which text, and how it becomes rows of tokens.
         optim: AdamW and its schedule.
         train: How long, in which batches.
+        memory: What is kept for the backward pass.
         checkpoint: Where the run is kept.
         log: What the run reports.
     """
@@ -39,6 +41,7 @@ class RunConfig:
     data: DataOptions = field(default_factory=DataOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     log: LogOptions = field(default_factory=LogOptions)
 

@@ -1,0 +1,46 @@
+"""What is kept between the forward and the backward pass, where, and in which dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config.checks import require, require_at_least, require_choice
+
+Recompute = Literal["none", "selective", "attention", "full"]
+ActivationDType = Literal["bfloat16", "float8"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryOptions:
+    """Memory: what is kept for the backward pass.
+
+    Args:
+        recompute: What backward makes again instead of keeping it. "none" keeps everything; "selective" makes norms
+            and SwiGLU again; "attention" makes all of the attention block again; "full" keeps each layer's input
+            alone. The later, the less memory and the more work.
+        recompute_layers: How many layers, counted from the first, are treated as memory.recompute says, where that is
+            "attention" or "full"; the others are "selective". null means all of them.
+        offload_activations: Keep what layers leave for backward in host memory, and bring it back one layer ahead of
+            its use. Needs a GPU.
+        activation_dtype: Precision in which activations are kept for backward: "bfloat16", or "float8" (e4m3 with one
+            scale a token). null keeps them as they are. The rounding error is reported after the first step.
+    """
+
+    recompute: Recompute = "selective"
+    recompute_layers: int | None = None
+    offload_activations: bool = False
+    activation_dtype: ActivationDType | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("memory.recompute", self.recompute, ("none", "selective", "attention", "full"))
+        if self.recompute_layers is not None:
+            require_at_least("memory.recompute_layers", self.recompute_layers, 1, "use null for all layers")
+            require(
+                self.recompute in ("attention", "full"),
+                f"memory.recompute_layers is {self.recompute_layers} and memory.recompute is {self.recompute}, which "
+                "treats all layers alike: set memory.recompute to attention or full, or memory.recompute_layers to "
+                "null.",
+            )
+        if self.activation_dtype is not None:
+            require_choice("memory.activation_dtype", self.activation_dtype, ("bfloat16", "float8"))

@@ -13,13 +13,15 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from engine.zigzag import ContextPlan
+
 IGNORE_LABEL = -100
 """Label of a position that carries no loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One micro-batch.
+    """One micro-batch, or the part of it that a context-parallel rank holds: some columns of every row.
 
     Args:
         tokens_BS: int64 token ids. Ignored where `embeddings_TH` is given.
@@ -32,7 +34,10 @@ class Batch:
         loss_weights_BS: float32 weight of each target; exactly 0 where the label is IGNORE_LABEL.
         document_offsets: int32 [D + 1], cumulative lengths of the documents over the flattened T tokens, from 0 to T.
             Attention never crosses them. Every row starts a document; padding at a row's end belongs to its last one.
-        document_lengths: the same on the host, so that nothing has to wait for the device.
+        document_lengths: the same on the host, so that nothing has to wait for the device. Both are those of the whole
+            rows, also where this rank holds some columns only.
+        context_plan: which tokens this rank holds and who attends to whom, where rows are split over context-parallel
+            ranks; None where they are whole.
         embeddings_TH: optional input embeddings that replace the embedding lookup.
     """
 
@@ -43,6 +48,7 @@ class Batch:
     loss_weights_BS: Tensor
     document_offsets: Tensor
     document_lengths: tuple[int, ...]
+    context_plan: ContextPlan | None = None
     embeddings_TH: Tensor | None = None
 
     @property

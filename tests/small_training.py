@@ -21,6 +21,7 @@ from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.training.stage import ModelStage
+from engine.training.stages import Stages
 from engine.training.step import TrainStep
 
 
@@ -87,7 +88,7 @@ class SmallTraining:
         flat, mesh = FlatParameters(shard_entries(model), device), single_process_mesh()
         optimizer = FlatAdamW(flat, mesh, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, clip_grad_norm=1.0)
         reducer = GradientReducer(flat, mesh, bucket_bytes=1 << 20)
-        step = TrainStep(ModelStage(model, LanguageModeling(), device), reducer, optimizer, mesh)
+        step = TrainStep(Stages.whole(ModelStage(model, LanguageModeling(), device)), reducer, optimizer, mesh)
         first = self._batch(0)
         step.gradients([first], float(first.loss_weights_BS.sum()))
         gradients = {entry.name: entry.sink.buffer.clone() for entry in shard_entries(model) if entry.sink is not None}

@@ -20,20 +20,21 @@ class ModelOptions:
             float16 is refused for now because it needs loss scaling.
         kernels: Arithmetic behind the layers. "auto" takes the fastest that can run here and says which. "reference" is
             plain torch. "native" are the compiled CPU kernels, in float32. "triton" are the GPU kernels, on a CPU only
-            for tests: in float32 with TRITON_INTERPRET=1 set. One named here that cannot run stops the run.
+            for tests: in float32 with TRITON_INTERPRET=1 set. "apex" is "auto" with the norms of NVIDIA apex, on a GPU.
+            One named here that cannot run stops the run.
         init: "checkpoint" reads the weights of model.path; "random" draws new ones for the config.json found there.
     """
 
     path: str
     dtype: DType = "float32"
     init: Literal["checkpoint", "random"] = "checkpoint"
-    kernels: Literal["auto", "reference", "native", "triton"] = "auto"
+    kernels: Literal["auto", "reference", "native", "triton", "apex"] = "auto"
 
     def __post_init__(self) -> None:
         require(bool(self.path), "model.path is empty, but the folder of a model is expected: set model.path.")
         require_choice("model.dtype", self.dtype, ("float32", "bfloat16", "float16"))
         require_choice("model.init", self.init, ("checkpoint", "random"))
-        require_choice("model.kernels", self.kernels, ("auto", "reference", "native", "triton"))
+        require_choice("model.kernels", self.kernels, ("auto", "reference", "native", "triton", "apex"))
         require(
             self.dtype != "float16",
             "model.dtype is float16, which needs loss scaling that is not built yet: use bfloat16 or float32.",

@@ -10,6 +10,8 @@ from typing import Literal
 
 from engine.config.checks import require, require_at_least, require_choice, require_positive
 
+SCHEDULES = ("auto", "1f1b", "interleaved", "zb_h1", "zb_v", "lora")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelOptions:
@@ -19,8 +21,15 @@ class ParallelOptions:
         tensor: Ranks that share each layer's matrices (tensor parallelism).
         sequence: Whether the tensor ranks also divide the tokens between the linears (sequence parallelism).
             null means true when parallel.tensor is above 1; with parallel.tensor 1 there is nothing to divide.
-        pipeline: Ranks that share the layers (pipeline parallelism); only 1 for now.
-        context: Ranks that share each sequence's attention (context parallelism); only 1 for now.
+        pipeline: Ranks that share the layers (pipeline parallelism).
+        virtual: Stages that each pipeline rank holds; null takes what the schedule needs at least.
+        schedule: Order of forwards and backwards over the pipeline. "auto" takes "lora" where the layers are frozen,
+            else "interleaved" where parallel.virtual is above 1 and "1f1b" where it is not. "zb_h1" and "zb_v" put the
+            weights' gradients into the gaps and are for training in full; zb_v holds two stages a rank.
+        layers_per_stage: Layers of each stage, in order, as [8, 8, 8, 6]; null splits evenly, the head counted in.
+        context: Ranks that share each row of tokens (context parallelism).
+        context_method: How attention reaches the tokens of other context ranks. "ring" sends keys and values while
+            others are computed; "ulysses" exchanges heads for tokens, which needs enough heads.
         lora_reduce: How a column linear's low-rank input gradient crosses the tensor ranks without sequence
             parallelism. "local" keeps each rank's partial sum and adds up the gradient of A once a step; "joint" sends
             it along with the input gradient, so that the gradient of A is complete at once.
@@ -30,19 +39,32 @@ class ParallelOptions:
     tensor: int = 1
     sequence: bool | None = None
     pipeline: int = 1
+    virtual: int | None = None
+    schedule: Literal["auto", "1f1b", "interleaved", "zb_h1", "zb_v", "lora"] = "auto"
+    layers_per_stage: tuple[int, ...] | None = None
     context: int = 1
+    context_method: Literal["ring", "ulysses"] = "ring"
     lora_reduce: Literal["local", "joint"] = "local"
     bucket_mb: float = 25.0
 
     def __post_init__(self) -> None:
         for name, value in (("tensor", self.tensor), ("pipeline", self.pipeline), ("context", self.context)):
             require_at_least(f"parallel.{name}", value, 1, "use 1 to switch it off")
-        for name, value in (("pipeline", self.pipeline), ("context", self.context)):
+        require_choice("parallel.schedule", self.schedule, SCHEDULES)
+        require_choice("parallel.context_method", self.context_method, ("ring", "ulysses"))
+        if self.virtual is not None:
+            require_at_least("parallel.virtual", self.virtual, 1, "use null for what the schedule needs")
             require(
-                value == 1,
-                f"parallel.{name} is {value}, but {name} parallelism is not built yet: set parallel.{name} to 1 and "
-                "use parallel.tensor or more data-parallel ranks.",
+                self.virtual == 1 or self.pipeline > 1,
+                f"parallel.virtual is {self.virtual} and parallel.pipeline is 1, so there is no pipeline to divide "
+                "further: set parallel.virtual to null, or parallel.pipeline above 1.",
             )
+        require(
+            self.layers_per_stage is None or (self.pipeline > 1 and min(self.layers_per_stage, default=0) > 0),
+            f"parallel.layers_per_stage is {self.layers_per_stage} and parallel.pipeline is {self.pipeline}, but one "
+            "number of layers above 0 for each stage of a pipeline is expected: write for example [8, 8, 8, 6], or "
+            "null.",
+        )
         require_choice("parallel.lora_reduce", self.lora_reduce, ("local", "joint"))
         require_positive("parallel.bucket_mb", self.bucket_mb, "use for example 25")
 

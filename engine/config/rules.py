@@ -28,6 +28,7 @@ def check_config(config: RunConfig) -> None:
     check_warmup(config)
     check_evaluation(config)
     check_sequence_split(config)
+    check_context_split(config)
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
@@ -167,10 +168,23 @@ def check_sequence_split(config: RunConfig) -> None:
     """Sequence parallelism divides the tokens of a micro-batch evenly."""
     tensor, rows, length = config.parallel.tensor, config.train.micro_batch_size, config.data.seq_length
     require(
-        not config.parallel.sequence_parallel or rows * length % tensor == 0,
+        not config.parallel.sequence_parallel or config.parallel.context > 1 or rows * length % tensor == 0,
         f"data.seq_length {length} times train.micro_batch_size {rows} is {rows * length} tokens, which do not divide "
         f"over parallel.tensor {tensor} with sequence parallelism: make data.seq_length a multiple of {tensor}, or set "
         "parallel.sequence to false.",
+    )
+
+
+def check_context_split(config: RunConfig) -> None:
+    """Each context rank holds two pieces of every row, with as many tokens on each tensor rank."""
+    context, length = config.parallel.context, config.data.seq_length
+    if context == 1:
+        return
+    unit = 2 * context * (config.parallel.tensor if config.parallel.sequence_parallel else 1)
+    require(
+        length >= 2 * context and (length % unit == 0 or not config.parallel.sequence_parallel),
+        f"data.seq_length is {length} and parallel.context {context} with parallel.tensor {config.parallel.tensor} "
+        f"divides each row into {unit} pieces: make data.seq_length a multiple of {unit}.",
     )
 
 

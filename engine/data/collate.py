@@ -15,6 +15,7 @@ import torch
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.data.dataset import TokenDataset
+from engine.zigzag import ContextLayout, make_plan, rank_columns
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -22,12 +23,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def row_length(dataset: TokenDataset, rows: Sequence[int | None], pad_multiple: int) -> int:
+def row_length(dataset: TokenDataset, rows: Sequence[int | None], pad_multiple: int, minimum: int = 1) -> int:
     """Columns of a batch of these rows: the longest, rounded up; with packing always the dataset's row length."""
     if dataset.packing:
         return dataset.seq_length
     longest = max((int(dataset.row_lengths[row]) for row in rows if row is not None), default=1)
-    return round_up(longest, pad_multiple)
+    return round_up(max(longest, minimum), pad_multiple)
 
 
 def build_batch(
@@ -70,6 +71,21 @@ def build_batch(
         document_offsets=torch.from_numpy(np.cumsum([0, *document_lengths], dtype=np.int32)),
         document_lengths=tuple(document_lengths),
     )
+
+
+def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
+    """The columns of every row that `rank` of `size` context-parallel ranks holds. See engine.zigzag."""
+    if size == 1:
+        return batch
+    layout = ContextLayout(
+        size=size, num_rows=batch.num_rows, row_length=batch.row_length, document_lengths=batch.document_lengths
+    )
+    columns = torch.cat([torch.arange(*span) for span in rank_columns(batch.row_length, size, rank)])
+    held = {
+        name: getattr(batch, name)[:, columns]
+        for name in ("tokens_BS", "labels_BS", "positions_BS", "token_index_BS", "loss_weights_BS")
+    }
+    return replace(batch, context_plan=make_plan(layout, rank), **held)
 
 
 def pin(batch: Batch) -> Batch:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch import Batch
-from engine.data.collate import build_batch, pin, round_up, row_length
+from engine.data.collate import build_batch, context_part, pin, round_up, row_length
 from engine.data.dataset import TokenDataset
 from engine.errors import UserError
 
@@ -61,6 +61,7 @@ class DataLoader:
         data_size: number of data ranks.
         seed: of the order.
         pad_multiple: row lengths are multiples of it (what divides a row among tensor ranks).
+        context_rank, context_size: this rank's place among those that hold parts of each row.
         pad_token: fills the ends of rows.
         shuffle: False reads in the dataset's order, in every epoch.
         num_workers: threads that build batches ahead; 0 builds them when they are asked for.
@@ -81,6 +82,8 @@ class DataLoader:
         data_size: int,
         seed: int,
         pad_multiple: int = 1,
+        context_rank: int = 0,
+        context_size: int = 1,
         pad_token: int = 0,
         shuffle: bool = True,
         num_workers: int = 1,
@@ -104,6 +107,8 @@ class DataLoader:
         self._data_size = data_size
         self._seed = seed
         self._pad_multiple = pad_multiple
+        self._context = {"size": context_size, "rank": context_rank}
+        self._minimum = 2 * context_size if context_size > 1 else 1  # each rank holds two chunks of a row
         self._pad_token = pad_token
         self._shuffle = shuffle
         self._num_workers = num_workers
@@ -134,8 +139,9 @@ class DataLoader:
             first = (accumulation * self._data_size + self._data_rank) * self.micro_batch_size
             slots = range(first, first + self.micro_batch_size)
             mine = rows[first : first + self.micro_batch_size].tolist()
-            length = row_length(self.dataset, mine, self._pad_multiple)
+            length = row_length(self.dataset, mine, self._pad_multiple, self._minimum)
             batch = build_batch(self.dataset, mine, slots, length=length, pad_token=self._pad_token)
+            batch = context_part(batch, **self._context)
             batches.append(pin(batch) if self._pin_memory else batch)
         return batches
 
@@ -170,7 +176,8 @@ class EvalLoader:
 
     Args:
         dataset: the rows.
-        seq_length, micro_batch_size, data_rank, data_size, pad_multiple, pad_token: as in `DataLoader`.
+        seq_length, micro_batch_size, data_rank, data_size, pad_multiple, context_rank, context_size, pad_token: as in
+            `DataLoader`.
         max_samples: read only the first so many rows.
     """
 
@@ -183,6 +190,8 @@ class EvalLoader:
         data_rank: int,
         data_size: int,
         pad_multiple: int = 1,
+        context_rank: int = 0,
+        context_size: int = 1,
         pad_token: int = 0,
         max_samples: int | None = None,
     ) -> None:
@@ -194,6 +203,8 @@ class EvalLoader:
         self._data_rank = data_rank
         self._data_size = data_size
         self._pad_multiple = pad_multiple
+        self._context = {"size": context_size, "rank": context_rank}
+        self._minimum = 2 * context_size if context_size > 1 else 1  # each rank holds two chunks of a row
         self._pad_token = pad_token
         self.num_micro_batches = -(-self.num_samples // (micro_batch_size * data_size))
 
@@ -206,8 +217,9 @@ class EvalLoader:
             first = (step * self._data_size + self._data_rank) * self._micro_batch_size
             slots = range(first, first + self._micro_batch_size)
             rows = [row if row < self.num_samples else None for row in slots]
-            length = row_length(self.dataset, rows, self._pad_multiple)
-            yield build_batch(self.dataset, rows, slots, length=length, pad_token=self._pad_token)
+            length = row_length(self.dataset, rows, self._pad_multiple, self._minimum)
+            batch = build_batch(self.dataset, rows, slots, length=length, pad_token=self._pad_token)
+            yield context_part(batch, **self._context)
 
     def target_count(self) -> float:
         """Sum of the loss weights of all micro-batches of all data ranks."""

@@ -37,6 +37,10 @@ class Handle:
         """One handle for two collectives."""
         return cls(*first._works, *second._works)
 
+    def done(self) -> bool:
+        """Whether `wait` would return at once; asks the device nothing that it would have to finish for."""
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> None:
         """Blocks the CPU with Gloo, the current stream with NCCL."""
         for work in self._works:
@@ -97,6 +101,26 @@ def exchange_async(
     if out.numel():
         operations.append(dist.P2POp(dist.irecv, out, group=axis.group, group_peer=source))
     return out, Handle(*(dist.batch_isend_irecv(operations) if operations else ()))
+
+
+def post_async(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis) -> list[Handle]:
+    """Starts sends and receives between neighbours, each contiguous, in the given order.
+
+    Args:
+        operations: whether it is a send, the tensor, and the rank on the axis at the other end. Both ends of a pair
+            post what passes between them in the same order. Nobody may touch a tensor before its handle is waited for.
+
+    Returns:
+        One handle each; with NCCL it stands for all of them, which are one group there.
+    """
+    posts = [
+        dist.P2POp(dist.isend if is_send else dist.irecv, tensor, group=axis.group, group_peer=peer)
+        for is_send, tensor, peer in operations
+    ]
+    works = dist.batch_isend_irecv(posts)
+    if len(works) == len(posts):
+        return [Handle(work) for work in works]
+    return [Handle(*works)] * len(posts)
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:

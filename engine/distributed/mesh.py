@@ -39,6 +39,7 @@ class Mesh:
         tp, cp, dp, pp: the axes.
         dp_cp: data and context parallel ranks together: those that sum gradients.
         kv_replica: tensor-parallel ranks that hold the same key/value heads (size 1 unless kv heads < tp).
+        pp_ends: the first and the last pipeline rank, which share tied embeddings; size 1 on ranks in between.
     """
 
     grid: RankGrid
@@ -48,6 +49,7 @@ class Mesh:
     pp: Axis
     dp_cp: Axis
     kv_replica: Axis
+    pp_ends: Axis
 
     @property
     def is_writer(self) -> bool:
@@ -56,7 +58,8 @@ class Mesh:
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`, as a ShardSpec names it."""
-        return {"tp": self.tp, "kv_replica": self.kv_replica, "pp": self.pp, "dp": self.dp, "cp": self.cp}[name]
+        axes = (self.tp, self.cp, self.dp, self.pp, self.kv_replica, self.pp_ends)
+        return next(axis for axis in axes if axis.name == name)
 
 
 def single_process_mesh() -> Mesh:
@@ -76,7 +79,13 @@ def shape_mesh(grid: RankGrid, rank: int = 0, num_kv_heads: int | None = None) -
         pp=Axis("pp", grid.pp, place["pp"]),
         dp_cp=Axis("dp_cp", grid.dp * grid.cp, place["dp"] * grid.cp + place["cp"]),
         kv_replica=Axis("kv_replica", copies, place["tp"] % copies),
+        pp_ends=_ends(place["pp"], grid.pp),
     )
+
+
+def _ends(rank: int, size: int) -> Axis:
+    is_end = size > 1 and rank in (0, size - 1)
+    return Axis("pp_ends", 2, int(rank > 0)) if is_end else Axis("pp_ends")
 
 
 def build_mesh(grid: RankGrid, *, device_type: str, num_kv_heads: int) -> Mesh:
@@ -104,6 +113,7 @@ def build_mesh(grid: RankGrid, *, device_type: str, num_kv_heads: int) -> Mesh:
         pp=axis("pp"),
         dp_cp=_subgroup("dp_cp", grid.groups("dp", "cp"), rank),
         kv_replica=_subgroup("kv_replica", _kv_groups(grid, num_kv_heads), rank),
+        pp_ends=_subgroup("pp_ends", _end_groups(grid), rank),
     )
 
 
@@ -112,14 +122,17 @@ def _kv_groups(grid: RankGrid, num_kv_heads: int) -> list[list[int]]:
     return [[tensor_group[place] for place in replica] for tensor_group in grid.groups("tp") for replica in places]
 
 
+def _end_groups(grid: RankGrid) -> list[list[int]]:
+    return [[ranks[0], ranks[-1]] for ranks in grid.groups("pp")] if grid.pp > 1 else []
+
+
 def _subgroup(name: str, groups: list[list[int]], rank: int) -> Axis:
-    """The group of `groups` that holds this rank; every rank makes all of them, in the same order."""
-    mine = next(group for group in groups if rank in group)
-    if len(mine) == 1:
-        return Axis(name)
-    handle = None
+    """The group of `groups` that holds this rank, if any; every rank makes all of them, in the same order."""
+    axis = Axis(name)
     for group in groups:
+        if len(group) == 1:
+            continue
         made = dist.new_group(group)
         if rank in group:
-            handle = made
-    return Axis(name, len(mine), mine.index(rank), handle)
+            axis = Axis(name, len(group), group.index(rank), made)
+    return axis

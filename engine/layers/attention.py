@@ -11,8 +11,10 @@ from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Sectio
 from engine.layers.norm import RMSNorm
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.ops.context import TokenContext
+from engine.ops.context_attention import context_attention
 from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.rope import rotate, split_rotate
+from engine.ops.ulysses_attention import check_context_heads
 
 
 def _kv_spec(num_kv_heads: int, head_dim: int, hidden: int, layout: TensorLayout) -> ShardSpec:
@@ -85,7 +87,9 @@ class Attention(nn.Module):
         tp = layout.tp
         check_heads(num_heads, num_kv_heads, tp.size, fused_qkv=plan.fused_qkv)
         self.num_heads, self.num_kv_heads = num_heads // tp.size, max(1, num_kv_heads // tp.size)
-        self.head_dim, self.kernels = head_dim, layout.kernels
+        self.head_dim, self.layout = head_dim, layout
+        if layout.cp.size > 1 and layout.context_method == "ulysses":
+            check_context_heads(self.num_heads, self.num_kv_heads, layout.cp.size)
         q_spec = split_spec(
             (num_heads * head_dim, hidden), 0, rank=tp.rank, size=tp.size, what="the number of query features"
         )
@@ -134,7 +138,7 @@ class Attention(nn.Module):
     def _split(self, qkv: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
             return split_rotate(
-                qkv, context.cos, context.sin, self.num_heads, self.num_kv_heads, self.head_dim, self.kernels
+                qkv, context.cos, context.sin, self.num_heads, self.num_kv_heads, self.head_dim, self.layout.kernels
             )
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
@@ -143,5 +147,13 @@ class Attention(nn.Module):
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         q, k, v = self._split(self.qkv(u, source, context), context)
-        out = self.kernels.attention(q, k, v, context.document_lengths, scale=self.head_dim**-0.5)
-        return self.o_proj(out.reshape(out.shape[0], -1), GivenInput(), context)
+        return self.o_proj(self._attend(q, k, v, context).flatten(1), GivenInput(), context)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: TokenContext) -> Tensor:
+        layout, scale = self.layout, self.head_dim**-0.5
+        if context.context_plan is None:
+            return layout.kernels.attention(q, k, v, context.document_lengths, scale=scale)
+        return context_attention(
+            q, k, v, context.context_plan, layout.cp, method=layout.context_method, scale=scale,
+            blocks=layout.attention_blocks, attention=layout.kernels.attention,
+        )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ class VocabParallelEmbedding(ShardedModule):
     Args:
         vocab_size, hidden: global sizes; a vocabulary that does not divide is padded on the last ranks.
         tied_to: module name whose training also trains this matrix (the output head), or None.
+        copied: the last pipeline rank holds a copy of it for the tied head.
     """
 
     def __init__(
@@ -29,10 +32,13 @@ class VocabParallelEmbedding(ShardedModule):
         device: torch.device,
         dtype: torch.dtype,
         tied_to: str | None = None,
+        copied: bool = False,
     ) -> None:
         super().__init__()
         tp = layout.tp
         spec = padded_split_spec((vocab_size, hidden), 0, rank=tp.rank, size=tp.size)
+        if copied:
+            spec = replace(spec, grad_reduce=("pp_ends",), replicated=("pp_ends",))
         trains = plan.trains("embed_tokens") or (tied_to is not None and plan.trains(tied_to))
         weight = self.own("embed_tokens.weight", empty(spec.local_shape, dtype, device), spec, trainable=trains)
         self.weight = weight
@@ -61,3 +67,31 @@ class VocabParallelEmbedding(ShardedModule):
 
     def forward(self, ids_T: Tensor) -> Tensor:
         return embedding(ids_T, self.operands, tuple(self._leaves))
+
+
+class TiedHeadWeight(ShardedModule):
+    """The last pipeline rank's copy of the embedding matrix, for a tied head.
+
+    Both copies start from the same numbers, sum their gradients and take the same updates. The first rank's is the one
+    that is saved and counted in the norm.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden: int,
+        *,
+        layout: TensorLayout,
+        plan: TrainingPlan,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        tp = layout.tp
+        spec = padded_split_spec((vocab_size, hidden), 0, rank=tp.rank, size=tp.size)
+        spec = replace(spec, grad_reduce=("pp_ends",), replicated=("pp_ends",), owner=False)
+        trains = plan.trains("embed_tokens") or plan.trains("lm_head")
+        storage = empty(spec.local_shape, dtype, device)
+        self.weight = self.own("embed_tokens.weight", storage, spec, trainable=trains)
+        if self.weight.sink is not None:
+            self.weight.sink.uses = 0  # the head adds itself

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.distributed.mesh import Axis
+from engine.ops.attention_blocks import REFERENCE_BLOCKS, AttentionBlocks
+from engine.ops.context_attention import Method
 from engine.ops.kernels import REFERENCE, Kernels
 
 
@@ -56,18 +58,26 @@ class TensorLayout:
     Args:
         tp: the axis.
         kv_replica: ranks that hold the same key/value heads.
+        pp_ends: first and last pipeline rank, where they are different ones and this is one of them.
         sequence_parallel: tokens are split over tp between the linears.
         joint_reduce: column linears all-reduce [dX, dH] together (see ops.parallel_linear).
         fold: adapters are columns of their linear's weight, one product each way for both.
         kernels: the backend of the ops.
+        cp: ranks that hold parts of each row of tokens.
+        context_method: how attention reaches the tokens of other ranks; see ops.context_attention.
+        attention_blocks: the backend of attention between ranks.
     """
 
     tp: Axis = field(default_factory=lambda: Axis("tp"))
     kv_replica: Axis = field(default_factory=lambda: Axis("kv_replica"))
+    pp_ends: Axis = field(default_factory=lambda: Axis("pp_ends"))
     sequence_parallel: bool = False
     joint_reduce: bool = False
     fold: bool = True
     kernels: Kernels = REFERENCE
+    cp: Axis = field(default_factory=lambda: Axis("cp"))
+    context_method: Method = "ring"
+    attention_blocks: AttentionBlocks = REFERENCE_BLOCKS
 
     @property
     def splits_tokens(self) -> bool:

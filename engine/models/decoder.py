@@ -17,9 +17,10 @@ from engine.distributed.differentiable import split_tokens
 from engine.distributed.sharding import padded_split_spec
 from engine.errors import UserError
 from engine.layers.attention import Attention
-from engine.layers.embedding import VocabParallelEmbedding
+from engine.layers.embedding import TiedHeadWeight, VocabParallelEmbedding
 from engine.layers.linear import ColumnParallelLinear, Section
 from engine.layers.mlp import MLP
+from engine.layers.module import ShardEntry
 from engine.layers.norm import RMSNorm
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.models.config import DecoderConfig
@@ -97,6 +98,8 @@ class Decoder(nn.Module):
         plan: what is trained.
         device, dtype: of weights and activations.
         part: None for the whole model.
+        embedding_weight: of another part on this rank that has the embedding; a tied head is that very tensor. Where
+            no part here has it, the head holds a copy, which is kept equal (ShardSpec.grad_reduce "pp_ends").
 
     Raises:
         UserError: the model's sizes do not fit the layout.
@@ -111,15 +114,20 @@ class Decoder(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         part: Part | None = None,
+        embedding_weight: ShardEntry | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.layout = config, layout
+        self.config, self.layout, self.dtype = config, layout, dtype
         self.part = part or Part(first=0, last=config.num_layers)
         common = {"layout": layout, "plan": plan, "device": device, "dtype": dtype}
         self.embedding = None
         if self.part.embedding:
             self.embedding = VocabParallelEmbedding(
-                config.vocab_size, config.hidden, tied_to="lm_head" if config.tied_embeddings else None, **common
+                config.vocab_size,
+                config.hidden,
+                tied_to="lm_head" if config.tied_embeddings else None,
+                copied=config.tied_embeddings and layout.pp_ends.size > 1,
+                **common,
             )
         self.layers = nn.ModuleList(
             DecoderLayer(index, config, **common) for index in range(self.part.first, self.part.last)
@@ -127,7 +135,7 @@ class Decoder(nn.Module):
         self.norm = self.head = None
         if self.part.head:
             self.norm = RMSNorm("norm", config.hidden, config.norm_eps, **common)
-            self.head = self._build_head(common)
+            self.head = self._build_head(common, embedding_weight)
         scaling = config.rope_scaling
         self.inverse_frequencies = inverse_frequencies(
             config.head_dim,
@@ -147,12 +155,14 @@ class Decoder(nn.Module):
         if device.type != "meta":
             self.inverse_frequencies = self.inverse_frequencies.to(device)
 
-    def _build_head(self, common: dict) -> ColumnParallelLinear:
+    def _build_head(self, common: dict, embedding_weight: ShardEntry | None) -> ColumnParallelLinear:
         config, tp = self.config, self.layout.tp
         shared = None
         if config.tied_embeddings:
-            assert self.embedding is not None, "a tied head lies on the rank that has the embedding"
-            shared = self.embedding.weight
+            shared = self.embedding.weight if self.embedding is not None else embedding_weight
+            if shared is None:
+                self.tied = TiedHeadWeight(config.vocab_size, config.hidden, **common)
+                shared = self.tied.weight
         self.vocab_spec = padded_split_spec((config.vocab_size, config.hidden), 0, rank=tp.rank, size=tp.size)
         return ColumnParallelLinear(
             [Section(name="lm_head", spec=self.vocab_spec)],
@@ -181,6 +191,7 @@ class Decoder(nn.Module):
             num_rows=batch.num_rows,
             row_length=batch.row_length,
             document_lengths=batch.document_lengths,
+            context_plan=batch.context_plan,
             cos=cos,
             sin=sin,
             token_index=token_index,

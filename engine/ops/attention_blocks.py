@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.errors import UserError
 from engine.ops.native.attention import Segment, attention_backward, attention_forward
 from engine.ops.native.loader import native_status
-from engine.ops.zigzag import Block
+from engine.zigzag import Block
 
 
 class BlocksForward(Protocol):

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import torch
 
 from engine.errors import UserError
+from engine.ops.apex import apex_status, with_apex_norms
 from engine.ops.kernels import REFERENCE, Kernels
 from engine.ops.native.backend import NATIVE
 from engine.ops.native.loader import native_status
@@ -22,7 +23,8 @@ def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> 
     """The backend for a model on `device` that computes in `dtype`.
 
     Args:
-        wanted: "auto" (the fastest that can run), "reference", "native" or "triton".
+        wanted: "auto" (the fastest that can run), "reference", "native", "triton", or "apex" (auto with the norms of
+            NVIDIA apex).
 
     Returns:
         The backend, and one sentence that says which it is and why.
@@ -32,6 +34,13 @@ def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> 
     """
     if wanted == "reference":
         return REFERENCE, "kernels: reference (plain torch), as asked for"
+    if wanted == "apex":
+        status = apex_status("FusedRMSNorm")
+        if device.type != "cuda" or not status.available:
+            why = status.reason if device.type == "cuda" else f"apex runs on a GPU, not on {device.type}"
+            raise UserError(f"model.kernels is apex, but {why}: set model.kernels to auto or reference.")
+        kernels, sentence = choose_kernels("auto", device=device, dtype=dtype)
+        return with_apex_norms(kernels), f"{sentence}, norms by apex"
     triton = wanted == "triton" or (wanted == "auto" and device.type == "cuda")
     why = _why_not_triton(device, dtype) if triton else _why_not_native(device, dtype)
     if why is None:

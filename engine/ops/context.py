@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.zigzag import ContextPlan
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenContext:
@@ -13,7 +15,8 @@ class TokenContext:
 
     Args:
         num_rows, row_length: of the micro-batch; T is their product.
-        document_lengths: lengths of the documents along the T tokens.
+        document_lengths: lengths of the documents along the tokens of the whole micro-batch.
+        context_plan: who attends to whom where rows are split over context-parallel ranks; None where they are whole.
         cos, sin: fp32 [T, head_dim / 2] rotary tables.
         token_index: int64 [T], the dropout coordinate of every token.
         local_token_index: that of the tokens this rank holds under sequence parallelism (equal to `token_index`
@@ -25,6 +28,7 @@ class TokenContext:
     num_rows: int
     row_length: int
     document_lengths: tuple[int, ...]
+    context_plan: ContextPlan | None
     cos: Tensor
     sin: Tensor
     token_index: Tensor

@@ -20,7 +20,7 @@ from engine.ops.attention_blocks import AttentionBlocks
 from engine.ops.kernels import Attention
 from engine.ops.ring_attention import ring_attention
 from engine.ops.ulysses_attention import check_context_heads, ulysses_attention
-from engine.ops.zigzag import ContextLayout, ContextPlan, make_plan
+from engine.zigzag import ContextLayout, ContextPlan, make_plan
 
 Method = Literal["ring", "ulysses"]
 

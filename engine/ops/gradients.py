@@ -8,6 +8,7 @@ is the moment a bucket's reduction may start.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,12 +29,14 @@ class GradientSink:
         shape, device: of the parameter. The buffer is made on first use unless an owner binds its own before.
     """
 
-    __slots__ = ("_buffer", "_device", "_on_ready", "shape", "uses")
+    __slots__ = ("_buffer", "_device", "_on_ready", "deferred", "shape", "uses")
 
     def __init__(self, shape: torch.Size, device: torch.device) -> None:
         self.shape = shape
         self.uses = 1
         """How many ops contribute in one backward pass (2 for a tied embedding and head)."""
+        self.deferred: list[Callable[[], None]] | None = None
+        """Where products are put off to, as a split backward does with a weight's gradient; None adds them at once."""
         self._device = device
         self._buffer: Tensor | None = None
         self._on_ready: Callable[[], None] | None = None
@@ -57,6 +60,12 @@ class GradientSink:
 
     def add_product(self, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
         """buffer += scale * left @ right, rounded to fp32 once where the operands are fp32."""
+        if self.deferred is not None:
+            self.deferred.append(partial(self._add_product, left, right, scale))
+        else:
+            self._add_product(left, right, scale)
+
+    def _add_product(self, left: Tensor, right: Tensor, scale: float) -> None:
         add_product(self.buffer, left, right, scale)
         self.added()
 

@@ -40,8 +40,21 @@ from engine.distributed.collectives import (
 )
 from engine.ops.context import TokenContext
 from engine.ops.inputs import LinearInput
+from engine.ops.kernels import Mask
 from engine.ops.low_rank import accumulate_a, accumulate_b, add_expansion, projection_gradient
 from engine.ops.operands import LinearOperands, accumulate_base
+
+
+def _save(ctx: Any, u: Tensor, statistics: Tensor | None, h: Tensor | None, mask: Mask | None) -> None:
+    """Keeps what backward needs. A mask that is a record is kept beside the tensors: autograd takes tensors only."""
+    ctx.save_for_backward(u, statistics, h, mask if isinstance(mask, Tensor) else None)
+    ctx.mask_record = None if isinstance(mask, Tensor) else mask
+
+
+def _saved(ctx: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Mask | None]:
+    """What `_save` kept."""
+    u, statistics, h, mask = ctx.saved_tensors
+    return u, statistics, h, ctx.mask_record if mask is None else mask
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -64,13 +77,13 @@ class _ColumnLinear(torch.autograd.Function):
             h = h.clone() if operands.folded else h  # frees the buffer it is a view of
         if operands.bias_O is not None:
             y.add_(operands.bias_O)
-        ctx.save_for_backward(u, statistics, h, mask)
+        _save(ctx, u, statistics, h, mask)
         ctx.source, ctx.operands, ctx.gathers, ctx.num_leaves = source, operands, gathers, len(leaves)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        u, statistics, h, mask = ctx.saved_tensors
+        u, statistics, h, mask = _saved(ctx)
         source, operands = ctx.source, ctx.operands
         needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
         dx, dh, handle = _column_input_gradient(operands, dy, mask, needs_du, ctx.gathers)
@@ -118,7 +131,7 @@ def _update_after_collective(operands: LinearOperands, gathers: bool) -> bool:
 
 
 def _column_input_gradient(
-    operands: LinearOperands, dy: Tensor, mask: Tensor | None, needs_dx: bool, gathers: bool
+    operands: LinearOperands, dy: Tensor, mask: Mask | None, needs_dx: bool, gathers: bool
 ) -> tuple[Tensor, Tensor | None, Handle]:
     """Starts dX and dH on their way.
 
@@ -175,13 +188,13 @@ class _RowLinear(torch.autograd.Function):
         y = reduce_scatter(y, axis) if scatters else all_reduce(y, axis)
         if operands.bias_O is not None:
             y.add_(operands.bias_O)
-        ctx.save_for_backward(u, statistics, h, mask)
+        _save(ctx, u, statistics, h, mask)
         ctx.source, ctx.operands, ctx.scatters, ctx.num_leaves = source, operands, scatters, len(leaves)
         return y
 
     @staticmethod
     def backward(ctx: Any, local_dy: Tensor) -> tuple[Any, ...]:
-        u, statistics, h, mask = ctx.saved_tensors
+        u, statistics, h, mask = _saved(ctx)
         source, operands, low_rank = ctx.source, ctx.operands, ctx.operands.low_rank
         dy, handle = local_dy, Handle()
         if ctx.scatters:

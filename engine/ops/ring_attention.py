@@ -29,7 +29,7 @@ from torch import Tensor
 from engine.distributed.collectives import Handle, exchange_async
 from engine.distributed.mesh import Axis
 from engine.ops.attention_blocks import AttentionBlocks, merge_
-from engine.ops.zigzag import ContextPlan, RingStep, Span
+from engine.zigzag import ContextPlan, RingStep, Span
 
 
 class _Arriving(NamedTuple):

@@ -20,7 +20,7 @@ from engine.distributed.collectives import all_to_all
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.ops.kernels import Attention
-from engine.ops.zigzag import ContextPlan, Span
+from engine.zigzag import ContextPlan, Span
 
 
 def check_context_heads(num_heads: int, num_kv_heads: int, context_size: int) -> None:

@@ -98,7 +98,8 @@ class FlatParameters:
         """In backward order."""
         self._parameters = [slot.entry.parameter.data for slot in self.slots]
         self._masters = [slot.view(self.master) for slot in self.slots]
-        torch._foreach_copy_(self._masters, self._parameters)
+        if self.slots:  # a pipeline rank may hold frozen parameters alone
+            torch._foreach_copy_(self._masters, self._parameters)
 
     @property
     def num_elements(self) -> int:
@@ -107,7 +108,8 @@ class FlatParameters:
 
     def publish(self) -> None:
         """Writes the masters into the parameters the model computes with, rounding once."""
-        torch._foreach_copy_(self._parameters, self._masters)
+        if self.slots:
+            torch._foreach_copy_(self._parameters, self._masters)
 
     def shards(self, prefix: str, flat: Tensor) -> list[NamedShard]:
         """Views of `flat` (the masters, or a state of the optimizer) as named shards `prefix/name`."""

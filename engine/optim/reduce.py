@@ -1,18 +1,20 @@
 """Gradient reduction: over data-parallel ranks in buckets while backward runs, over tensor-parallel ranks in one piece.
 
 During the last micro-batch's backward each parameter reports when its gradient is complete; a bucket whose parameters
-have all reported is sent off at once. Buckets leave in a fixed order, the same on every rank.
+have all reported is sent off at once. Buckets leave in a fixed order, the same on every rank. With several pipeline
+stages on a rank, each stage's parameters report during the last backward of their own stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from engine.distributed.collectives import Handle, all_reduce, all_reduce_async
 from engine.distributed.mesh import Mesh
+from engine.layers.module import ShardEntry
 from engine.optim.flat import FlatParameters, Region, Slot
 
 
@@ -59,25 +61,30 @@ class GradientReducer:
         # a bucket is complete when its last slot in backward order is
         self._buckets.sort(key=lambda bucket: max(place[id(slot.entry)] for slot in bucket.slots))
         self._next = 0
-        self._armed = False
+        self._armed: set[int] = set()
         for bucket in self._buckets:
             for slot in bucket.slots:
                 assert slot.entry.sink is not None
-                slot.entry.sink.bind(slot.view(flat.gradient), self._reporter(bucket))
+                slot.entry.sink.bind(slot.view(flat.gradient), self._reporter(bucket, id(slot.entry.sink)))
+        self._begin()
 
-    def _reporter(self, bucket: Bucket) -> Callable[[], None]:
+    def _reporter(self, bucket: Bucket, sink: int) -> Callable[[], None]:
         def report() -> None:
-            if self._armed:
+            if sink in self._armed:
                 bucket.missing -= 1
                 self._launch(force=False)
 
         return report
 
-    def arm(self) -> None:
-        """Call before the last micro-batch's backward: from now on complete buckets are sent."""
-        self._armed, self._next = True, 0
+    def _begin(self) -> None:
+        self._next = 0
+        self._armed.clear()
         for bucket in self._buckets:
             bucket.missing = sum(slot.entry.sink.uses for slot in bucket.slots if slot.entry.sink is not None)
+
+    def arm(self, entries: Iterable[ShardEntry]) -> None:
+        """Call before the last micro-batch's backward of these parameters: complete buckets are sent from now on."""
+        self._armed.update(id(entry.sink) for entry in entries if entry.sink is not None)
 
     def _launch(self, *, force: bool) -> None:
         while self._next < len(self._buckets) and (force or self._buckets[self._next].missing <= 0):
@@ -92,8 +99,8 @@ class GradientReducer:
             if bucket.handle is not None:
                 bucket.handle.wait()
                 bucket.handle = None
-        self._armed = False
-        for group in ("tp", "kv_replica"):
+        self._begin()
+        for group in ("tp", "kv_replica", "pp_ends"):
             if (span := self._flat.span(group)) is not None:
                 all_reduce(self._flat.gradient[span[0] : span[1]], self._mesh.axis(group))
 

@@ -16,9 +16,8 @@ from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.distributed.launch import Launch
-from engine.distributed.mesh import Mesh, build_mesh
+from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
-from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.plan import TensorLayout, TrainingPlan
@@ -27,15 +26,19 @@ from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
 from engine.models.initialise import initialise_adapters, initialise_weights
 from engine.objectives.language_modeling import LanguageModeling
+from engine.ops.attention_blocks import REFERENCE_BLOCKS, choose_attention_blocks
 from engine.ops.backends import choose_kernels
+from engine.ops.ulysses_attention import check_context_heads
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import choose_backend
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
+from engine.training.partition import Partition, plan_partition
 from engine.training.plan import training_plan
 from engine.training.stage import ModelStage
+from engine.training.stages import Stages
 from engine.training.step import TrainStep
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -75,27 +78,35 @@ class Training:
     """A model ready to train on this rank."""
 
     source: ModelSource
+    plan: TrainingPlan
+    partition: Partition
     mesh: Mesh
-    model: Decoder
-    objective: LanguageModeling
+    parts: tuple[Decoder, ...]
+    """The model, or under pipeline parallelism this rank's parts of it."""
     optimizer: FlatAdamW
-    stage: ModelStage
+    stages: Stages
     step: TrainStep
 
     def trainable_parameters(self) -> int:
         """Over the whole model, each parameter once."""
-        entries = shard_entries(self.model)
+        entries = shard_entries(meta_model(self.source.model.decoder, plan=self.plan))
         return sum(prod(entry.spec.global_shape) for entry in entries if entry.sink is not None)
 
 
-def check_model(config: RunConfig, model: ModelFolder) -> TrainingPlan:
+def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> TrainingPlan:
     """What each module of the model does, once it is known that the model fits the layout.
 
     Raises:
-        UserError: a pattern that matches nothing, or sizes that do not divide over the ranks.
+        UserError: a pattern that matches nothing, sizes that do not divide over the ranks, or layers that cannot be
+            split into the stages asked for.
     """
     plan = training_plan(config, model.decoder, model.names)
     meta_model(model.decoder, tensor_size=config.parallel.tensor, plan=plan)
+    plan_partition(config, model, plan, world_size)
+    parallel, decoder = config.parallel, model.decoder
+    if parallel.context > 1 and parallel.context_method == "ulysses":
+        heads = (decoder.num_heads // parallel.tensor, max(1, decoder.num_kv_heads // parallel.tensor))
+        check_context_heads(*heads, parallel.context)
     return plan
 
 
@@ -111,23 +122,16 @@ def build_training(config: RunConfig, launch: Launch, source: ModelSource, plan:
         dp=data_parallel_size(config, launch.world_size),
         pp=config.parallel.pipeline,
     )
-    mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=source.model.decoder.num_kv_heads)
-    dtype = DTYPES[config.model.dtype]
-    kernels, choice = choose_kernels(config.model.kernels, device=launch.device, dtype=dtype)
-    log.info(choice)
+    decoder = source.model.decoder
+    partition = plan_partition(config, source.model, plan, launch.world_size)
+    mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=decoder.num_kv_heads)
     backend, choice = choose_backend(config.optim.backend, device=launch.device)  # refused before a weight is read
+    layout = _layout(config, launch, mesh, partition, decoder, log)
     log.info(choice)
-    layout = TensorLayout(
-        tp=mesh.tp,
-        kv_replica=mesh.kv_replica,
-        sequence_parallel=config.parallel.sequence_parallel,
-        joint_reduce=config.parallel.lora_reduce == "joint",
-        kernels=kernels,
-    )
-    model = Decoder(source.model.decoder, layout=layout, plan=plan, device=launch.device, dtype=dtype)
-    entries = list(shard_entries(model))
+    stages = _build_stages(config, launch, decoder, plan, partition, layout, mesh)
+    entries = stages.entries()
     flat = FlatParameters(entries, launch.device)
-    _fill(config, source, entries, flat, log)
+    _fill(config, source, plan, entries, flat, log)
     optimizer = FlatAdamW(
         flat,
         mesh,
@@ -138,24 +142,79 @@ def build_training(config: RunConfig, launch: Launch, source: ModelSource, plan:
         backend=backend,
     )
     reducer = GradientReducer(flat, mesh, bucket_bytes=int(config.parallel.bucket_mb * 2**20))
-    objective = LanguageModeling()
-    stage = ModelStage(model, objective, launch.device)
     return Training(
         source=source,
+        plan=plan,
+        partition=partition,
         mesh=mesh,
-        model=model,
-        objective=objective,
+        parts=stages.models(),
         optimizer=optimizer,
-        stage=stage,
-        step=TrainStep(stage, reducer, optimizer, mesh),
+        stages=stages,
+        step=TrainStep(stages, reducer, optimizer, mesh),
     )
 
 
-def _is_adapter(entry: ShardEntry) -> bool:
-    return entry.name.endswith((".lora_A", ".lora_B"))
+def _layout(
+    config: RunConfig, launch: Launch, mesh: Mesh, partition: Partition, decoder: DecoderConfig, log: Log
+) -> TensorLayout:
+    """How this rank's tensors lie, and the arithmetic behind the layers."""
+    dtype = DTYPES[config.model.dtype]
+    kernels, choice = choose_kernels(config.model.kernels, device=launch.device, dtype=dtype)
+    log.info(choice)
+    blocks = REFERENCE_BLOCKS
+    if mesh.cp.size > 1:
+        blocks = choose_attention_blocks("auto", device=launch.device, dtype=dtype, head_dim=decoder.head_dim)
+        log.info(f"context parallelism: {config.parallel.context_method} attention, blocks by {blocks.name}")
+    # in a V the first and the last stage are on one rank and share one tensor
+    ends_meet = partition.stage_rank[0] == partition.stage_rank[-1]
+    return TensorLayout(
+        tp=mesh.tp,
+        kv_replica=mesh.kv_replica,
+        pp_ends=Axis("pp_ends") if ends_meet else mesh.pp_ends,
+        sequence_parallel=config.parallel.sequence_parallel,
+        joint_reduce=config.parallel.lora_reduce == "joint",
+        kernels=kernels,
+        cp=mesh.cp,
+        context_method=config.parallel.context_method,
+        attention_blocks=blocks,
+    )
 
 
-def _fill(config: RunConfig, source: ModelSource, entries: list[ShardEntry], flat: FlatParameters, log: Log) -> None:
+def _build_stages(
+    config: RunConfig, launch: Launch, decoder: DecoderConfig, plan: TrainingPlan, partition: Partition,
+    layout: TensorLayout, mesh: Mesh,
+) -> Stages:  # fmt: skip
+    """This rank's parts of the model, still empty, as stages."""
+    first_trained = partition.choice.first_trainable_stage
+    step = torch.zeros((), dtype=torch.int64, device=launch.device)
+    stages: dict[int, ModelStage] = {}
+    embedding_weight = None
+    for number, part in partition.parts(mesh.pp.rank).items():
+        model = Decoder(
+            decoder, layout=layout, plan=plan, device=launch.device, dtype=DTYPES[config.model.dtype], part=part,
+            embedding_weight=embedding_weight,
+        )  # fmt: skip
+        if model.embedding is not None:
+            embedding_weight = model.embedding.weight
+        stages[number] = ModelStage(
+            model,
+            LanguageModeling(),
+            launch.device,
+            trains=number >= first_trained,
+            gives_gradient=number > first_trained,
+            step=step,
+        )
+    return Stages(stages, mesh.pp, partition.choice)
+
+
+def _fill(
+    config: RunConfig,
+    source: ModelSource,
+    plan: TrainingPlan,
+    entries: list[ShardEntry],
+    flat: FlatParameters,
+    log: Log,
+) -> None:
     """Weights from the checkpoint (or drawn), adapters fresh or from PEFT. Trained tensors are filled in their fp32
     masters, so that nothing is rounded to the compute dtype on the way."""
     masters = flat.master_shards()
@@ -169,20 +228,21 @@ def _fill(config: RunConfig, source: ModelSource, entries: list[ShardEntry], fla
         total = sum(shard.tensor.nbytes for shard in base)
         with Progress(log, "reading weights", total, "bytes") as progress:
             load_parameters(base, source.weights, progress=progress.advance)
-    if adapters:
+    if config.lora.rank > 0:
         if config.lora.init_from is None:
             initialise_adapters(adapters, config.train.seed)
         else:
-            load_parameters(adapters, _adapter_source(config, source.model, adapters))
+            load_parameters(adapters, _adapter_source(config, source.model, plan))
     flat.publish()
 
 
-def _adapter_source(config: RunConfig, model: ModelFolder, adapters: list[NamedShard]) -> AdapterSource:
+def _adapter_source(config: RunConfig, model: ModelFolder, plan: TrainingPlan) -> AdapterSource:
     """The PEFT adapter of `lora.init_from`, found to be what this run would train."""
     lora = config.lora
     assert lora.init_from is not None
     source = AdapterSource(lora.init_from, names=model.names, decoder=model.decoder, fused_qkv=lora.fused_qkv)
-    modules = {shard.name.rpartition(".")[0] for shard in adapters}
+    names = [entry.name for entry in shard_entries(meta_model(model.decoder, plan=plan))]
+    modules = {name.rpartition(".")[0] for name in names if name.endswith(".lora_A")}
     source.require_matching(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora, modules=modules)
     return source
 
@@ -210,7 +270,8 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
         )
     data_size = data_parallel_size(config, launch.world_size)
     # tensor-parallel neighbours are neighbouring ranks and share a data rank
-    data_rank = launch.rank // (config.parallel.tensor * config.parallel.context) % data_size
+    tensor, context = config.parallel.tensor, config.parallel.context
+    data_rank = launch.rank // (tensor * context) % data_size
     assert config.data.train is not None
     train = _dataset(config, config.data.train, tokenizer, decoder, log, "training")
     common = {
@@ -218,7 +279,9 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
         "micro_batch_size": config.train.micro_batch_size,
         "data_rank": data_rank,
         "data_size": data_size,
-        "pad_multiple": config.parallel.tensor if config.parallel.sequence_parallel else 1,
+        "pad_multiple": tensor * (2 * context if context > 1 else 1) if config.parallel.sequence_parallel else 1,
+        "context_rank": launch.rank // tensor % context,
+        "context_size": context,
     }
     loader = DataLoader(
         train,

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 
+from engine.batch import Batch
 from engine.data.loader import EvalLoader
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Mesh
-from engine.models.decoder import Decoder
-from engine.objectives.language_modeling import LanguageModeling
+from engine.training.stages import Stages
 
 
-@torch.no_grad()
 def evaluate(
-    model: Decoder,
-    objective: LanguageModeling,
-    loader: EvalLoader,
-    mesh: Mesh,
-    device: torch.device,
-    progress: Callable[[int], None] | None = None,
+    stages: Stages, loader: EvalLoader, mesh: Mesh, device: torch.device, progress: Callable[[int], None] | None = None
 ) -> float:
     """Mean loss over all target tokens of the loader's data set, equal on every rank.
 
     Args:
-        progress: called with 1 after each micro-batch.
+        progress: called after each group of micro-batches with their number.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    step = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in loader:
-        moved = batch.to(device)
-        total += objective.loss_sum(model(moved, step, training=False), moved)
+    for group in _groups(loader, 4 * mesh.pp.size if mesh.pp.size > 1 else 1):
+        total += stages.losses(group)
         if progress is not None:
-            progress(1)
+            progress(len(group))
     return float(all_reduce(total, mesh.dp_cp)) / max(loader.target_count(), 1.0)
+
+
+def _groups(loader: EvalLoader, size: int) -> Iterator[list[Batch]]:
+    """Micro-batches that go through the pipeline together; the more, the less of it stands idle."""
+    batches = iter(loader)
+    while group := list(islice(batches, size)):
+        yield group

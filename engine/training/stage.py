@@ -1,50 +1,114 @@
-"""The model as a pipeline stage: forward and backward of loaded micro-batches."""
+"""A part of the model as a pipeline stage: forward and backward of loaded micro-batches."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
 from engine.objectives.language_modeling import LanguageModeling
+from engine.pipeline.schedule import Kind
 
 
 class ModelStage:
-    """The whole model on one stage.
+    """One stage; by default the whole model.
 
     Args:
-        model: on its device.
+        model: the stage's part, on its device.
         objective: turns token losses into the loss.
         device: of the batches.
+        trains: whether the stage, or one below it, has a trainable parameter; else it has no backward.
+        gives_gradient: whether a stage below has a trainable parameter, so that the input's gradient is wanted.
+        step: 0-dim int64 that the stages of a rank share; None makes one.
     """
 
-    def __init__(self, model: Decoder, objective: LanguageModeling, device: torch.device) -> None:
-        self._model, self._objective, self._device = model, objective, device
+    def __init__(
+        self,
+        model: Decoder,
+        objective: LanguageModeling,
+        device: torch.device,
+        *,
+        trains: bool = True,
+        gives_gradient: bool = False,
+        step: Tensor | None = None,
+    ) -> None:
+        self.model = model
+        self._objective, self._device = objective, device
+        self._trains, self._gives_gradient = trains, gives_gradient
+        self.entries: list[ShardEntry] = list(shard_entries(model))
         self._batches: list[Batch] = []
-        self._alive: dict[int, Tensor] = {}
-        self._scale = 1.0
-        self.step = torch.zeros((), dtype=torch.int64, device=device)
+        self._alive: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._deferred: dict[int, list[Callable[[], None]]] = {}
+        self._scale, self._training = 1.0, True
+        self.step = torch.zeros((), dtype=torch.int64, device=device) if step is None else step
         """Optimizer steps taken; the dropout coordinate, on the device so that a graph can replay it."""
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=device)
-        """Sum of this rank's weighted token losses since `load`."""
+        """Sum of this rank's weighted token losses since `load`; stays 0 but on the last stage."""
 
-    def load(self, batches: list[Batch], target_count: float) -> None:
+    def load(self, batches: list[Batch], target_count: float, *, training: bool = True) -> None:
         """Takes this rank's micro-batches of a step.
 
         Args:
-            batches: one per micro-batch.
+            batches: one per micro-batch, on the device.
             target_count: sum of the loss weights over the *global* batch; gradients are divided by it.
+            training: False switches dropout and gradients off.
         """
-        self._batches = [batch.to(self._device) for batch in batches]
+        self._batches, self._training = batches, training
         self._scale = 1.0 / max(target_count, 1.0)
         self.loss_sum.zero_()
 
-    def forward(self, microbatch: int) -> None:
-        batch = self._batches[microbatch]
-        loss = self._objective.loss_sum(self._model(batch, self.step), batch)
-        self.loss_sum.add_(loss.detach())
-        self._alive[microbatch] = loss
+    def forward(self, microbatch: int, activation: Tensor | None = None) -> Tensor | None:
+        """See engine.pipeline.runner.Stage."""
+        batch, model = self._batches[microbatch], self.model
+        keeps = self._training and self._trains
+        if activation is not None and keeps and self._gives_gradient:
+            activation.requires_grad_()
+        with nullcontext() if keeps else torch.no_grad():
+            context = model.context(batch, self.step, training=self._training)
+            out = model.run_layers(model.embed(batch) if activation is None else activation, context)
+            if model.head is not None:
+                out = self._objective.loss_sum(model.token_losses(out, batch, context), batch)
+                self.loss_sum.add_(out.detach())
+        if keeps:
+            self._alive[microbatch] = activation, out
+        return None if model.head is not None else out.detach()
 
-    def backward(self, microbatch: int) -> None:
-        (self._alive.pop(microbatch) * self._scale).backward()
+    def backward(
+        self, microbatch: int, gradient: Tensor | None = None, *, defer_weights: bool = False
+    ) -> Tensor | None:
+        """See engine.pipeline.runner.Stage."""
+        activation, out = self._alive.pop(microbatch)
+        if gradient is None:
+            out = out * self._scale
+        if not defer_weights:
+            out.backward(gradient)
+        else:
+            self._deferred[microbatch] = []
+            self._defer(self._deferred[microbatch])
+            out.backward(gradient)
+            self._defer(None)
+        return activation.grad if activation is not None else None
+
+    @torch.no_grad()
+    def weight_gradients(self, microbatch: int) -> None:
+        """See engine.pipeline.runner.Stage."""
+        for add in self._deferred.pop(microbatch):
+            add()
+
+    def _defer(self, queue: list[Callable[[], None]] | None) -> None:
+        for entry in self.entries:
+            if entry.sink is not None:
+                entry.sink.deferred = queue
+
+    def empty_message(self, kind: Kind, microbatch: int) -> Tensor:
+        """See engine.pipeline.runner.Stage. Activations and their gradients are of one shape."""
+        model = self.model
+        tokens = self._batches[microbatch].num_tokens
+        if model.layout.splits_tokens:
+            tokens //= model.layout.tp.size
+        return torch.empty(tokens, model.config.hidden, dtype=model.dtype, device=self._device)

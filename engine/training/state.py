@@ -85,7 +85,7 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
     state = checkpoint.state
     optimizer.updates.fill_(state["updates"])
     optimizer.skipped.fill_(state["skipped"])
-    training.stage.step.fill_(state["step"])
+    training.stages.step.fill_(state["step"])
     return state
 
 

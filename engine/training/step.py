@@ -7,13 +7,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.distributed.collectives import all_reduce_async
+from engine.distributed.collectives import all_reduce, all_reduce_async
 from engine.distributed.mesh import Mesh
 from engine.optim.adamw import FlatAdamW
 from engine.optim.reduce import GradientReducer
-from engine.pipeline.runner import run
-from engine.pipeline.schedule import single_stage
-from engine.training.stage import ModelStage
+from engine.training.stages import Stages
 
 
 class StepResult(NamedTuple):
@@ -31,8 +29,8 @@ class StepResult(NamedTuple):
 class TrainStep:
     """Forward and backward over the micro-batches, reduction, clipping and update."""
 
-    def __init__(self, stage: ModelStage, reducer: GradientReducer, optimizer: FlatAdamW, mesh: Mesh) -> None:
-        self._stage, self._reducer, self._optimizer, self._mesh = stage, reducer, optimizer, mesh
+    def __init__(self, stages: Stages, reducer: GradientReducer, optimizer: FlatAdamW, mesh: Mesh) -> None:
+        self._stages, self._reducer, self._optimizer, self._mesh = stages, reducer, optimizer, mesh
 
     def gradients(self, batches: list[Batch], target_count: float) -> Tensor:
         """Leaves the global batch's summed gradient in the flat buffer.
@@ -40,12 +38,11 @@ class TrainStep:
         Returns:
             0-dim fp32 mean loss over the target tokens of the global batch.
         """
-        self._stage.load(batches, target_count)
-        run(single_stage(len(batches)), [self._stage], before_last_backward=self._reducer.arm)
-        loss, handle = all_reduce_async(self._stage.loss_sum.clone(), self._mesh.dp_cp)  # hidden by the gradients' sum
+        loss_sum = self._stages.gradients(batches, target_count, before_last_backward=self._reducer.arm)
+        loss, handle = all_reduce_async(loss_sum, self._mesh.dp_cp)  # hidden by the gradients' sum
         self._reducer.finish()
         handle.wait()
-        return loss / max(target_count, 1.0)
+        return all_reduce(loss, self._mesh.pp) / max(target_count, 1.0)
 
     def __call__(self, batches: list[Batch], target_count: float, lr: float) -> StepResult:
         """One step on this rank's micro-batches.
@@ -57,5 +54,5 @@ class TrainStep:
         """
         loss = self.gradients(batches, target_count)
         norm = self._optimizer.step(lr)
-        self._stage.step.add_(1)
+        self._stages.step.add_(1)
         return StepResult(loss, norm)

@@ -81,7 +81,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         # everything that can be refused without reading data or weights comes first
         source = model_source(config)
-        plan = check_model(config, source.model)
+        plan = check_model(config, source.model, launch.world_size)
         self.run_dir = self._choose_run_dir()
         resume = self._resume_path()
         self._data: RunData = build_data(config, launch, source.model.decoder, log)
@@ -202,7 +202,7 @@ class Trainer:
             return
         begin = time.monotonic()
         training = self._training
-        loss = evaluate(training.model, training.objective, self._data.validation, training.mesh, self._launch.device)
+        loss = evaluate(training.stages, self._data.validation, training.mesh, self._launch.device)
         seconds = time.monotonic() - begin
         self._eval_losses.append(loss)
         self._metrics.evaluation(step=self.step, eval_loss=loss, seconds=seconds)
@@ -282,10 +282,18 @@ class Trainer:
             f"{config.model.dtype} on {self._launch.device.type}"
         )
         self._log.info(
-            f"layout: {self._launch.world_size} ranks, tensor {grid.tp}{sequence}, data {grid.dp}; "
+            f"layout: {self._launch.world_size} ranks, tensor {grid.tp}{sequence}, {self._pipeline()}"
+            f"{f'context {grid.cp} ({config.parallel.context_method}), ' if grid.cp > 1 else ''}data {grid.dp}; "
             f"{self._data.train.num_micro_batches} micro-batches of {config.train.micro_batch_size} rows a step"
         )
         self._log.info(f"run: {self._total} steps, folder {self.run_dir}")
+
+    def _pipeline(self) -> str:
+        partition = self._training.partition
+        if len(partition.layers) == 1:
+            return ""
+        layers = ", ".join(map(str, partition.layers))
+        return f"pipeline {self._training.mesh.pp.size} ({partition.choice.name}, stages of {layers} layers), "
 
 
 def train(config: RunConfig) -> RunSummary:

@@ -70,10 +70,10 @@ def engine_logits(config: RunConfig, run: Path, dataset: TokenDataset) -> Tensor
     checkpoint = latest_checkpoint(run)
     assert checkpoint is not None, f"{run} has no checkpoint"
     load_state(checkpoint, config, training)
-    model, logits = training.model, []
+    model, logits = training.parts[0], []
     for row in range(min(ROWS, len(dataset))):
         batch = build_batch(dataset, [row], range(1), length=int(dataset.row_lengths[row]), pad_token=0)
-        context = model.context(batch, training.stage.step, training=False)
+        context = model.context(batch, training.stages.step, training=False)
         logits.append(model.logits(model.run_layers(model.embed(batch), context), context))
     return torch.cat(logits)[:, : model.config.vocab_size]
 

@@ -26,6 +26,7 @@ from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.training.stage import ModelStage
+from engine.training.stages import Stages
 from engine.training.step import TrainStep
 
 SEED = 11
@@ -170,7 +171,7 @@ def build(
     stage = ModelStage(model, LanguageModeling(), device)
     return Built(
         mesh=mesh, entries=entries, model=model, flat=flat, reducer=reducer, optimizer=optimizer, stage=stage,
-        step=TrainStep(stage, reducer, optimizer, mesh),
+        step=TrainStep(Stages.whole(stage), reducer, optimizer, mesh),
     )  # fmt: skip
 
 

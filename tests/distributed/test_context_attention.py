@@ -19,7 +19,7 @@ from engine.ops.attention import causal_attention
 from engine.ops.attention_blocks import CPU_BLOCKS, NATIVE_BLOCKS, REFERENCE_BLOCKS, AttentionBlocks
 from engine.ops.context_attention import bytes_on_the_wire, context_attention
 from engine.ops.native.loader import native_status
-from engine.ops.zigzag import ContextLayout, make_plan
+from engine.zigzag import ContextLayout, make_plan
 from tests.spawning import spawn
 
 pytestmark = pytest.mark.distributed

@@ -16,6 +16,7 @@ LEVELS = {
     "triton_kernels": 0,
     "engine.errors": 1,
     "engine.batch": 1,
+    "engine.zigzag": 1,
     "engine.config": 1,
     "engine.telemetry": 1,
     "engine.distributed": 2,
@@ -34,7 +35,7 @@ LEVELS = {
     "examples": 9,
     "tests": 10,
 }
-FOR_ALL = ("engine.errors", "engine.batch")
+FOR_ALL = ("engine.errors", "engine.batch", "engine.zigzag")
 """Records that every part of the engine may name, also on their own level."""
 
 SOURCES = sorted(

@@ -20,7 +20,7 @@ from engine.ops.attention_blocks import (
     merge_,
 )
 from engine.ops.native.loader import native_status
-from engine.ops.zigzag import Block, Span
+from engine.zigzag import Block, Span
 
 SCALE = 0.3
 HEADS = [(4, 4), (6, 2), (3, 1)]

@@ -7,7 +7,7 @@ import pytest
 from engine.errors import UserError
 from engine.ops.context_attention import bytes_on_the_wire
 from engine.ops.ulysses_attention import check_context_heads
-from engine.ops.zigzag import ContextLayout
+from engine.zigzag import ContextLayout
 
 BF16 = 2
 

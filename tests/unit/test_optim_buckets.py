@@ -87,14 +87,14 @@ def test_buckets_leave_when_complete_and_in_the_same_order(seed: int, monkeypatc
         return tensor, Handle()
 
     monkeypatch.setattr(reduce, "all_reduce_async", record)
-    reducer = GradientReducer(flat, single_process_mesh(), bucket_bytes=400)
     flat.slots[2].entry.sink.uses = 2
+    reducer = GradientReducer(flat, single_process_mesh(), bucket_bytes=400)
     order = [slot for slot in flat.slots for _ in range(slot.entry.sink.uses)]
     random.Random(seed).shuffle(order)
     for slot in order:
         slot.entry.sink.add(torch.ones(slot.entry.sink.shape))
     assert sent == [], "an earlier micro-batch was sent"
-    reducer.arm()
+    reducer.arm(slot.entry for slot in flat.slots)
     missing = {id(slot): slot.entry.sink.uses for slot in flat.slots}
     for slot in order:
         slot.entry.sink.add(torch.ones(slot.entry.sink.shape))
@@ -107,7 +107,7 @@ def test_buckets_leave_when_complete_and_in_the_same_order(seed: int, monkeypatc
     reducer.finish()
     assert sent == in_order
     sent.clear()
-    reducer.arm()
+    reducer.arm(slot.entry for slot in flat.slots)
     reducer.finish()
     assert sent == in_order, "the order depends on who reported"
     uses = torch.zeros_like(flat.gradient)

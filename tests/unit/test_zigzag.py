@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.ops.zigzag import ContextLayout, Span, make_plan, merged, rank_columns
+from engine.zigzag import ContextLayout, Span, make_plan, merged, rank_columns
 
 
 @st.composite

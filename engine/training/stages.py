@@ -1,0 +1,126 @@
+"""This rank's stages, and how a step or an evaluation goes through all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.distributed.collectives import all_reduce
+from engine.distributed.mesh import Axis
+from engine.layers.module import ShardEntry
+from engine.models.decoder import Decoder
+from engine.pipeline.runner import Runner
+from engine.pipeline.schedule import Schedule
+from engine.pipeline.schedules import make_schedule
+from engine.training.stage import ModelStage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleChoice:
+    """Which schedule a run follows.
+
+    Args:
+        name: one of engine.pipeline.schedules.SCHEDULES.
+        num_ranks: pipeline ranks.
+        virtual: stages a rank.
+        first_trainable_stage: stages below it have no backward.
+    """
+
+    name: str = "1f1b"
+    num_ranks: int = 1
+    virtual: int = 1
+    first_trainable_stage: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks * self.virtual
+
+    def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
+        """The lists of all ranks; forwards alone where not training.
+
+        Raises:
+            UserError: the schedule cannot be made of so many micro-batches.
+        """
+        first = self.first_trainable_stage if training else self.num_stages
+        return make_schedule(self.name, self.num_ranks, self.virtual, num_microbatches, first)
+
+
+class Stages:
+    """The stages of a rank.
+
+    Args:
+        stages: by their number in the whole model.
+        axis: the pipeline's ranks.
+        choice: of the schedule.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, ModelStage], axis: Axis | None = None, choice: ScheduleChoice | None = None
+    ) -> None:
+        self._stages = dict(sorted(stages.items()))
+        self._axis, self._choice = axis or Axis("pp"), choice or ScheduleChoice()
+        self._runners: dict[tuple[int, bool], Runner] = {}
+
+    @classmethod
+    def whole(cls, stage: ModelStage) -> Stages:
+        """One stage that is the whole model."""
+        return cls({0: stage})
+
+    @property
+    def step(self) -> Tensor:
+        """0-dim int64: optimizer steps taken, the same tensor in all stages."""
+        return next(iter(self._stages.values())).step
+
+    def entries(self) -> list[ShardEntry]:
+        """Parameters of all stages, in forward order."""
+        return [entry for stage in self._stages.values() for entry in stage.entries]
+
+    def models(self) -> tuple[Decoder, ...]:
+        """The parts of the model, in forward order."""
+        return tuple(stage.model for stage in self._stages.values())
+
+    def gradients(
+        self,
+        batches: list[Batch],
+        target_count: float,
+        before_last_backward: Callable[[Iterable[ShardEntry]], None],
+    ) -> Tensor:
+        """Forward and backward of a step's micro-batches.
+
+        Args:
+            batches: this rank's.
+            target_count: sum of the loss weights over the global batch; gradients are divided by it.
+            before_last_backward: called with a stage's parameters before the last backward of that stage.
+
+        Returns:
+            0-dim fp32 sum of this rank's weighted token losses: 0 where it has no last stage.
+        """
+        self._load(batches, target_count, training=True)
+        self._runner(len(batches), training=True).run(lambda stage: before_last_backward(self._stages[stage].entries))
+        return self._loss_sum()
+
+    @torch.no_grad()
+    def losses(self, batches: list[Batch]) -> Tensor:
+        """0-dim fp32 sum of the weighted token losses without dropout, equal on all pipeline ranks."""
+        self._load(batches, 1.0, training=False)
+        self._runner(len(batches), training=False).run(lambda stage: None)
+        return all_reduce(self._loss_sum(), self._axis)
+
+    def _load(self, batches: list[Batch], target_count: float, *, training: bool) -> None:
+        moved = [batch.to(self.step.device) for batch in batches]
+        for stage in self._stages.values():
+            stage.load(moved, target_count, training=training)
+
+    def _loss_sum(self) -> Tensor:
+        return torch.stack([stage.loss_sum for stage in self._stages.values()]).sum()
+
+    def _runner(self, num_microbatches: int, *, training: bool) -> Runner:
+        key = num_microbatches, training
+        if key not in self._runners:
+            schedule = self._choice.schedule(num_microbatches, training=training)
+            self._runners[key] = Runner(schedule, self._stages, self._axis)
+        return self._runners[key]

@@ -2,7 +2,7 @@
 
 A frozen weight has no weight gradient, and an adapter needs its input again only for dA. So the linear keeps what its
 input was computed from (the residual stream, [gate | up]), which is kept or cheap anyway, and the input itself is
-written twice and stored never.
+written twice and stored never, unless it is asked for as a `KeptInput`.
 
 Legend: T tokens, I input features.
 """
@@ -10,8 +10,9 @@ Legend: T tokens, I input features.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.ops.gradients import GradientSink
@@ -109,3 +110,55 @@ class SwiGLUInput:
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
     ) -> Tensor:
         return kernels.swiglu_backward(dx, u, update)
+
+
+class _Keep(torch.autograd.Function):
+    """Computes nothing and holds x, as autograd holds what an op saves: hooks on saved tensors see it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty_like(anchor)
+
+
+class KeptInput:
+    """Another input, made in forward alone and kept until backward has read it.
+
+    For one call of a linear. The linear's forward makes x, `keep` is called after it, and its backward gets that x.
+
+    Args:
+        source: how x is made.
+    """
+
+    def __init__(self, source: LinearInput) -> None:
+        self._source = source
+        self._making = True
+        self._x: Tensor | None = None
+        self._node: Any = None
+
+    def features(self, u: Tensor) -> int:
+        return self._source.features(u)
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return self._source.leaves()
+
+    def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+        if self._node is not None:
+            (x,) = self._node.saved_tensors
+            self._node = None  # nobody else reads it, and the graph lives on until backward has ended
+            return x, None
+        x, statistics = self._source.make(u, out, kernels)
+        if self._making:
+            self._x = x
+        return x, statistics
+
+    def keep(self) -> None:
+        """Keeps x, which may lie in a buffer that the linear went on writing to until now."""
+        assert self._x is not None
+        self._node = _Keep.apply(torch.empty(0, requires_grad=True), self._x).grad_fn
+        self._making, self._x = False, None
+
+    def gradient(
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
+        return self._source.gradient(dx, u, statistics, update, kernels)

@@ -23,6 +23,8 @@ from engine.layers.mlp import MLP
 from engine.layers.module import ShardEntry
 from engine.layers.norm import RMSNorm
 from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, made_again
+from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.models.config import DecoderConfig
 from engine.ops.context import TokenContext
 from engine.ops.cross_entropy import cross_entropy
@@ -45,7 +47,7 @@ class Part:
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); `memory` says what of it stays for backward."""
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class DecoderLayer(nn.Module):
         plan: TrainingPlan,
         device: torch.device,
         dtype: torch.dtype,
+        memory: MemoryPlan = SELECTIVE,
     ) -> None:
         super().__init__()
         prefix, site = f"layers.{index}", index * SITES_PER_LAYER
@@ -83,10 +86,24 @@ class DecoderLayer(nn.Module):
             first_site=site + 2,
             **common,
         )
+        self.level = memory.level(index)
+        apply_level(self.level, self.attention, self.mlp)
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
-        x = x + self.attention(x, self.input_norm.as_input(), context)
+        if self.level == "full":
+            return made_again(self._whole, x, context)
+        if self.level == "attention":
+            return self._with_mlp(made_again(self._with_attention, x, context), context)
+        return self._whole(x, context)
+
+    def _with_attention(self, x: Tensor, context: TokenContext) -> Tensor:
+        return x + self.attention(x, self.input_norm.as_input(), context)
+
+    def _with_mlp(self, x: Tensor, context: TokenContext) -> Tensor:
         return x + self.mlp(x, self.post_attention_norm.as_input(), context)
+
+    def _whole(self, x: Tensor, context: TokenContext) -> Tensor:
+        return self._with_mlp(self._with_attention(x, context), context)
 
 
 class Decoder(nn.Module):
@@ -100,9 +117,10 @@ class Decoder(nn.Module):
         part: None for the whole model.
         embedding_weight: of another part on this rank that has the embedding; a tied head is that very tensor. Where
             no part here has it, the head holds a copy, which is kept equal (ShardSpec.grad_reduce "pp_ends").
+        memory: what layers keep for backward, and how.
 
     Raises:
-        UserError: the model's sizes do not fit the layout.
+        UserError: the model's sizes do not fit the layout, or `memory` does not fit the model or the device.
     """
 
     def __init__(
@@ -115,8 +133,10 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         part: Part | None = None,
         embedding_weight: ShardEntry | None = None,
+        memory: MemoryPlan = SELECTIVE,
     ) -> None:
         super().__init__()
+        memory.check_layers(config.num_layers)
         self.config, self.layout, self.dtype = config, layout, dtype
         self.part = part or Part(first=0, last=config.num_layers)
         common = {"layout": layout, "plan": plan, "device": device, "dtype": dtype}
@@ -130,8 +150,11 @@ class Decoder(nn.Module):
                 **common,
             )
         self.layers = nn.ModuleList(
-            DecoderLayer(index, config, **common) for index in range(self.part.first, self.part.last)
+            DecoderLayer(index, config, memory=memory, **common) for index in range(self.part.first, self.part.last)
         )
+        narrowest = min(config.hidden, config.num_heads // layout.tp.size * config.head_dim)
+        shapes = ActivationShapes(dtype=dtype, head_dim=config.head_dim, min_width=narrowest)
+        self.saved = SavedTensors(memory, device, shapes)
         self.norm = self.head = None
         if self.part.head:
             self.norm = RMSNorm("norm", config.hidden, config.norm_eps, **common)
@@ -210,8 +233,10 @@ class Decoder(nn.Module):
 
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
         """Through this part's layers."""
-        for layer in self.layers:
-            x = layer(x, context)
+        saved = self.saved.layers(len(self.layers), context, self.layers.parameters())
+        for layer, kept in zip(self.layers, saved, strict=True):
+            with kept:
+                x = layer(x, context)
         return x
 
     def logits(self, x: Tensor, context: TokenContext) -> Tensor:

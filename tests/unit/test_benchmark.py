@@ -93,7 +93,7 @@ def test_different_computations_are_not_timed(name: str) -> None:
     peer = sides[step.PEER]
     _shift(next(p for key, p in peer.model.named_parameters() if name in key))
     with pytest.raises(RuntimeError, match="compute different things"):
-        step.check(SMALL, sides, draw_batches(SMALL, CPU, 4), CPU)
+        step.check(SMALL, sides, draw_batches(SMALL, CPU, 4))
 
 
 def test_a_wrong_gradient_is_noticed() -> None:
@@ -102,18 +102,21 @@ def test_a_wrong_gradient_is_noticed() -> None:
     peer = sides[step.PEER]
     next(p for key, p in peer.model.named_parameters() if "gate_proj.lora_B" in key).register_hook(lambda g: 2 * g)
     with pytest.raises(RuntimeError, match="compute different things"):
-        step.check(SMALL, sides, draw_batches(SMALL, CPU, 4), CPU)
+        step.check(SMALL, sides, draw_batches(SMALL, CPU, 4))
 
 
-def test_dropout_is_not_compared() -> None:
+def test_with_dropout_the_losses_without_it_are_compared() -> None:
     options = StepOptions(**TINY, rows=1, length=8, dropout=0.1, device="cpu")
-    _, sentences = step.check(options, _sides(options), draw_batches(options, CPU, 4), CPU)
-    assert "not compared" in sentences[0]
+    sides, batches = _sides(options), draw_batches(options, CPU, 4)
+    assert "Same model" in step.check(options, sides, batches)[0]
+    _shift(next(p for key, p in sides[step.PEER].model.named_parameters() if "o_proj.lora_B" in key))
+    with pytest.raises(RuntimeError, match="compute different things"):
+        step.check(options, sides, batches)
 
 
 def test_bfloat16_agrees_within_its_rounding() -> None:
     options = StepOptions(**TINY, rows=1, length=8, dtype="bfloat16", device="cpu")
-    _, sentences = step.check(options, _sides(options), draw_batches(options, CPU, 4), CPU)
+    sentences = step.check(options, _sides(options), draw_batches(options, CPU, 4))
     assert "Same computation" in sentences[0]
 
 

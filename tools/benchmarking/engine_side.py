@@ -104,9 +104,9 @@ class EngineSide:
         targets = ids_BS.shape[0] * (ids_BS.shape[1] - 1)
         return Outcome(*self._step([self._batch(ids_BS)], float(targets), LEARNING_RATE))
 
-    def loss(self, ids_BS: Tensor) -> Tensor:
+    def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
         batch = self._batch(ids_BS)
-        losses = self.model(batch, torch.zeros((), dtype=torch.int64, device=self._device))
+        losses = self.model(batch, torch.zeros((), dtype=torch.int64, device=self._device), training=dropout)
         return LanguageModeling().loss_sum(losses, batch) / batch.loss_weights_BS.sum()
 
     def linear_weights(self) -> list[tuple[Tensor, bool]]:

@@ -40,8 +40,8 @@ class Side(Protocol):
     def step(self, ids_BS: Tensor) -> Outcome:
         """Forward, backward, clip and update on int64 token ids, without waiting for the device."""
 
-    def loss(self, ids_BS: Tensor) -> Tensor:
-        """The loss alone, with its autograd graph."""
+    def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
+        """The loss alone, with its autograd graph; `dropout` False turns dropout off."""
 
 
 def hf_config(options: ModelOptions) -> dict[str, Any]:

@@ -78,9 +78,14 @@ class PeftSide:
             return nullcontext()
         return torch.autocast(self._device.type, TORCH_DTYPES[self._options.dtype])
 
-    def loss(self, ids_BS: Tensor) -> Tensor:
+    def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
+        if not dropout:
+            self.model.eval()
         with self._autocast():
-            return self.model(input_ids=ids_BS, labels=ids_BS).loss
+            loss = self.model(input_ids=ids_BS, labels=ids_BS).loss
+        if not dropout:
+            self.model.train()
+        return loss
 
     def step(self, ids_BS: Tensor) -> Outcome:
         self._optimizer.zero_grad(set_to_none=True)
@@ -128,6 +133,6 @@ class LigerSide(PeftSide):
         finally:
             modeling_llama.apply_rotary_pos_emb = before
 
-    def loss(self, ids_BS: Tensor) -> Tensor:
+    def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
         with self._own_rotation():
-            return super().loss(ids_BS)
+            return super().loss(ids_BS, dropout=dropout)

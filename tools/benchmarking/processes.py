@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -26,6 +27,11 @@ def in_new_process_with(
         max_workers=1, mp_context=context, initializer=_set_environment, initargs=(dict(environment),)
     ) as pool:
         return pool.submit(function, *args, **kwargs).result()
+
+
+def caches_in(folder: Path) -> dict[str, str]:
+    """The environment in which Triton and torch.compile keep what they compile in `folder`."""
+    return {name: str(folder / name.lower()) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
 
 
 def _set_environment(environment: dict[str, str]) -> None:

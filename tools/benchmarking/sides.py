@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -11,11 +14,15 @@ from engine.distributed.launch import keep_freed_memory
 
 from .engine_side import EngineSide
 from .machine import choose_device
-from .model import Side
+from .model import Side, draw_batches
 from .options import ModelOptions, chosen_names
+from .peak_memory import peak_above_now
 from .peers import Peers, find_peers
 from .peft_side import CheckpointingSide, LigerSide, PeftSide
+from .processes import caches_in, in_new_process_with
+from .timing import wait_for
 
+_MEMORY_STEPS = 3
 ENGINE, PEER = "engine", "transformers + PEFT"
 
 
@@ -49,3 +56,43 @@ def set_up(options: ModelOptions) -> torch.device:
     if device.type == "cpu":
         keep_freed_memory()
     return device
+
+
+class Alone(NamedTuple):
+    """A side's first steps in a process of its own.
+
+    Args:
+        peak: bytes above the loaded model: optimizer, gradients, activations, buffers; None where not measured.
+        first_seconds: of the first step, with nothing compiled before.
+    """
+
+    peak: int | None
+    first_seconds: float
+
+
+def steps_alone(name: str, options: ModelOptions) -> Alone:
+    """Takes a side's first steps in a new process, with empty caches of compiled kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        return in_new_process_with(caches_in(Path(folder)), _first_steps, name, options)
+
+
+def _first_steps(name: str, options: ModelOptions) -> Alone:
+    device = set_up(options)
+    side = find_sides(options, device)[0][name].build(options, device)
+    batches = draw_batches(options, device, _MEMORY_STEPS)
+    if device.type == "cuda":
+        square = torch.randn(1024, 1024, device=device)
+        square @ square  # the library's own start is not part of the step
+    seconds = []
+
+    def work() -> None:
+        side.prepare()
+        for ids in batches:
+            wait_for(device)
+            start = time.perf_counter()
+            side.step(ids)
+            wait_for(device)
+            seconds.append(time.perf_counter() - start)
+
+    peak = peak_above_now(work, device)
+    return Alone(peak, seconds[0])

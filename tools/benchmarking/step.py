@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from functools import partial
 
 import torch
@@ -18,17 +17,14 @@ from .ceilings import PRODUCT, Ceilings
 from .floor import GemmFloor
 from .model import TORCH_DTYPES, Side, attention_kernel, draw_batches
 from .options import StepOptions
-from .peak_memory import peak_above_now
-from .processes import in_new_process
-from .sides import ENGINE, PEER, find_sides, set_up
+from .sides import ENGINE, PEER, find_sides, set_up, steps_alone
 from .step_table import FLOOR, StepMeasurement, step_table
 from .table import Table
-from .timing import Work, interleave, wait_for
+from .timing import Work, interleave
 
-__all__ = ["ENGINE", "FLOOR", "PEER", "check", "peak_memory", "run"]
+__all__ = ["ENGINE", "FLOOR", "PEER", "check", "run"]
 
 _CHECKED_STEPS = 3
-_MEMORY_STEPS = 3
 _NUM_BATCHES = 4
 _CEILING = {"cpu": 2048, "cuda": 8192}
 """Size of the square product that gives the speed of arithmetic."""
@@ -46,16 +42,15 @@ def run(options: StepOptions) -> Table:
     """
     device = set_up(options)
     kinds, peers = find_sides(options, device)
-    _say("peak memory, each side in a process of its own")
-    memory = {name: in_new_process(peak_memory, name, options, _MEMORY_STEPS) for name in kinds}
+    _say("memory and first step, each side in a process of its own")
+    alone = {name: steps_alone(name, options) for name in kinds}
     _say("building the models")
     sides = {name: kind.build(options, device) for name, kind in kinds.items()}
     batches = draw_batches(options, device, _NUM_BATCHES)
     ceilings = Ceilings(device, TORCH_DTYPES[options.dtype], copy_mib=1, size=_CEILING[device.type])
-    ceilings.product()  # what the first product sets up is not part of anybody's first step
     for side in sides.values():
         side.prepare()
-    first, agreement = check(options, sides, batches, device)
+    agreement = check(options, sides, batches)
     kernels = {name: attention_kernel(side.loss(batches[0])) for name, side in sides.items()}
     floor = GemmFloor(sides[ENGINE].linear_weights(), options.tokens)
     contestants: dict[str, Work] = {
@@ -73,8 +68,8 @@ def run(options: StepOptions) -> Table:
         device,
         StepMeasurement(
             samples=samples,
-            memory=memory,
-            first_seconds=first,
+            memory={name: found.peak for name, found in alone.items()},
+            first_seconds={name: found.first_seconds for name, found in alone.items()},
             attention=kernels,
             engine_kernels=sides[ENGINE].kernels,
             agreement=agreement,
@@ -93,63 +88,57 @@ def _next_step(side: Side, batches: itertools.cycle[Tensor]) -> None:
     side.step(next(batches))
 
 
-def peak_memory(name: str, options: StepOptions, steps: int) -> int | None:
-    """Bytes above the loaded model: optimizer, gradients, activations, buffers. Runs in a process of its own."""
-    device = set_up(options)
-    side = find_sides(options, device)[0][name].build(options, device)
-    batches = draw_batches(options, device, steps)
-
-    def work() -> None:
-        side.prepare()
-        for ids in batches:
-            side.step(ids)
-
-    return peak_above_now(work, device)
-
-
-def check(
-    options: StepOptions, sides: dict[str, Side], batches: list[Tensor], device: torch.device
-) -> tuple[dict[str, float], tuple[str, ...]]:
+def check(options: StepOptions, sides: dict[str, Side], batches: list[Tensor]) -> tuple[str, ...]:
     """Takes the first steps on all sides and compares each peer with the engine.
 
+    With dropout the sides draw different masks, so what is compared is the loss of the first forward without it.
+
     Returns:
-        Seconds of each side's first step, and sentences that say how well they agree.
+        Sentences that say how well they agree.
 
     Raises:
         RuntimeError: they do not.
     """
-    first: dict[str, float] = {}
+    if options.dropout > 0:
+        losses = {name: _loss_without_dropout(side, batches[0]) for name, side in sides.items()}
+        return tuple(
+            _agreement(options, name, _relative(losses[ENGINE], losses[name]), None) for name in sides if name != ENGINE
+        )
     worst = {name: (0.0, 0.0) for name in sides if name != ENGINE}
     for ids in batches[:_CHECKED_STEPS]:
-        outcomes = {}
-        for name, side in sides.items():
-            wait_for(device)
-            start = time.perf_counter()
-            outcomes[name] = side.step(ids)
-            wait_for(device)
-            first.setdefault(name, time.perf_counter() - start)
+        outcomes = {name: side.step(ids) for name, side in sides.items()}
         ours = outcomes[ENGINE]
         for name, (loss, norm) in worst.items():
             theirs = outcomes[name]
             worst[name] = (
                 max(loss, _relative(ours.loss, theirs.loss)), max(norm, _relative(ours.grad_norm, theirs.grad_norm))
             )  # fmt: skip
-    if options.dropout > 0:
-        return first, (
-            f"Losses not compared: with dropout {options.dropout} the sides draw different masks. "
-            "Run with --dropout 0 to compare them.",
-        )
-    return first, tuple(_agreement(options, name, *errors) for name, errors in worst.items())
+    return tuple(_agreement(options, name, *errors) for name, errors in worst.items())
 
 
-def _agreement(options: StepOptions, name: str, loss: float, norm: float) -> str:
+@torch.no_grad()
+def _loss_without_dropout(side: Side, ids_BS: Tensor) -> Tensor:
+    return side.loss(ids_BS, dropout=False)
+
+
+def _agreement(options: StepOptions, name: str, loss: float, norm: float | None) -> str:
+    """The sentence; `norm` None where gradients could not be compared.
+
+    Raises:
+        RuntimeError: an error is above its limit.
+    """
     loss_limit, norm_limit = _LOSS_TOLERANCE[options.dtype], _NORM_TOLERANCE[options.dtype]
     # written so that a NaN fails
-    if not (loss <= loss_limit and norm <= norm_limit):
+    if not (loss <= loss_limit and (norm is None or norm <= norm_limit)):
+        gradients = "" if norm is None else f" and the gradient norms by {norm:.1e} (limit {norm_limit:.0e})"
         raise RuntimeError(
-            f"engine and {name} compute different things: over {_CHECKED_STEPS} steps the losses differ "
-            f"by {loss:.1e} (limit {loss_limit:.0e}) and the gradient norms by {norm:.1e} "
-            f"(limit {norm_limit:.0e}), relative."
+            f"engine and {name} compute different things: the losses differ by {loss:.1e} (limit {loss_limit:.0e})"
+            f"{gradients}, relative."
+        )
+    if norm is None:
+        return (
+            f"Same model as {name}: the first loss without dropout agrees within {loss:.1e}, relative. With dropout "
+            f"{options.dropout} masks differ, so gradients are not compared; --dropout 0 compares them."
         )
     return (
         f"Same computation as {name}: over the first {_CHECKED_STEPS} steps losses agree within {loss:.1e} and "

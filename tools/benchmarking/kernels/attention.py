@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.ops.kernels import Kernels
 
+from ..case import TORCH, Case, Contestant, Results
 from ..ceilings import Demand
-from .case import TORCH, Case, Contestant, Results
 from .setting import Setting
 
 _SDPA = {

@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.ops.kernels import InputUpdate, Kernels
 from triton_kernels.philox import dropout_mask
 
+from ..case import TORCH, Case, Contestant, Results
 from ..ceilings import Demand
-from .case import TORCH, Case, Contestant, Results
 from .setting import Setting
 
 

@@ -19,7 +19,7 @@ from engine.ops.native.loader import native_status
 
 from ..machine import choose_device
 from ..options import KernelOptions, chosen_names
-from ..processes import in_new_process, in_new_process_with
+from ..processes import caches_in, in_new_process, in_new_process_with
 
 Seconds = dict[str, dict[str, float]]
 """Case -> contestant -> seconds."""
@@ -76,7 +76,7 @@ def _load_library() -> tuple[float | None, str]:
 def measure_first_calls(options: KernelOptions) -> FirstCalls:
     """A cold process, then a warm one, on caches in a folder of their own."""
     with tempfile.TemporaryDirectory() as folder:
-        caches = {name: str(Path(folder, name.lower())) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+        caches = caches_in(Path(folder))
         triton, calls, files = Path(caches["TRITON_CACHE_DIR"]), [], []
         for kind in ("empty", "warm"):
             print(f"[kernels] first calls in a process with {kind} caches", file=sys.stderr, flush=True)

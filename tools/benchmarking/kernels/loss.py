@@ -21,8 +21,8 @@ from engine.ops.head_loss import frozen_head_losses
 from engine.ops.inputs import GivenInput
 from engine.ops.kernels import Kernels
 
+from ..case import TORCH, Case, Contestant, Results
 from ..ceilings import Demand
-from .case import TORCH, Case, Contestant, Results
 from .setting import Setting
 
 _CHUNK = 1024

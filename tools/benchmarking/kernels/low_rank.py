@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.ops.kernels import Kernels
 
+from ..case import TORCH, Case, Contestant, Results
 from ..ceilings import Demand
-from .case import TORCH, Case, Contestant, Results
 from .setting import Setting
 
 SECTIONS = 2

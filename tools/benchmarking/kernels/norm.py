@@ -14,8 +14,8 @@ from torch.nn.functional import rms_norm
 from engine.ops.kernels import Kernels
 from triton_kernels import reference
 
+from ..case import TORCH, Case, Contestant, Results
 from ..ceilings import Demand
-from .case import TORCH, Case, Contestant, Results
 from .setting import Setting
 
 EPS = 1e-5

@@ -21,9 +21,9 @@ from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import OptimizerBackend, choose_backend
 from engine.optim.flat import FlatParameters
 
+from ..case import LIMITS, TORCH, Case, Contestant, Results
 from ..ceilings import Demand
 from ..model import BETAS, CLIP_GRAD_NORM, EPS, LEARNING_RATE, WEIGHT_DECAY
-from .case import LIMITS, TORCH, Case, Contestant, Results
 from .setting import Setting
 
 _FIRST_MOMENT, _SECOND_MOMENT = -1e-3, 1e-6

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from engine.layers.linear import FOLD_MULTIPLE
 
+from ..case import Case, Contestant, Results, deviation
 from ..ceilings import Demand
-from .case import Case, Contestant, Results, deviation
 from .setting import Setting
 
 FOLD, COPIED, SEPARATE, ONE_KERNEL, FROZEN = "fold", "fold, x copied", "separate", "triton, one kernel", "frozen alone"
@@ -151,7 +151,7 @@ def forward(setting: Setting, *, name: str) -> Case:
     contestants = {
         FOLD: Contestant(run=fold), COPIED: Contestant(run=copied), SEPARATE: Contestant(run=separate),
         FROZEN: Contestant(
-            run=frozen, floor=True, error=lambda found: deviation(found, (x.double() @ linear.weight.double().t(),))
+            run=frozen, error=lambda found: deviation(found, (x.double() @ linear.weight.double().t(),))
         ),
     }  # fmt: skip
     if setting.has_triton:
@@ -205,7 +205,7 @@ def backward(setting: Setting, *, name: str) -> Case:
     contestants = {
         FOLD: Contestant(run=fold), SEPARATE: Contestant(run=separate),
         FROZEN: Contestant(
-            run=frozen, floor=True, error=lambda found: deviation(found, (dy.double() @ linear.weight.double(),))
+            run=frozen, error=lambda found: deviation(found, (dy.double() @ linear.weight.double(),))
         ),
     }  # fmt: skip
     if setting.has_triton:

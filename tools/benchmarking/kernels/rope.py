@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from engine.ops.rope import inverse_frequencies
 from triton_kernels.reference import rope_tables
 
+from ..case import TORCH, Case, Contestant, Results, deviation
 from ..ceilings import Demand
-from .case import TORCH, Case, Contestant, Results, deviation
 from .setting import Setting
 
 

@@ -10,20 +10,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import NamedTuple
 
 import torch
 
 from ..backends import find_backends
-from ..ceilings import COPY, PRODUCT, Ceilings, ColdCache
+from ..case import LIMITS, Case, Checked, check
+from ..ceilings import COPY, PRODUCT, Ceilings
+from ..comparison import Timed, time_case
 from ..machine import choose_device, describe
 from ..model import TORCH_DTYPES
 from ..options import KernelOptions, chosen_names, for_device
 from ..peers import find_peers
 from ..table import Report, Table
-from ..timing import Sample, Work, interleave
 from . import attention, dropout, loss, low_rank, norm, optimizer, product, rope, swiglu
-from .case import LIMITS, Case, Checked, check
 from .first_calls import FirstCalls, measure_first_calls
 from .setting import Setting
 from .tables import group_table
@@ -43,13 +42,6 @@ GROUPS: dict[str, tuple[str, dict[str, Build]]] = {
     "product": ("Frozen product and adapters: which way is faster", product.CASES),
 }
 """Name that `--only` knows -> title and cases."""
-
-
-class Timed(NamedTuple):
-    """One case's samples by contestant, and its limit, a figure a turn."""
-
-    samples: dict[str, list[Sample]]
-    limits: list[float]
 
 
 def run(options: KernelOptions) -> Report:
@@ -80,7 +72,7 @@ def run(options: KernelOptions) -> Report:
             if not case.contestants:
                 continue
             _say(f"{group}: {name}")
-            timed[name] = _time(setting, case, ceilings)
+            timed[name] = time_case(case, ceilings, options, device)
             described[name] = case.without_inputs()
             for ceiling, taken in speeds.items():
                 taken += [sample.seconds for sample in timed[name].samples.get(ceiling, ())]
@@ -119,33 +111,6 @@ def check_all(
 
 def _say(what: str) -> None:
     print(f"[kernels] {what}", file=sys.stderr, flush=True)
-
-
-def _time(setting: Setting, case: Case, ceilings: Ceilings) -> Timed:
-    if setting.options.repeats == 0:
-        return Timed({}, [])
-    cold = ColdCache(setting.device)
-
-    def before(reset: Work | None) -> Work:
-        def work() -> None:
-            if reset is not None:
-                reset()
-            cold()
-
-        return work
-
-    works: dict[str, Work] = {name: each.run for name, each in case.contestants.items()}
-    resets: dict[str, Work | None] = {name: each.reset for name, each in case.contestants.items()}
-    limits = ceilings.contestants(case.demand)
-    samples = interleave(
-        {**works, **limits},
-        repeats=setting.options.repeats,
-        warmup=setting.options.warmup,
-        device=setting.device,
-        turn=lambda done: None,
-        before={name: before(resets.get(name)) for name in (*works, *limits)},
-    )
-    return Timed(samples, ceilings.limits(case.demand, samples))
 
 
 def _report(

@@ -14,8 +14,8 @@ from torch.nn.functional import silu
 from engine.ops.kernels import Kernels
 from triton_kernels import reference
 
+from ..case import TORCH, Case, Contestant, Results, deviation
 from ..ceilings import Demand
-from .case import TORCH, Case, Contestant, Results, deviation
 from .setting import Setting
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..case import Case, Checked
+from ..comparison import Timed
 from ..table import Table
 from ..timing import Summary, paired_ratio, summarise
-from .case import Case, Checked
 from .first_calls import FirstCalls
-
-if TYPE_CHECKING:
-    from .section import Timed
 
 
 def group_table(
@@ -34,7 +32,7 @@ def group_table(
         findings += [f"Kernels of {who}: {', '.join(ran)}." for who, ran in traces.get(name, {}).items() if ran]
     return Table(
         title=title,
-        columns=_columns(next(iter(cases.values())).baseline, first_calls),
+        columns=_columns(next(iter(cases.values())).baseline, first_calls, bool(next(iter(timed.values())).samples)),
         rows=tuple(rows),
         findings=tuple(dict.fromkeys(findings)),
         data={
@@ -44,27 +42,21 @@ def group_table(
     )
 
 
-def _columns(baseline: str, first_calls: FirstCalls) -> tuple[str, ...]:
+def _columns(baseline: str, first_calls: FirstCalls, timed: bool) -> tuple[str, ...]:
+    figures = ("median ms", "min ms", "limit ms", "share of limit", f"speed over {baseline}") if timed else ()
     warm = ("second process ms",) if first_calls.warm else ()
-    return (
-        "op", "size", "contestant", "median ms", "min ms", "limit ms", "share of limit", f"speed over {baseline}",
-        "first call ms", *warm, "error",
-    )  # fmt: skip
-
-
-def _seconds(timed: Timed, who: str) -> list[float]:
-    return [sample.seconds for sample in timed.samples[who]]
+    return ("op", "size", "contestant", *figures, "first call ms", *warm, "error")
 
 
 def _figures(timed: Timed, who: str, baseline: str) -> tuple[str, ...]:
     """Median, least, limit, share of the limit, speed over the baseline."""
     if not timed.samples:
-        return ("", "", "", "", "")
-    seconds = _seconds(timed, who)
+        return ()
+    seconds = timed.seconds(who)
     taken = summarise(seconds)
     against = ""
     if baseline in timed.samples and who != baseline:
-        against = f"{paired_ratio(_seconds(timed, baseline), seconds).median:.2f}x"
+        against = f"{paired_ratio(timed.seconds(baseline), seconds).median:.2f}x"
     return (
         f"{taken.median * 1e3:.3f}",
         f"{taken.low * 1e3:.3f}",
@@ -87,11 +79,11 @@ def _verdicts(name: str, case: Case, timed: Timed) -> list[str]:
         return []
     sentences = []
     for question, names in case.verdicts.items():
-        order = sorted(names, key=lambda who: summarise(_seconds(timed, who)).median)
+        order = sorted(names, key=lambda who: summarise(timed.seconds(who)).median)
         where = f" ({question})" if question else ""
         if len(order) < 2:
             continue
-        lead = paired_ratio(_seconds(timed, order[1]), _seconds(timed, order[0]))
+        lead = paired_ratio(timed.seconds(order[1]), timed.seconds(order[0]))
         sentences.append(f"{name}, {case.size}{where}: winner {order[0]}, {_lead(lead)} over {order[1]}.")
     return sentences
 
@@ -106,7 +98,7 @@ def _record(case: Case, timed: Timed, checked: dict[str, Checked]) -> dict[str, 
         "size": case.size,
         "moved_bytes": case.demand.moved,
         "operations": case.demand.operations,
-        "seconds": {who: _seconds(timed, who) for who in timed.samples},
+        "seconds": {who: timed.seconds(who) for who in timed.samples},
         "limit_seconds": timed.limits,
         "error": {who: found.error for who, found in checked.items()},
         "first_call_seconds": {who: found.first_seconds for who, found in checked.items()},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ..case import Contestant
 from ..timing import wait_for
-from .case import Contestant
 
 _SHOWN = 4
 _MINOR = ("aten::empty", "aten::view", "aten::transpose", "aten::as_strided", "aten::reshape", "aten::detach")

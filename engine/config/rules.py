@@ -25,6 +25,7 @@ def check_config(config: RunConfig) -> None:
     check_adapter_source(config)
     check_fused_qkv(config)
     check_lora_reduce(config)
+    check_activation_dtype(config)
     check_warmup(config)
     check_evaluation(config)
     check_sequence_split(config)
@@ -142,6 +143,15 @@ def check_lora_reduce(config: RunConfig) -> None:
         f"parallel.lora_reduce is {config.parallel.lora_reduce} and sequence parallelism is on (parallel.tensor "
         f"{config.parallel.tensor}), which has a reduction of its own: set parallel.sequence to false, or "
         "parallel.lora_reduce to local.",
+    )
+
+
+def check_activation_dtype(config: RunConfig) -> None:
+    """Activations are kept in fewer bits than they are computed in."""
+    require(
+        config.memory.activation_dtype != "bfloat16" or config.model.dtype == "float32",
+        f"memory.activation_dtype is bfloat16 and model.dtype is {config.model.dtype}, which is no wider, so that nothing "
+        "would be saved: set memory.activation_dtype to float8 or null.",
     )
 
 

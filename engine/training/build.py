@@ -21,6 +21,8 @@ from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.layers.recompute import MemoryPlan
+from engine.layers.rounding import FLOAT8
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
@@ -42,6 +44,7 @@ from engine.training.stages import Stages
 from engine.training.step import TrainStep
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STORED_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float8": FLOAT8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,12 +190,18 @@ def _build_stages(
     """This rank's parts of the model, still empty, as stages."""
     first_trained = partition.choice.first_trainable_stage
     step = torch.zeros((), dtype=torch.int64, device=launch.device)
+    memory = MemoryPlan(
+        recompute=config.memory.recompute,
+        recompute_layers=config.memory.recompute_layers,
+        offload=config.memory.offload_activations,
+        stored_dtype=STORED_DTYPES[config.memory.activation_dtype],
+    )
     stages: dict[int, ModelStage] = {}
     embedding_weight = None
     for number, part in partition.parts(mesh.pp.rank).items():
         model = Decoder(
             decoder, layout=layout, plan=plan, device=launch.device, dtype=DTYPES[config.model.dtype], part=part,
-            embedding_weight=embedding_weight,
+            embedding_weight=embedding_weight, memory=memory,
         )  # fmt: skip
         if model.embedding is not None:
             embedding_weight = model.embedding.weight

@@ -115,6 +115,9 @@ class Trainer:
             tokens = int(loader.dataset.row_lengths[loader.rows(self._consumed)].sum())
             result = self._training.step(batches, targets, lr)
             self.step += 1
+            for part in self._training.parts:
+                if (report := part.saved.take_report()) is not None:  # in the first step, if ever
+                    self._progress.info(f"step {self.step}: {report.line()}")
             self._consumed += loader.global_batch_size
             self._report(_Record(self.step, result, lr, tokens, self._now()))
             if config.train.eval_every and self.step % config.train.eval_every == 0 and self.step < self._total:

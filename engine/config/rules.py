@@ -150,8 +150,8 @@ def check_activation_dtype(config: RunConfig) -> None:
     """Activations are kept in fewer bits than they are computed in."""
     require(
         config.memory.activation_dtype != "bfloat16" or config.model.dtype == "float32",
-        f"memory.activation_dtype is bfloat16 and model.dtype is {config.model.dtype}, which is no wider, so that nothing "
-        "would be saved: set memory.activation_dtype to float8 or null.",
+        f"memory.activation_dtype is bfloat16 and model.dtype is {config.model.dtype}, so that activations would be "
+        "kept as they are: set memory.activation_dtype to float8 or null.",
     )
 
 

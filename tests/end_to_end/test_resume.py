@@ -65,18 +65,25 @@ def test_resumed_run_has_the_bits_of_the_whole_one(
     assert not different
 
 
-def test_run_saved_at_tensor_2_goes_on_at_4_and_at_1(
-    settings: dict[str, object], whole_run: Path, tmp_path: Path
-) -> None:
-    """Save at TP2; TP4 and TP1 go on from it with the losses and the weights of one process, up to rounding."""
+MOVES = {
+    "tensor 2, then 4 and 1": ({"parallel.tensor": 2}, [({"parallel.tensor": 4}, 4), ({}, 0)]),
+    "pipeline 2, then tensor 2 and context 2": (
+        {"parallel.pipeline": 2, "parallel.virtual": 2},
+        [({"parallel.tensor": 2}, 2), ({"parallel.context": 2}, 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_run_goes_on_at_other_layouts(move: str, settings: dict[str, object], whole_run: Path, tmp_path: Path) -> None:
+    """Saved on two ranks, it goes on elsewhere with the losses and the weights of one process, up to rounding."""
+    saved, others = MOVES[move]
     at_two = tmp_path / "two"
-    run_tool("pretrain_lora", *options({**settings, "checkpoint.dir": at_two, "parallel.tensor": 2}), ranks=2)
+    run_tool("pretrain_lora", *options({**settings, "checkpoint.dir": at_two, **saved}), ranks=2)
     expected, reference = losses(whole_run), _tensors(whole_run)
-    for tensor, ranks in ((4, 4), (1, 0)):
-        folder = _stopped_copy(at_two, tmp_path / f"from-two-at-{tensor}")
-        run_tool(
-            "pretrain_lora", *options({**settings, "checkpoint.dir": folder, "parallel.tensor": tensor}), ranks=ranks
-        )
+    for place, (layout, ranks) in enumerate(others):
+        folder = _stopped_copy(at_two, tmp_path / f"from-two-{place}")
+        run_tool("pretrain_lora", *options({**settings, "checkpoint.dir": folder, **layout}), ranks=ranks)
         found = losses(folder)
         assert found.keys() == expected.keys()
         assert max(abs(found[step] - expected[step]) for step in expected) < 1e-4

@@ -104,6 +104,8 @@ LAYOUTS = {
     "one-process": (1, []),
     "tensor-2": (2, ["--parallel.tensor", "2", "--parallel.sequence", "false"]),
     "tensor-2-sequence": (2, ["--parallel.tensor", "2"]),
+    "pipeline-2-virtual": (2, ["--parallel.pipeline", "2", "--parallel.virtual", "2"]),
+    "context-2": (2, ["--parallel.context", "2"]),
 }
 
 

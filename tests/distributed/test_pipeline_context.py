@@ -28,6 +28,7 @@ from engine.ops.context_attention import Method
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
+from engine.pipeline.schedules import make_schedule
 from engine.training.stage import ModelStage
 from engine.training.stages import ScheduleChoice, Stages
 from engine.training.step import TrainStep
@@ -101,6 +102,16 @@ LAYOUTS = {
     "tp2 cp2 ulysses": Layout(case="adapters", grid=RankGrid(tp=2, cp=2), method="ulysses", length=23),
     "cp2 dp2": Layout(case="everything", grid=RankGrid(cp=2, dp=2)),
     "cp4": Layout(case="adapters", grid=RankGrid(cp=4), length=23),
+    "tp2 sequence pp2 dp2": Layout(
+        case="adapters", grid=RankGrid(tp=2, pp=2, dp=2), schedule="lora", layers=(1, 1, 1, 1), sequence=True
+    ),
+    "tp2 sequence pp2 dp2, tied": Layout(
+        case="tied", grid=RankGrid(tp=2, pp=2, dp=2), schedule="zb_h1", layers=(2, 2), sequence=True
+    ),
+    "tp2 sequence pp2 cp2": Layout(case="everything", grid=RankGrid(tp=2, pp=2, cp=2), layers=(3, 1), sequence=True),
+    "pp2 cp2 dp2 ulysses": Layout(
+        case="everything", grid=RankGrid(pp=2, cp=2, dp=2), schedule="zb_v", layers=(1, 1, 1, 1), method="ulysses"
+    ),
 }
 
 
@@ -113,6 +124,28 @@ class Trained(NamedTuple):
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     specs: dict[str, ShardSpec]
+    executed: tuple[str, ...]
+
+
+class RecordedStage(ModelStage):
+    """Writes down what it is asked to do."""
+
+    number: int
+    executed: list[str]
+
+    def forward(self, microbatch: int, activation: Tensor | None = None) -> Tensor | None:
+        self.executed.append(f"{self.number}F{microbatch}")
+        return super().forward(microbatch, activation)
+
+    def backward(
+        self, microbatch: int, gradient: Tensor | None = None, *, defer_weights: bool = False
+    ) -> Tensor | None:
+        self.executed.append(f"{self.number}{'I' if defer_weights else 'B'}{microbatch}")
+        return super().backward(microbatch, gradient, defer_weights=defer_weights)
+
+    def weight_gradients(self, microbatch: int) -> None:
+        self.executed.append(f"{self.number}W{microbatch}")
+        super().weight_gradients(microbatch)
 
 
 class Run:
@@ -131,7 +164,8 @@ class Run:
             pp_ends=Axis("pp_ends") if stage_rank[0] == stage_rank[-1] else mesh.pp_ends,
             context_method=layout.method, attention_blocks=REFERENCE_BLOCKS,
         )  # fmt: skip
-        stages: dict[int, ModelStage] = {}
+        self.executed: list[str] = []
+        stages: dict[int, RecordedStage] = {}
         step = torch.zeros((), dtype=torch.int64)
         embedding = None
         for number, part in _parts(layout.layers):
@@ -142,10 +176,11 @@ class Run:
                 embedding_weight=embedding,
             )  # fmt: skip
             embedding = model.embedding.weight if model.embedding is not None else embedding
-            stages[number] = ModelStage(
+            stages[number] = RecordedStage(
                 model, LanguageModeling(), CPU, trains=number >= layout.first, gives_gradient=number > layout.first,
                 step=step,
             )  # fmt: skip
+            stages[number].number, stages[number].executed = number, self.executed
         self.stages = Stages(stages, mesh.pp, choice)
         for entry in self.stages.entries():
             entry.parameter.data.copy_(cut(whole_tensor(entry.name, entry.spec.global_shape), entry.spec))
@@ -173,6 +208,7 @@ class Run:
         losses, norms, gradients = [], [], {}
         for step in range(1, NUM_STEPS + 1):
             batches, targets = self.batches(step)
+            self.executed.clear()
             if step == COMPARED:
                 self.step.gradients(batches, targets)
                 gradients = {slot.entry.name: slot.view(self.flat.gradient).clone() for slot in self.flat.slots}
@@ -182,8 +218,9 @@ class Run:
             norms.append(result.grad_norm.item())
         parameters = {slot.entry.name: slot.entry.parameter.data.clone() for slot in self.flat.slots}
         specs = {slot.entry.name: slot.entry.spec for slot in self.flat.slots}
+        executed = tuple(self.executed)
         evaluation = self.stages.losses(self.batches(9)[0][:3])
-        return Trained(losses, norms, evaluation.item(), gradients, parameters, specs)
+        return Trained(losses, norms, evaluation.item(), gradients, parameters, specs, executed)
 
 
 def _parts(layers: tuple[int, ...]) -> Iterator[tuple[int, Part]]:
@@ -269,3 +306,13 @@ def test_replicas_stay_bitwise_equal(name: str) -> None:
     for rank in _of(name):
         for key, value in rank.parameters.items():
             assert torch.equal(held.setdefault((key, rank.specs[key].pieces), value), value), key
+
+
+@every_layout
+def test_executed_order_is_the_schedules(name: str) -> None:
+    layout = LAYOUTS[name]
+    virtual = len(layout.layers) // layout.grid.pp
+    schedule = make_schedule(layout.schedule, layout.grid.pp, virtual, ACCUMULATION, layout.first)
+    for place, rank in enumerate(_of(name)):
+        actions = schedule.actions[layout.grid.coordinates(place)["pp"]]
+        assert rank.executed == tuple(map(str, actions))

@@ -178,7 +178,7 @@ class KernelOptions:
         UserError: sizes that do not fit together.
     """
 
-    PEERS: ClassVar[tuple[str, ...]] = ("torch", "compile", "liger", "quack", "flash-attn")
+    PEERS: ClassVar[tuple[str, ...]] = ("torch", "compile", "liger", "quack", "flash-attn", "flash-attn-4")
     GROUPS: ClassVar[tuple[str, ...]] = (
         "norm", "swiglu", "rope", "dropout", "low-rank", "loss", "head", "optimizer", "attention", "product",
     )  # fmt: skip

@@ -12,10 +12,11 @@ _PACKAGES = {
     "peft": ("peft",),
     "liger": ("liger_kernel", "liger_kernel.ops"),
     "quack": ("quack", "quack.rmsnorm"),
-    "flash-attn": ("flash_attn",),
+    "flash-attn": ("flash_attn", "flash_attn.flash_attn_interface"),
+    "flash-attn-4": ("flash_attn", "flash_attn.cute"),
 }
 """Peer -> its package, and what else must be importable."""
-_ON_GPU_ONLY = ("liger", "quack", "flash-attn")
+_ON_GPU_ONLY = ("liger", "quack", "flash-attn", "flash-attn-4")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,7 +58,13 @@ def causal(setting: Setting) -> Case:
         contestants[TORCH] = contestant(lambda *qkv: _dense(setting, *qkv))
         contestants |= {name: contestant(_pinned(setting, backend)) for name, backend in _usable(setting, leaves)}
     if "flash-attn" in setting.peers:
-        contestants["flash-attn"] = contestant(_flash(setting))
+        from flash_attn import flash_attn_func
+
+        contestants["flash-attn"] = contestant(_flash(setting, flash_attn_func))
+    if "flash-attn-4" in setting.peers:
+        from flash_attn.cute import flash_attn_func as newer
+
+        contestants["flash-attn-4"] = contestant(_flash(setting, lambda *qkv, causal: newer(*qkv, causal=causal)[0]))
 
     def answer() -> Results:
         wide = [tensor.double().requires_grad_() for tensor in first]
@@ -109,13 +115,12 @@ def _pinned(setting: Setting, backend: SDPBackend) -> Callable[..., Tensor]:
     return attend
 
 
-def _flash(setting: Setting) -> Callable[..., Tensor]:
-    from flash_attn import flash_attn_func
-
+def _flash(setting: Setting, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The packages' functions take [B, S, H, D]."""
     num = setting.options.tokens // setting.options.length
 
     def attend(*qkv: Tensor) -> Tensor:
-        out = flash_attn_func(*(x.unflatten(0, (num, -1)) for x in qkv), causal=True)
+        out = function(*(x.unflatten(0, (num, -1)) for x in qkv), causal=True)
         return out.flatten(0, 1)
 
     return attend

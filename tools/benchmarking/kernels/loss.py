@@ -83,7 +83,9 @@ def logits_loss(setting: Setting) -> Case:
     if "quack" in setting.peers:
         from quack import cross_entropy as quack_loss
 
-        contestants["quack"] = contestant(lambda leaf: quack_loss(leaf, labels, ignore_index=IGNORE_LABEL))
+        contestants["quack"] = contestant(
+            lambda leaf: quack_loss(leaf, labels, ignore_index=IGNORE_LABEL, inplace_backward=True)
+        )
     return Case(
         size=f"{options.tokens}x{options.vocab}",
         demand=_logits_demand(setting),

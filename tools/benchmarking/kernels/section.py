@@ -120,7 +120,12 @@ def _report(
     checked = "Every contestant's result was compared with one in float64 before anything was timed (column error)."
     if not options.repeats:
         checked = "Every contestant's result was compared with one in float64; nothing was timed."
-    packages = ("triton", "liger-kernel", "quack-kernels", "flash-attn", "transformers")
+    if setting.device.type == "cpu":
+        speeds = (
+            *speeds,
+            "On a CPU an op's operands may lie in its caches; then it exceeds the limit, which is memory's.",
+        )
+    packages = ("triton", "liger-kernel", "quack-kernels", "flash-attn", "flash-attn-4", "transformers")
     return Report(
         title=f"Ops of a step: {options.tokens} tokens, hidden {options.hidden}, MLP {options.intermediate}, "
         f"vocabulary {options.vocab}, rank {options.rank}, {options.dtype}",

@@ -1,0 +1,189 @@
+"""The sections kernels, lora-tax and memory of tools/benchmark.py: whole commands at tiny sizes, arithmetic by hand,
+and that a contestant which computes something else is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("peft", reason="the lora-tax and memory sections compare with PEFT")
+pytest.importorskip("triton", reason="the kernels section counts bytes with the Triton kernels' own functions")
+
+from engine.errors import UserError
+from engine.ops.kernels import REFERENCE
+from tools.benchmarking.case import Case, Wrong
+from tools.benchmarking.case import check as check_case
+from tools.benchmarking.ceilings import Demand
+from tools.benchmarking.kernels.section import GROUPS, make_setting
+from tools.benchmarking.kernels.setting import Setting
+from tools.benchmarking.lora_layers import engine, make_layer, peft, plain_torch
+from tools.benchmarking.lora_tax import arithmetic_limit
+from tools.benchmarking.options import KernelOptions, StepOptions, TaxOptions, for_device, read_shapes
+from tools.benchmarking.saved import saved_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+TINY = {"hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48, "vocab": 131, "rank": 4}
+TINY_KERNELS = {
+    "tokens": 16, "length": 8, "hidden": 16, "heads": 4, "kv_heads": 2, "intermediate": 24, "vocab": 40,
+    "trained": 600, "rank": 3, "copy_mib": 1, "ceiling": 16, "repeats": 2, "warmup": 0, "device": "cpu",
+}  # fmt: skip
+TINY_SHAPES = "column:8x16x12,row:8x16x12,norm-column:8x16x8+4,swiglu-row:8x12x16"
+
+
+def _typed(options: dict) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def _run_section(section: str, options: dict, folder: Path) -> tuple[dict, list[list[str]]]:
+    """The JSON record of a whole command, and the cells of all rows of its Markdown tables."""
+    files = {"json": folder / "result.json", "markdown": folder / "result.md"}
+    done = subprocess.run(
+        [sys.executable, "tools/benchmark.py", section, *_typed({**options, **files})],
+        cwd=ROOT, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = json.loads(files["json"].read_text())
+    assert record["command"].startswith(f"python tools/benchmark.py {section} ")
+    lines = [line for line in files["markdown"].read_text().splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert all(table["title"] in done.stdout for table in record["tables"])
+    return record, rows
+
+
+def test_kernels_section(tmp_path: Path) -> None:
+    record, rows = _run_section("kernels", TINY_KERNELS, tmp_path)
+    assert [table["group"] for table in record["tables"]] == list(KernelOptions.GROUPS)
+    cases = {name: case for table in record["tables"] for name, case in table["cases"].items()}
+    for name, case in cases.items():
+        assert case["seconds"]["copy"] and len(case["limit_seconds"]) == 2, name
+        assert all(error <= 1e-4 for error in case["error"].values()), name
+        assert all(len(taken) == 2 for taken in case["seconds"].values()), name
+    contestants = {(row[0], row[2]) for row in rows}
+    assert {("RMSNorm forward", who) for who in ("reference", "torch")} <= contestants
+    assert all((name, who) in contestants for name, case in cases.items() for who in case["error"])
+    absent = " ".join(record["findings"])
+    assert all(
+        f"Not measured: {name} (" in absent
+        for name in ("triton", "compile", "liger", "quack", "flash-attn", "flash-attn-4")
+    )
+    winners = [sentence for sentence in record["tables"][-1]["findings"] if "winner" in sentence]
+    assert len(winners) == 3 * 4  # forward with x made and with x given, and backward, of four linears
+    # by hand: x and y of 16 x 16 floats, 16 weights, 16 reciprocal norms
+    assert cases["RMSNorm forward"]["moved_bytes"] == 4 * (2 * 16 * 16 + 16 + 16)
+    # logits and input gradient of a head, 2 operations a product
+    assert next(c for n, c in cases.items() if "head" in n)["operations"] == 2 * 2 * 16 * 16 * 40
+
+
+def test_lora_tax_section(tmp_path: Path) -> None:
+    options = {"shapes": TINY_SHAPES, "rank": 2, "ceiling": 16, "repeats": 2, "warmup": 0, "device": "cpu"}
+    record, rows = _run_section("lora-tax", options, tmp_path)
+    cases = record["tables"][0]["cases"]
+    assert [(case["linear"], case["dropout"]) for case in cases] == [
+        (shape, dropout) for shape in TINY_SHAPES.split(",") for dropout in (0.0, 0.1)
+    ]
+    for case in cases:
+        assert {"frozen", "engine (reference)", "torch LoRA", "PEFT"} <= set(case["seconds"])
+        assert all(error <= 1e-4 for error in case["error"].values())
+    targets = {row[2]: row[rows[0].index("target")] for row in rows[2:]}
+    assert targets["engine (reference)"] == "1.10" and targets["PEFT"] == ""
+    assert sum("the target of 1.10" in sentence for sentence in record["tables"][0]["findings"]) == 8
+
+
+def test_memory_section(tmp_path: Path) -> None:
+    sizes = {**TINY, "layers": 1, "rows": 2, "length": 9, "device": "cpu", "kernels": "reference"}
+    record, _ = _run_section("memory", sizes, tmp_path)
+    peaks, kept = record["tables"]
+    assert set(peaks["peak_bytes"]) == {"engine", "transformers + PEFT", "transformers + PEFT, checkpointing"}
+    # by hand, in float32: 6h + 2 h_kv + 3f; and 4h + 2 h_kv + 2f + 7r, two reciprocal norms, a statistic of each head
+    assert kept["plain_bytes"] == 18 * 4 * (6 * 32 + 2 * 16 + 3 * 48)
+    assert kept["designed_bytes"] == 18 * 4 * (4 * 32 + 2 * 16 + 2 * 48 + 7 * 4 + 2 + 4)
+    # torch's own attention keeps its statistics as it likes
+    assert kept["layer_bytes"]["engine"] == pytest.approx(kept["designed_bytes"], abs=18 * 4 * 4 + 64)
+    assert kept["layer_bytes"]["transformers + PEFT"] > kept["plain_bytes"]
+
+
+def test_saved_bytes_count_each_storage_once() -> None:
+    """By hand: the square keeps x, the product keeps both factors, one of them x again and one a parameter."""
+    x, weight = torch.randn(5, 5, requires_grad=True), torch.nn.Parameter(torch.randn(5, 5))
+
+    class Side:
+        def loss(self, ids_BS: torch.Tensor) -> torch.Tensor:
+            return (x.square() @ weight).sum() + (x * 1.5).exp().sum()
+
+    # x [5, 5], its square (for the weight's gradient) and the exponential
+    assert saved_bytes(Side(), torch.empty(0), [weight]) == 3 * 25 * 4
+
+
+def test_arithmetic_of_adapters() -> None:
+    """A square linear of 4096 at rank 16: 1.5 (r / O + r / I) on top, 1.2 percent."""
+    assert arithmetic_limit(read_shapes("column:8192x4096x4096")[0], 16) == pytest.approx(1 + 1.5 * 2 * 16 / 4096)
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    return make_setting(KernelOptions(**TINY_KERNELS, dtype="float32"), CPU)[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "spoil"),
+    [
+        ("RMSNorm forward", lambda results: [results[0] * 1.001]),
+        ("LoRA dA, dropout", lambda results: [results[0], results[0]]),
+        ("RoPE split", lambda results: [results[0], results[1], results[2] * float("nan")]),
+        ("dropout mask", lambda results: [torch.full_like(results[0], 255)]),
+        ("AdamW update", lambda results: [results[0], results[1], results[2] + 1.0]),
+    ],
+)
+def test_a_wrong_contestant_is_refused(setting: Setting, case: str, spoil: Callable) -> None:
+    built = {name: build for _, members in GROUPS.values() for name, build in members.items()}[case](setting)
+    name, right = next((name, each) for name, each in built.contestants.items() if name != "torch")
+    check_case(case, built, CPU, 1e-4)
+    wrong = replace(right, run=lambda: spoil(right.run()))
+    with pytest.raises(Wrong, match=f"{case}: {name} computes something else"):
+        check_case(case, replace(built, contestants={**built.contestants, name: wrong}), CPU, 1e-4)
+
+
+def test_a_linear_without_its_mask_is_refused() -> None:
+    shape = read_shapes("column:8x16x12")[0]
+    layer = make_layer(shape, 2, 0.3, CPU, torch.float32)
+    for build in (plain_torch, peft, partial(engine, kernels=REFERENCE)):
+        right = build(layer)
+        case = Case(size="", demand=Demand(), contestants={"it": right}, answer=list)
+        check_case("dropout", case, CPU, 1e-4)
+        # the same linear that drops nothing
+        undropped = replace(right, run=build(replace(layer, dropout=0.0)).run)
+        with pytest.raises(Wrong, match="it computes something else"):
+            check_case("dropout", replace(case, contestants={"it": undropped}), CPU, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "words"),
+    [
+        (KernelOptions, {"tokens": 10, "length": 4}, ["10", "4", "multiple"]),
+        (KernelOptions, {"only": "norm,nrom"}, ["nrom", "--only"]),
+        (KernelOptions, {"peers": "ligre"}, ["ligre", "liger"]),
+        (TaxOptions, {"shapes": "column:8x16"}, ["column:8x16", "TOKENSxINPUTSxOUTPUTS"]),
+        (TaxOptions, {"shapes": "row:8x16x4+4"}, ["row:8x16x4+4"]),
+        (StepOptions, {"peers": "peft-checkpointing"}, ["peft-checkpointing", "--peers"]),
+    ],
+)
+def test_impossible_options_of_sections(kind: type, wrong: dict, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        kind(**wrong)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_open_options_follow_the_device() -> None:
+    on_cpu, on_gpu = (for_device(KernelOptions(hidden=64), device) for device in ("cpu", "cuda"))
+    assert (on_cpu.hidden, on_cpu.tokens, on_cpu.dtype) == (64, 1024, "float32")
+    assert (on_gpu.hidden, on_gpu.tokens, on_gpu.dtype) == (64, 8192, "bfloat16")

@@ -38,15 +38,15 @@ float row_max(const float* row, int64_t columns) {
     return nan ? std::numeric_limits<float>::quiet_NaN() : result;
 }
 
-// row = exp(row - max); their sum. Columns after `counted` become 0.
-float row_exponentials(float* row, int64_t columns, int64_t counted, float max) {
+// row = exp(row - max); their sum.
+float row_exponentials(float* row, int64_t columns, float max) {
     // Sums of short runs keep the error of a long row that of a short one.
     constexpr int64_t RUN = 256 * LANES;
     float total = 0.0f;
-    for (int64_t first = 0; first < counted; first += RUN) {
+    for (int64_t first = 0; first < columns; first += RUN) {
         float* run = row + first;
         Float sums[4] = {};
-        simd::for_each(std::min(RUN, counted - first), [&](auto which, int64_t column, int64_t count) {
+        simd::for_each(std::min(RUN, columns - first), [&](auto which, int64_t column, int64_t count) {
             Float value = simd::exp(simd::load_up_to(run + column, count) - max);
             simd::store_up_to(run + column, value, count);
             for (int64_t i = count; i < LANES; ++i) value[i] = 0.0f;
@@ -54,7 +54,6 @@ float row_exponentials(float* row, int64_t columns, int64_t counted, float max) 
         });
         total += simd::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
     }
-    std::fill(row + counted, row + columns, 0.0f);
     return total;
 }
 
@@ -71,36 +70,30 @@ void for_rows(int threads, int64_t tokens, int64_t columns, Work work) {
 
 }  // namespace
 
-// maxima [tokens] over the first `columns` columns; -inf where there are none.
-EXPORT void engine_cross_entropy_row_max(int threads, int64_t tokens, int64_t columns, const float* logits,
-                                         int64_t ld_logits, float* maxima) {
-    for_rows(threads, tokens, columns, [=](int64_t t) { maxima[t] = row_max(logits + t * ld_logits, columns); });
-}
-
-// logits become exp(logits - max), 0 in columns from `counted` on. totals: their sums; target_logits: shifted logit of
-// the target, 0 where it is not in [0, counted). Where `find_max`, maxima is output: the maximum of the row.
-EXPORT void engine_cross_entropy_statistics(int threads, int64_t tokens, int64_t columns, int64_t counted,
-                                            float* logits, int64_t ld_logits, const int64_t* targets, float* maxima,
-                                            int find_max, float* totals, float* target_logits) {
+// logits become exp(logits - maximum of the row). totals: their sums; target_logits: the target's logit, 0 where it is
+// not in [0, columns).
+EXPORT void engine_cross_entropy_statistics(int threads, int64_t tokens, int64_t columns, float* logits,
+                                            int64_t ld_logits, const int64_t* targets, float* maxima, float* totals,
+                                            float* target_logits) {
     for_rows(threads, tokens, columns, [=](int64_t t) {
         float* row = logits + t * ld_logits;
-        if (find_max) maxima[t] = row_max(row, counted);
         const int64_t target = targets[t];
-        target_logits[t] = target >= 0 && target < counted ? row[target] - maxima[t] : 0.0f;
-        totals[t] = row_exponentials(row, columns, counted, maxima[t]);
+        target_logits[t] = target >= 0 && target < columns ? row[target] : 0.0f;
+        maxima[t] = row_max(row, columns);
+        totals[t] = row_exponentials(row, columns, maxima[t]);
     });
 }
 
-// exponentials become (exponentials / total - onehot(target)) * scale; targets not in [0, counted) lie elsewhere.
-EXPORT void engine_cross_entropy_backward(int threads, int64_t tokens, int64_t columns, int64_t counted,
-                                          float* exponentials, int64_t ld_exponentials, const int64_t* targets,
-                                          const float* totals, const float* scales) {
+// exponentials become (exponentials / total - onehot(target)) * scale; targets not in [0, columns) lie elsewhere.
+EXPORT void engine_cross_entropy_backward(int threads, int64_t tokens, int64_t columns, float* exponentials,
+                                          int64_t ld_exponentials, const int64_t* targets, const float* totals,
+                                          const float* scales) {
     for_rows(threads, tokens, columns, [=](int64_t t) {
         float* row = exponentials + t * ld_exponentials;
         const float factor = scales[t] / totals[t];
         simd::for_each(columns, [=](auto, int64_t column, int64_t count) {
             simd::store_up_to(row + column, simd::load_up_to(row + column, count) * factor, count);
         });
-        if (targets[t] >= 0 && targets[t] < counted) row[targets[t]] -= scales[t];
+        if (targets[t] >= 0 && targets[t] < columns) row[targets[t]] -= scales[t];
     });
 }

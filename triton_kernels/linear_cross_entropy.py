@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,32 @@ class LossKernels:
 
     statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def shard_statistics(self, logits_CV: Tensor, targets_C: Tensor) -> Statistics:
+        """`statistics`, also for a shard that holds nothing but padding: it has no maximum, and adds nothing."""
+        if logits_CV.shape[1] > 0:
+            return Statistics(*self.statistics(logits_CV, targets_C))
+        wide = torch.float64 if logits_CV.dtype == torch.float64 else torch.float32
+        nothing_C = torch.zeros(logits_CV.shape[0], dtype=wide, device=logits_CV.device)
+        return Statistics(nothing_C - float("inf"), nothing_C, nothing_C)
+
+
+class Statistics(NamedTuple):
+    """Of a shard, or of the whole vocabulary; each [C].
+
+    Args:
+        maximum: of the logits.
+        total: sum of exp(logit - maximum).
+        target: the target's logit; 0 where it lies elsewhere.
+    """
+
+    maximum: Tensor
+    total: Tensor
+    target: Tensor
+
+    def losses(self) -> Tensor:
+        """-log softmax(logits)[target]."""
+        return self.total.log() + self.maximum - self.target
 
 
 def linear_cross_entropy(
@@ -86,34 +113,25 @@ def linear_cross_entropy(
         chunk = slice(start, start + chunk_tokens)
         targets_C = targets_T[chunk]
         logits_CV = torch.mm(hidden_TH[chunk], weight_VH.t(), out=buffer[: targets_C.shape[0]])
-        local_max_C, total_C, target_C = _statistics(logits_CV, targets_C, kernels)
-        max_C, total_C, target_C = _combine(local_max_C, total_C, target_C, combine_max, combine_sum)
-        loss_T[chunk] = total_C.log() + max_C - target_C
+        local = kernels.shard_statistics(logits_CV, targets_C)
+        whole = combine_statistics(*local, combine_max=combine_max, combine_sum=combine_sum)
+        loss_T[chunk] = whole.losses()
         if dhidden_TH is not None and scale_T is not None:
             if num_rows > 0:
-                kernels.gradient(logits_CV, targets_C, local_max_C, max_C, total_C, scale_T[chunk])
+                kernels.gradient(logits_CV, targets_C, local.maximum, whole.maximum, whole.total, scale_T[chunk])
             torch.mm(logits_CV, weight_VH, out=dhidden_TH[chunk])
     return torch.where(counted_T, loss_T, 0.0), dhidden_TH
 
 
-def _statistics(logits_CV: Tensor, targets_C: Tensor, kernels: LossKernels) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this shard; one that holds nothing but padding has no maximum, and adds nothing."""
-    if logits_CV.shape[1] > 0:
-        return kernels.statistics(logits_CV, targets_C)
-    wide = torch.float64 if logits_CV.dtype == torch.float64 else torch.float32
-    nothing_C = torch.zeros(logits_CV.shape[0], dtype=wide, device=logits_CV.device)
-    return nothing_C - float("inf"), nothing_C, nothing_C
-
-
-def _combine(
-    local_max_C: Tensor, total_C: Tensor, target_C: Tensor, combine_max: Combine | None, combine_sum: Combine | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximum, sum of exponentials and target logit over all shards."""
+def combine_statistics(
+    maximum: Tensor, total: Tensor, target: Tensor, *, combine_max: Combine | None, combine_sum: Combine | None
+) -> Statistics:
+    """Those of the whole vocabulary from a shard's; the same where there is one shard."""
     if combine_max is None or combine_sum is None:
-        return local_max_C, total_C, target_C
-    max_C = combine_max(local_max_C.clone())
-    both = combine_sum(torch.stack((total_C * torch.exp(local_max_C - max_C), target_C)))
-    return max_C, both[0], both[1]
+        return Statistics(maximum, total, target)
+    whole_max = combine_max(maximum.clone())
+    both = combine_sum(torch.stack((total * torch.exp(maximum - whole_max), target)))
+    return Statistics(whole_max, both[0], both[1])
 
 
 def bytes_moved(num_tokens: int, hidden: int, num_rows: int, itemsize: int) -> int:

@@ -6,7 +6,7 @@ No rank ever sees all logits of a token: the maximum, the sum of exponentials an
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,30 +16,17 @@ from engine.batch import IGNORE_LABEL
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
 from engine.ops.kernels import REFERENCE, Kernels
+from triton_kernels.linear_cross_entropy import Combine, combine_statistics
 
 
-class ShardLosses(NamedTuple):
-    """Token losses, and what their gradient needs beside the exponentials that were left in the logits' place."""
-
-    losses_T: Tensor
-    targets_T: Tensor
-    total_T: Tensor
-    counted_T: Tensor
-
-
-def shard_losses(
-    wide_TV: Tensor, labels_T: Tensor, first_id: int, num_ids: int, axis: Axis, kernels: Kernels
-) -> ShardLosses:
-    """Losses of tokens whose vocabulary is split over `axis`; overwrites the fp32 logits with exponentials."""
-    if num_ids < wide_TV.shape[1]:
-        wide_TV[:, num_ids:] = float("-inf")
-    targets_T = labels_T - first_id
-    targets_T = torch.where((targets_T >= 0) & (targets_T < num_ids), targets_T, -1)
-    row_max_T = all_reduce(kernels.row_max(wide_TV, num_ids), axis, dist.ReduceOp.MAX)
-    total_T, target_T = kernels.loss_statistics(wide_TV, targets_T, row_max_T)
-    total_T, target_T = all_reduce(torch.stack((total_T, target_T)), axis)
-    counted_T = labels_T != IGNORE_LABEL
-    return ShardLosses(torch.where(counted_T, total_T.log() - target_T, 0.0), targets_T, total_T, counted_T)
+def over_axis(axis: Axis) -> dict[str, Combine | None]:
+    """How maxima and sums of the shards come together on `axis`."""
+    if axis.size == 1:
+        return {"combine_max": None, "combine_sum": None}
+    return {
+        "combine_max": lambda maxima: all_reduce(maxima, axis, dist.ReduceOp.MAX),
+        "combine_sum": lambda sums: all_reduce(sums, axis),
+    }
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -47,18 +34,24 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits_TV: Tensor, labels_T: Tensor, first_id: int, num_ids: int, axis: Axis, kernels: Kernels
     ) -> Tensor:
-        wide_TV = logits_TV.to(torch.float32)
-        found = shard_losses(wide_TV, labels_T, first_id, num_ids, axis, kernels)
-        ctx.save_for_backward(wide_TV, found.targets_T, found.total_T, found.counted_T)
-        ctx.dtype, ctx.kernels = logits_TV.dtype, kernels
-        return found.losses_T
+        targets_T = labels_T - first_id
+        targets_T = torch.where((targets_T >= 0) & (targets_T < num_ids), targets_T, -1)
+        local = kernels.loss.shard_statistics(logits_TV[:, :num_ids], targets_T)
+        whole = combine_statistics(*local, **over_axis(axis))
+        counted_T = labels_T != IGNORE_LABEL
+        ctx.save_for_backward(logits_TV, targets_T, local.maximum, whole.maximum, whole.total, counted_T)
+        ctx.num_ids, ctx.kernels = num_ids, kernels
+        return torch.where(counted_T, whole.losses(), 0.0)
 
     @staticmethod
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        wide_TV, targets_T, total_T, counted_T = ctx.saved_tensors
+        logits_TV, targets_T, local_max_T, max_T, total_T, counted_T = ctx.saved_tensors
         scale_T = torch.where(counted_T, dloss_T, 0.0)
-        gradient = ctx.kernels.loss_backward(wide_TV, targets_T, total_T, scale_T)
-        return gradient.to(ctx.dtype), None, None, None, None, None
+        held, padding = logits_TV[:, : ctx.num_ids], logits_TV[:, ctx.num_ids :]
+        if ctx.num_ids:
+            ctx.kernels.loss.gradient(held, targets_T, local_max_T, max_T, total_T, scale_T)
+        padding.zero_()
+        return logits_TV, None, None, None, None, None
 
 
 def cross_entropy(
@@ -66,7 +59,7 @@ def cross_entropy(
 ) -> Tensor:
     """-log softmax(logits)[label] for each token.
 
-    Consumes `logits` (fp32 logits are overwritten; that is the memory of one copy saved) and can run backward once.
+    Consumes `logits` (they are overwritten; that is the memory of one copy saved) and can run backward once.
 
     Args:
         logits_TV: [T, V], this rank's vocabulary rows, padding columns included.

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from engine.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from engine.ops.cross_entropy import shard_losses
+from engine.ops.cross_entropy import over_axis
 from engine.ops.inputs import LinearInput
 from engine.ops.operands import LinearOperands
+from triton_kernels.linear_cross_entropy import linear_cross_entropy
 
 BLOCK_BYTES = 128 * 2**20
-"""Of fp32 logits alive at a time. Small blocks make the product with the head read its weight more often."""
+"""Of logits alive at a time. Small blocks make the product with the head read its weight more often."""
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -42,13 +43,17 @@ class _FrozenHeadLoss(torch.autograd.Function):
         gathers = operands.sequence_parallel and axis.size > 1
         local_x, statistics = source.make(u, None, operands.kernels)
         x_TI = all_gather(local_x, axis) if gathers else local_x
-        losses_T = torch.empty(x_TI.shape[0], dtype=torch.float32, device=x_TI.device)
-        dx_TI = torch.empty_like(x_TI) if needs_gradient else None
-        block = max(1, BLOCK_BYTES // (4 * operands.weight_OI.shape[0]))
-        for start in range(0, x_TI.shape[0], block):
-            part = slice(start, start + block)
-            dx = dx_TI[part] if dx_TI is not None else None
-            losses_T[part] = _block(x_TI[part], operands, labels_T[part], first_id, num_ids, dx)
+        losses_T, dx_TI = linear_cross_entropy(
+            x_TI,
+            operands.weight_OI,
+            labels_T,
+            torch.ones_like(labels_T, dtype=torch.float32) if needs_gradient else None,
+            operands.kernels.loss,
+            first_id=first_id,
+            num_ids=num_ids,
+            chunk_tokens=max(1, BLOCK_BYTES // (x_TI.element_size() * operands.weight_OI.shape[0])),
+            **over_axis(axis),
+        )
         ctx.save_for_backward(u, statistics, dx_TI)
         ctx.source, ctx.operands, ctx.gathers, ctx.num_leaves = source, operands, gathers, len(leaves)
         return losses_T
@@ -61,19 +66,6 @@ class _FrozenHeadLoss(torch.autograd.Function):
         dx = reduce_scatter(dx, axis) if ctx.gathers else all_reduce(dx, axis)
         du = ctx.source.gradient(dx, u, statistics, None, ctx.operands.kernels)
         return (du, *([None] * (6 + ctx.num_leaves)))
-
-
-def _block(
-    x_TI: Tensor, operands: LinearOperands, labels_T: Tensor, first_id: int, num_ids: int, dx_TI: Tensor | None
-) -> Tensor:
-    """Losses of a block of tokens [T], and into `dx_TI` each token's gradient for a unit gradient of its loss."""
-    logits = (x_TI @ operands.weight_OI.t()).to(torch.float32)
-    found = shard_losses(logits, labels_T, first_id, num_ids, operands.axis, operands.kernels)
-    if dx_TI is not None:
-        unit = found.counted_T.to(torch.float32)
-        gradient = operands.kernels.loss_backward(logits, found.targets_T, found.total_T, unit)
-        torch.mm(gradient.to(x_TI.dtype), operands.weight_OI, out=dx_TI)
-    return found.losses_T
 
 
 def frozen_head_losses(

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.ops.attention import causal_attention
 from engine.ops.gradients import add_product
-from triton_kernels import reference
+from triton_kernels import reference, reference_fused
+from triton_kernels.linear_cross_entropy import LossKernels
 from triton_kernels.philox import dropout_mask
 
 Mask: TypeAlias = Any
@@ -101,8 +102,7 @@ class Kernels:
             which dY^T H is added.
         apply_update: dx, update: dx + update, in place where dx allows it.
         split_rotate_backward: dq, dk, dv, cos, sin: the gradient of the fused product.
-        row_max: logits [T, V], number of columns that count: fp32 [T].
-        loss_statistics, loss_backward: as triton_kernels.reference.cross_entropy_*.
+        loss: statistics and gradient of a shard of the vocabulary; see triton_kernels.linear_cross_entropy.
     """
 
     name: str
@@ -118,9 +118,7 @@ class Kernels:
     split_rotate: SplitRotate
     split_rotate_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     attention: Attention
-    row_max: Callable[[Tensor, int], Tensor]
-    loss_statistics: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    loss_backward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    loss: LossKernels
 
 
 def _dropped(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -198,13 +196,6 @@ def _split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin:
     return out.flatten(1)
 
 
-def _row_max(logits_TV: Tensor, num_ids: int) -> Tensor:
-    # a shard that holds nothing but padding has no maximum of its own
-    if num_ids == 0:
-        return logits_TV.new_full((logits_TV.shape[0],), float("-inf"))
-    return logits_TV[:, :num_ids].amax(-1)
-
-
 REFERENCE = Kernels(
     name="reference",
     draw_mask=dropout_mask,
@@ -219,7 +210,5 @@ REFERENCE = Kernels(
     split_rotate=_split_rotate,
     split_rotate_backward=_split_rotate_backward,
     attention=causal_attention,
-    row_max=_row_max,
-    loss_statistics=reference.cross_entropy_statistics,
-    loss_backward=reference.cross_entropy_backward,
+    loss=LossKernels(statistics=reference_fused.local_statistics, gradient=reference_fused.local_gradient),
 )

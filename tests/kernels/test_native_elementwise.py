@@ -126,56 +126,49 @@ def test_cross_entropy(shape: tuple[int, int]) -> None:
     narrow = logits.clone().requires_grad_()
     plain = functional.cross_entropy(narrow, targets, reduction="none")
     (plain_gradient,) = torch.autograd.grad(plain, narrow, scale)
-    for maximum in (None, cross_entropy.cross_entropy_row_max(logits)):
-        ours = widened(logits)
-        total, target = cross_entropy.cross_entropy_statistics(ours, targets, maximum)
-        assert_accurate(total.log() - target, plain.detach(), loss.detach())
-        gradient = cross_entropy.cross_entropy_backward(ours, targets, total, scale)
-        assert_accurate(gradient, plain_gradient, truth)
-    assert torch.equal(cross_entropy.cross_entropy_row_max(logits), logits.amax(-1))
+    ours = widened(logits)
+    maximum, total, target = cross_entropy.local_statistics(ours, targets)
+    assert torch.equal(maximum, logits.amax(-1))
+    assert_accurate(total.log() + (maximum - target), plain.detach(), loss.detach())
+    gradient = cross_entropy.local_gradient(ours, targets, maximum, maximum, total, scale)
+    assert_accurate(gradient, plain_gradient, truth)
 
 
-def test_cross_entropy_over_two_shards_with_padding() -> None:
+def test_cross_entropy_over_two_shards() -> None:
+    """Each shard's exponentials are relative to its own maximum; one may be far below the other's."""
     torch.manual_seed(0)
     logits, targets = torch.randn(6, 50) * 5, torch.tensor([0, 29, 30, 49, -100, 12])
-    shards = [torch.full((6, 32), 1e30) for _ in range(2)]
-    shards[0][:, :30], shards[1][:, :20] = logits[:, :30], logits[:, 30:]
-    counts = (30, 20)
-    maxima = [cross_entropy.cross_entropy_row_max(shard, count) for shard, count in zip(shards, counts, strict=True)]
-    maximum = torch.maximum(*maxima)
+    logits[3, :30] -= 60
+    shards, locals_ = [logits[:, :30].clone(), logits[:, 30:].clone()], [targets, targets - 30]
+    found = [cross_entropy.local_statistics(shard, local) for shard, local in zip(shards, locals_, strict=True)]
+    maximum = torch.maximum(found[0][0], found[1][0])
     assert torch.equal(maximum, logits.amax(-1))
-    locals_ = [targets, targets - 30]
-    both = [
-        cross_entropy.cross_entropy_statistics(shard, local, maximum, num_ids=count)
-        for shard, local, count in zip(shards, locals_, counts, strict=True)
-    ]
-    total, target = both[0][0] + both[1][0], both[0][1] + both[1][1]
+    total = sum(one[1] * torch.exp(one[0] - maximum) for one in found)
+    target = found[0][2] + found[1][2]
     expected = functional.cross_entropy(logits, targets, reduction="none")
     counted = targets >= 0
-    torch.testing.assert_close((total.log() - target)[counted], expected[counted])
+    torch.testing.assert_close((total.log() + maximum - target)[counted], expected[counted])
     scale = counted.float()
-    for shard, local, count in zip(shards, locals_, counts, strict=True):
-        cross_entropy.cross_entropy_backward(shard, local, total, scale, num_ids=count)
+    for shard, local, one in zip(shards, locals_, found, strict=True):
+        cross_entropy.local_gradient(shard, local, one[0], maximum, total, scale)
     leaf = logits.clone().requires_grad_()
     functional.cross_entropy(leaf, targets, reduction="sum").backward()
-    torch.testing.assert_close(torch.cat((shards[0][:, :30], shards[1][:, :20]), dim=1), leaf.grad)
-    assert not shards[0][:, 30:].any() and not shards[1][:, 20:].any()
+    torch.testing.assert_close(torch.cat(shards, dim=1), leaf.grad)
 
 
 def test_cross_entropy_shows_what_is_not_a_number() -> None:
     logits = torch.zeros(2, 100)
     logits[1, 77] = float("nan")
-    assert cross_entropy.cross_entropy_row_max(logits).isnan().tolist() == [False, True]
-    total, _ = cross_entropy.cross_entropy_statistics(logits, torch.zeros(2, dtype=torch.int64), None)
+    maximum, total, _ = cross_entropy.local_statistics(logits, torch.zeros(2, dtype=torch.int64))
+    assert maximum.isnan().tolist() == [False, True]
     assert total.isnan().tolist() == [False, True]
-    assert cross_entropy.cross_entropy_row_max(logits[:, :0]).tolist() == [float("-inf")] * 2
 
 
 def test_exponential_is_within_one_unit_in_the_last_place() -> None:
     x = torch.cat((torch.linspace(-87, 0, 100_001), -torch.logspace(-8, 0, 999)))[None]
     exact = x.double().exp()
     values = x.clone()
-    cross_entropy.cross_entropy_statistics(values, torch.zeros(1, dtype=torch.int64), torch.zeros(1))
+    cross_entropy.local_statistics(values, torch.zeros(1, dtype=torch.int64))  # the largest is 0
     unit = torch.ldexp(torch.ones_like(exact), exact.frexp().exponent - 24)
     error = ((values.double() - exact).abs() / unit).max().item()
     torchs = ((x.exp().double() - exact).abs() / unit).max().item()
@@ -189,7 +182,7 @@ def test_any_number_of_threads() -> None:
 
     def run() -> tuple[Tensor, ...]:
         exponentials = dy.clone()
-        statistics = cross_entropy.cross_entropy_statistics(exponentials, targets, None)
+        statistics = cross_entropy.local_statistics(exponentials, targets)
         heads = rope.split_rotate(gate_up, angles, angles, 7, 2, 14)
         back = rope.split_rotate_backward(*heads, angles, angles)
         return (

@@ -228,30 +228,29 @@ def test_split_and_rotate(place, shape: tuple[int, int, int, int]) -> None:
 
 
 @places
-@pytest.mark.parametrize(("num_tokens", "num_ids"), [(5, 123), (1, 1), (0, 7), (3, 0), (4, 9000)])
-def test_loss(place, num_tokens: int, num_ids: int) -> None:
-    """A shard of fp32 logits with padding columns; of every second row the maximum lies in another shard."""
-    single = (place[0], torch.float32)
-    logits = random_rows(single, num_tokens, num_ids + 3, gap=2) * 4
-    targets = torch.arange(num_tokens, device=place[0]) * 31 % max(num_ids, 1)
-    targets[1 if num_ids else 0 :: 3 if num_ids else 1] = -1
+@pytest.mark.parametrize(("num_tokens", "num_columns"), [(5, 123), (1, 1), (0, 7), (4, 9000)])
+def test_loss(place, num_tokens: int, num_columns: int) -> None:
+    """A shard's logits; of every second row the maximum lies in another shard."""
+    logits = random_rows(place, num_tokens, num_columns, gap=2) * 4
+    targets = torch.arange(num_tokens, device=place[0]) * 31 % num_columns
+    targets[1::3] = -1
     scale = torch.linspace(0.1, 1.0, num_tokens, device=place[0])
     scale[2::3] = 0.0
-    ours_max = TRITON.row_max(logits, num_ids)
-    assert torch.equal(ours_max, logits[:, :num_ids].amax(-1) if num_ids else torch.full_like(scale, float("-inf")))
-    logits[:, num_ids:] = float("-inf")
-    maximum = torch.where(torch.arange(num_tokens, device=place[0]) % 2 == 0, ours_max, 20.0)
-    maximum = maximum.clamp(min=-1e4)
     ours, torchs, exact = logits.clone(), logits.clone(), logits.double()
-    found = TRITON.loss_statistics(ours, targets, maximum)
-    expected = REFERENCE.loss_statistics(torchs, targets, maximum)
-    truth = REFERENCE.loss_statistics(exact, targets, maximum.double())
-    for name, *results in zip(("sum of exponentials", "target"), found, expected, truth, strict=True):
+    found, expected, truth = (
+        kernels.loss.statistics(values, targets)
+        for kernels, values in ((TRITON, ours), (REFERENCE, torchs), (REFERENCE, exact))
+    )
+    for name, *results in zip(("maximum", "sum of exponentials", "target"), found, expected, truth, strict=True):
         assert_as_exact_as_torch(*results, name)
-    total = truth[0] + 1
-    exact = REFERENCE.loss_backward(exact, targets, total, scale.double())
-    torchs = REFERENCE.loss_backward(torchs, targets, total.float(), scale)
-    assert_as_exact_as_torch(TRITON.loss_backward(ours, targets, total.float(), scale), torchs, exact, "dlogits")
+    elsewhere = torch.arange(num_tokens, device=place[0]) % 2 == 1
+    maximum = torch.where(elsewhere, truth[0] + 3, truth[0])
+    total = truth[1] * torch.exp(truth[0] - maximum) + elsewhere
+    gradients = [
+        kernels.loss.gradient(values, targets, one[0], *(x.to(one[0].dtype) for x in (maximum, total, scale)))
+        for kernels, values, one in ((TRITON, ours, found), (REFERENCE, torchs, expected), (REFERENCE, exact, truth))
+    ]
+    assert_as_exact_as_torch(*gradients, "dlogits")
 
 
 @places

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.ops import kernels
 from engine.ops.native import arguments, attention, cross_entropy, dropout, low_rank, norm, rope, swiglu
+from triton_kernels.linear_cross_entropy import LossKernels
 
 
 def _update(update: kernels.InputUpdate | None) -> arguments.InputUpdate | None:
@@ -78,7 +79,5 @@ NATIVE = kernels.Kernels(
     split_rotate=rope.split_rotate,
     split_rotate_backward=rope.split_rotate_backward,
     attention=attention.causal_attention,
-    row_max=cross_entropy.cross_entropy_row_max,
-    loss_statistics=cross_entropy.cross_entropy_statistics,
-    loss_backward=cross_entropy.cross_entropy_backward,
+    loss=LossKernels(statistics=cross_entropy.local_statistics, gradient=cross_entropy.local_gradient),
 )

@@ -44,11 +44,10 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_add_input_gradient": [*_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_UPDATE, *_MATRIX],
     "engine_accumulate_a": [*_THREADS, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
     "engine_accumulate_b": [*_THREADS, *_SIZE, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
-    "engine_cross_entropy_row_max": [*_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_POINTER],
     "engine_cross_entropy_statistics": [
-        *_THREADS, *_SIZE * 3, *_MATRIX, *_POINTER, *_POINTER, c_int, *_POINTER, *_POINTER,
+        *_THREADS, *_SIZE * 2, *_MATRIX, *_POINTER * 4,
     ],
-    "engine_cross_entropy_backward": [*_THREADS, *_SIZE * 3, *_MATRIX, *_POINTER * 3],
+    "engine_cross_entropy_backward": [*_THREADS, *_SIZE * 2, *_MATRIX, *_POINTER * 3],
     "engine_adamw": [*_THREADS, *_SIZE, *_POINTER * 9, *[c_double] * 4, c_int],
     "engine_square_sum": [*_THREADS, *_SIZE, *_POINTER, *_POINTER],
     "engine_pack": [*_SIZE, *_POINTER, c_int64, *_POINTER * 3],

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.ops.attention import causal_attention
-from engine.ops.kernels import REFERENCE, InputUpdate, Kernels, Mask
+from engine.ops.kernels import InputUpdate, Kernels, Mask
 from triton_kernels import cross_entropy, lora, rmsnorm, rope, swiglu
 from triton_kernels.dropout import DropoutMask, dropout_bits
 from triton_kernels.launch import rows_of
+from triton_kernels.linear_cross_entropy import LossKernels
 
 KEEP_BITS = True
 """Whether a mask is drawn once and kept as bits, T F / 8 bytes until backward, or is drawn again by each of the three
@@ -144,14 +145,8 @@ def _split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin:
     return rope.rope_merge(dq, dk, dv, cos.contiguous(), sin.contiguous())
 
 
-def _loss_statistics(logits_TV: Tensor, targets_T: Tensor, row_max_T: Tensor) -> tuple[Tensor, Tensor]:
-    return cross_entropy.cross_entropy_statistics(logits_TV, targets_T.contiguous(), row_max_T.contiguous())
-
-
-def _loss_backward(exponentials_TV: Tensor, targets_T: Tensor, total_T: Tensor, scale_T: Tensor) -> Tensor:
-    return cross_entropy.cross_entropy_backward(
-        exponentials_TV, targets_T.contiguous(), total_T.contiguous(), scale_T.contiguous()
-    )
+def _loss_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return cross_entropy.local_statistics(logits_TV, targets_T.contiguous())
 
 
 TRITON = Kernels(
@@ -169,8 +164,5 @@ TRITON = Kernels(
     split_rotate_backward=_split_rotate_backward,
     # torch's own: its flash and cuDNN kernels are the libraries to beat on a GPU
     attention=causal_attention,
-    # torch's maximum reads the logits once, which is all there is to do
-    row_max=REFERENCE.row_max,
-    loss_statistics=_loss_statistics,
-    loss_backward=_loss_backward,
+    loss=LossKernels(statistics=_loss_statistics, gradient=cross_entropy.local_gradient),
 )

@@ -43,13 +43,15 @@ def _typed(options: dict) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def _run_section(section: str, options: dict, folder: Path) -> tuple[dict, list[list[str]]]:
+def _run_section(
+    section: str, options: dict, folder: Path, environment: dict | None = None
+) -> tuple[dict, list[list[str]]]:
     """The JSON record of a whole command, and the cells of all rows of its Markdown tables."""
     files = {"json": folder / "result.json", "markdown": folder / "result.md"}
     done = subprocess.run(
         [sys.executable, "tools/benchmark.py", section, *_typed({**options, **files})],
-        cwd=ROOT, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
-        check=False,
+        cwd=ROOT, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}, timeout=100,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     record = json.loads(files["json"].read_text())
@@ -82,6 +84,16 @@ def test_kernels_section(tmp_path: Path) -> None:
     assert cases["RMSNorm forward"]["moved_bytes"] == 4 * (2 * 16 * 16 + 16 + 16)
     # logits and input gradient of a head, 2 operations a product
     assert next(c for n, c in cases.items() if "head" in n)["operations"] == 2 * 2 * 16 * 16 * 40
+
+
+def test_triton_kernels_are_checked_by_the_interpreter(tmp_path: Path) -> None:
+    """What a GPU will time computes the right thing: also the kernels that no backend of the ops calls."""
+    options = {**TINY_KERNELS, "repeats": 0, "only": "norm,low-rank,product", "peers": "none"}
+    record, rows = _run_section("kernels", options, tmp_path, {"TRITON_INTERPRET": "1"})
+    found = {(row[0], row[2]) for row in rows}
+    assert {("RMSNorm backward, rank-r update, dropout", "triton, one kernel"), ("LoRA dH and dB", "triton, one read"),
+            ("LoRA H", "triton"), ("down, backward", "triton, one kernel")} <= found  # fmt: skip
+    assert "nothing was timed" in record["findings"][0] and "median ms" not in rows[0]
 
 
 def test_lora_tax_section(tmp_path: Path) -> None:

@@ -68,8 +68,6 @@ def logits_loss(setting: Setting) -> Case:
         name: contestant(lambda leaf, kernels=kernels: engine(kernels, leaf))
         for name, kernels in setting.backends.items()
     }
-    if setting.has_triton:
-        contestants["triton, one read"] = _triton_loss(logits, labels)
     if TORCH in setting.peers:
         contestants[TORCH] = contestant(plain)
     if "compile" in setting.peers:
@@ -98,22 +96,6 @@ def _logits_demand(setting: Setting) -> Demand:
     from triton_kernels.cross_entropy import bytes_moved
 
     return Demand(moved=sum(bytes_moved(setting.options.tokens, setting.options.vocab, setting.itemsize).values()))
-
-
-def _triton_loss(logits: Tensor, labels: Tensor) -> Contestant:
-    """Statistics from one read of the logits in their own dtype, then the gradient over them."""
-    from triton_kernels.cross_entropy import local_gradient, local_statistics
-
-    buffer = logits.clone()
-
-    def run() -> Results:
-        counted = labels != IGNORE_LABEL
-        highest, total, target = local_statistics(buffer, labels)
-        scale = counted.float() / counted.sum()
-        loss = ((total.log() + highest - target) * scale).sum()
-        return loss, local_gradient(buffer, labels, highest, highest, total, scale)
-
-    return Contestant(run=run, reset=lambda: buffer.copy_(logits))
 
 
 def _logits_answer(logits: Tensor, labels: Tensor) -> Results:
@@ -170,8 +152,6 @@ def head_loss(setting: Setting) -> Case:
         return functional.cross_entropy((leaf @ weight.t()).float(), labels, ignore_index=IGNORE_LABEL)
 
     contestants = {name: engine(kernels) for name, kernels in setting.backends.items()}
-    if setting.has_triton:
-        contestants["triton, in chunks"] = _triton_head(x, weight, labels)
     if TORCH in setting.peers:
         contestants[TORCH] = contestant(plain)
     if "compile" in setting.peers:
@@ -196,21 +176,6 @@ def _head_demand(setting: Setting) -> Demand:
 
     sizes = (setting.options.tokens, setting.options.hidden, setting.options.vocab)
     return Demand(moved=bytes_moved(*sizes, setting.itemsize), operations=arithmetic(*sizes))
-
-
-def _triton_head(x: Tensor, weight: Tensor, labels: Tensor) -> Contestant:
-    from triton_kernels.cross_entropy import local_gradient, local_statistics
-    from triton_kernels.linear_cross_entropy import LossKernels, linear_cross_entropy
-
-    kernels = LossKernels(statistics=local_statistics, gradient=local_gradient)
-
-    def run() -> Results:
-        counted = labels != IGNORE_LABEL
-        scale = counted.float() / counted.sum()
-        losses, gradient = linear_cross_entropy(x, weight, labels, scale, kernels)
-        return (losses * scale).sum(), gradient
-
-    return Contestant(run=run, note="triton, in chunks: logits and their gradient in the activations' dtype.")
 
 
 def _head_answer(x: Tensor, weight: Tensor, labels: Tensor) -> Results:

@@ -1,0 +1,91 @@
+"""Contestants in processes of their own, which take turns.
+
+What one side does to its process (allocator settings, threads left behind, caches) does not reach the other: each runs
+as its users run it. While one works the others wait for a message and use no processor.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .timing import Sample
+
+Offer = Mapping[str, Callable[..., Any]]
+"""What a process can be asked for, by name."""
+
+
+class Worker:
+    """A process that builds its contestants once and then does as it is told.
+
+    Args:
+        build: module-level function that gives what can be asked for; called in the process.
+        args: of `build`.
+    """
+
+    def __init__(self, build: Callable[..., Offer], *args: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, build, args), daemon=True)
+        self._process.start()
+        other.close()
+
+    def ask(self, name: str, *args: object) -> Any:
+        """Calls what is offered as `name` and waits for its result.
+
+        Raises:
+            RuntimeError: it raised there, or the process ended; with its traceback where there is one.
+        """
+        try:
+            self._connection.send((name, args))
+            fine, result = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"a contestant's process ended while it was asked for {name}") from error
+        if not fine:
+            raise RuntimeError(f"a contestant failed:\n{result}")
+        return result
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._connection.close()
+        self._process.join()
+
+
+def _serve(connection: Connection, build: Callable[..., Offer], args: Sequence[object]) -> None:
+    offer: Offer | None = None
+    while True:
+        try:
+            name, given = connection.recv()
+        except EOFError:
+            return
+        try:
+            offer = build(*args) if offer is None else offer
+            reply = True, offer[name](*given)
+        except BaseException:  # whatever it is, it belongs to who asked
+            reply = False, traceback.format_exc()
+        connection.send(reply)
+
+
+def interleave_workers(
+    contestants: Mapping[str, Callable[[], Sample]], *, repeats: int, warmup: int, turn: Callable[[int], object]
+) -> dict[str, list[Sample]]:
+    """As timing.interleave, for contestants that measure themselves.
+
+    Args:
+        contestants: name -> one measured run.
+        repeats, warmup: timed and untimed turns.
+        turn: called with the number of timed turns done.
+    """
+    names = list(contestants)
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    for index in range(warmup + repeats):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            sample = contestants[name]()
+            if index >= warmup:
+                samples[name].append(sample)
+        turn(max(0, index + 1 - warmup))
+    return samples

@@ -25,9 +25,9 @@ _SDPA = {
 }
 
 
-def _dense(setting: Setting, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _dense(length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's own choice of a kernel; [T, H, D] in and out."""
-    num = setting.options.tokens // setting.options.length
+    num = q.shape[0] // length
     q4, k4, v4 = (x.unflatten(0, (num, -1)).transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(q4, k4, v4, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(0, 1)
@@ -55,7 +55,7 @@ def causal(setting: Setting) -> Case:
 
     contestants = {name: engine(kernels) for name, kernels in setting.backends.items()}
     if TORCH in setting.peers:
-        contestants[TORCH] = contestant(lambda *qkv: _dense(setting, *qkv))
+        contestants[TORCH] = contestant(lambda *qkv: _dense(options.length, *qkv))
         contestants |= {name: contestant(_pinned(setting, backend)) for name, backend in _usable(setting, leaves)}
     if "flash-attn" in setting.peers:
         from flash_attn import flash_attn_func
@@ -66,19 +66,25 @@ def causal(setting: Setting) -> Case:
 
         contestants["flash-attn-4"] = contestant(_flash(setting, lambda *qkv, causal: newer(*qkv, causal=causal)[0]))
 
-    def answer() -> Results:
-        wide = [tensor.double().requires_grad_() for tensor in first]
-        with sdpa_kernel(SDPBackend.MATH):
-            out = _dense(setting, *wide)
-            return out.detach(), *torch.autograd.grad(out, wide, dout.double())
-
     return Case(
         size=f"{len(lengths)}x{options.length}, {options.heads}/{options.kv_heads} heads of {options.head_dim}",
         demand=_demand(setting),
         contestants=contestants,
-        answer=answer,
+        answer=lambda: _answer(options.length, first, dout),
         trace=True,
     )
+
+
+def _answer(length: int, qkv: list[Tensor], dout: Tensor) -> Results:
+    """In float64 by plain products, a document at a time, for all its scores are kept."""
+    parts = []
+    for start in range(0, dout.shape[0], length):
+        document = slice(start, start + length)
+        wide = [tensor[document].double().requires_grad_() for tensor in qkv]
+        with sdpa_kernel(SDPBackend.MATH):
+            out = _dense(length, *wide)
+            parts.append((out.detach(), *torch.autograd.grad(out, wide, dout[document].double())))
+    return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
 
 
 def _demand(setting: Setting) -> Demand:
@@ -110,7 +116,7 @@ def _usable(setting: Setting, leaves: list[Tensor]) -> list[tuple[str, SDPBacken
 def _pinned(setting: Setting, backend: SDPBackend) -> Callable[..., Tensor]:
     def attend(*qkv: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return _dense(setting, *qkv)
+            return _dense(setting.options.length, *qkv)
 
     return attend
 

@@ -57,7 +57,7 @@ def _torch_update(setting: Setting, **how: bool) -> Contestant:
     from torch.optim.adamw import adamw
 
     state = _State(setting)
-    step = torch.zeros((), device=setting.device)
+    step = torch.zeros((), device=setting.device if how["fused"] else "cpu")  # where torch.optim keeps it
 
     def run() -> Results:
         adamw(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,9 +24,9 @@ from engine.optim.reduce import GradientReducer
 from engine.training.stage import ModelStage
 from engine.training.stages import Stages
 from engine.training.step import TrainStep
-from tests.distributed.cases import Built, Case, cut, make_batch, whole_tensor
+from tests.distributed.cases import Built, Case, cut, make_batch, relative_error, whole_tensor
 
-SEQ_LENGTH = 24
+SEQ_LENGTH, LONG = 24, 256
 CPU = torch.device("cpu")
 
 
@@ -73,6 +74,12 @@ def packed_batches(vocab_size: int, step: int = 0, rank: int = 0, size: int = 1)
     return [make_batch(micro[rank::size], **common) for micro in rows]
 
 
+def long_batch(vocab_size: int, seed: int = 0) -> Batch:
+    """Two rows so long that activations are worth moving; the documents are equally long."""
+    rows = [(0, (LONG // 2, LONG // 2)), (1, (LONG // 2, LONG // 2))]
+    return make_batch(rows, row_length=LONG, seq_length=LONG, vocab_size=vocab_size, seed=seed)
+
+
 def num_targets(batches: list[Batch]) -> float:
     return float(sum(batch.loss_weights_BS.sum() for batch in batches))
 
@@ -86,3 +93,42 @@ def two_alive(built: Built, batches: list[Batch]) -> tuple[Tensor, dict[str, Ten
     for number in range(len(batches)):
         built.stage.backward(number)
     return built.stage.loss_sum.clone(), built.gradients()
+
+
+class Recorded:
+    """A transfer that writes down what it is asked for, keeps tensors where torch does not see them, and insists that
+    each is fetched before it is waited for, once."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.shapes: list[torch.Size] = []
+
+    def send(self, tensor: Tensor) -> tuple[int, np.ndarray, torch.dtype]:
+        self.events.append(f"send {len(self.shapes)}")
+        self.shapes.append(tensor.shape)
+        return len(self.shapes) - 1, tensor.view(torch.uint8).numpy().copy(), tensor.dtype
+
+    def fetch(self, sent: tuple[int, np.ndarray, torch.dtype]) -> tuple[int, Tensor]:
+        number, array, dtype = sent
+        assert f"fetch {number}" not in self.events
+        self.events.append(f"fetch {number}")
+        return number, torch.from_numpy(array).view(dtype).clone()
+
+    def wait(self, fetched: tuple[int, Tensor]) -> Tensor:
+        self.events.append(f"wait {fetched[0]}")
+        return fetched[1]
+
+
+def total_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Norm of the difference of all gradients over the norm of those expected."""
+    names = sorted(expected)
+    return relative_error(*(torch.cat([each[name].flatten() for name in names]) for each in (found, expected)))
+
+
+def same_bits(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    """Asserts that two results of `two_alive` are equal, and that none of the gradients is nothing."""
+    assert torch.equal(found[0], expected[0])
+    assert found[1].keys() == expected[1].keys()
+    different = [name for name in expected[1] if not torch.equal(found[1][name], expected[1][name])]
+    assert not different, different
+    assert all(gradient.any() for gradient in expected[1].values())

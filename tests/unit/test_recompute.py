@@ -26,7 +26,7 @@ from engine.ops.native.loader import native_status
 from tests.distributed.cases import RANK, Case, make_batch, relative_error, small_config
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.distributed.stock_models import decoder_config, stock_model, stock_parameter, stock_token_losses
-from tests.memory_models import build_with, num_targets, packed_batches, two_alive
+from tests.memory_models import build_with, num_targets, packed_batches, same_bits, two_alive
 
 CONFIG = small_config(num_layers=3)
 CASES = {
@@ -56,25 +56,17 @@ def _results(case: str, level: Level, backend: str, layers: int | None = None) -
     return two_alive(built, packed_batches(CONFIG.vocab_size))
 
 
-def _same_bits(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
-    assert torch.equal(found[0], expected[0])
-    assert found[1].keys() == expected[1].keys()
-    different = [name for name in expected[1] if not torch.equal(found[1][name], expected[1][name])]
-    assert not different, different
-    assert all(gradient.any() for gradient in expected[1].values())
-
-
 @every_backend
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", CASES)
-def test_levels_give_the_same_bits(case: str, level: Level, backend: str) -> None:
+def test_levels_give_thesame_bits(case: str, level: Level, backend: str) -> None:
     """With dropout 0.1 and two micro-batches alive."""
-    _same_bits(_results(case, level, backend), _results(case, "selective", backend))
+    same_bits(_results(case, level, backend), _results(case, "selective", backend))
 
 
 @pytest.mark.parametrize("level", ["attention", "full"])
-def test_some_layers_give_the_same_bits(level: Level) -> None:
-    _same_bits(_results("adapters", level, "reference", 2), _results("adapters", "selective", "reference"))
+def test_some_layers_give_thesame_bits(level: Level) -> None:
+    same_bits(_results("adapters", level, "reference", 2), _results("adapters", "selective", "reference"))
 
 
 @pytest.mark.parametrize("level", ["selective", *LEVELS])

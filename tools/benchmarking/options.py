@@ -93,7 +93,7 @@ class ModelOptions:
         UserError: sizes that do not fit together.
     """
 
-    PEERS: ClassVar[tuple[str, ...]] = ("peft", "liger")
+    PEERS: ClassVar[tuple[str, ...]] = ("peft", "peft-kept-memory", "liger")
 
     preset: str = _option("none", "sizes of a known model; options given beside it win", tuple(PRESETS))
     hidden: int = _option(512, "width of the residual stream")

@@ -60,9 +60,11 @@ def find_peers(
 def _why_not(name: str, device: torch.device, compiled: bool) -> str | None:
     if name == "compile":
         return None if compiled or device.type == "cuda" else "on a CPU only with --compile"
-    modules = _PACKAGES.get(name.partition("-checkpointing")[0], ())
+    modules = _PACKAGES.get("peft" if name.startswith("peft-") else name, ())
     if modules and find_spec(modules[0]) is None:
         return "not installed"
+    if name == "peft-kept-memory" and device.type != "cpu":
+        return "a matter of the C allocator, on a CPU"
     if name in _ON_GPU_ONLY and device.type != "cuda":
         return "needs a GPU"
     try:

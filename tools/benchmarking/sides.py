@@ -31,10 +31,13 @@ class SideKind(NamedTuple):
 
     name: str
     build: Callable[[ModelOptions, torch.device], Side]
+    keeps_freed_memory: bool = False
+    """Whether its process asks the C allocator to keep what is freed, as the engine's launcher does on a CPU."""
 
 
 PEER_KINDS = {
     "peft": SideKind(PEER, PeftSide),
+    "peft-kept-memory": SideKind(f"{PEER}, freed memory kept", PeftSide, keeps_freed_memory=True),
     "peft-checkpointing": SideKind(f"{PEER}, checkpointing", CheckpointingSide),
     "liger": SideKind(f"{PEER} + Liger", LigerSide),
 }
@@ -44,16 +47,17 @@ PEER_KINDS = {
 def find_sides(options: ModelOptions, device: torch.device) -> tuple[dict[str, SideKind], Peers]:
     """The engine and the peers of this section that can run here, by name in tables; and who cannot."""
     peers = find_peers(options.PEERS, chosen_names(options.peers, options.PEERS, "peers"), device)
-    kinds = [SideKind(ENGINE, EngineSide), *(PEER_KINDS[name] for name in options.PEERS if name in peers)]
+    engine = SideKind(ENGINE, EngineSide, keeps_freed_memory=True)
+    kinds = [engine, *(PEER_KINDS[name] for name in options.PEERS if name in peers)]
     return {kind.name: kind for kind in kinds}, peers
 
 
-def set_up(options: ModelOptions) -> torch.device:
-    """Threads, allocator and device. The engine's launcher sets the allocator too; here every side profits by it."""
+def set_up(options: ModelOptions, *, keeps_freed_memory: bool = True) -> torch.device:
+    """Threads, allocator and device."""
     if options.threads:
         torch.set_num_threads(options.threads)
     device = choose_device(options.device)
-    if device.type == "cpu":
+    if device.type == "cpu" and keeps_freed_memory:
         keep_freed_memory()
     return device
 
@@ -77,8 +81,10 @@ def steps_alone(name: str, options: ModelOptions) -> Alone:
 
 
 def _first_steps(name: str, options: ModelOptions) -> Alone:
-    device = set_up(options)
-    side = find_sides(options, device)[0][name].build(options, device)
+    device = choose_device(options.device)
+    kind = find_sides(options, device)[0][name]
+    set_up(options, keeps_freed_memory=kind.keeps_freed_memory)
+    side = kind.build(options, device)
     batches = draw_batches(options, device, _MEMORY_STEPS)
     if device.type == "cuda":
         square = torch.randn(1024, 1024, device=device)

@@ -1,36 +1,43 @@
 """Section `step`: a training step of this engine against transformers + PEFT and against its matrix products alone.
 
-All sides start from equal weights and see the same batches. Before anything is timed, their losses and gradient norms
-over the first steps must agree: timing different computations would say nothing.
+Each side has a process of its own and they take turns. All start from equal weights and see the same batches. Before
+anything is timed, their losses and gradient norms over the first steps must agree: timing different computations would
+say nothing.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
-from functools import partial
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .ceilings import PRODUCT, Ceilings
-from .floor import GemmFloor
-from .model import TORCH_DTYPES, Side, attention_kernel, draw_batches
+from .ceilings import PRODUCT
+from .machine import choose_device
+from .model import draw_batches
 from .options import StepOptions
-from .sides import ENGINE, PEER, find_sides, set_up, steps_alone
-from .step_table import FLOOR, StepMeasurement, step_table
+from .remote import FLOOR, NUM_BATCHES, RemoteSide
+from .sides import ENGINE, PEER, find_sides, steps_alone
+from .step_table import StepMeasurement, step_table
 from .table import Table
-from .timing import Work, interleave
+from .workers import interleave_workers
 
 __all__ = ["ENGINE", "FLOOR", "PEER", "check", "run"]
 
 _CHECKED_STEPS = 3
-_NUM_BATCHES = 4
-_CEILING = {"cpu": 2048, "cuda": 8192}
-"""Size of the square product that gives the speed of arithmetic."""
 _LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 """Relative. A bfloat16 number carries 2^-9 = 2e-3 of rounding, and the two sides round in different places."""
 _NORM_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+
+
+class Checked(Protocol):
+    """What is compared of a side; numbers or 0-dim tensors."""
+
+    def step(self, ids_BS: Tensor) -> tuple: ...
+
+    def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor | float: ...
 
 
 def run(options: StepOptions) -> Table:
@@ -40,55 +47,51 @@ def run(options: StepOptions) -> Table:
         UserError: a device that is not there.
         RuntimeError: two sides compute different things.
     """
-    device = set_up(options)
+    device = choose_device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)  # what the table says of this machine
     kinds, peers = find_sides(options, device)
     _say("memory and first step, each side in a process of its own")
     alone = {name: steps_alone(name, options) for name in kinds}
     _say("building the models")
-    sides = {name: kind.build(options, device) for name, kind in kinds.items()}
-    batches = draw_batches(options, device, _NUM_BATCHES)
-    ceilings = Ceilings(device, TORCH_DTYPES[options.dtype], copy_mib=1, size=_CEILING[device.type])
-    for side in sides.values():
-        side.prepare()
-    agreement = check(options, sides, batches)
-    kernels = {name: attention_kernel(side.loss(batches[0])) for name, side in sides.items()}
-    floor = GemmFloor(sides[ENGINE].linear_weights(), options.tokens)
-    contestants: dict[str, Work] = {
-        name: partial(_next_step, side, itertools.cycle(batches)) for name, side in sides.items()
-    }
-    samples = interleave(
-        {**contestants, FLOOR: floor.run, PRODUCT: ceilings.product},
-        repeats=options.repeats,
-        warmup=options.warmup,
-        device=device,
-        turn=lambda done: _say(f"timing {done}/{options.repeats}"),
-    )
-    return step_table(
-        options,
-        device,
-        StepMeasurement(
+    sides = {name: RemoteSide(name, options) for name in kinds}
+    try:
+        for side in sides.values():
+            side.prepare()
+        agreement = check(options, sides, draw_batches(options, torch.device("cpu"), NUM_BATCHES))
+        engine = sides[ENGINE]
+        samples = interleave_workers(
+            {
+                **{name: side.timed("a step") for name, side in sides.items()},
+                FLOOR: engine.timed(FLOOR),
+                PRODUCT: engine.timed(PRODUCT),
+            },
+            repeats=options.repeats,
+            warmup=options.warmup,
+            turn=lambda done: _say(f"timing {done}/{options.repeats}"),
+        )
+        measured = StepMeasurement(
             samples=samples,
             memory={name: found.peak for name, found in alone.items()},
             first_seconds={name: found.first_seconds for name, found in alone.items()},
-            attention=kernels,
-            engine_kernels=sides[ENGINE].kernels,
+            attention={name: side.attention_kernel() for name, side in sides.items()},
+            engine_kernels=engine.engine_kernels(),
             agreement=agreement,
-            floor_operations=floor.operations(),
-            ceiling_operations=ceilings.operations,
+            floor_operations=engine.operations(FLOOR),
+            ceiling_operations=engine.operations(PRODUCT),
             absent=peers.sentences(),
-        ),
-    )
+        )
+    finally:
+        for side in sides.values():
+            side.close()
+    return step_table(options, device, measured)
 
 
 def _say(what: str) -> None:
     print(f"[step] {what}", file=sys.stderr, flush=True)
 
 
-def _next_step(side: Side, batches: itertools.cycle[Tensor]) -> None:
-    side.step(next(batches))
-
-
-def check(options: StepOptions, sides: dict[str, Side], batches: list[Tensor]) -> tuple[str, ...]:
+def check(options: StepOptions, sides: Mapping[str, Checked], batches: list[Tensor]) -> tuple[str, ...]:
     """Takes the first steps on all sides and compares each peer with the engine.
 
     With dropout the sides draw different masks, so what is compared is the loss of the first forward without it.
@@ -107,17 +110,15 @@ def check(options: StepOptions, sides: dict[str, Side], batches: list[Tensor]) -
     worst = {name: (0.0, 0.0) for name in sides if name != ENGINE}
     for ids in batches[:_CHECKED_STEPS]:
         outcomes = {name: side.step(ids) for name, side in sides.items()}
-        ours = outcomes[ENGINE]
+        our_loss, our_norm = outcomes[ENGINE]
         for name, (loss, norm) in worst.items():
-            theirs = outcomes[name]
-            worst[name] = (
-                max(loss, _relative(ours.loss, theirs.loss)), max(norm, _relative(ours.grad_norm, theirs.grad_norm))
-            )  # fmt: skip
+            their_loss, their_norm = outcomes[name]
+            worst[name] = max(loss, _relative(our_loss, their_loss)), max(norm, _relative(our_norm, their_norm))
     return tuple(_agreement(options, name, *errors) for name, errors in worst.items())
 
 
 @torch.no_grad()
-def _loss_without_dropout(side: Side, ids_BS: Tensor) -> Tensor:
+def _loss_without_dropout(side: Checked, ids_BS: Tensor) -> Tensor | float:
     return side.loss(ids_BS, dropout=False)
 
 
@@ -146,6 +147,6 @@ def _agreement(options: StepOptions, name: str, loss: float, norm: float | None)
     )
 
 
-def _relative(ours: Tensor, theirs: Tensor) -> float:
+def _relative(ours: Tensor | float, theirs: Tensor | float) -> float:
     error = abs(float(ours) - float(theirs)) / abs(float(theirs))
     return error if error == error else float("inf")

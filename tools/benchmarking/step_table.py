@@ -10,11 +10,11 @@ from .ceilings import PRODUCT
 from .machine import describe
 from .model import step_operations
 from .options import StepOptions
+from .remote import FLOOR
 from .sides import ENGINE, PEER
 from .table import Table
 from .timing import Sample, Summary, paired_ratio, summarise
 
-FLOOR = "matrix products alone"
 _COLUMNS = (
     "", "median ms", "min ms", "max ms", "tokens/s", "TFLOP/s", "share of ceiling", "share of floor", "peak MiB",
     "first step ms", "attention",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.ops.attention import Documents
 from engine.ops.kernels import Kernels
 
 from ..case import TORCH, Case, Contestant, Results
@@ -42,6 +43,8 @@ def causal(setting: Setting) -> Case:
     dout = draws.normal(*first[0].shape)
     leaves = [tensor.clone().requires_grad_() for tensor in first]
     lengths = (options.length,) * (options.tokens // options.length)
+    offsets = torch.arange(len(lengths) + 1, dtype=torch.int32, device=setting.device) * options.length
+    documents = Documents(lengths=lengths, offsets=offsets, max_length=options.length)
 
     def contestant(attend: Callable[..., Tensor], note: str = "") -> Contestant:
         def run() -> Results:
@@ -51,7 +54,7 @@ def causal(setting: Setting) -> Case:
         return Contestant(run=run, note=note)
 
     def engine(kernels: Kernels) -> Contestant:
-        return contestant(lambda q, k, v: kernels.attention(q, k, v, lengths, scale=options.head_dim**-0.5))
+        return contestant(lambda q, k, v: kernels.attention(q, k, v, documents, scale=options.head_dim**-0.5))
 
     contestants = {name: engine(kernels) for name, kernels in setting.backends.items()}
     if TORCH in setting.peers:

@@ -7,6 +7,7 @@ order of a sum changes.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -131,8 +132,13 @@ def _forward(layers: int, memory: MemoryPlan, kernels: Kernels, dropout: float) 
 def _kept_bytes(layers: int, memory: MemoryPlan, kernels: Kernels, dropout: float) -> int:
     """What torch's allocator gave out during a forward and did not get back while its graph lives."""
     forward = _forward(layers, memory, kernels, dropout)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        loss = forward()
+    gc.collect()  # so that nothing of an earlier test is given back meanwhile
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            loss = forward()
+    finally:
+        gc.enable()
     assert loss.requires_grad
     return sum(event.self_cpu_memory_usage for event in trace.events())
 

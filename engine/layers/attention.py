@@ -152,8 +152,8 @@ class Attention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: TokenContext) -> Tensor:
         layout, scale = self.layout, self.head_dim**-0.5
         if context.context_plan is None:
-            return layout.kernels.attention(q, k, v, context.document_lengths, scale=scale)
+            return layout.kernels.attention(q, k, v, context.documents, scale=scale)
         return context_attention(
             q, k, v, context.context_plan, layout.cp, method=layout.context_method, scale=scale,
-            blocks=layout.attention_blocks, attention=layout.kernels.attention,
+            blocks=layout.attention_blocks, attention=layout.kernels.attention, documents=context.documents,
         )  # fmt: skip

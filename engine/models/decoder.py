@@ -221,6 +221,7 @@ class Decoder(nn.Module):
             local_token_index=local_part(token_index, tp) if self.layout.splits_tokens else token_index,
             step=step,
             training=training,
+            document_offsets=batch.document_offsets,
         )
 
     def embed(self, batch: Batch) -> Tensor:

@@ -6,11 +6,29 @@ no mask and no arithmetic across documents.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """Where the documents of a micro-batch lie along its T tokens.
+
+    Args:
+        lengths: on the host, so that nothing waits for the device; they sum to T. Empty where only the device knows
+            them, as in a captured graph, which must not depend on them.
+        offsets: int32 [D + 1] cumulative lengths on the device, from 0 to T; None where no attention here reads them.
+            The last one may be repeated: what follows are documents of no tokens.
+        max_length: no document is longer.
+    """
+
+    lengths: tuple[int, ...]
+    offsets: Tensor | None
+    max_length: int
 
 
 def _batched(q: Tensor, k: Tensor, v: Tensor, num: int, length: int, scale: float) -> Tensor:
@@ -40,3 +58,9 @@ def causal_attention(
     sizes = [length * num for length, num in runs]
     parts = zip(q_THD.split(sizes), k_TKD.split(sizes), v_TKD.split(sizes), runs, strict=True)
     return torch.cat([_batched(q, k, v, num, length, scale) for q, k, v, (length, num) in parts])
+
+
+def attention_by_document(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
+    """`causal_attention` as a backend's attention; reads the lengths on the host."""
+    assert documents.lengths, "a call for each document needs lengths on the host"
+    return causal_attention(q_THD, k_TKD, v_TKD, documents.lengths, scale=scale)

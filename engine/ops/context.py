@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.ops.attention import Documents
 from engine.zigzag import ContextPlan
 
 
@@ -15,7 +16,8 @@ class TokenContext:
 
     Args:
         num_rows, row_length: of the micro-batch; T is their product.
-        document_lengths: lengths of the documents along the tokens of the whole micro-batch.
+        document_lengths: lengths of the documents along the tokens of the whole micro-batch; empty where only the
+            device knows them.
         context_plan: who attends to whom where rows are split over context-parallel ranks; None where they are whole.
         cos, sin: fp32 [T, head_dim / 2] rotary tables.
         token_index: int64 [T], the dropout coordinate of every token.
@@ -23,6 +25,7 @@ class TokenContext:
             without).
         step: int64 0-dim device tensor, the optimizer step; the fourth dropout coordinate.
         training: False turns dropout off.
+        document_offsets: int32 [D + 1] cumulative document lengths on the device; see engine.ops.attention.Documents.
     """
 
     num_rows: int
@@ -35,3 +38,11 @@ class TokenContext:
     local_token_index: Tensor
     step: Tensor
     training: bool
+    document_offsets: Tensor | None = None
+
+    @property
+    def documents(self) -> Documents:
+        """The documents of the whole micro-batch, for an attention that sees all of its tokens."""
+        # no document crosses a row; where this rank holds some columns only, the lengths say what a whole row may hold
+        longest = self.row_length if self.context_plan is None else max(self.document_lengths)
+        return Documents(lengths=self.document_lengths, offsets=self.document_offsets, max_length=longest)

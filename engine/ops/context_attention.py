@@ -16,6 +16,7 @@ from typing import Literal
 from torch import Tensor
 
 from engine.distributed.mesh import Axis
+from engine.ops.attention import Documents
 from engine.ops.attention_blocks import AttentionBlocks
 from engine.ops.kernels import Attention
 from engine.ops.ring_attention import ring_attention
@@ -84,6 +85,7 @@ def context_attention(
     scale: float,
     blocks: AttentionBlocks,
     attention: Attention,
+    documents: Documents,
 ) -> Tensor:
     """softmax(scale * q k^T) v within each document, each position seeing itself and the ones before.
 
@@ -95,12 +97,13 @@ def context_attention(
         scale: usually D ** -0.5.
         blocks: the arithmetic of ring attention.
         attention: that of Ulysses, and of an axis of one rank.
+        documents: those of the whole micro-batch, as that attention reads them.
 
     Returns:
         [T, H, D].
     """
     if axis.size == 1:
-        return attention(q_THD, k_TKD, v_TKD, plan.layout.document_lengths, scale=scale)
+        return attention(q_THD, k_TKD, v_TKD, documents, scale=scale)
     if method == "ring":
         return ring_attention(q_THD, k_TKD, v_TKD, plan, axis, scale=scale, blocks=blocks)
-    return ulysses_attention(q_THD, k_TKD, v_TKD, plan, axis, scale=scale, attention=attention)
+    return ulysses_attention(q_THD, k_TKD, v_TKD, plan, axis, scale=scale, attention=attention, documents=documents)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from engine.ops.attention import causal_attention
+from engine.ops.attention import Documents, attention_by_document
 from engine.ops.gradients import add_product
 from triton_kernels import reference, reference_fused
 from triton_kernels.linear_cross_entropy import LossKernels
@@ -80,10 +80,11 @@ class SplitRotate(Protocol):
 
 
 class Attention(Protocol):
-    """Differentiable causal attention within documents; see engine.ops.attention.causal_attention."""
+    """Differentiable causal attention within documents; see engine.ops.attention.causal_attention. What it reads of
+    the documents, lengths on the host or offsets on the device, is the backend's own choice."""
 
     def __call__(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, document_lengths: tuple[int, ...], *, scale: float
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float
     ) -> Tensor: ...
 
 
@@ -209,6 +210,6 @@ REFERENCE = Kernels(
     apply_update=_apply_update,
     split_rotate=_split_rotate,
     split_rotate_backward=_split_rotate_backward,
-    attention=causal_attention,
+    attention=attention_by_document,
     loss=LossKernels(statistics=reference_fused.local_statistics, gradient=reference_fused.local_gradient),
 )

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.distributed.collectives import all_to_all
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
+from engine.ops.attention import Documents
 from engine.ops.kernels import Attention
 from engine.zigzag import ContextPlan, Span
 
@@ -98,6 +99,7 @@ def ulysses_attention(
     *,
     scale: float,
     attention: Attention,
+    documents: Documents,
 ) -> Tensor:
     """Causal attention within documents of tokens that are split zig-zag over `axis`.
 
@@ -108,6 +110,7 @@ def ulysses_attention(
         axis: the context axis, of two ranks or more; every rank calls this, and its backward, in the same order.
         scale: usually D ** -0.5.
         attention: causal attention within documents on one rank.
+        documents: those of the whole micro-batch, as that attention reads them.
 
     Returns:
         [T, H, D].
@@ -122,5 +125,5 @@ def ulysses_attention(
     if copies > 1:
         k_TKD, v_TKD = (x.repeat_interleave(copies, dim=1) for x in (k_TKD, v_TKD))
     q, k, v = _SplitHeads.apply(plan, axis, q_THD, k_TKD, v_TKD)
-    out = attention(q, k, v, plan.layout.document_lengths, scale=scale)
+    out = attention(q, k, v, documents, scale=scale)
     return _GatherHeads.apply(plan, axis, out)[0]

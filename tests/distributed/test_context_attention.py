@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.ops import ring_attention, ulysses_attention
-from engine.ops.attention import causal_attention
+from engine.ops.attention import Documents, attention_by_document
 from engine.ops.attention_blocks import CPU_BLOCKS, NATIVE_BLOCKS, REFERENCE_BLOCKS, AttentionBlocks
 from engine.ops.context_attention import bytes_on_the_wire, context_attention
 from engine.ops.native.loader import native_status
@@ -52,6 +52,11 @@ class Case:
         rows, length, documents = SHAPES[self.shape]
         return ContextLayout(size=self.size, num_rows=rows, row_length=length, document_lengths=documents)
 
+    @property
+    def documents(self) -> Documents:
+        lengths = self.layout.document_lengths
+        return Documents(lengths=lengths, offsets=None, max_length=max(lengths))
+
     def whole(self) -> tuple[Tensor, ...]:
         """q, k, v and the output's gradient of all tokens in their plain order."""
         generator = torch.Generator().manual_seed(self.size)
@@ -87,7 +92,7 @@ def _run(case: Case, method: str, axis: Axis, dtype: torch.dtype = torch.float32
     name, _, blocks = method.partition(" ")
     out = context_attention(
         *inputs, plan, axis, method=name, scale=SCALE,
-        blocks=BLOCKS[blocks or "reference"], attention=causal_attention,
+        blocks=BLOCKS[blocks or "reference"], attention=attention_by_document, documents=case.documents,
     )  # fmt: skip
     assert out.dtype == dtype
     return (out.detach(), *torch.autograd.grad(out, inputs, dout))
@@ -123,7 +128,7 @@ def _sum_of_outputs(case: Case, method: str, axis: Axis) -> Tensor:
     name, _, blocks = method.partition(" ")
     out = context_attention(
         q.requires_grad_(), k, v, plan, axis, method=name, scale=SCALE,
-        blocks=BLOCKS[blocks or "reference"], attention=causal_attention,
+        blocks=BLOCKS[blocks or "reference"], attention=attention_by_document, documents=case.documents,
     )  # fmt: skip
     (gradient,) = torch.autograd.grad(out.sum(), q)
     return gradient
@@ -235,7 +240,7 @@ def test_one_rank_needs_no_plan_of_steps():
     q, k, v, _ = case.whole()
     found = context_attention(
         q, k, v, make_plan(case.layout, 0), Axis("cp"), method="ring", scale=SCALE,
-        blocks=_never(), attention=causal_attention,
+        blocks=_never(), attention=attention_by_document, documents=case.documents,
     )  # fmt: skip
     torch.testing.assert_close(found.double(), _expected(case)[0], rtol=1e-5, atol=1e-5)
 

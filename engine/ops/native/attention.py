@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.ops.attention import Documents
 from engine.ops.native.arguments import heads, threads, vector
 from engine.ops.native.loader import library
 
@@ -118,3 +119,9 @@ def causal_attention(
 ) -> Tensor:
     """As engine.ops.attention.causal_attention, for fp32 on the CPU."""
     return _CausalAttention.apply(q_THD, k_TKD, v_TKD, documents(document_lengths), scale)
+
+
+def attention_by_document(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
+    """`causal_attention` as a backend's attention; reads the lengths on the host."""
+    assert documents.lengths, "the compiled kernel needs lengths on the host"
+    return causal_attention(q_THD, k_TKD, v_TKD, documents.lengths, scale=scale)

@@ -78,6 +78,6 @@ NATIVE = kernels.Kernels(
     apply_update=_apply_update,
     split_rotate=rope.split_rotate,
     split_rotate_backward=rope.split_rotate_backward,
-    attention=attention.causal_attention,
+    attention=attention.attention_by_document,
     loss=LossKernels(statistics=cross_entropy.local_statistics, gradient=cross_entropy.local_gradient),
 )

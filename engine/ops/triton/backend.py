@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.ops.attention import causal_attention
+from engine.ops.attention import attention_by_document
 from engine.ops.kernels import InputUpdate, Kernels, Mask
 from triton_kernels import cross_entropy, lora, rmsnorm, rope, swiglu
 from triton_kernels.dropout import DropoutMask, dropout_bits
@@ -162,7 +162,8 @@ TRITON = Kernels(
     apply_update=_apply_update,
     split_rotate=_split_rotate,
     split_rotate_backward=_split_rotate_backward,
-    # torch's own: its flash and cuDNN kernels are the libraries to beat on a GPU
-    attention=causal_attention,
+    # torch's own: its flash and cuDNN kernels are the libraries to beat on a GPU; for packed documents a run takes
+    # engine.ops.varlen_attention in its place
+    attention=attention_by_document,
     loss=LossKernels(statistics=_loss_statistics, gradient=cross_entropy.local_gradient),
 )

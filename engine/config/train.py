@@ -20,6 +20,8 @@ class TrainOptions:
         deterministic: Use only operations that give the same bits on every run of the same layout.
         eval_every: Steps between evaluations of data.validation, beside those at the start and at the end; 0 for none.
         eval_samples: Evaluate only the first so many validation samples; null evaluates all of them.
+        collective_timeout: Seconds that ranks wait for one that does not answer before the run stops; more than the
+            longest time that one rank may be behind the others, such as rank 0 while it writes a file.
     """
 
     steps: int | None = None
@@ -30,6 +32,7 @@ class TrainOptions:
     deterministic: bool = False
     eval_every: int = 0
     eval_samples: int | None = None
+    collective_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         require(
@@ -50,6 +53,7 @@ class TrainOptions:
         require_at_least("train.eval_every", self.eval_every, 0, "use 0 to evaluate only at the start and the end")
         if self.eval_samples is not None:
             require_at_least("train.eval_samples", self.eval_samples, 1, "use null for all samples")
+        require_positive("train.collective_timeout", self.collective_timeout, "use for example 600")
 
     @property
     def num_epochs(self) -> float | None:

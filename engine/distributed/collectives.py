@@ -1,19 +1,21 @@
 """Collectives that start now and are waited for later. They know nothing of autograd.
 
 Each `*_async` returns (tensor, Handle); the caller waits as late as it can, in the same function. On an axis of size 1
-nothing is sent and the handle is already done. torch renamed two of the primitives in 2.13; the new names are used
+nothing is sent and the handle is already done. Starting and waiting raise `CommunicationError` where a rank is gone or
+does not answer; see `engine.distributed.failures`. torch renamed two of the primitives in 2.13; the new names are used
 where they exist, so that no deprecation warning reaches a user.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.distributed.failures import communicating, raise_if_lost
 from engine.distributed.mesh import Axis
 
 _all_gather: Callable[..., Any] = (
@@ -24,35 +26,91 @@ _reduce_scatter: Callable[..., Any] = (
 )
 
 
+class _Part(NamedTuple):
+    """A piece of work, and what is said where it fails: see `raise_if_lost`."""
+
+    work: Any
+    operation: str
+    axis: Axis
+    peer: int | None = None
+
+
 class Handle:
     """A collective under way; `wait` may be called once or not at all when nothing was sent."""
 
-    __slots__ = ("_works",)
+    __slots__ = ("_parts",)
 
-    def __init__(self, *works: Any) -> None:
-        self._works = works
+    def __init__(self, *parts: _Part) -> None:
+        self._parts = parts
 
     @classmethod
     def both(cls, first: Handle, second: Handle) -> Handle:
         """One handle for two collectives."""
-        return cls(*first._works, *second._works)
+        return cls(*first._parts, *second._parts)
 
     def done(self) -> bool:
         """Whether `wait` would return at once; asks the device nothing that it would have to finish for."""
-        return all(work.is_completed() for work in self._works)
+        return all(part.work.is_completed() for part in self._parts)
 
     def wait(self) -> None:
-        """Blocks the CPU with Gloo, the current stream with NCCL."""
-        for work in self._works:
-            work.wait()
-        self._works = ()
+        """Blocks the CPU with Gloo, the current stream with NCCL.
+
+        Raises:
+            CommunicationError: another rank is gone or does not answer.
+        """
+        for part in self._parts:
+            try:
+                part.work.wait()
+            except RuntimeError as error:
+                raise_if_lost(error, part.operation, axis=part.axis.name, group=part.axis.group, peer=part.peer)
+                raise
+        self._parts = ()
+
+
+def _start(operation: str, primitive: Callable[..., Any], axis: Axis, *arguments: Any, **options: Any) -> Handle:
+    """A collective of torch's on the axis, called by the name it is known by here."""
+    try:
+        work = primitive(*arguments, **options, group=axis.group, async_op=True)
+    except RuntimeError as error:
+        raise_if_lost(error, operation, axis=axis.name, group=axis.group)
+        raise
+    return Handle(_Part(work, operation, axis))
+
+
+def _start_transfers(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis) -> list[_Part]:
+    """Sends (where True) and receives of a tensor, to or from a rank of the axis.
+
+    Returns:
+        As many parts, or one for all of them.
+    """
+    posts = [
+        dist.P2POp(dist.isend if is_send else dist.irecv, tensor, group=axis.group, group_peer=peer)
+        for is_send, tensor, peer in operations
+    ]
+    try:
+        works = dist.batch_isend_irecv(posts) if posts else []
+    except RuntimeError as error:
+        # which of them cannot be known, unless there is but one rank at the other end
+        peers = {peer for _, _, peer in operations}
+        operation = " and ".join(sorted({_transfer(is_send) for is_send, _, _ in operations}))
+        raise_if_lost(error, operation, axis=axis.name, group=axis.group, peer=peers.pop() if len(peers) == 1 else None)
+        raise
+    if len(works) != len(posts):
+        return [_Part(work, "send and receive", axis) for work in works]
+    return [
+        _Part(work, _transfer(is_send), axis, peer) for work, (is_send, _, peer) in zip(works, operations, strict=True)
+    ]
+
+
+def _transfer(is_send: bool) -> str:
+    return "send" if is_send else "receive"
 
 
 def all_reduce_async(tensor: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> tuple[Tensor, Handle]:
     """Sums (or `op`) `tensor` over the axis, in place; it must be contiguous."""
     if axis.size == 1:
         return tensor, Handle()
-    return tensor, Handle(dist.all_reduce(tensor, op=op, group=axis.group, async_op=True))
+    return tensor, _start("all_reduce", dist.all_reduce, axis, tensor, op=op)
 
 
 def all_gather_async(tensor: Tensor, axis: Axis) -> tuple[Tensor, Handle]:
@@ -61,7 +119,7 @@ def all_gather_async(tensor: Tensor, axis: Axis) -> tuple[Tensor, Handle]:
         return tensor, Handle()
     source = tensor.contiguous()
     out = source.new_empty(source.shape[0] * axis.size, *source.shape[1:])
-    return out, Handle(_all_gather(out, source, group=axis.group, async_op=True))
+    return out, _start("all_gather", _all_gather, axis, out, source)
 
 
 def reduce_scatter_async(tensor: Tensor, axis: Axis) -> tuple[Tensor, Handle]:
@@ -70,7 +128,7 @@ def reduce_scatter_async(tensor: Tensor, axis: Axis) -> tuple[Tensor, Handle]:
         return tensor, Handle()
     source = tensor.contiguous()
     out = source.new_empty(source.shape[0] // axis.size, *source.shape[1:])
-    return out, Handle(_reduce_scatter(out, source, group=axis.group, async_op=True))
+    return out, _start("reduce_scatter", _reduce_scatter, axis, out, source)
 
 
 def all_to_all_async(
@@ -81,7 +139,7 @@ def all_to_all_async(
         return tensor, Handle()
     source = tensor.contiguous()
     out = source.new_empty(sum(received), *source.shape[1:])
-    return out, Handle(dist.all_to_all_single(out, source, [*received], [*sent], group=axis.group, async_op=True))
+    return out, _start("all_to_all", dist.all_to_all_single, axis, out, source, [*received], [*sent])
 
 
 def exchange_async(
@@ -95,12 +153,9 @@ def exchange_async(
     """
     if axis.size == 1:
         return tensor, Handle()
-    out, operations = tensor.new_empty(*received), []
-    if tensor.numel():
-        operations.append(dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to))
-    if out.numel():
-        operations.append(dist.P2POp(dist.irecv, out, group=axis.group, group_peer=source))
-    return out, Handle(*(dist.batch_isend_irecv(operations) if operations else ()))
+    out = tensor.new_empty(*received)
+    operations = [(True, tensor, to), (False, out, source)]
+    return out, Handle(*_start_transfers([one for one in operations if one[1].numel()], axis))
 
 
 def post_async(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis) -> list[Handle]:
@@ -113,14 +168,10 @@ def post_async(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis) -> li
     Returns:
         One handle each; with NCCL it stands for all of them, which are one group there.
     """
-    posts = [
-        dist.P2POp(dist.isend if is_send else dist.irecv, tensor, group=axis.group, group_peer=peer)
-        for is_send, tensor, peer in operations
-    ]
-    works = dist.batch_isend_irecv(posts)
-    if len(works) == len(posts):
-        return [Handle(work) for work in works]
-    return [Handle(*works)] * len(posts)
+    parts = _start_transfers(operations, axis)
+    if len(parts) == len(operations):
+        return [Handle(part) for part in parts]
+    return [Handle(*parts)] * len(operations)
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -164,7 +215,8 @@ def gather_objects(value: object, axis: Axis) -> list[object]:
     if axis.size == 1:
         return [value]
     values: list[object] = [None] * axis.size
-    dist.all_gather_object(values, value, group=axis.group)
+    with communicating("all_gather of records", axis=axis.name, group=axis.group):
+        dist.all_gather_object(values, value, group=axis.group)
     return values
 
 
@@ -173,14 +225,16 @@ def broadcast_object(value: object) -> object:
     if not dist.is_initialized():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    with communicating("broadcast of a record"):
+        dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def barrier() -> None:
     """Waits for every rank of the default group."""
     if dist.is_initialized():
-        dist.barrier()
+        with communicating("barrier"):
+            dist.barrier()
 
 
 def same_on_all(value: Tensor, axis: Axis) -> Tensor:

@@ -1,18 +1,22 @@
 """Start and end of a process: what torchrun's environment says, the device, the default process group.
 
-The only place that reads the launcher's environment.
+The only place that reads the launcher's environment. No rank outlives its launcher.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from engine.distributed.failures import communicating
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +61,35 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_launcher() -> None:
+    """Has the system kill this process when torchrun is gone; does nothing without torchrun, or where it is not Linux.
+
+    torchrun ends its ranks unless it is killed itself. They would then go on for nobody, or wait for each other. The
+    kernel notices whatever this process does, also where it is stopped or waits in a library. Whose child torchrun is,
+    and whether that changes, makes no difference.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    launcher = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != launcher:  # it went while this was asked for
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def start(timeout_seconds: float = 600.0) -> Launch:
     """Chooses the device; with more than one rank, joins the default process group (NCCL on GPUs, Gloo on CPUs).
 
     Args:
-        timeout_seconds: how long a collective waits for a missing rank.
+        timeout_seconds: how long a collective waits for a missing rank, in this group and in those of the mesh.
+
+    Raises:
+        CommunicationError: the other ranks did not come.
     """
+    end_with_launcher()
     world_size = world_size_from_environment()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -71,11 +98,30 @@ def start(timeout_seconds: float = 600.0) -> Launch:
     else:
         keep_freed_memory()
     if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds))
+        with communicating("joining the process group"):
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds)
+            )
+        atexit.register(stop)  # after an error, when it has been told
     return Launch(rank=rank_from_environment(), world_size=world_size, device=device)
 
 
 def stop() -> None:
-    """Leaves the default process group, if there is one."""
+    """Leaves the process groups, if there are any. Without this, it happens when the process ends."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def end_at_once(status: int) -> None:
+    """Has the process end with `status` when its main thread ends, and leave everything to the system.
+
+    For a rank that has lost another: operations that are still under way would otherwise meet an interpreter that is
+    being taken down, which the C++ library answers by aborting the process.
+    """
+    atexit.register(_exit, status)
+
+
+def _exit(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

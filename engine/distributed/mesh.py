@@ -1,16 +1,19 @@
 """The mesh: one process group per axis, handed out explicitly.
 
-Built once at launch on torch's DeviceMesh. Layers receive the `Axis` they communicate on as an argument; there is no
-module-level group state.
+Built once at launch. Layers receive the `Axis` they communicate on as an argument; there is no module-level group
+state. Each group is made with the default group's timeout, which torch does not do by itself, and is described to the
+backend by its axis, which is what NCCL's watchdog prints.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
+from engine.distributed.failures import communicating
 from engine.distributed.ranks import AXES, RankGrid, kv_replica_ranks
 
 
@@ -98,23 +101,20 @@ def build_mesh(grid: RankGrid, *, device_type: str, num_kv_heads: int) -> Mesh:
     """
     if grid.world_size == 1:
         return single_process_mesh()
-    device_mesh = init_device_mesh(device_type, grid.shape, mesh_dim_names=AXES)
-    rank = dist.get_rank()
+    groups = {name: grid.groups(name) for name in AXES}
+    groups["dp_cp"] = grid.groups("dp", "cp")
+    groups["kv_replica"] = _kv_groups(grid, num_kv_heads)
+    groups["pp_ends"] = _end_groups(grid)
+    timeout = _default_timeout(device_type)
+    with communicating("making the process groups"):
+        axes = {name: _axis(name, sets, timeout) for name, sets in groups.items()}
+    return Mesh(grid=grid, **axes)
 
-    def axis(name: str) -> Axis:
-        size = device_mesh.size(AXES.index(name))
-        return Axis(name, size, device_mesh.get_local_rank(name), device_mesh.get_group(name) if size > 1 else None)
 
-    return Mesh(
-        grid=grid,
-        tp=axis("tp"),
-        cp=axis("cp"),
-        dp=axis("dp"),
-        pp=axis("pp"),
-        dp_cp=_subgroup("dp_cp", grid.groups("dp", "cp"), rank),
-        kv_replica=_subgroup("kv_replica", _kv_groups(grid, num_kv_heads), rank),
-        pp_ends=_subgroup("pp_ends", _end_groups(grid), rank),
-    )
+def _default_timeout(device_type: str) -> timedelta | None:
+    """Of the default group; None where its backend has none, as the fake one."""
+    options = dist.group.WORLD._get_backend(torch.device(device_type)).options
+    return None if options is None else options._timeout
 
 
 def _kv_groups(grid: RankGrid, num_kv_heads: int) -> list[list[int]]:
@@ -126,13 +126,17 @@ def _end_groups(grid: RankGrid) -> list[list[int]]:
     return [[ranks[0], ranks[-1]] for ranks in grid.groups("pp")] if grid.pp > 1 else []
 
 
-def _subgroup(name: str, groups: list[list[int]], rank: int) -> Axis:
+def _axis(name: str, groups: list[list[int]], timeout: timedelta | None) -> Axis:
     """The group of `groups` that holds this rank, if any; every rank makes all of them, in the same order."""
+    rank = dist.get_rank()
     axis = Axis(name)
-    for group in groups:
-        if len(group) == 1:
+    for ranks in groups:
+        if len(ranks) == 1:
             continue
-        made = dist.new_group(group)
-        if rank in group:
-            axis = Axis(name, len(group), group.index(rank), made)
+        if name in AXES and len(ranks) == dist.get_world_size():
+            group = dist.group.WORLD  # spares a communicator
+        else:
+            group = dist.new_group(ranks, timeout=timeout, group_desc=name)
+        if rank in ranks:
+            axis = Axis(name, len(ranks), ranks.index(rank), group)
     return axis

@@ -14,10 +14,12 @@ from engine.config.load import to_yaml
 from engine.config.rules import check_world
 from engine.config.run import RunConfig
 from engine.distributed.collectives import broadcast_object
-from engine.distributed.launch import Launch, start, stop, world_size_from_environment
+from engine.distributed.failures import CommunicationError
+from engine.distributed.launch import Launch, end_at_once, start, stop, world_size_from_environment
 from engine.errors import UserError
 from engine.models.describe import num_parameters
 from engine.optim.schedule import learning_rate
+from engine.telemetry.errors import EXIT_USER_ERROR
 from engine.telemetry.format import format_bytes, format_count, format_duration
 from engine.telemetry.log import Log
 from engine.telemetry.memory import peak_memory_bytes
@@ -302,17 +304,38 @@ class Trainer:
 def train(config: RunConfig) -> RunSummary:
     """Trains as configured, in this process or as one rank under torchrun.
 
+    After an error the process is expected to end: its connections stay open until it does, so that the other ranks,
+    which notice when they close, do not speak before the one that knows the reason.
+
     Raises:
-        UserError: something in the configuration, the model or the data cannot work.
+        UserError: something in the configuration, the model or the data cannot work, or another rank is lost.
     """
     check_world(config, world_size_from_environment())
-    launch = start()
-    log = Log(launch.rank)
+    trainer = None
     try:
-        summary = Trainer(config, launch, log).train()
-    finally:
-        stop()
+        launch = start(config.train.collective_timeout)
+        log = Log(launch.rank)
+        trainer = Trainer(config, launch, log)
+        summary = trainer.train()
+    except CommunicationError as error:
+        end_at_once(EXIT_USER_ERROR)
+        raise UserError(_lost_rank(error, None if trainer is None else trainer.step, config)) from error
+    stop()
     log.info("done")
     for line in summary.lines():
         log.info(line)
     return summary
+
+
+def _lost_rank(error: CommunicationError, step: int | None, config: RunConfig) -> str:
+    """What is said where the run cannot go on; `step` is the last one that this rank finished, None before the loop."""
+    when = "before the first step" if step is None else f"after step {step}"
+    if error.timed_out:
+        limit = f"{config.train.collective_timeout:g} s"
+        advice = (
+            f"there was no answer for {limit}, so a rank hangs or is far behind: look where its process stands, or "
+            "give slow ranks more time with train.collective_timeout"
+        )
+    else:
+        advice = "a process has ended: its own last lines say why"
+    return f"{when}, {error}; {advice}, and start the run again to go on from its last checkpoint."

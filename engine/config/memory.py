@@ -1,4 +1,4 @@
-"""What is kept between the forward and the backward pass, where, and in which dtype."""
+"""What is kept between the forward and the backward pass, where, and in which dtype; what is replayed as a graph."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from engine.config.checks import require, require_at_least, require_choice
 
 Recompute = Literal["none", "selective", "attention", "full"]
 ActivationDType = Literal["bfloat16", "float8"]
+CudaGraph = Literal["none", "layer", "step"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOptions:
-    """Memory: what is kept for the backward pass.
+    """Memory: what is kept for the backward pass, and what a GPU replays as a graph.
 
     Args:
         recompute: What backward makes again instead of keeping it. "none" keeps everything; "selective" makes norms
@@ -25,12 +26,21 @@ class MemoryOptions:
             its use. Needs a GPU.
         activation_dtype: Precision in which activations are kept for backward: "bfloat16", or "float8" (e4m3 with one
             scale a token). null keeps them as they are. The rounding error is reported after the first step.
+        cuda_graph: What is recorded after a few steps and replayed from then on, so that the GPU does not wait for the
+            CPU to launch its kernels. "layer" is the forward and the backward of each layer; "step" is the whole step,
+            reduction and optimizer included; "none" replays nothing. Needs a GPU and data.packing, whose rows are
+            equally long. A micro-batch that does not fit runs without a graph, and is counted in the summary.
+        graph_documents: How many documents a micro-batch may have to be replayed; each one that is not there still
+            costs a little. null means 32 a row, or fewer where the data has fewer; with data parallelism, as many as
+            the data may ask for.
     """
 
     recompute: Recompute = "selective"
     recompute_layers: int | None = None
     offload_activations: bool = False
     activation_dtype: ActivationDType | None = None
+    cuda_graph: CudaGraph = "none"
+    graph_documents: int | None = None
 
     def __post_init__(self) -> None:
         require_choice("memory.recompute", self.recompute, ("none", "selective", "attention", "full"))
@@ -44,3 +54,11 @@ class MemoryOptions:
             )
         if self.activation_dtype is not None:
             require_choice("memory.activation_dtype", self.activation_dtype, ("bfloat16", "float8"))
+        require_choice("memory.cuda_graph", self.cuda_graph, ("none", "layer", "step"))
+        if self.graph_documents is not None:
+            require_at_least("memory.graph_documents", self.graph_documents, 1, "use null for a number that fits")
+            require(
+                self.cuda_graph != "none",
+                f"memory.graph_documents is {self.graph_documents} and memory.cuda_graph is none, so there is no graph "
+                "that it could size: set memory.cuda_graph to step or layer, or memory.graph_documents to null.",
+            )

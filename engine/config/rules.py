@@ -26,6 +26,7 @@ def check_config(config: RunConfig) -> None:
     check_fused_qkv(config)
     check_lora_reduce(config)
     check_activation_dtype(config)
+    check_cuda_graph(config)
     check_warmup(config)
     check_evaluation(config)
     check_sequence_split(config)
@@ -153,6 +154,33 @@ def check_activation_dtype(config: RunConfig) -> None:
         f"memory.activation_dtype is bfloat16 and model.dtype is {config.model.dtype}, so that activations would be "
         "kept as they are: set memory.activation_dtype to float8 or null.",
     )
+
+
+def check_cuda_graph(config: RunConfig) -> None:
+    """A graph repeats what the host did once: same shapes, same launches, nothing decided anew."""
+    graph, parallel, memory = config.memory.cuda_graph, config.parallel, config.memory
+    if graph == "none":
+        return
+    layer, step = graph == "layer", graph == "step"
+    clashes = (
+        (not config.data.packing, "data.packing is false, so that rows are as long as their longest sample and change "
+         "from step to step: set data.packing to true"),
+        (parallel.context > 1, f"parallel.context is {parallel.context}, where the host plans for each micro-batch "
+         "which tokens meet: set parallel.context to 1"),
+        (memory.offload_activations, "memory.offload_activations is true, whose copies to host memory wait for events "
+         "outside of a graph: set memory.offload_activations to false"),
+        (step and parallel.pipeline > 1, f"parallel.pipeline is {parallel.pipeline}, whose sends and receives both "
+         "ends would have to capture and replay together: set memory.cuda_graph to layer"),
+        (layer and parallel.schedule in ("zb_h1", "zb_v"), f"parallel.schedule is {parallel.schedule}, which puts "
+         "weight gradients off in a list on the host: set parallel.schedule to 1f1b or interleaved"),
+        (layer and memory.recompute in ("attention", "full"), f"memory.recompute is {memory.recompute}, whose second "
+         "run is captured only within a whole step: set memory.recompute to selective, or memory.cuda_graph to step"),
+        (layer and memory.activation_dtype is not None, f"memory.activation_dtype is {memory.activation_dtype}, which "
+         "is done around the layers and not in their graphs: set memory.activation_dtype to null, or memory.cuda_graph "
+         "to step"),
+    )  # fmt: skip
+    for clash, sentence in clashes:
+        require(not clash, f"memory.cuda_graph is {graph} and {sentence}, or memory.cuda_graph to none.")
 
 
 def check_warmup(config: RunConfig) -> None:

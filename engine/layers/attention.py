@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
 from engine.distributed.sharding import Piece, ShardSpec, split_spec
 from engine.errors import UserError
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import QueryKeyNorm, RMSNorm
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.ops.context import TokenContext
 from engine.ops.context_attention import context_attention
 from engine.ops.inputs import GivenInput, LinearInput
+from engine.ops.masked_attention import MaskedAttention
 from engine.ops.rope import rotate, split_rotate
 from engine.ops.ulysses_attention import check_context_heads
 
 
-def _kv_spec(num_kv_heads: int, head_dim: int, hidden: int, layout: TensorLayout) -> ShardSpec:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionKind:
+    """What sets a family's, or a layer's, attention apart.
+
+    Args:
+        window: a position sees itself and the window - 1 positions before it; None for all before it.
+        softcap: scores become cap * tanh(score / cap); None for none.
+        scale: on scores; None for head_dim ** -0.5.
+        rotary_dim: the first features of a head that are rotated; None for all.
+        rope, num_ropes: which of the model's rotary tables it takes.
+        qk_norm_over: queries and keys are normalised within a head, or over all heads together.
+        norm_offset: added to the weights of norms within a head.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    rotary_dim: int | None = None
+    rope: int = 0
+    num_ropes: int = 1
+    qk_norm_over: Literal["head", "all"] = "head"
+    norm_offset: float = 0.0
+
+
+PLAIN = AttentionKind()
+
+
+def _kv_spec(num_kv_heads: int, head_dim: int, columns: tuple[int, ...], layout: TensorLayout) -> ShardSpec:
     """Shard of the k or v weight: split by heads, or one head on several ranks where heads are fewer than ranks."""
-    tp, shape = layout.tp, (num_kv_heads * head_dim, hidden)
+    tp, shape = layout.tp, (num_kv_heads * head_dim, *columns)
     if num_kv_heads % tp.size == 0:
         return split_spec(shape, 0, rank=tp.rank, size=tp.size, what="the number of key/value features")
     copies = layout.kv_replica.size
     return ShardSpec(
         global_shape=shape,
-        local_shape=(head_dim, hidden),
+        local_shape=(head_dim, *columns),
         dim=0,
         pieces=(Piece(tp.rank // copies * head_dim, 0, head_dim),),
         grad_reduce=("kv_replica",),
@@ -57,12 +88,25 @@ def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused_qk
         )
 
 
+def _check_method(kind: AttentionKind, layout: TensorLayout) -> None:
+    if layout.cp.size > 1 and layout.context_method == "ring":
+        what = f"a window of {kind.window}" if kind.softcap is None else f"a soft cap of {kind.softcap:g} on scores"
+        raise UserError(
+            f"the model's attention has {what}, which ring attention over parallel.context {layout.cp.size} does not "
+            "compute: set parallel.context_method to ulysses, or parallel.context to 1."
+        )
+
+
 class Attention(nn.Module):
     """Attention of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
     Args:
         prefix: engine module name, such as `layers.3.attention`.
         first_site: dropout site of the input; the output projection's is the next one.
+        kind: what sets it apart from plain attention.
+
+    Raises:
+        UserError: the heads do not fit the layout, or this kind of attention does not.
     """
 
     def __init__(
@@ -82,18 +126,24 @@ class Attention(nn.Module):
         plan: TrainingPlan,
         device: torch.device,
         dtype: torch.dtype,
+        kind: AttentionKind = PLAIN,
     ) -> None:
         super().__init__()
         tp = layout.tp
         check_heads(num_heads, num_kv_heads, tp.size, fused_qkv=plan.fused_qkv)
         self.num_heads, self.num_kv_heads = num_heads // tp.size, max(1, num_kv_heads // tp.size)
-        self.head_dim, self.layout = head_dim, layout
+        self.head_dim, self.layout, self.kind = head_dim, layout, kind
+        self.scale = head_dim**-0.5 if kind.scale is None else kind.scale
+        self.attention = layout.kernels.attention
+        if kind.window is not None or kind.softcap is not None:
+            _check_method(kind, layout)
+            self.attention = MaskedAttention(plain=self.attention, window=kind.window, softcap=kind.softcap)
         if layout.cp.size > 1 and layout.context_method == "ulysses":
             check_context_heads(self.num_heads, self.num_kv_heads, layout.cp.size)
         q_spec = split_spec(
             (num_heads * head_dim, hidden), 0, rank=tp.rank, size=tp.size, what="the number of query features"
         )
-        kv_spec = _kv_spec(num_kv_heads, head_dim, hidden, layout)
+        kv_spec = _kv_spec(num_kv_heads, head_dim, (hidden,), layout)
         self.qkv = ColumnParallelLinear(
             [
                 Section(name=f"{prefix}.q_proj", spec=q_spec),
@@ -119,8 +169,19 @@ class Attention(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.q_norm = self.k_norm = None
-        if qk_norm:
+        self.q_norm = self.k_norm = self.qk_norm = None
+        if qk_norm and kind.qk_norm_over == "all":
+            self.qk_norm = QueryKeyNorm(
+                prefix,
+                split_spec((num_heads * head_dim,), 0, rank=tp.rank, size=tp.size, what="the number of query features"),
+                _kv_spec(num_kv_heads, head_dim, (), layout),
+                norm_eps,
+                layout=layout,
+                plan=plan,
+                device=device,
+                dtype=dtype,
+            )
+        elif qk_norm:
             self.q_norm, self.k_norm = (
                 RMSNorm(
                     f"{prefix}.{name}",
@@ -131,29 +192,44 @@ class Attention(nn.Module):
                     device=device,
                     dtype=dtype,
                     per_head=True,
+                    offset=kind.norm_offset,
                 )
                 for name in ("q_norm", "k_norm")
             )
 
     def _split(self, qkv: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
-        if self.q_norm is None or self.k_norm is None:
-            return split_rotate(
-                qkv, context.cos, context.sin, self.num_heads, self.num_kv_heads, self.head_dim, self.layout.kernels
-            )
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin), v
+        cos, sin = self._tables(context)
+        partial = self.kind.rotary_dim is not None and self.kind.rotary_dim < self.head_dim
+        if self.q_norm is None and self.qk_norm is None and not partial:
+            return split_rotate(qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, self.layout.kernels)
+        if self.qk_norm is not None:
+            widths = [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim]
+            q, k, v = qkv.split([*widths, widths[1]], dim=1)
+            q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in (*self.qk_norm(q, k), v))
+        else:
+            heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+            q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def _tables(self, context: TokenContext) -> tuple[Tensor, Tensor]:
+        """The rotary tables of this layer; those of a model with several lie one after the other."""
+        if self.kind.num_ropes == 1:
+            return context.cos, context.sin
+        size = context.cos.shape[0] // self.kind.num_ropes
+        rows = slice(self.kind.rope * size, (self.kind.rope + 1) * size)
+        return context.cos[rows], context.sin[rows]
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         q, k, v = self._split(self.qkv(u, source, context), context)
         return self.o_proj(self._attend(q, k, v, context).flatten(1), GivenInput(), context)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: TokenContext) -> Tensor:
-        layout, scale = self.layout, self.head_dim**-0.5
+        layout, scale = self.layout, self.scale
         if context.context_plan is None:
-            return layout.kernels.attention(q, k, v, context.documents, scale=scale)
+            return self.attention(q, k, v, context.documents, scale=scale)
         return context_attention(
             q, k, v, context.context_plan, layout.cp, method=layout.context_method, scale=scale,
-            blocks=layout.attention_blocks, attention=layout.kernels.attention, documents=context.documents,
+            blocks=layout.attention_blocks, attention=self.attention, documents=context.documents,
         )  # fmt: skip

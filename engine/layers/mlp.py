@@ -1,6 +1,8 @@
-"""The SwiGLU feed-forward block."""
+"""The gated feed-forward block: SwiGLU, or GeGLU."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,15 +11,19 @@ from engine.distributed.sharding import split_spec
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.ops.context import TokenContext
-from engine.ops.inputs import LinearInput, SwiGLUInput
+from engine.ops.inputs import GeGLUInput, LinearInput, SwiGLUInput
+
+Activation = Literal["silu", "gelu_tanh"]
+_GATED: dict[Activation, LinearInput] = {"silu": SwiGLUInput(), "gelu_tanh": GeGLUInput()}
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), x made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
+    """down(activation(gate(x)) * up(x)), x made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
     Args:
         prefix: engine module name, such as `layers.3.mlp`.
         first_site: dropout site of the input; the down projection's is the next one.
+        activation: of the gate; "gelu_tanh" is GELU by its tanh approximation.
     """
 
     def __init__(
@@ -32,9 +38,11 @@ class MLP(nn.Module):
         plan: TrainingPlan,
         device: torch.device,
         dtype: torch.dtype,
+        activation: Activation = "silu",
     ) -> None:
         super().__init__()
         tp = layout.tp
+        self._gated = _GATED[activation]
         spec = split_spec((intermediate, hidden), 0, rank=tp.rank, size=tp.size, what="intermediate_size")
         self.gate_up = ColumnParallelLinear(
             [Section(name=f"{prefix}.{name}", spec=spec) for name in ("gate_proj", "up_proj")],
@@ -58,4 +66,4 @@ class MLP(nn.Module):
         )
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
-        return self.down(self.gate_up(u, source, context), SwiGLUInput(), context)
+        return self.down(self.gate_up(u, source, context), self._gated, context)

@@ -1,25 +1,27 @@
-"""RMSNorm with a weight that every tensor-parallel rank holds."""
+"""RMSNorm, whose weight every tensor-parallel rank holds; and that over all heads together, whose weight is split."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from engine.distributed.sharding import replicated_spec
+from engine.distributed.sharding import ShardSpec, replicated_spec
 from engine.layers.module import ShardedModule, empty
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.ops.inputs import NormInput
-from engine.ops.norm import rmsnorm
+from engine.ops.norm import output_rmsnorm, rmsnorm
+from engine.ops.wide_norm import WideNorm, wide_norms
 
 
 class RMSNorm(ShardedModule):
-    """x / rms(x) * weight.
+    """x / rms(x) * (weight + offset).
 
     Args:
         name: engine module name.
         size: of the normalised dimension.
         per_head: the norm sees this rank's heads only, so its weight's gradient is a partial sum even when every rank
             sees all tokens.
+        offset: of the model's family; 0 in most.
     """
 
     def __init__(
@@ -33,18 +35,76 @@ class RMSNorm(ShardedModule):
         device: torch.device,
         dtype: torch.dtype,
         per_head: bool = False,
+        offset: float = 0.0,
     ) -> None:
         super().__init__()
         partial = per_head or layout.splits_tokens
         spec = replicated_spec(
             (size,), rank=layout.tp.rank, size=layout.tp.size, grad_reduce=("tp",) if partial else ()
         )
-        self.eps = eps
+        self.eps, self.offset, self._kernels = eps, offset, layout.kernels
         self.weight = self.own(f"{name}.weight", empty((size,), dtype, device), spec, trainable=plan.trains(name))
 
-    def as_input(self) -> NormInput:
-        """The norm as what a linear's input is made with, so that its output is never kept."""
-        return NormInput(weight=self.weight.parameter, eps=self.eps, sink=self.weight.sink)
+    def as_input(self, divisor: float = 1.0) -> NormInput:
+        """The norm as what a linear's input is made with, so that its output is never kept.
+
+        Args:
+            divisor: the output is divided by it.
+        """
+        return NormInput(
+            weight=self.weight.parameter, eps=self.eps, sink=self.weight.sink, offset=self.offset, divisor=divisor
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return rmsnorm(x, self.weight.parameter, self.eps, self.weight.sink)
+        return rmsnorm(x, self.weight.parameter, self.eps, self.weight.sink, self.offset)
+
+    def of_output(self, x_TF: Tensor) -> Tensor:
+        """The norm of a linear's output, by the backend's kernels."""
+        return output_rmsnorm(x_TF, self.weight.parameter, self.eps, self.weight.sink, self.offset, self._kernels)
+
+
+class QueryKeyNorm(ShardedModule):
+    """RMSNorm of queries and of keys, each over all heads of the model together.
+
+    Args:
+        prefix: engine module name of the attention.
+        q_spec, kv_spec: shards of the two weights, as the heads are split.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        q_spec: ShardSpec,
+        kv_spec: ShardSpec,
+        eps: float,
+        *,
+        layout: TensorLayout,
+        plan: TrainingPlan,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self._eps, self._axis = eps, layout.tp
+        entries = [
+            self.own(
+                f"{prefix}.{name}.weight",
+                empty(spec.local_shape, dtype, device),
+                spec,
+                trainable=plan.trains(f"{prefix}.{name}"),
+            )
+            for name, spec in (("q_norm", q_spec), ("k_norm", kv_spec))
+        ]
+        self._leaves = tuple(entry.parameter for entry in entries if entry.sink is not None)
+        q, k = (
+            WideNorm(
+                weight_F=entry.parameter.data,
+                sink=entry.sink,
+                width=entry.spec.global_shape[0],
+                copies=layout.kv_replica.size if entry.spec.replicated else 1,
+            )
+            for entry in entries
+        )
+        self._norms = (q, k)
+
+    def forward(self, q_TF: Tensor, k_TF: Tensor) -> tuple[Tensor, Tensor]:
+        return wide_norms(q_TF, k_TF, self._norms, eps=self._eps, axis=self._axis, leaves=self._leaves)

@@ -14,16 +14,50 @@ class RopeScaling:
     """Frequency scaling of rotary embeddings.
 
     Args:
-        kind: "linear" (position interpolation, arXiv 2306.15595) or "llama3" (Llama 3.1's smooth band-wise scaling).
-        factor: how much longer the new context is.
-        low_freq_factor, high_freq_factor, original_length: the band edges of "llama3"; unused by "linear".
+        kind: "linear" (position interpolation, arXiv 2306.15595), "llama3" (Llama 3.1's smooth band-wise scaling) or
+            "longrope" (a factor for each frequency, arXiv 2402.13753).
+        factor: how much longer the new context is; unused by "longrope".
+        low_freq_factor, high_freq_factor, original_length: the band edges of "llama3"; unused by the others.
+        factors: of "longrope", one for each pair of features.
+        table_scale: of "longrope": cos and sin are multiplied by it.
     """
 
-    kind: Literal["linear", "llama3"]
-    factor: float
+    kind: Literal["linear", "llama3", "longrope"]
+    factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+    factors: tuple[float, ...] = ()
+    table_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rope:
+    """One rotary embedding.
+
+    Args:
+        theta: base of the wavelengths; None turns nothing.
+        scaling: of its frequencies.
+    """
+
+    theta: float | None
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerKind:
+    """How a layer differs from its neighbours.
+
+    Args:
+        window: a position sees itself and the window - 1 positions before it; None for all before it.
+        second_rope: it takes the config's second rotary embedding.
+    """
+
+    window: int | None = None
+    second_rope: bool = False
+
+
+PLAIN_LAYER = LayerKind()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +72,22 @@ class DecoderConfig:
         rope_theta, rope_scaling: rotary embedding base and optional scaling.
         tied_embeddings: lm_head shares the embedding's matrix.
         qkv_bias, out_bias, mlp_bias: whether q/k/v, o, and the MLP's linears have biases.
-        qk_norm: RMSNorm over head_dim on queries and keys before rotation (one weight vector for all heads).
+        qk_norm: RMSNorm on queries and keys before rotation.
+        qk_norm_over: "head": over head_dim, one weight vector for all heads; "all": over all heads together.
         max_length: longest sequence the model was made for (positions).
+        activation: of the MLP's gate: SiLU, or GELU by its tanh approximation.
+        norm_offset: a norm multiplies by its weight plus this.
+        norms: where a layer has norms: on the inputs of attention and MLP, on their outputs before these are added to
+            the residual stream, or both.
+        embedding_multiplier: on looked-up embeddings, rounded to the compute dtype.
+        residual_multiplier: on what attention and MLP add to the residual stream.
+        logits_divisor: logits are divided by it.
+        attention_scale: on scores; None for head_dim ** -0.5.
+        attention_softcap, logits_softcap: x becomes cap * tanh(x / cap), for scores and for logits; None for none.
+        rotary_dim: the first features of a head that are rotated; None for all.
+        second_rope: another rotary embedding, for the layers whose kind says so.
+        layer_kinds: one for each layer; empty where all are alike and plain.
+        max_row_length: rows may not be longer, because positions beyond mean something else; None for no limit.
     """
 
     family: str
@@ -58,7 +106,31 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "all"] = "head"
     max_length: int = 2048
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    norm_offset: float = 0.0
+    norms: Literal["inputs", "outputs", "both"] = "inputs"
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    rotary_dim: int | None = None
+    second_rope: Rope | None = None
+    layer_kinds: tuple[LayerKind, ...] = ()
+    max_row_length: int | None = None
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embeddings, the main one first."""
+        main = Rope(theta=self.rope_theta, scaling=self.rope_scaling)
+        return (main,) if self.second_rope is None else (main, self.second_rope)
+
+    def layer_kind(self, index: int) -> LayerKind:
+        """Of the layer with this number in the whole model."""
+        return self.layer_kinds[index] if self.layer_kinds else PLAIN_LAYER
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

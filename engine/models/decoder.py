@@ -6,7 +6,7 @@ Built from a DecoderConfig alone; families differ in configuration, not in code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from engine.distributed.collectives import local_part
 from engine.distributed.differentiable import split_tokens
 from engine.distributed.sharding import padded_split_spec
 from engine.errors import UserError
-from engine.layers.attention import Attention
+from engine.layers.attention import Attention, AttentionKind
 from engine.layers.embedding import TiedHeadWeight, VocabParallelEmbedding
 from engine.layers.linear import ColumnParallelLinear, Section
 from engine.layers.mlp import MLP
@@ -25,10 +25,12 @@ from engine.layers.norm import RMSNorm
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, made_again
 from engine.layers.saved import ActivationShapes, SavedTensors
-from engine.models.config import DecoderConfig
+from engine.models.config import DecoderConfig, Rope
+from engine.ops.capped_loss import capped_loss
 from engine.ops.context import TokenContext
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.head_loss import frozen_head_losses
+from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.rope import inverse_frequencies
 from triton_kernels.reference import rope_tables
 
@@ -46,8 +48,48 @@ class Part:
     head: bool = True
 
 
+def _attention_kind(config: DecoderConfig, index: int) -> AttentionKind:
+    layer = config.layer_kind(index)
+    return AttentionKind(
+        window=layer.window,
+        softcap=config.attention_softcap,
+        scale=config.attention_scale,
+        rotary_dim=config.rotary_dim,
+        rope=int(layer.second_rope),
+        num_ropes=len(config.ropes),
+        qk_norm_over=config.qk_norm_over,
+        norm_offset=config.norm_offset,
+    )
+
+
+def _input(norm: RMSNorm | None) -> LinearInput:
+    return GivenInput() if norm is None else norm.as_input()
+
+
+def _frequencies(rope: Rope, rotary_dim: int) -> Tensor:
+    """fp32 [rotary_dim / 2]; zeros, which turn nothing, for a rope without a base."""
+    if rope.theta is None:
+        return torch.zeros(rotary_dim // 2)
+    scaling = rope.scaling
+    if scaling is None:
+        return inverse_frequencies(rotary_dim, rope.theta)
+    return inverse_frequencies(
+        rotary_dim,
+        rope.theta,
+        kind=scaling.kind,
+        factor=scaling.factor,
+        low_freq_factor=scaling.low_freq_factor,
+        high_freq_factor=scaling.high_freq_factor,
+        original_length=scaling.original_length,
+        factors=scaling.factors,
+    )
+
+
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `memory` says what of it stays for backward."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); `memory` says what of it stays for backward.
+
+    Families may have norms on what is added to x too, or there alone, and a factor on it.
+    """
 
     def __init__(
         self,
@@ -63,7 +105,14 @@ class DecoderLayer(nn.Module):
         super().__init__()
         prefix, site = f"layers.{index}", index * SITES_PER_LAYER
         common = {"layout": layout, "plan": plan, "device": device, "dtype": dtype}
-        self.input_norm = RMSNorm(f"{prefix}.input_norm", config.hidden, config.norm_eps, **common)
+        self.residual_multiplier = config.residual_multiplier
+
+        def norm(name: str, *places: str) -> RMSNorm | None:
+            if config.norms not in places:
+                return None
+            return RMSNorm(f"{prefix}.{name}", config.hidden, config.norm_eps, offset=config.norm_offset, **common)
+
+        self.input_norm = norm("input_norm", "inputs", "both")
         self.attention = Attention(
             f"{prefix}.attention",
             hidden=config.hidden,
@@ -75,19 +124,25 @@ class DecoderLayer(nn.Module):
             qk_norm=config.qk_norm,
             norm_eps=config.norm_eps,
             first_site=site,
+            kind=_attention_kind(config, index),
             **common,
         )
-        self.post_attention_norm = RMSNorm(f"{prefix}.post_attention_norm", config.hidden, config.norm_eps, **common)
+        self.attention_output_norm = norm("attention_output_norm", "outputs", "both")
+        self.post_attention_norm = norm("post_attention_norm", "inputs", "both")
         self.mlp = MLP(
             f"{prefix}.mlp",
             hidden=config.hidden,
             intermediate=config.intermediate,
             bias=config.mlp_bias,
             first_site=site + 2,
+            activation=config.activation,
             **common,
         )
+        self.mlp_output_norm = norm("mlp_output_norm", "outputs", "both")
         self.level = memory.level(index)
-        apply_level(self.level, self.attention, self.mlp)
+        if self.mlp_output_norm is None or self.level == "none":
+            # a norm on the output of a region that is made again reads its last product, which so must be made too
+            apply_level(self.level, self.attention, self.mlp)
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         if self.level == "full":
@@ -97,10 +152,13 @@ class DecoderLayer(nn.Module):
         return self._whole(x, context)
 
     def _with_attention(self, x: Tensor, context: TokenContext) -> Tensor:
-        return x + self.attention(x, self.input_norm.as_input(), context)
+        return self._add(x, self.attention(x, _input(self.input_norm), context), self.attention_output_norm)
 
     def _with_mlp(self, x: Tensor, context: TokenContext) -> Tensor:
-        return x + self.mlp(x, self.post_attention_norm.as_input(), context)
+        return self._add(x, self.mlp(x, _input(self.post_attention_norm), context), self.mlp_output_norm)
+
+    def _add(self, x: Tensor, branch: Tensor, norm: RMSNorm | None) -> Tensor:
+        return torch.add(x, branch if norm is None else norm.of_output(branch), alpha=self.residual_multiplier)
 
     def _whole(self, x: Tensor, context: TokenContext) -> Tensor:
         return self._with_mlp(self._with_attention(x, context), context)
@@ -157,30 +215,21 @@ class Decoder(nn.Module):
         self.saved = SavedTensors(memory, device, shapes)
         self.norm = self.head = None
         if self.part.head:
-            self.norm = RMSNorm("norm", config.hidden, config.norm_eps, **common)
+            self.norm = RMSNorm("norm", config.hidden, config.norm_eps, offset=config.norm_offset, **common)
             self.head = self._build_head(common, embedding_weight)
-        scaling = config.rope_scaling
-        self.inverse_frequencies = inverse_frequencies(
-            config.head_dim,
-            config.rope_theta,
-            **(
-                {}
-                if scaling is None
-                else {
-                    "kind": scaling.kind,
-                    "factor": scaling.factor,
-                    "low_freq_factor": scaling.low_freq_factor,
-                    "high_freq_factor": scaling.high_freq_factor,
-                    "original_length": scaling.original_length,
-                }
-            ),
+        # of the multiplier as the compute dtype has it, which is what the models that have one were trained with
+        self.embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
+        self.inverse_frequencies = tuple(
+            _frequencies(rope, config.rotary_dim or config.head_dim).to("cpu" if device.type == "meta" else device)
+            for rope in config.ropes
         )
-        if device.type != "meta":
-            self.inverse_frequencies = self.inverse_frequencies.to(device)
 
     def _build_head(self, common: dict, embedding_weight: ShardEntry | None) -> ColumnParallelLinear:
         config, tp = self.config, self.layout.tp
         shared = None
+        if config.logits_softcap is not None:
+            kernels = replace(self.layout.kernels, loss=capped_loss(config.logits_softcap))
+            common = {**common, "layout": replace(self.layout, kernels=kernels)}
         if config.tied_embeddings:
             shared = self.embedding.weight if self.embedding is not None else embedding_weight
             if shared is None:
@@ -199,7 +248,8 @@ class Decoder(nn.Module):
         """Token coordinates of a batch, shared by all layers.
 
         Raises:
-            UserError: the tokens do not divide over the ranks of sequence parallelism.
+            UserError: the tokens do not divide over the ranks of sequence parallelism, or rows are longer than the
+                model's positions allow.
         """
         tp = self.layout.tp
         if self.layout.splits_tokens and batch.num_tokens % tp.size:
@@ -208,7 +258,8 @@ class Decoder(nn.Module):
                 f"parallel.tensor {tp.size} for sequence parallelism: use a data.seq_length that is a multiple of "
                 f"{tp.size}, or parallel.sequence false."
             )
-        cos, sin = rope_tables(batch.positions_BS.flatten(), self.inverse_frequencies)
+        self._check_row_length(batch.row_length * self.layout.cp.size)
+        cos, sin = self._rope_tables(batch.positions_BS.flatten())
         token_index = batch.token_index_BS.flatten()
         return TokenContext(
             num_rows=batch.num_rows,
@@ -224,11 +275,33 @@ class Decoder(nn.Module):
             document_offsets=batch.document_offsets,
         )
 
+    def _check_row_length(self, length: int) -> None:
+        limit = self.config.max_row_length
+        if limit is not None and length > limit:
+            raise UserError(
+                f"rows have {length} tokens, but the rotary embedding of this {self.config.family} model changes for "
+                f"sequences of more than {limit}, which is not supported: use a data.seq_length of {limit} or less."
+            )
+
+    def _rope_tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [ropes * T, rotary_dim / 2], the tables of all ropes one after the other."""
+        tables = []
+        for rope, frequencies in zip(self.config.ropes, self.inverse_frequencies, strict=True):
+            pair = rope_tables(positions_T, frequencies)
+            if rope.scaling is not None and rope.scaling.table_scale != 1.0:
+                pair = (pair[0].mul_(rope.scaling.table_scale), pair[1].mul_(rope.scaling.table_scale))
+            tables.append(pair)
+        if len(tables) == 1:
+            return tables[0]
+        cos, sin = zip(*tables, strict=True)
+        return torch.cat(cos), torch.cat(sin)
+
     def embed(self, batch: Batch) -> Tensor:
-        """The residual stream that enters the first layer."""
+        """The residual stream that enters the first layer. Embeddings that are handed in are it already."""
         if batch.embeddings_TH is None:
             assert self.embedding is not None
-            return self.embedding(batch.tokens_BS.flatten())
+            x = self.embedding(batch.tokens_BS.flatten())
+            return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
         x = batch.embeddings_TH
         return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x
 
@@ -242,8 +315,12 @@ class Decoder(nn.Module):
 
     def logits(self, x: Tensor, context: TokenContext) -> Tensor:
         """[T, V / tp] logits of this rank's vocabulary rows (with padding columns)."""
+        logits, cap = self._uncapped_logits(x, context), self.config.logits_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _uncapped_logits(self, x: Tensor, context: TokenContext) -> Tensor:
         assert self.norm is not None and self.head is not None
-        return self.head(x, self.norm.as_input(), context)
+        return self.head(x, self.norm.as_input(self.config.logits_divisor), context)
 
     def token_losses(self, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
         """fp32 [T] negative log-likelihood of each label; equal on all tensor-parallel ranks."""
@@ -253,17 +330,17 @@ class Decoder(nn.Module):
         num_ids = pieces[0].length if pieces else 0
         labels, operands = batch.labels_BS.flatten(), self.head.operands
         if operands.low_rank is None and not operands.trains_weight:
-            source = self.norm.as_input()
+            source = self.norm.as_input(self.config.logits_divisor)
             return frozen_head_losses(
                 x, source, operands, labels, first_id=first_id, num_ids=num_ids, leaves=source.leaves()
             )
         return cross_entropy(
-            self.logits(x, context),
+            self._uncapped_logits(x, context),
             labels,
             first_id=first_id,
             num_ids=num_ids,
             axis=self.layout.tp,
-            kernels=self.layout.kernels,
+            kernels=operands.kernels,
         )
 
     def forward(self, batch: Batch, step: Tensor, *, training: bool = True) -> Tensor:

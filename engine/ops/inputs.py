@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import InputUpdate, Kernels
+from engine.ops.norm import offset_weight
 
 
 class LinearInput(Protocol):
@@ -58,17 +59,20 @@ class GivenInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormInput:
-    """x = rmsnorm(u) * weight.
+    """x = rmsnorm(u) * (weight + offset) / divisor.
 
     Args:
         weight: [I].
         eps: of the norm.
         sink: of the weight's gradient; None where it is frozen.
+        offset, divisor: of the model's family; 0 and 1 in most.
     """
 
     weight: Tensor
     eps: float
     sink: GradientSink | None
+    offset: float = 0.0
+    divisor: float = 1.0
 
     def features(self, u: Tensor) -> int:
         return u.shape[1]
@@ -78,14 +82,22 @@ class NormInput:
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
         x = u.new_empty(u.shape) if out is None else out
-        return x, kernels.norm_forward(u, self.weight.detach(), self.eps, x)
+        weight = offset_weight(self.weight.detach(), self.offset)
+        if self.divisor != 1.0:
+            weight = weight / self.divisor
+        return x, kernels.norm_forward(u, weight, self.eps, x)
 
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
     ) -> Tensor:
         assert statistics is not None
         gradient = None if self.sink is None else self.sink.buffer
-        du = kernels.norm_backward(dx, u, self.weight.detach(), statistics, update, gradient)
+        if self.divisor != 1.0:
+            # the weight's gradient is taken of x * divisor, so what reaches that is divided
+            dx = (dx if update is None else kernels.apply_update(dx, update)).div_(self.divisor)
+            update = None
+        weight = offset_weight(self.weight.detach(), self.offset)
+        du = kernels.norm_backward(dx, u, weight, statistics, update, gradient)
         if self.sink is not None:
             self.sink.added()
         return du
@@ -110,6 +122,37 @@ class SwiGLUInput:
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
     ) -> Tensor:
         return kernels.swiglu_backward(dx, u, update)
+
+
+@dataclass(frozen=True, slots=True)
+class GeGLUInput:
+    """x = gelu(gate) * up for u = [gate | up], gelu by its tanh approximation (Shazeer, arXiv 2002.05202).
+
+    Plain torch whatever the backend, which only makes the adapters' update.
+    """
+
+    def features(self, u: Tensor) -> int:
+        return u.shape[1] // 2
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+        gate, up = u.chunk(2, dim=1)
+        x = u.new_empty(u.shape[0], self.features(u)) if out is None else out
+        return torch.mul(torch.nn.functional.gelu(gate, approximate="tanh"), up, out=x), None
+
+    def gradient(
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
+        if update is not None:
+            dx = kernels.apply_update(dx, update)
+        gate, up = u.chunk(2, dim=1)
+        du = torch.empty_like(u)
+        dgate, dup = du.chunk(2, dim=1)
+        torch.mul(dx, torch.nn.functional.gelu(gate, approximate="tanh"), out=dup)
+        dgate.copy_(torch.ops.aten.gelu_backward(dx * up, gate, approximate="tanh"))
+        return du
 
 
 class _Keep(torch.autograd.Function):

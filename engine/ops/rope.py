@@ -24,19 +24,23 @@ def inverse_frequencies(
     low_freq_factor: float = 1.0,
     high_freq_factor: float = 4.0,
     original_length: int = 8192,
+    factors: tuple[float, ...] = (),
 ) -> Tensor:
     """fp32 [head_dim / 2] angular frequencies theta^(-2i/d), scaled.
 
     Args:
         kind: "default"; "linear" divides all by `factor`; "llama3" divides the low frequencies by `factor`, leaves the
             high ones, and blends between the wavelengths original_length / low_freq_factor and
-            original_length / high_freq_factor (Llama 3.1).
+            original_length / high_freq_factor (Llama 3.1); "longrope" divides each by its own of `factors`
+            (arXiv 2402.13753).
     """
     plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim)
     if kind == "default":
         return plain
     if kind == "linear":
         return plain / factor
+    if kind == "longrope":
+        return plain / torch.tensor(factors, dtype=torch.float32)
     assert kind == "llama3", kind
     turns = original_length * plain / (2 * math.pi)
     blend = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
@@ -73,8 +77,10 @@ def split_rotate(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates [T, H, D] by plain autograd arithmetic; for queries and keys that were normalised after the split."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
+    """Rotates [T, H, D] by plain autograd arithmetic; for queries and keys that were normalised after the split, and
+    for heads of which the tables [T, R / 2] turn the first R features only."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

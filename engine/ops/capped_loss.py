@@ -1,0 +1,35 @@
+"""Cross-entropy statistics of logits under a soft cap: z = cap tanh(logit / cap), dlogit = dz (1 - (z / cap)^2).
+
+In plain torch, with the signatures of `triton_kernels.linear_cross_entropy.LossKernels`, so that both ways to a loss
+take them. The capped logits take the logits' place and stay there until the gradient is written over them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triton_kernels.linear_cross_entropy import LossKernels
+
+
+def capped_loss(cap: float) -> LossKernels:
+    """The loss of a model whose logits are capped."""
+
+    def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        wide = logits_CV.div_(cap).tanh_().mul_(cap).to(torch.promote_types(logits_CV.dtype, torch.float32))
+        maximum_C = wide.amax(-1)
+        total_C = (wide - maximum_C[:, None]).exp_().sum(-1)
+        target_C = wide.gather(1, targets_C.clamp(min=0)[:, None])[:, 0]
+        return maximum_C, total_C, torch.where(targets_C >= 0, target_C, 0.0)
+
+    def gradient(
+        capped_CV: Tensor, targets_C: Tensor, local_max_C: Tensor, max_C: Tensor, total_C: Tensor, scale_C: Tensor
+    ) -> Tensor:
+        wide = capped_CV.to(max_C.dtype)
+        slope = 1.0 - (wide / cap).square_()
+        probabilities = (wide - max_C[:, None]).exp_().mul_((scale_C / total_C)[:, None])
+        minus_scale = torch.where(targets_C >= 0, -scale_C, 0.0).to(probabilities.dtype)
+        probabilities.scatter_add_(1, targets_C.clamp(min=0)[:, None], minus_scale[:, None])
+        return capped_CV.copy_(probabilities.mul_(slope))
+
+    return LossKernels(statistics=statistics, gradient=gradient)

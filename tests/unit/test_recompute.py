@@ -129,7 +129,9 @@ def _forward(layers: int, memory: MemoryPlan, kernels: Kernels, dropout: float) 
     return lambda: built.model(batch, built.stage.step).sum()
 
 
-def _kept_bytes(layers: int, memory: MemoryPlan, kernels: Kernels, dropout: float) -> int:
+def _kept_bytes(
+    layers: int, memory: MemoryPlan, kernels: Kernels, dropout: float, *, and_backward: bool = False
+) -> int:
     """What torch's allocator gave out during a forward and did not get back while its graph lives."""
     forward = _forward(layers, memory, kernels, dropout)
     gc.collect()  # so that nothing of an earlier test is given back meanwhile
@@ -137,6 +139,8 @@ def _kept_bytes(layers: int, memory: MemoryPlan, kernels: Kernels, dropout: floa
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
             loss = forward()
+            if and_backward:
+                loss.backward()
     finally:
         gc.enable()
     assert loss.requires_grad
@@ -168,6 +172,16 @@ def test_bytes_kept_of_a_layer(dropout: float, backend: str) -> None:
     }
     assert {level: _layer_bytes(level, backend, dropout) for level in expected} == expected
     assert expected["none"] > expected["selective"] > expected["attention"] > expected["full"]
+
+
+@every_backend
+@pytest.mark.parametrize("level", ["selective", *LEVELS])
+def test_backward_gives_everything_back(level: Level, backend: str) -> None:
+    """Layer by layer, while the loss and with it the graph's nodes are still alive."""
+    kept = [
+        _kept_bytes(layers, MemoryPlan(recompute=level), BACKENDS[backend], 0.1, and_backward=True) for layers in (3, 4)
+    ]
+    assert kept[0] == kept[1]
 
 
 def test_bytes_kept_where_only_some_layers_are_made_again() -> None:

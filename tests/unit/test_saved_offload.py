@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,12 +73,12 @@ def test_which_tensors_of_a_layer_move() -> None:
 
 
 def _context(tokens: int, cos: Tensor | None = None) -> TokenContext:
+    """Of a model, with another number of tokens and other tables."""
+    built = build_with(CASE, MemoryPlan())
+    context = built.model.context(long_batch(CONFIG.vocab_size), built.stage.step, training=True)
     index = torch.arange(tokens)
     table = torch.ones(tokens, 4) if cos is None else cos
-    return TokenContext(
-        num_rows=1, row_length=tokens, document_lengths=(tokens,), context_plan=None, cos=table, sin=table,
-        token_index=index, local_token_index=index, step=torch.zeros((), dtype=torch.int64), training=True,
-    )  # fmt: skip
+    return replace(context, cos=table, sin=table, token_index=index, local_token_index=index)
 
 
 def _saved(memory: MemoryPlan, transfer: Any = None, min_width: int = 1) -> SavedTensors:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from engine.checkpoint.reshard import Box, find_gap
+from engine.checkpoint.reshard import Box, find_flaw, find_gap
 from engine.checkpoint.safetensors_file import CHECKSUM, dtype_from_name
 from engine.errors import UserError
 
@@ -38,7 +38,9 @@ class PieceRecord:
     checksum: str
 
     def to_json(self) -> dict[str, Any]:
-        place = {} if self.box.dim is None else {"offset": self.box.offset, "length": self.box.length}
+        place: dict[str, Any] = {} if self.box.dim is None else {"offset": self.box.offset, "length": self.box.length}
+        if self.box.others:
+            place["others"] = [list(other) for other in self.box.others]
         return {"dim": self.box.dim, **place, "file": self.file, "key": self.key, "checksum": self.checksum}
 
 
@@ -50,7 +52,7 @@ class TensorRecord:
         shape: global shape, without padding.
         dtype: the safetensors name, such as BF16.
         encoding: how the bytes mean numbers; "plain" today.
-        pieces: cover the tensor exactly, all along one dimension.
+        pieces: cover the tensor exactly.
     """
 
     shape: tuple[int, ...]
@@ -238,20 +240,34 @@ class _Fields:
             raise self.fail(f"a piece of {name} is not a mapping")
         box = Box()
         if data.get("dim") is not None:
-            dim = self.whole_number(data["dim"], f"a dimension of {name}")
-            offset = self.whole_number(data.get("offset"), f"an offset of {name}")
-            length = self.whole_number(data.get("length"), f"a length of {name}")
-            if dim >= len(shape) or length == 0 or offset + length > shape[dim]:
-                place = f"[{offset}, {offset + length}) of dimension {dim}"
-                raise self.fail(f"a piece of {name} lies at {place}, outside the tensor")
-            box = Box(dim, offset, length)
+            first = self.run(name, shape, (data["dim"], data.get("offset"), data.get("length")))
+            others = data.get("others", [])
+            if not isinstance(others, list) or not all(isinstance(run, list) and len(run) == 3 for run in others):
+                raise self.fail(f"others of a piece of {name} is {others!r} where lists of three numbers were expected")
+            box = Box(*first, tuple(self.run(name, shape, tuple(run)) for run in others))
+            if len({first[0], *(run[0] for run in box.others)}) <= len(others):
+                raise self.fail(f"a piece of {name} names a dimension twice")
         file = self.file_name(self.text(data, "file"))
         if file not in files:
             raise self.fail(f"a piece of {name} lies in {file}, which files does not list")
         return PieceRecord(box=box, file=file, key=self.text(data, "key"), checksum=self.text(data, "checksum"))
 
+    def run(self, name: str, shape: tuple[int, ...], values: tuple[object, ...]) -> tuple[int, int, int]:
+        """Dimension, offset and length of a run inside the tensor."""
+        dim = self.whole_number(values[0], f"a dimension of {name}")
+        offset = self.whole_number(values[1], f"an offset of {name}")
+        length = self.whole_number(values[2], f"a length of {name}")
+        if dim >= len(shape) or length == 0 or offset + length > shape[dim]:
+            place = f"[{offset}, {offset + length}) of dimension {dim}"
+            raise self.fail(f"a piece of {name} lies at {place}, outside the tensor")
+        return dim, offset, length
+
     def coverage(self, name: str, shape: tuple[int, ...], pieces: tuple[PieceRecord, ...]) -> None:
         dims = {piece.box.dim for piece in pieces}
+        if any(piece.box.others for piece in pieces):
+            if flaw := find_flaw(shape, [piece.box for piece in pieces]):
+                raise self.fail(f"the pieces of {name} have {flaw}")
+            return
         if len(dims) != 1:
             raise self.fail(f"the pieces of {name} are split along different dimensions")
         dim = dims.pop()

@@ -50,6 +50,8 @@ def plan_pieces(name: str, spec: ShardSpec) -> list[PlannedPiece]:
         if box.dim is not None:
             slices[box.dim] = slice(local_offset, local_offset + box.length)
         key = name if len(boxes) == 1 else f"{name}@{box.offset}"
+        if spec.offsets:  # one of several parts of the tensor that this rank holds
+            key = f"{name}@{','.join(str(start) for start, _ in box.ranges(spec.global_shape))}"
         planned.append(PlannedPiece(name, box, key, tuple(slices)))
     return planned
 
@@ -60,7 +62,7 @@ def written_tensor(name: str, spec: ShardSpec, dtype: torch.dtype, pieces: Itera
 
 
 def join_records(contributions: Iterable[WrittenTensor]) -> dict[str, TensorRecord]:
-    """Whole tensors' records from what each rank wrote of them; pieces are sorted by offset."""
+    """Whole tensors' records from what each rank wrote of them; pieces are sorted by where they begin."""
     records: dict[str, TensorRecord] = {}
     for part in contributions:
         known = records.get(part.name)
@@ -71,7 +73,7 @@ def join_records(contributions: Iterable[WrittenTensor]) -> dict[str, TensorReco
             shape=part.shape,
             dtype=part.dtype,
             encoding=part.encoding,
-            pieces=tuple(sorted(pieces, key=lambda piece: piece.box.offset)),
+            pieces=tuple(sorted(pieces, key=lambda piece: piece.box.ranges(part.shape))),
         )
     return records
 

@@ -45,7 +45,7 @@ class TensorReader(ABC):
 
     @abstractmethod
     def boxes(self, name: str) -> Sequence[Box]:
-        """The stored pieces; together they cover the tensor, all along one dimension."""
+        """The stored pieces; together they cover the tensor."""
 
     @abstractmethod
     def view(self, name: str, index: int, *, whole: bool) -> Tensor:

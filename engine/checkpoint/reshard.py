@@ -1,8 +1,8 @@
 """Which parts of stored pieces make up a wanted shard: pure interval arithmetic.
 
-A stored piece is a box: the whole tensor, or a run along one dimension. A wanted shard is a `ShardSpec`. Their
-intersections say what to copy from where to where, so that any layout reads any other without either knowing it.
-No files, no tensors.
+A stored piece is a box: the whole tensor, a run along one dimension, or runs along several. A wanted shard is a
+`ShardSpec`. Their intersections say what to copy from where to where, so that any layout reads any other without either
+knowing it. No files, no tensors.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ from engine.distributed.sharding import Piece, ShardSpec
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A stored run: global [offset, +length) along `dim`; the whole tensor where `dim` is None."""
+    """A stored run: global [offset, +length) along `dim`; the whole tensor where `dim` is None.
+
+    Args:
+        others: (dimension, offset, length) of further dimensions that it holds a part of.
+    """
 
     dim: int | None = None
     offset: int = 0
     length: int = 0
+    others: tuple[tuple[int, int, int], ...] = ()
 
     def shape(self, global_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the stored piece of a tensor of `global_shape`."""
-        if self.dim is None:
-            return global_shape
-        return (*global_shape[: self.dim], self.length, *global_shape[self.dim + 1 :])
+        return tuple(stop - start for start, stop in self.ranges(global_shape))
 
     def ranges(self, global_shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """Global (start, stop) of each dimension."""
         whole = [(0, size) for size in global_shape]
         if self.dim is not None:
-            whole[self.dim] = (self.offset, self.offset + self.length)
+            for dim, offset, length in ((self.dim, self.offset, self.length), *self.others):
+                whole[dim] = (offset, offset + length)
         return tuple(whole)
 
 
@@ -50,7 +54,15 @@ def boxes_of(spec: ShardSpec) -> tuple[tuple[Box, int], ...]:
     """The boxes that a shard consists of, each with its offset in the local tensor along the sharded dimension."""
     if spec.dim is None:
         return ((Box(), 0),)
-    return tuple((Box(spec.dim, piece.global_offset, piece.length), piece.local_offset) for piece in spec.pieces)
+    others = tuple(
+        (dim, run.global_offset, run.length)
+        for dim, size in enumerate(spec.global_shape)
+        for run in spec.runs(dim)
+        if dim != spec.dim and run.length < size
+    )
+    return tuple(
+        (Box(spec.dim, piece.global_offset, piece.length, others), piece.local_offset) for piece in spec.pieces
+    )
 
 
 def box_spec(global_shape: tuple[int, ...], box: Box) -> ShardSpec:
@@ -62,6 +74,7 @@ def box_spec(global_shape: tuple[int, ...], box: Box) -> ShardSpec:
         local_shape=box.shape(global_shape),
         dim=box.dim,
         pieces=(Piece(box.offset, 0, box.length),),
+        offsets=tuple(0 if dim == box.dim else start for dim, (start, _) in enumerate(box.ranges(global_shape))),
     )
 
 
@@ -70,7 +83,7 @@ def plan_copies(spec: ShardSpec, stored: Sequence[Box]) -> list[Copy]:
 
     Args:
         spec: the wanted shard; its padding is not part of any copy.
-        stored: pieces that cover the whole tensor without overlap, all along one dimension.
+        stored: pieces that cover the whole tensor without overlap.
     """
     copies = [copy for box, local_offset in boxes_of(spec) for copy in _copies_of_box(spec, box, local_offset, stored)]
     wanted = sum(math.prod(box.shape(spec.global_shape)) for box, _ in boxes_of(spec))
@@ -85,7 +98,7 @@ def _copies_of_box(spec: ShardSpec, wanted: Box, local_offset: int, stored: Sequ
         common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(wanted_ranges, piece_ranges, strict=True)]
         if any(start >= stop for start, stop in common):
             continue
-        # A whole-tensor box starts at 0 everywhere; a run starts at its offset along its own dimension.
+        # A whole-tensor box starts at 0 everywhere; a run starts at its offset along its own dimensions.
         source_slices = tuple(
             slice(start - piece_start, stop - piece_start)
             for (start, stop), (piece_start, _) in zip(common, piece_ranges, strict=True)
@@ -113,3 +126,21 @@ def find_gap(length: int, runs: Sequence[tuple[int, int]]) -> str | None:
             return f"an overlap at {offset}"
         position = offset + size
     return None if position == length else f"an end at {position} instead of {length}"
+
+
+def find_flaw(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+    """Why the boxes do not tile a tensor of `global_shape` exactly, or None when they do.
+
+    Each lies inside the tensor. Boxes are gone through in the order of their first rows, next to those that reach as
+    far: of a tensor that tensor-parallel ranks split in one dimension and data-parallel ranks in another, few do.
+    """
+    ranges = sorted(box.ranges(global_shape) for box in boxes)
+    reaching: list[tuple[tuple[int, int], ...]] = []
+    for found in ranges:
+        reaching = [other for other in reaching if other[0][1] > found[0][0]]
+        for other in reaching:
+            if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(found, other, strict=True)):
+                return f"an overlap at {[start for start, _ in found]}"
+        reaching.append(found)
+    missing = math.prod(global_shape) - sum(math.prod(stop - start for start, stop in found) for found in ranges)
+    return f"{missing} elements in none of them" if missing else None

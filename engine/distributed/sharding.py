@@ -33,6 +33,8 @@ class ShardSpec:
         local_shape: shape of what this rank holds, with padding.
         dim: the sharded dimension, or None when every rank holds the whole tensor.
         pieces: runs along `dim`; rows of the local tensor that no piece covers are padding (zero, never saved).
+        offsets: where the local tensor begins in each of the other dimensions, of which it may hold a part; one number
+            for every dimension, 0 for `dim`. Empty where it holds the other dimensions whole.
         encoding: how the bytes mean numbers: "plain", later codes and scales of quantised bases.
         grad_reduce: names of the groups over which this rank's gradient is still a partial sum after backward
             ("tp", "kv_replica"); the data-parallel sum is implied for all.
@@ -44,6 +46,7 @@ class ShardSpec:
     local_shape: tuple[int, ...]
     dim: int | None = None
     pieces: tuple[Piece, ...] = ()
+    offsets: tuple[int, ...] = ()
     encoding: str = "plain"
     grad_reduce: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
@@ -51,12 +54,20 @@ class ShardSpec:
 
     def __post_init__(self) -> None:
         if self.dim is None:
-            assert self.local_shape == self.global_shape and not self.pieces, self
+            assert self.local_shape == self.global_shape and not self.pieces and not self.offsets, self
         else:
             for piece in self.pieces:
                 assert piece.length > 0 and piece.global_offset >= 0 and piece.local_offset >= 0, self
                 assert piece.global_offset + piece.length <= self.global_shape[self.dim], self
                 assert piece.local_offset + piece.length <= self.local_shape[self.dim], self
+            if self.offsets:
+                assert len(self.offsets) == len(self.global_shape) and self.offsets[self.dim] == 0, self
+
+    def runs(self, dim: int) -> tuple[Piece, ...]:
+        """Which parts of dimension `dim` the local tensor holds, and where."""
+        if dim == self.dim:
+            return self.pieces
+        return (Piece(self.offsets[dim] if self.offsets else 0, 0, self.local_shape[dim]),)
 
     @property
     def is_padded(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from engine.distributed.sharding import NamedShard, Piece, ShardSpec
+from engine.distributed.sharding import NamedShard, ShardSpec
 from triton_kernels.philox import uniform_rows
 
 _CHUNK = 1 << 20
@@ -27,9 +27,8 @@ def site_of(name: str) -> int:
 
 def _fill(tensor: Tensor, spec: ShardSpec, draw: Callable[[Tensor, int], Tensor]) -> None:
     """Fills a rank's part of a matrix from `draw(global rows, global columns) -> [rows, columns]`."""
-    num_rows, num_columns = spec.global_shape
-    row_runs = spec.pieces if spec.dim == 0 else (Piece(0, 0, num_rows),)
-    column_runs = spec.pieces if spec.dim == 1 else (Piece(0, 0, num_columns),)
+    num_columns = spec.global_shape[1]
+    row_runs, column_runs = spec.runs(0), spec.runs(1)
     height = max(1, _CHUNK // num_columns)
     for run in row_runs:
         for start in range(0, run.length, height):

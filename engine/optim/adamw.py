@@ -65,11 +65,11 @@ class FlatAdamW:
             )
         )
 
-    def step(self, lr: float) -> Tensor:
+    def step(self, lr: float | Tensor) -> Tensor:
         """One update from the summed gradient; the gradient is zeroed for the next one.
 
         Args:
-            lr: learning rate of this step.
+            lr: learning rate of this step; a number, or a 0-dim tensor on the device.
 
         Returns:
             0-dim fp32 gradient norm before clipping.

@@ -44,22 +44,26 @@ class ModelStage:
         self._batches: list[Batch] = []
         self._alive: dict[int, tuple[Tensor | None, Tensor]] = {}
         self._deferred: dict[int, list[Callable[[], None]]] = {}
-        self._scale, self._training = 1.0, True
+        self._training = True
+        self._scale = torch.ones((), dtype=torch.float32, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device) if step is None else step
         """Optimizer steps taken; the dropout coordinate, on the device so that a graph can replay it."""
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         """Sum of this rank's weighted token losses since `load`; stays 0 but on the last stage."""
 
-    def load(self, batches: list[Batch], target_count: float, *, training: bool = True) -> None:
+    def load(self, batches: list[Batch], target_count: Tensor | float, *, training: bool = True) -> None:
         """Takes this rank's micro-batches of a step.
 
         Args:
             batches: one per micro-batch, on the device.
-            target_count: sum of the loss weights over the *global* batch; gradients are divided by it.
+            target_count: sum of the loss weights over the *global* batch; gradients are divided by it. A number, or a
+                0-dim fp32 tensor on the device.
             training: False switches dropout and gradients off.
         """
         self._batches, self._training = batches, training
-        self._scale = 1.0 / max(target_count, 1.0)
+        if not isinstance(target_count, Tensor):
+            target_count = torch.full_like(self.loss_sum, target_count)
+        self._scale = target_count.clamp(min=1.0).reciprocal()
         self.loss_sum.zero_()
 
     def forward(self, microbatch: int, activation: Tensor | None = None) -> Tensor | None:

@@ -86,14 +86,14 @@ class Stages:
     def gradients(
         self,
         batches: list[Batch],
-        target_count: float,
+        target_count: Tensor,
         before_last_backward: Callable[[Iterable[ShardEntry]], None],
     ) -> Tensor:
         """Forward and backward of a step's micro-batches.
 
         Args:
             batches: this rank's.
-            target_count: sum of the loss weights over the global batch; gradients are divided by it.
+            target_count: 0-dim fp32 sum of the loss weights over the global batch; gradients are divided by it.
             before_last_backward: called with a stage's parameters before the last backward of that stage.
 
         Returns:
@@ -110,7 +110,7 @@ class Stages:
         self._runner(len(batches), training=False).run(lambda stage: None)
         return all_reduce(self._loss_sum(), self._axis)
 
-    def _load(self, batches: list[Batch], target_count: float, *, training: bool) -> None:
+    def _load(self, batches: list[Batch], target_count: Tensor | float, *, training: bool) -> None:
         moved = [batch.to(self.step.device) for batch in batches]
         for stage in self._stages.values():
             stage.load(moved, target_count, training=training)

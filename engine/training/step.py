@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.batch import Batch
@@ -27,10 +28,16 @@ class StepResult(NamedTuple):
 
 
 class TrainStep:
-    """Forward and backward over the micro-batches, reduction, clipping and update."""
+    """Forward and backward over the micro-batches, reduction, clipping and update.
+
+    The numbers that the host gives for a step lie in device tensors, `prepare` writes them, and from there on nothing
+    depends on them: `on_device` launches the same work in each step, as a graph that replays it must.
+    """
 
     def __init__(self, stages: Stages, reducer: GradientReducer, optimizer: FlatAdamW, mesh: Mesh) -> None:
         self._stages, self._reducer, self._optimizer, self._mesh = stages, reducer, optimizer, mesh
+        self._target_count = torch.ones((), dtype=torch.float32, device=stages.step.device)
+        self._lr = torch.zeros_like(self._target_count)
 
     def gradients(self, batches: list[Batch], target_count: float) -> Tensor:
         """Leaves the global batch's summed gradient in the flat buffer.
@@ -38,11 +45,15 @@ class TrainStep:
         Returns:
             0-dim fp32 mean loss over the target tokens of the global batch.
         """
-        loss_sum = self._stages.gradients(batches, target_count, before_last_backward=self._reducer.arm)
+        self._target_count.fill_(target_count)
+        return self._gradients(batches)
+
+    def _gradients(self, batches: list[Batch]) -> Tensor:
+        loss_sum = self._stages.gradients(batches, self._target_count, before_last_backward=self._reducer.arm)
         loss, handle = all_reduce_async(loss_sum, self._mesh.dp_cp)  # hidden by the gradients' sum
         self._reducer.finish()
         handle.wait()
-        return all_reduce(loss, self._mesh.pp) / max(target_count, 1.0)
+        return all_reduce(loss, self._mesh.pp) / self._target_count.clamp(min=1.0)
 
     def __call__(self, batches: list[Batch], target_count: float, lr: float) -> StepResult:
         """One step on this rank's micro-batches.
@@ -52,7 +63,17 @@ class TrainStep:
             target_count: sum of the loss weights over the global batch.
             lr: learning rate.
         """
-        loss = self.gradients(batches, target_count)
-        norm = self._optimizer.step(lr)
+        self.prepare(target_count, lr)
+        return self.on_device(batches)
+
+    def prepare(self, target_count: float, lr: float) -> None:
+        """Writes the numbers of the step that comes next; arguments as for a whole step."""
+        self._target_count.fill_(target_count)
+        self._lr.fill_(lr)
+
+    def on_device(self, batches: list[Batch]) -> StepResult:
+        """The step that was prepared."""
+        loss = self._gradients(batches)
+        norm = self._optimizer.step(self._lr)
         self._stages.step.add_(1)
         return StepResult(loss, norm)

@@ -113,21 +113,24 @@ def all_reduce_async(tensor: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) ->
     return tensor, _start("all_reduce", dist.all_reduce, axis, tensor, op=op)
 
 
-def all_gather_async(tensor: Tensor, axis: Axis) -> tuple[Tensor, Handle]:
-    """Concatenates the ranks' tensors along dim 0: [n, ...] -> [n * size, ...]."""
+def all_gather_async(tensor: Tensor, axis: Axis, out: Tensor | None = None) -> tuple[Tensor, Handle]:
+    """Concatenates the ranks' tensors along dim 0: [n, ...] -> [n * size, ...], on more than one rank into `out`."""
     if axis.size == 1:
         return tensor, Handle()
     source = tensor.contiguous()
-    out = source.new_empty(source.shape[0] * axis.size, *source.shape[1:])
+    if out is None:
+        out = source.new_empty(source.shape[0] * axis.size, *source.shape[1:])
     return out, _start("all_gather", _all_gather, axis, out, source)
 
 
-def reduce_scatter_async(tensor: Tensor, axis: Axis) -> tuple[Tensor, Handle]:
-    """Sums over the axis and keeps this rank's part of dim 0: [n * size, ...] -> [n, ...]."""
+def reduce_scatter_async(tensor: Tensor, axis: Axis, out: Tensor | None = None) -> tuple[Tensor, Handle]:
+    """Sums over the axis and keeps this rank's part of dim 0: [n * size, ...] -> [n, ...], on more than one rank in
+    `out`."""
     if axis.size == 1:
         return tensor, Handle()
     source = tensor.contiguous()
-    out = source.new_empty(source.shape[0] // axis.size, *source.shape[1:])
+    if out is None:
+        out = source.new_empty(source.shape[0] // axis.size, *source.shape[1:])
     return out, _start("reduce_scatter", _reduce_scatter, axis, out, source)
 
 

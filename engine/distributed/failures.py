@@ -111,7 +111,7 @@ def _caller() -> str:
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("engine.") and not module.startswith("engine.distributed."):
-            return f" for {module}.{frame.f_code.co_qualname}"
+            return f" for {module}.{frame.f_code.co_qualname.partition('.<locals>')[0]}"
         frame = frame.f_back
     return ""
 

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -112,11 +113,15 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
+_SECONDS_TO_NOTICE = 2.0
+
+
 def end_at_once(status: int) -> None:
     """Has the process end with `status` when its main thread ends, and leave everything to the system.
 
     For a rank that has lost another: operations that are still under way would otherwise meet an interpreter that is
-    being taken down, which the C++ library answers by aborting the process.
+    being taken down, which the C++ library answers by aborting the process. It stays long enough for torchrun to see
+    the other one's end first: torchrun takes the first for the cause, says so, and ends the rest.
     """
     atexit.register(_exit, status)
 
@@ -124,4 +129,6 @@ def end_at_once(status: int) -> None:
 def _exit(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_SECONDS_TO_NOTICE)
     os._exit(status)

@@ -60,16 +60,19 @@ def test_order_of_one_tensor_a_layer() -> None:
 
 
 @needs_native
-def test_which_tensors_of_a_layer_move() -> None:
+@pytest.mark.parametrize("level", ["selective", "none"])
+def test_which_tensors_of_a_layer_move(level: Level) -> None:
     """The residual stream twice, q, attention's output (saved by two operations) and [gate | up], which have 64 KiB or
-    more. k, v, H, statistics and masks are smaller here."""
+    more, and under none the inputs made from them. k, v, H, statistics and masks are smaller here."""
     transfer = Recorded()
-    built = build_with(CASE, MemoryPlan(offload=True), kernels=NATIVE, transfer=transfer)
+    built = build_with(CASE, MemoryPlan(recompute=level, offload=True), kernels=NATIVE, transfer=transfer)
     built.stage.load([long_batch(CONFIG.vocab_size)], 1.0)
     built.stage.forward(0)
-    hidden, width = CONFIG.hidden, CONFIG.num_heads * CONFIG.head_dim
-    sizes = [size * TOKENS for size in (hidden, width, width, hidden, 2 * CONFIG.intermediate)]
-    assert [shape.numel() for shape in transfer.shapes] == 3 * sizes
+    hidden, width, mlp = CONFIG.hidden, CONFIG.num_heads * CONFIG.head_dim, CONFIG.intermediate
+    kept = [hidden, width, width, hidden, 2 * mlp]
+    if level == "none":
+        kept = [hidden, hidden, width, width, hidden, hidden, 2 * mlp, mlp]
+    assert [shape.numel() for shape in transfer.shapes] == 3 * [size * TOKENS for size in kept]
 
 
 def _context(tokens: int, cos: Tensor | None = None) -> TokenContext:

@@ -1,0 +1,317 @@
+"""Bytes of a parallel linear's forward and backward, in the order of `engine.ops.parallel_linear`.
+
+A linear keeps for backward H, the dropout mask and its input's statistics; what its input is made from belongs to
+whoever made that. Legend: I input and O output features, E columns of folded adapters, R stacked rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.planning.kernels import KernelMemory
+from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, TEMPORARY, Block, Ledger
+from engine.planning.shapes import LinearShape
+
+Source = Literal["norm", "swiglu", "given"]
+"""What a linear's input is made by; see engine.ops.inputs."""
+
+WIDE = 4
+"""Bytes of statistics, and of what norms and losses are computed in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What is the same for all layers of a rank.
+
+    Args:
+        tokens: of a micro-batch, after context parallelism.
+        local: of those, tokens of this rank between the linears: fewer with sequence parallelism.
+        itemsize: bytes of a number in the model's dtype.
+        kernels: the backend.
+        row_length: tokens of the longest document.
+        ranks: of the tensor axis.
+    """
+
+    tokens: int
+    local: int
+    itemsize: int
+    kernels: KernelMemory
+    row_length: int
+    ranks: int = 1
+
+    @property
+    def splits(self) -> bool:
+        """Whether tokens are split over the tensor ranks."""
+        return self.local != self.tokens
+
+    def numbers(self, rows: int, features: int) -> int:
+        """Bytes of [rows, features] in the model's dtype."""
+        return rows * features * self.itemsize
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the model computes in the dtype of statistics."""
+        return self.itemsize >= WIDE
+
+
+@dataclass(slots=True)
+class LinearKept:
+    """What backward needs of one call; blocks that are None are not there."""
+
+    mask: Block | None = None
+    h: Block | None = None
+    statistics: Block | None = None
+    made: Block | None = None
+    """The input, where it is kept instead of made again."""
+
+    def blocks(self) -> tuple[Block | None, ...]:
+        return self.mask, self.h, self.statistics, self.made
+
+
+class LinearWalk:
+    """Goes through linears with a ledger."""
+
+    def __init__(self, ledger: Ledger, sizes: Sizes) -> None:
+        self.ledger, self.sizes = ledger, sizes
+
+    # The pieces.
+
+    def draw_mask(self, linear: LinearShape, rows: int) -> Block | None:
+        """Plain torch holds four words, eight halves and their stack at once: 20 bytes an element (one Philox call of
+        four 8-byte words decides eight elements); a kernel writes the mask alone."""
+        if not linear.drops:
+            return None
+        if self.sizes.kernels.writes_intermediates:
+            self.ledger.touch(TEMPORARY, 20 * rows * -(-linear.inputs // 8) * 8)
+        return self.ledger.take(ACTIVATIONS, rows * self.sizes.kernels.mask_bytes(linear.inputs))
+
+    def make(self, source: Source, rows: int, features: int) -> Block | None:
+        """Makes an input into a buffer that is there; returns its statistics: 1 / rms, one number a row.
+
+        Plain torch squares and scales all of x, in fp32; silu(gate) is written before it is multiplied by up.
+        """
+        plain, wide, n = self.sizes.kernels.writes_intermediates, self.sizes.is_wide, rows * features
+        if source == "given":
+            return None
+        if source == "swiglu":
+            if plain:
+                self.ledger.touch(TEMPORARY, n * self.sizes.itemsize)
+            return None
+        if plain:
+            self.ledger.touch(TEMPORARY, n * WIDE if wide else n * (2 * WIDE + self.sizes.itemsize))
+        return self.ledger.take(ACTIVATIONS, rows * WIDE)
+
+    def dropped(self, linear: LinearShape, rows: int) -> None:
+        """Plain torch multiplies x by the mask into a tensor of its own."""
+        if linear.drops and self.sizes.kernels.writes_intermediates:
+            self.ledger.touch(TEMPORARY, self.sizes.numbers(rows, linear.inputs))
+
+    def update(self, linear: LinearShape, rows: int) -> None:
+        """dX += drop'(dH A): in place, but plain torch writes dH A and the mask as numbers where something drops."""
+        if linear.drops and self.sizes.kernels.writes_intermediates:
+            self.ledger.touch(TEMPORARY, 2 * self.sizes.numbers(rows, linear.inputs))
+
+    def weight_products(self, linear: LinearShape) -> None:
+        """Products are added to fp32 gradients in place; in a narrower dtype torch writes the product first."""
+        if not self.sizes.is_wide:
+            largest = max((rows * linear.inputs for rows in linear.trained_rows), default=0)
+            self.ledger.touch(TEMPORARY, largest * self.sizes.itemsize)
+
+    def adapter_products(self, linear: LinearShape) -> None:
+        """The same of dA and dB, by plain torch; kernels stack the dA of one input in fp32."""
+        plain = self.sizes.kernels.writes_intermediates
+        if plain and not self.sizes.is_wide:
+            self.ledger.touch(TEMPORARY, linear.adapter_products * self.sizes.itemsize)
+        elif not plain:
+            self.ledger.touch(TEMPORARY, linear.rank * linear.inputs * WIDE)
+
+    def source_gradient(self, source: Source, dx: Block, rows: int, features: int, *, trains_norm: bool) -> Block:
+        """The gradient of what an input [rows, features] was made from: dX itself, or what the norm or SwiGLU makes
+        of it."""
+        ledger, sizes, n = self.ledger, self.sizes, rows * features
+        if source == "given":
+            return dx
+        plain = sizes.kernels.writes_intermediates
+        if source == "swiglu":
+            # silu'(gate) and dX up; in a narrower dtype gate, dX and their product in fp32 as well
+            du = ledger.take(TEMPORARY, sizes.numbers(rows, 2 * features))
+            if plain:
+                ledger.touch(TEMPORARY, n * WIDE if sizes.is_wide else 3 * n * WIDE)
+            return du
+        if plain and trains_norm:
+            ledger.touch(TEMPORARY, (2 if sizes.is_wide else 3) * n * WIDE)
+        if plain and not sizes.is_wide:
+            ledger.touch(TEMPORARY, 3 * n * WIDE)  # x, dX and dX weight in fp32
+        du = ledger.take(TEMPORARY, n * sizes.itemsize)
+        if plain:  # beside the result: (dX weight) x; in a narrower dtype x and dX weight in fp32
+            ledger.touch(TEMPORARY, n * WIDE if sizes.is_wide else 2 * n * WIDE)
+        return du
+
+    # Forward.
+
+    def forward(
+        self,
+        linear: LinearShape,
+        source: Source,
+        *,
+        column: bool,
+        saved: bool,
+        keeps_input: bool = False,
+        output: str = ACTIVATIONS,
+        without_rows: bool = False,
+    ) -> tuple[Block, LinearKept]:
+        """Makes the input beside H, the product, and what crosses the tensor ranks.
+
+        Args:
+            column: output rows are split over the ranks; else input columns.
+            saved: whether autograd keeps H, mask and statistics.
+            keeps_input: recompute level "none".
+            output: the part that the output counts as.
+            without_rows: the second run of a region's last linear, which has no output.
+
+        Returns:
+            The output, and what is kept.
+        """
+        ledger, sizes = self.ledger, self.sizes
+        rows = sizes.local if column else sizes.tokens
+        kept = LinearKept(mask=self.draw_mask(linear, rows))
+        x, columns = None, linear.inputs + linear.extra
+        if linear.folded or source != "given":
+            x = ledger.take(TEMPORARY, sizes.numbers(rows, columns))
+        kept.statistics = self.make(source, rows, linear.inputs)
+        loose = linear.rank > 0 and not linear.folded
+        if loose:
+            kept.h = ledger.take(ACTIVATIONS, sizes.numbers(rows, linear.rank))
+        self.dropped(linear, rows)
+        full = None
+        if column and sizes.splits:
+            full = ledger.take(COMMUNICATION, sizes.numbers(sizes.tokens, columns))
+            if loose:
+                whole = ledger.take(ACTIVATIONS, sizes.numbers(sizes.tokens, linear.rank))
+                ledger.drop(kept.h)
+                kept.h = whole
+            if not keeps_input:
+                ledger.drop(x)
+                x = None
+        y = ledger.take(output, 0 if without_rows else sizes.numbers(sizes.tokens, linear.outputs))
+        if linear.folded:
+            kept.h = ledger.take(ACTIVATIONS, sizes.numbers(sizes.tokens, linear.rank))
+        if not column and sizes.splits and not without_rows:
+            scattered = ledger.take(output, sizes.numbers(sizes.local, linear.outputs))
+            ledger.drop(y)
+            y = scattered
+        ledger.drop(full)
+        if keeps_input and saved and x is not None:
+            ledger.drop(x)
+            kept.made = ledger.take(ACTIVATIONS, x.nbytes)
+        else:
+            ledger.drop(x)
+        if not saved:
+            ledger.drop(*kept.blocks())
+            kept = LinearKept()
+        return y, kept
+
+    # Backward.
+
+    def backward(
+        self,
+        linear: LinearShape,
+        source: Source,
+        kept: LinearKept,
+        *,
+        column: bool,
+        needs_gradient: bool,
+        trains_norm: bool = False,
+    ) -> Block | None:
+        """The input's gradient, and additions to the gradients of what trains; what was kept is freed.
+
+        Returns:
+            The gradient by what the input was made from; None where nobody needs it. dY is the caller's.
+        """
+        needs = needs_gradient or trains_norm
+        dx, held = (self._column if column else self._row)(linear, source, kept, needs)
+        rows = self.sizes.local if column else self.sizes.tokens
+        du = None
+        if dx is not None and needs:
+            if not (column and self._updates_before_collective(linear)):
+                self.update(linear, rows)
+            du = self.source_gradient(source, dx, rows, linear.inputs, trains_norm=trains_norm)
+        if dx is not None and dx is not du:
+            self.ledger.drop(dx)
+        self.ledger.drop(*held, *kept.blocks())
+        if du is not None and not needs_gradient:
+            self.ledger.drop(du)
+            return None
+        return du
+
+    def _updates_before_collective(self, linear: LinearShape) -> bool:
+        """A column linear that sees all tokens and keeps dH local: dX is complete before it is summed."""
+        return not (linear.folded or linear.joint or self.sizes.splits or self.sizes.ranks == 1)
+
+    def _make_again(self, linear: LinearShape, source: Source, kept: LinearKept, rows: int) -> Block | None:
+        """x, unless it was kept or is what it is made from; frozen linears do not read it."""
+        if not (linear.rank or linear.trained_rows) or kept.made is not None or source == "given":
+            return None
+        made = self.ledger.take(TEMPORARY, self.sizes.numbers(rows, linear.inputs))
+        self.ledger.drop(self.make(source, rows, linear.inputs))
+        return made
+
+    def _column(
+        self, linear: LinearShape, source: Source, kept: LinearKept, needs: bool
+    ) -> tuple[Block | None, list[Block | None]]:
+        """dX (with dH beside it where folded), and what else lives until the linear's backward returns."""
+        ledger, sizes = self.ledger, self.sizes
+        columns = linear.inputs + linear.extra
+        dx = dh = full = None
+        arriving: list[Block] = []  # until the collective is waited for, its input lives too
+
+        def reduced(block: Block, width: int) -> Block:
+            if not sizes.splits:
+                return block
+            arriving.append(block)
+            return ledger.take(COMMUNICATION, sizes.numbers(sizes.local, width))
+
+        if linear.folded:
+            dx = reduced(ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, columns)), columns)
+        else:
+            if linear.rank:
+                dh = ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, linear.rank))
+            if needs:
+                dx = ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, linear.inputs))
+                if linear.rank and self._updates_before_collective(linear):
+                    self.update(linear, sizes.tokens)
+            dh = reduced(dh, linear.rank) if dh is not None else None
+            dx = reduced(dx, linear.inputs) if dx is not None else None
+        if linear.rank:
+            self.adapter_products(linear)
+        made = self._make_again(linear, source, kept, sizes.local)
+        if linear.trained_rows and sizes.splits:
+            full = ledger.take(COMMUNICATION, sizes.numbers(sizes.tokens, linear.inputs))
+        ledger.drop(*arriving)
+        if linear.rank:
+            self.dropped(linear, sizes.local)
+        self.weight_products(linear)
+        return dx, [made, full, dh]
+
+    def _row(
+        self, linear: LinearShape, source: Source, kept: LinearKept, needs: bool
+    ) -> tuple[Block | None, list[Block | None]]:
+        """As `_column`. With sequence parallelism dY is gathered while x is made."""
+        ledger, sizes = self.ledger, self.sizes
+        gathered = dx = dh = None
+        if sizes.splits:
+            gathered = ledger.take(COMMUNICATION, sizes.numbers(sizes.tokens, linear.outputs))
+        made = self._make_again(linear, source, kept, sizes.tokens)
+        if linear.folded and needs:
+            dx = ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, linear.inputs + linear.extra))
+        else:
+            if linear.rank:
+                dh = ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, linear.rank))
+            if needs:
+                dx = ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, linear.inputs))
+        if linear.rank:
+            self.dropped(linear, sizes.tokens)
+            self.adapter_products(linear)
+        self.weight_products(linear)
+        return dx, [gathered, made, dh]

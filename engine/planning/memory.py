@@ -1,0 +1,268 @@
+"""The most bytes that a rank holds, by what they are for: in a step, while loading and while saving.
+
+What is always there is counted on a model on the meta device: weights with their folded columns, adapters, and four
+fp32 buffers over what trains. What comes and goes is followed through one micro-batch of each stage (`stage.py`), and
+put together in the order of the pipeline's schedule. Not counted: what a library allocates inside its own calls, the
+device's context and its communicators, and what a caching allocator holds without using it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.layers.recompute import MemoryPlan
+from engine.layers.rounding import FLOAT8
+from engine.pipeline.schedule import Action
+from engine.planning.attention import context_sizes
+from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan
+from engine.planning.ledger import (
+    ACTIVATIONS,
+    ADAPTERS,
+    BATCHES,
+    COMMUNICATION,
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    TEMPORARY,
+    WEIGHTS,
+    Parts,
+    added,
+    total,
+    without,
+)
+from engine.planning.linears import WIDE, Sizes
+from engine.planning.shapes import ModelShape, Parameters
+from engine.planning.stage import StageBytes, stage_bytes
+
+_BATCH_BYTES = 4 * 8 + 4
+"""Of a token: its id, label, position and dropout coordinate as int64, its weight as fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSharding:
+    """Which of the optimizer's buffers are divided over the ranks that sum gradients."""
+
+    masters: bool = False
+    moments: bool = False
+    gradients: bool = False
+
+
+STATE_SHARDING = {"none": StateSharding()}
+"""A way of dividing the optimizer's state is an entry here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeakEstimate:
+    """A prediction for one rank. Bytes.
+
+    Args:
+        parts: at the fullest moment of a step, by part (`engine.planning.ledger.PARTS`).
+        moment: which that is: "forward", "backward" or "optimizer step".
+        static: of those, what is there all the time.
+        load: the most while the model is made and read.
+        save: the most while a checkpoint is written.
+        pipeline_rank: whose peak this is.
+    """
+
+    parts: Parts
+    moment: str
+    static: Parts
+    load: int
+    save: int
+    pipeline_rank: int = 0
+
+    @property
+    def step(self) -> int:
+        """At the fullest moment of a step."""
+        return total(self.parts)
+
+    @property
+    def peak(self) -> int:
+        """At the fullest moment of all."""
+        return max(self.step, self.load, self.save)
+
+    def largest_part(self) -> str:
+        """What most bytes are for."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+def predict_layout(
+    workload: Workload,
+    layout: Layout,
+    memory: MemoryPlan,
+    shapes: Shapes | None = None,
+    *,
+    sharding: StateSharding = STATE_SHARDING["none"],
+) -> list[PeakEstimate]:
+    """One estimate for each pipeline rank; its tensor, context and data neighbours hold as much.
+
+    Raises:
+        UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
+    """
+    shapes = shapes or Shapes(workload.decoder, workload.plan)
+    shape = shapes.of(layout.parallel)
+    memory.check_layers(workload.decoder.num_layers)
+    plan = pipeline_plan(workload.decoder, shape, layout.parallel, workload.num_microbatches(layout))
+    return [
+        _Rank(workload, layout, memory, shape, plan, rank, sharding).estimate()
+        for rank in range(layout.parallel.pipeline)
+    ]
+
+
+class _Rank:
+    """One pipeline rank."""
+
+    def __init__(
+        self, workload: Workload, layout: Layout, memory: MemoryPlan, shape: ModelShape, plan: PipelinePlan,
+        rank: int, sharding: StateSharding,
+    ) -> None:  # fmt: skip
+        self._workload, self._layout, self._memory, self._shape = workload, layout, memory, shape
+        self._plan, self._rank, self._sharding = plan, rank, sharding
+        self._stages = plan.stages(rank)
+        tokens = workload.micro_batch * workload.seq_length // layout.parallel.context
+        splits = layout.parallel.sequence_parallel
+        self._sizes = Sizes(
+            tokens=tokens,
+            local=tokens // layout.parallel.tensor if splits else tokens,
+            itemsize=workload.dtype.itemsize,
+            kernels=workload.kernels,
+            row_length=workload.seq_length,
+            ranks=layout.parallel.tensor,
+        )
+
+    def estimate(self) -> PeakEstimate:
+        static = self._static()
+        moments = list(self._moments())
+        moment, moving = max(moments, key=lambda pair: total(pair[1]))
+        written = max((group.largest for group in self._groups() if group.trained), default=0)
+        return PeakEstimate(
+            parts=added(static, moving),
+            moment=moment,
+            static=static,
+            load=self._load(static),
+            save=total(static) + written * WIDE,
+            pipeline_rank=self._rank,
+        )
+
+    def _groups(self) -> Iterator[Parameters]:
+        """Parameters of this rank's layers and ends."""
+        shape = self._shape
+        for stage in self._stages.values():
+            yield from shape.layer_parameters[stage.first : stage.last]
+            if stage.embedding:
+                yield shape.embedding_parameters
+            if stage.head:
+                yield shape.head_parameters
+                if shape.tied and not stage.embedding and not self._plan.ends_meet:
+                    yield shape.embedding_parameters  # the copy of a tied head
+
+    def _regions(self) -> dict[object, int]:
+        """Elements of the optimizer's regions."""
+        regions: dict[object, int] = {}
+        for group in self._groups():
+            for key, count in group.trained.items():
+                regions[key] = regions.get(key, 0) + count
+        return regions
+
+    def _static(self) -> dict[str, int]:
+        """Weights in the model's dtype, and masters, gradients and two moments of what trains, in fp32."""
+        item, groups = self._workload.dtype.itemsize, list(self._groups())
+        flat = WIDE * sum(self._regions().values())
+        ranks = self._layout.data_and_context
+
+        def held(divided: bool, count: int) -> int:
+            return -(-count // ranks) if divided else count
+
+        return added(
+            {
+                WEIGHTS: item * sum(group.base for group in groups),
+                ADAPTERS: item * sum(group.adapters for group in groups),
+                MASTERS: held(self._sharding.masters, flat),
+                GRADIENTS: held(self._sharding.gradients, flat),
+                OPTIMIZER: held(self._sharding.moments, 2 * flat),
+            }
+        )
+
+    def _load(self, static: Parts) -> int:
+        """Weights, masters and gradients are there, moments not yet; one tensor is in the dtype it is stored in."""
+        largest = max((group.largest for group in self._groups()), default=0)
+        return total(without(static, {OPTIMIZER: static[OPTIMIZER]})) + largest * WIDE
+
+    # A step.
+
+    def _moments(self) -> Iterator[tuple[str, Parts]]:
+        """Every moment that may be the fullest, without what is always there."""
+        batches = {BATCHES: _BATCH_BYTES * self._sizes.tokens * self._workload.num_microbatches(self._layout)}
+        stages = {number: self._stage(number) for number in self._stages}
+        waiting = self._messages()
+        alive: dict[tuple[int, int], Parts] = {}
+        deferred: dict[tuple[int, int], Parts] = {}
+        for action in self._plan.schedule.actions[self._rank]:
+            key, stage = (action.stage, action.microbatch), stages[action.stage]
+            others = added(batches, waiting, *alive.values(), *deferred.values())
+            if action.op == "F":
+                yield "forward", added(others, stage.forward)
+                if stage.backward:
+                    alive[key] = stage.kept
+            elif action.op in ("B", "I"):
+                yield "backward", added(without(others, alive.pop(key)), stage.backward)
+                if action.op == "I":
+                    deferred[key] = self._deferred(action)
+            else:
+                deferred.pop(key)
+        if self._workload.square_sum_writes:
+            largest = max(self._regions().values(), default=0)
+            yield "optimizer step", added(batches, {TEMPORARY: largest * WIDE})
+
+    def _stage(self, number: int) -> StageBytes:
+        parallel, workload = self._layout.parallel, self._workload
+        first = self._plan.schedule.first_trainable_stage
+        return stored_as(
+            self._memory,
+            stage_bytes(
+                self._shape,
+                self._stages[number],
+                self._sizes,
+                context_sizes(workload.micro_batch, workload.seq_length, parallel.context, parallel.context_method),
+                self._memory,
+                trains=number >= first,
+                gives_gradient=number > first,
+            ),
+            self._stages[number].last - self._stages[number].first,
+            self._sizes.itemsize,
+        )
+
+    def _messages(self) -> dict[str, int]:
+        """Of a pipeline: one activation and one gradient that arrive or leave while something else is computed."""
+        if self._layout.parallel.pipeline == 1:
+            return {}
+        return {COMMUNICATION: 2 * self._sizes.numbers(self._sizes.local, self._shape.hidden)}
+
+    def _deferred(self, action: Action) -> dict[str, int]:
+        """A split backward leaves dY and x of every weight that trains until its W action."""
+        stage, sizes = self._stages[action.stage], self._sizes
+        numbers = 0
+        for layer in self._shape.layers[stage.first : stage.last]:
+            numbers += sum(linear.inputs + linear.outputs for linear in layer.linears if linear.trained_rows)
+        return {ACTIVATIONS: sizes.numbers(sizes.tokens, numbers)}
+
+
+def stored_as(memory: MemoryPlan, stage: StageBytes, num_layers: int, itemsize: int) -> StageBytes:
+    """What is kept when activations are rounded or moved away. An approximation: all that layers keep is counted as
+    activations, and one layer's worth (two where they come back from the host) is there in full.
+    """
+    stored = {None: itemsize, FLOAT8: 1}.get(memory.stored_dtype, 2)
+    share = min(1.0, stored / itemsize)
+    if num_layers == 0 or not stage.backward or (share == 1.0 and not memory.offload):
+        return stage
+    kept = stage.kept.get(ACTIVATIONS, 0)
+    layer = kept / num_layers
+    if memory.offload:  # the last layer's stay, and so does what the next one needs
+        smaller = int(min(kept, 2 * layer * share + layer))
+    else:
+        smaller = int(min(kept, kept * share + layer))
+    less = {ACTIVATIONS: kept - smaller}
+    return StageBytes(
+        forward=without(stage.forward, less), kept=without(stage.kept, less), backward=without(stage.backward, less)
+    )

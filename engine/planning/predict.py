@@ -1,0 +1,87 @@
+"""What a configuration will need, for whoever is about to run it."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.config.run import RunConfig
+from engine.layers.plan import TrainingPlan
+from engine.layers.recompute import MemoryPlan
+from engine.layers.rounding import FLOAT8
+from engine.models.config import DecoderConfig
+from engine.planning.kernels import kernel_memory
+from engine.planning.layout import Layout, Shapes, Workload
+from engine.planning.memory import PeakEstimate, predict_layout
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_STORED = {None: None, "bfloat16": torch.bfloat16, "float8": FLOAT8}
+
+
+def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *, device_type: str) -> Workload:
+    """What a configuration trains.
+
+    Args:
+        config: of the run.
+        decoder: of its model.
+        plan: what its modules do; see engine.training.plan.
+        device_type: "cuda" or "cpu".
+
+    Raises:
+        UserError: a backend that is not known.
+    """
+    kernels = kernel_memory(config.model.kernels, device_type=device_type, dtype=config.model.dtype)
+    optimizer = config.optim.backend
+    native = optimizer == "native" or (optimizer == "auto" and device_type == "cpu")
+    return Workload(
+        decoder=decoder,
+        plan=plan,
+        dtype=_DTYPES[config.model.dtype],
+        micro_batch=config.train.micro_batch_size,
+        global_batch=config.train.global_batch_size,
+        seq_length=config.data.seq_length,
+        kernels=kernels,
+        square_sum_writes=not native,
+    )
+
+
+def memory_plan_of(config: RunConfig) -> MemoryPlan:
+    """What a configuration keeps for backward."""
+    memory = config.memory
+    return MemoryPlan(
+        recompute=memory.recompute,
+        recompute_layers=memory.recompute_layers,
+        offload=memory.offload_activations,
+        stored_dtype=_STORED[memory.activation_dtype],
+    )
+
+
+def predict_peak(
+    config: RunConfig,
+    decoder: DecoderConfig,
+    plan: TrainingPlan,
+    *,
+    world_size: int = 1,
+    pipeline_rank: int | None = None,
+    device_type: str = "cuda",
+) -> PeakEstimate:
+    """The most that a rank will hold.
+
+    Rows are taken to be as long as data.seq_length and to hold one document each; shorter ones need less.
+
+    Args:
+        config: of the run, checked.
+        decoder: of its model.
+        plan: what its modules do; see engine.training.plan.
+        world_size: number of ranks.
+        pipeline_rank: whose; None for the one that holds most.
+        device_type: "cuda" or "cpu".
+
+    Raises:
+        UserError: the model or the batch does not fit the layout.
+    """
+    layout = Layout(parallel=config.parallel, data=max(1, world_size // config.parallel.model_parallel_size))
+    workload = workload_of(config, decoder, plan, device_type=device_type)
+    estimates = predict_layout(workload, layout, memory_plan_of(config), Shapes(decoder, plan))
+    if pipeline_rank is not None:
+        return estimates[pipeline_rank]
+    return max(estimates, key=lambda estimate: estimate.peak)

@@ -1,0 +1,302 @@
+"""Sizes of one rank's model, read from a model on the meta device: no formula here knows how a weight is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from engine.distributed.mesh import Axis, shape_mesh
+from engine.distributed.ranks import RankGrid
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.layers.module import ShardedModule, ShardEntry, shard_entries
+from engine.layers.norm import RMSNorm
+from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.models.config import DecoderConfig
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.optim.flat import ALIGNMENT
+
+RegionKey = tuple[tuple[str, ...], tuple[str, ...], bool]
+"""What parameters of one region of the optimizer have in common; see engine.optim.flat."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearShape:
+    """One parallel linear on one rank.
+
+    Args:
+        inputs, outputs: I and O of this rank.
+        extra: columns added to the weight for folded adapters.
+        rank: rows of the stacked A; 0 without adapters.
+        joint: dH crosses the ranks along with dX.
+        folded: B lies beside W.
+        drops: the adapters' input is dropped out.
+        trained_rows: output rows of each weight that trains.
+        trains: a weight or a bias trains.
+        adapter_products: elements of the largest A or B, whose gradient is a product of its own.
+    """
+
+    inputs: int
+    outputs: int
+    extra: int
+    rank: int
+    joint: bool
+    folded: bool
+    drops: bool
+    trained_rows: tuple[int, ...]
+    trains: bool
+    adapter_products: int
+
+    @property
+    def has_leaves(self) -> bool:
+        """Whether anything of it trains, so that its output needs a gradient whatever its input does."""
+        return self.trains or self.rank > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerShape:
+    """One decoder layer on one rank; heads are those of this rank.
+
+    A family may have norms on the inputs of attention and MLP, on their outputs, or on both, and on queries and keys;
+    its attention may see a window, or cap its scores.
+    """
+
+    qkv: LinearShape
+    out: LinearShape
+    gate_up: LinearShape
+    down: LinearShape
+    input_norms: bool
+    output_norms: bool
+    trains_input_norm: bool
+    trains_post_norm: bool
+    trains_output_norms: bool
+    trains_head_norms: bool
+    qk_norm: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    softcap: bool
+
+    @property
+    def width(self) -> int:
+        """Features of the queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Features of the keys, and of the values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        return (self.qkv, self.out, self.gate_up, self.down)
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything of it trains."""
+        norms = (self.trains_input_norm, self.trains_post_norm, self.trains_output_norms, self.trains_head_norms)
+        return any(norms) or any(linear.has_leaves for linear in self.linears)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndShape:
+    """The embedding, or norm and head.
+
+    Args:
+        rows: vocabulary rows here, padding included.
+        ids: of them, rows that stand for a token.
+        trains: the matrix trains.
+        trains_norm: of the head: the norm before it trains.
+        caps_logits: of the head: its loss is plain torch in any backend.
+        rank: of the embedding's adapter; the head's is in `linear`.
+        linear: the head.
+    """
+
+    rows: int
+    ids: int
+    trains: bool
+    trains_norm: bool = False
+    caps_logits: bool = False
+    rank: int = 0
+    linear: LinearShape | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameters:
+    """Of a layer or an end: elements stored in the model's dtype, and what the optimizer holds of them.
+
+    Args:
+        base: elements of weights, norms and biases.
+        adapters: elements of A and B, folded columns and their padding included.
+        trained: region of the optimizer -> elements, each parameter aligned.
+        largest: elements of the largest tensor.
+    """
+
+    base: int
+    adapters: int
+    trained: dict[RegionKey, int]
+    largest: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A whole model as one tensor-parallel rank would hold it."""
+
+    hidden: int
+    layers: tuple[LayerShape, ...]
+    layer_parameters: tuple[Parameters, ...]
+    embedding: EndShape
+    embedding_parameters: Parameters
+    head: EndShape
+    head_parameters: Parameters
+    tied: bool
+    scales_embeddings: bool
+    num_ropes: int
+    rotary_dim: int
+
+    @property
+    def first_trainable_layer(self) -> int:
+        """The number of layers where only the norm or head after them trains; 0 where the embedding does."""
+        if self.embedding.trains or self.embedding.rank:
+            return 0
+        return next((index for index, layer in enumerate(self.layers) if layer.trains), len(self.layers))
+
+    @property
+    def layers_are_frozen(self) -> bool:
+        """Whether no matrix of a layer trains, adapters aside."""
+        return not any(linear.trained_rows for layer in self.layers for linear in layer.linears)
+
+    def trained_elements(self) -> int:
+        """On this rank, alignment included."""
+        groups = (*self.layer_parameters, self.embedding_parameters, self.head_parameters)
+        return sum(sum(group.trained.values()) for group in groups)
+
+
+def model_shape(
+    config: DecoderConfig,
+    plan: TrainingPlan,
+    *,
+    tensor_size: int = 1,
+    tensor_rank: int = 0,
+    sequence_parallel: bool = False,
+    joint_reduce: bool = False,
+    tied_ends: bool = False,
+) -> ModelShape:
+    """Builds the model on the meta device and reads it.
+
+    Args:
+        tied_ends: a tied head lies on another pipeline rank than the embedding.
+
+    Raises:
+        UserError: the model's sizes do not fit `tensor_size`.
+    """
+    mesh = shape_mesh(RankGrid(tp=tensor_size), tensor_rank, config.num_kv_heads)
+    layout = TensorLayout(
+        tp=mesh.tp,
+        kv_replica=mesh.kv_replica,
+        pp_ends=Axis("pp_ends", 2) if tied_ends else Axis("pp_ends"),
+        sequence_parallel=sequence_parallel,
+        joint_reduce=joint_reduce,
+    )
+    model = Decoder(config, layout=layout, plan=plan, device=torch.device("meta"), dtype=torch.float32)
+    assert model.embedding is not None and model.head is not None and model.norm is not None
+    embedding = model.embedding.operands
+    pieces = model.vocab_spec.pieces
+    head = _linear(model.head)
+    rows, ids = model.vocab_spec.local_shape[0], pieces[0].length if pieces else 0
+    return ModelShape(
+        hidden=config.hidden,
+        layers=tuple(_layer(layer) for layer in model.layers),
+        layer_parameters=tuple(_parameters(shard_entries(layer)) for layer in model.layers),
+        embedding=EndShape(
+            rows=rows,
+            ids=ids,
+            trains=embedding.sink is not None,
+            rank=0 if embedding.a_RV is None else embedding.a_RV.shape[0],
+        ),
+        embedding_parameters=_parameters(shard_entries(model.embedding)),
+        head=EndShape(
+            rows=rows,
+            ids=ids,
+            trains=head.trains,
+            trains_norm=_trains(model.norm),
+            caps_logits=config.logits_softcap is not None,
+            linear=head,
+        ),
+        head_parameters=_parameters([*shard_entries(model.norm), *shard_entries(model.head)]),
+        tied=config.tied_embeddings,
+        scales_embeddings=model.embedding_multiplier != 1.0,
+        num_ropes=len(config.ropes),
+        rotary_dim=config.rotary_dim or config.head_dim,
+    )
+
+
+def _linear(linear: ColumnParallelLinear | RowParallelLinear) -> LinearShape:
+    operands = linear.operands
+    low_rank = operands.low_rank
+    outputs, columns = operands.extended_OE.shape
+    factors = low_rank.factors if low_rank is not None else ()
+    products = [rows * rank for factor in factors for rank, rows in ((factor.b_OR.shape[1], factor.num_columns),)]
+    products += [factor.b_OR.shape[1] * operands.in_features for factor in factors]
+    return LinearShape(
+        inputs=operands.in_features,
+        outputs=outputs,
+        extra=columns - operands.in_features,
+        rank=low_rank.rank if low_rank is not None else 0,
+        joint=operands.joint,
+        folded=operands.folded,
+        drops=low_rank is not None and low_rank.dropout is not None,
+        trained_rows=tuple(sink.count for sink in operands.sinks if sink.weight is not None),
+        trains=bool(operands.sinks),
+        adapter_products=max(products, default=0),
+    )
+
+
+def _layer(layer: DecoderLayer) -> LayerShape:
+    attention, mlp = layer.attention, layer.mlp
+    head_norms = [
+        norm for norm in (attention.q_norm, attention.k_norm, attention.qk_norm) if isinstance(norm, ShardedModule)
+    ]
+    return LayerShape(
+        qkv=_linear(attention.qkv),
+        out=_linear(attention.o_proj),
+        gate_up=_linear(mlp.gate_up),
+        down=_linear(mlp.down),
+        input_norms=layer.input_norm is not None,
+        output_norms=layer.mlp_output_norm is not None,
+        trains_input_norm=_trains(layer.input_norm),
+        trains_post_norm=_trains(layer.post_attention_norm),
+        trains_output_norms=_trains(layer.attention_output_norm) or _trains(layer.mlp_output_norm),
+        trains_head_norms=any(entry.sink is not None for norm in head_norms for entry in norm.entries),
+        qk_norm=bool(head_norms),
+        heads=attention.num_heads,
+        kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        window=attention.kind.window,
+        softcap=attention.kind.softcap is not None,
+    )
+
+
+def _trains(norm: RMSNorm | None) -> bool:
+    return norm is not None and norm.weight.sink is not None
+
+
+def _parameters(entries: Iterable[ShardEntry]) -> Parameters:
+    """Storages are counted once each: what sections share, and the columns of folded adapters, lie in one."""
+    storages: dict[int, int] = {}
+    base = largest = 0
+    trained: dict[RegionKey, int] = {}
+    for entry in entries:
+        storage = entry.parameter.data.untyped_storage()
+        storages[storage._cdata] = storage.nbytes() // entry.parameter.element_size()
+        size = prod(entry.spec.local_shape)
+        largest = max(largest, size)
+        if not entry.name.endswith((".lora_A", ".lora_B")):
+            base += size
+        if entry.sink is not None:
+            key = entry.spec.grad_reduce, entry.spec.replicated, len(entry.spec.global_shape) < 2
+            trained[key] = trained.get(key, 0) + -(-size // ALIGNMENT) * ALIGNMENT
+    return Parameters(base=base, adapters=sum(storages.values()) - base, trained=trained, largest=largest)

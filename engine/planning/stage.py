@@ -1,0 +1,145 @@
+"""Bytes of one pipeline stage's forward and backward of one micro-batch; the whole model is one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.layers.recompute import MemoryPlan
+from engine.planning.attention import ContextSizes
+from engine.planning.ends import EndWalk, HeadKept
+from engine.planning.layers import LayerKept, LayerWalk, Needs, needs_of
+from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, TEMPORARY, Block, Ledger, Parts
+from engine.planning.linears import WIDE, Sizes
+from engine.planning.shapes import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRange:
+    """Layers [first, last), and whether this stage has the ends."""
+
+    first: int
+    last: int
+    embedding: bool = True
+    head: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageBytes:
+    """Of one micro-batch, beside what is always there.
+
+    Args:
+        forward: at the fullest moment of forward.
+        kept: between forward and backward.
+        backward: at the fullest moment of backward; nothing where the stage has none.
+    """
+
+    forward: Parts
+    kept: Parts
+    backward: Parts
+
+
+def stage_bytes(
+    shape: ModelShape,
+    stage: StageRange,
+    sizes: Sizes,
+    context: ContextSizes,
+    memory: MemoryPlan,
+    *,
+    trains: bool,
+    gives_gradient: bool,
+) -> StageBytes:
+    """Goes once forward and once backward through the stage.
+
+    Args:
+        trains: whether this stage or one below it has a trainable parameter.
+        gives_gradient: whether one below it has.
+    """
+    walk = _StageWalk(shape, stage, sizes, context, memory, trains=trains, gives_gradient=gives_gradient)
+    ledger = walk.ledger
+    walk.forward()
+    forward, kept = ledger.peak, ledger.held
+    ledger.mark()
+    if trains:
+        walk.backward()
+    return StageBytes(forward=forward, kept=kept if trains else {}, backward=ledger.peak if trains else {})
+
+
+class _StageWalk:
+    def __init__(
+        self, shape: ModelShape, stage: StageRange, sizes: Sizes, context: ContextSizes, memory: MemoryPlan,
+        *, trains: bool, gives_gradient: bool,
+    ) -> None:  # fmt: skip
+        self.ledger = Ledger()
+        self._shape, self._stage, self._sizes, self._memory = shape, stage, sizes, memory
+        self._trains, self._gives_gradient = trains, gives_gradient
+        self._layers = LayerWalk(self.ledger, sizes, context, shape.hidden)
+        self._ends = EndWalk(self.ledger, sizes, shape.hidden)
+        self._kept: list[tuple[int, Needs, LayerKept, Block | None]] = []
+        self._tables: Block | None = None
+        self._indices: Block | None = None
+        self._embedded_needs = False
+        self._head = HeadKept()
+        self._output: Block | None = None
+
+    def forward(self) -> None:
+        ledger, shape, stage = self.ledger, self._shape, self._stage
+        # cosines and sines of every token, fp32; their angles meanwhile
+        half = WIDE * self._sizes.tokens * shape.num_ropes * (shape.rotary_dim // 2)
+        angles = ledger.take(TEMPORARY, half)
+        self._tables = ledger.take(ACTIVATIONS, 2 * half)
+        ledger.drop(angles)
+        if stage.embedding:
+            x, self._indices = self._ends.embed(shape.embedding, scales=shape.scales_embeddings)
+            needs = bool(shape.embedding.trains or shape.embedding.rank)
+            self._embedded_needs = needs
+        else:
+            x, needs = self._layers.stream(COMMUNICATION), self._gives_gradient
+        for index in range(stage.first, stage.last):
+            layer, own = shape.layers[index], needs_of(shape.layers[index], needs)
+            if not self._trains:
+                own = Needs(False, False, False, False, False)
+            output, kept = self._layers.forward(layer, self._memory.level(index), own)
+            # autograd keeps the input of what needs a gradient; a stage keeps its own input as long
+            input_kept = own.qkv or (index == stage.first and not stage.embedding and self._trains)
+            if not input_kept:
+                ledger.drop(x)
+            self._kept.append((index, own, kept, x if input_kept else None))
+            x, needs = output, own.output
+        if stage.head:
+            saved = self._trains and (needs or shape.head.trains_norm or shape.head.trains or _adapted(shape))
+            self._head = self._ends.head(shape.head, saved=saved)
+        self._output_needs = needs
+        if self._trains:
+            self._output = x
+        else:
+            ledger.drop(x, self._indices, self._tables)
+
+    def backward(self) -> None:
+        ledger, shape, stage = self.ledger, self._shape, self._stage
+        assert self._output is not None
+        dy: Block | None
+        if stage.head:
+            dy = self._ends.head_backward(shape.head, self._head, self._output, needs_gradient=self._output_needs)
+        else:
+            dy = self._layers.stream(COMMUNICATION)  # from the next stage
+            ledger.drop(self._output)
+        for index, needs, kept, x in reversed(self._kept):
+            if dy is None:
+                _free(ledger.drop, kept, x)
+                continue
+            dy = self._layers.backward(shape.layers[index], self._memory.level(index), needs, kept, x, dy)
+        if stage.embedding:
+            self._ends.embedding_backward(shape.embedding, self._indices, dy)
+        else:
+            ledger.drop(dy)
+        ledger.drop(self._tables)
+
+
+def _adapted(shape: ModelShape) -> bool:
+    return shape.head.linear is not None and shape.head.linear.rank > 0
+
+
+def _free(drop: Callable[..., None], kept: LayerKept, x: Block | None) -> None:
+    """A layer that backward does not reach keeps nothing but, on a stage's edge, its input."""
+    drop(x, kept.middle, kept.activated, *kept.attention.blocks())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import copyfile
 
@@ -29,10 +29,11 @@ from engine.checkpoint.pieces import (
 )
 from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.safetensors_file import SafetensorsWriter, checksum, num_bytes
-from engine.checkpoint.source import OUTSIDE, WeightSource, open_source
+from engine.checkpoint.source import OUTSIDE, ModelFolder, WeightSource, open_source
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 from engine.models.describe import parameter_specs
+from engine.models.names import NameMap, part_rows
 
 Progress = Callable[[int], None]
 Declared = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -166,6 +167,7 @@ def _model_record(source: WeightSource) -> dict[str, object]:
         "origin": str(model.hf_path.resolve()),
         "body": model.names.body,
         "head": model.names.head,
+        "fused": list(stored_names(model).fused),
         "has_tied_head": source.has_tied_head,
     }
 
@@ -227,9 +229,16 @@ def export_hf(
     )
 
 
+def stored_names(model: ModelFolder) -> NameMap:
+    """Where tensors lie in the Hugging Face folder: for a partitioned base, in the one that it was made from."""
+    if model.manifest is None:
+        return model.names
+    return replace(model.names, rows=part_rows(model.decoder)).fuse(model.manifest.model.get("fused", ()))
+
+
 def _hf_parts(source: WeightSource) -> dict[str, list[str]]:
     """Hugging Face name -> the logical tensors that make it up, in the order of their rows."""
-    names = source.model.names
+    names = stored_names(source.model)
     located = [(names.to_hf(name), name) for name in source.tensor_names()]
     parts: dict[str, list[tuple[int, str]]] = {}
     for location, name in located:

@@ -8,18 +8,25 @@ The engine's names:
     layers.{i}.attention.{q_norm,k_norm}.weight
     layers.{i}.post_attention_norm.weight
     layers.{i}.mlp.{gate_proj,up_proj,down_proj}.{weight,bias}
+    layers.{i}.{attention_output_norm,mlp_output_norm}.weight    before the outputs join the residual stream
     norm.weight
     lm_head.weight                         absent when embeddings are tied
 
 Adapters add `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank]; a fused query-key-value adapter belongs to
-module `layers.{i}.attention.qkv_proj`. Layer indices are those of the whole model, on every rank.
+module `layers.{i}.attention.qkv_proj`. Layer indices are those of the whole model, on every rank. `input_norm` and
+`post_attention_norm` stand before attention and before the MLP.
+
+A checkpoint may hold query, key and value, or gate and up, as rows of one matrix; here they stay apart.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+from engine.models.config import DecoderConfig
 
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
 
@@ -32,36 +39,100 @@ class HfLocation(NamedTuple):
     num_rows: int | None = None
 
 
+class Part(NamedTuple):
+    """A module that is rows [first, first + num_rows) of a fused Hugging Face one."""
+
+    module: str
+    first: int
+    num_rows: int
+
+
+QKV, GATE_UP = "attention.qkv_proj", "mlp.gate_up_proj"
+FUSED = {
+    QKV: ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    GATE_UP: ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""Modules that a checkpoint may fuse -> their parts in the order of their rows."""
+
+
+def fused_parts(module: str) -> list[str]:
+    """The modules behind a fused one such as `layers.3.mlp.gate_up_proj`; another one stands for itself."""
+    if (match := _LAYER.match(module)) and match[2] in FUSED:
+        return [f"layers.{match[1]}.{part}" for part in FUSED[match[2]]]
+    return [module]
+
+
+def part_rows(config: DecoderConfig) -> dict[str, int]:
+    """Output rows of every module that may be part of a fused one."""
+    kv = config.num_kv_heads * config.head_dim
+    rows = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
+    return {
+        **{f"attention.{name}": count for name, count in rows.items()},
+        "mlp.gate_proj": config.intermediate,
+        "mlp.up_proj": config.intermediate,
+    }
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NameMap:
     """One family's table, read in both directions.
 
     Args:
-        layer_modules: engine module name inside a layer -> Hugging Face module name inside a layer.
+        layer_modules: engine module name inside a layer -> Hugging Face module name inside a layer, or the part of one.
         body: prefix of the decoder's body in the checkpoint ("model." usually; "llm.model." or
             "model.language_model." where the language model is nested).
         head: full module name of the output head.
+        rows: of `part_rows`, needed to tell the parts of fused modules apart.
     """
 
-    layer_modules: dict[str, str]
+    layer_modules: Mapping[str, str | Part]
     body: str = "model."
     head: str = "lm_head"
+    rows: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """The modules among FUSED that lie in one matrix."""
+        return tuple(module for module in FUSED if module in self.layer_modules)
+
+    def fuse(self, modules: Iterable[str]) -> NameMap:
+        """The map of a checkpoint where these modules of FUSED are one matrix each; needs `rows`."""
+        table = dict(self.layer_modules)
+        for fused in modules:
+            if fused in table:
+                continue
+            whole = table[FUSED[fused][0]]
+            assert isinstance(whole, str), fused
+            name = f"{whole.rpartition('.')[0]}.{fused.rpartition('.')[2]}"
+            first = 0
+            for part in FUSED[fused]:
+                table[part] = Part(name, first, self.rows[part])
+                first += self.rows[part]
+            table[fused] = name
+        return replace(self, layer_modules=table)
 
     def module_to_hf(self, module: str) -> str:
-        """Hugging Face module name of an engine module such as `layers.3.attention.q_proj`."""
+        """Hugging Face module name of an engine module such as `layers.3.attention.q_proj`; the fused one of a part."""
         if module == "lm_head":
             return self.head
         if match := _LAYER.match(module):
-            return f"{self.body}layers.{match[1]}.{self.layer_modules[match[2]]}"
+            place = self.layer_modules[match[2]]
+            return f"{self.body}layers.{match[1]}.{place.module if isinstance(place, Part) else place}"
         return self.body + module
 
     def to_hf(self, name: str) -> HfLocation:
         """Where the logical tensor `name` lies."""
         module, _, leaf = name.rpartition(".")
-        return HfLocation(f"{self.module_to_hf(module)}.{leaf}")
+        hf_name = f"{self.module_to_hf(module)}.{leaf}"
+        match = _LAYER.match(module)
+        part = self.layer_modules[match[2]] if match else None
+        return HfLocation(hf_name, part.first, part.num_rows) if isinstance(part, Part) else HfLocation(hf_name)
 
     def module_from_hf(self, hf_module: str) -> str | None:
-        """Engine module of a Hugging Face one, or None when the family has no such module."""
+        """Engine module of a Hugging Face one, or None when the family has no such module.
+
+        A fused one is `...qkv_proj` or `...gate_up_proj`; see `fused_parts`.
+        """
         if hf_module == self.head:
             return "lm_head"
         if not hf_module.startswith(self.body):
@@ -76,12 +147,11 @@ class NameMap:
 
 
 def nest(names: NameMap, tensor_names: list[str]) -> NameMap:
-    """The map with body and head prefixes as the checkpoint `tensor_names` has them."""
+    """The map with body and head prefixes, and fused matrices, as the checkpoint `tensor_names` has them."""
     suffix = "embed_tokens.weight"
     bodies = [name[: -len(suffix)] for name in tensor_names if name.endswith(suffix)]
     heads = [name.removesuffix(".weight") for name in tensor_names if name.endswith("lm_head.weight")]
-    return NameMap(
-        layer_modules=names.layer_modules,
-        body=min(bodies, key=len) if bodies else names.body,
-        head=min(heads, key=len) if heads else names.head,
-    )
+    body = min(bodies, key=len) if bodies else names.body
+    inside = {name.removesuffix(".weight").rpartition(".")[2] for name in tensor_names if name.startswith(body)}
+    fused = [module for module in FUSED if module.rpartition(".")[2] in inside]
+    return replace(names.fuse(fused), body=body, head=min(heads, key=len) if heads else names.head)

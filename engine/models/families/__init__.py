@@ -3,38 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from engine.errors import UserError
 from engine.models.config import DecoderConfig
-from engine.models.families import llama
-from engine.models.names import NameMap
+from engine.models.families import granite, llama, minicpm, mistral, qwen2, qwen3
+from engine.models.families.reading import NAMES, REQUIRED
+from engine.models.names import NameMap, part_rows
 
 
 class Family(NamedTuple):
-    """How one `model_type` becomes a DecoderConfig, and where its tensors lie."""
+    """How one `model_type` becomes a DecoderConfig, and where its tensors lie.
+
+    Args:
+        config_from_hf: reads the config.
+        names: places of the tensors.
+        fused: modules that every checkpoint of the family stores as one matrix; see `engine.models.names.FUSED`.
+    """
 
     config_from_hf: Callable[[dict[str, Any]], DecoderConfig]
-    names: NameMap
+    names: NameMap = NAMES
+    fused: tuple[str, ...] = ()
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(llama.config_from_hf, llama.NAMES),
+    "granite": Family(granite.config_from_hf),
+    "llama": Family(llama.config_from_hf),
+    "minicpm": Family(minicpm.config_from_hf),
+    "minicpmv": Family(minicpm.config_from_hf),
+    "mistral": Family(mistral.config_from_hf),
+    "qwen2": Family(qwen2.config_from_hf),
+    "qwen3": Family(qwen3.config_from_hf),
 }
+
+_MISSING = (
+    ("mixture-of-experts layers", ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")),
+    (
+        "linear-attention or state-space layers",
+        ("linear_num_key_heads", "ssm_cfg", "mamba_d_state", "mamba_n_heads"),
+    ),
+    ("multi-head latent attention", ("kv_lora_rank",)),
+    ("vision tower and experts for image tokens", ("vision_config", "vision_encoder")),
+)
+"""What the decoder lacks, and the config keys that tell that a model has it."""
 
 
 def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     """The family of a `config.json`, and the part of it that describes the language model.
 
+    The family's names know this model's sizes where those are in the config.
+
     Raises:
-        UserError: the model type is absent or not supported.
+        UserError: the model type is absent or not supported; says what is missing where the config tells.
     """
     text = hf_config
     if hf_config.get("model_type") not in FAMILIES:
         text = hf_config.get("text_config") or hf_config.get("llm_config") or hf_config
     model_type = text.get("model_type")
     if model_type not in FAMILIES:
-        raise UserError(
-            f"model_type {model_type!r} in config.json is not supported: expected one of {', '.join(sorted(FAMILIES))}."
-        )
-    return FAMILIES[model_type], text
+        raise UserError(_refusal(model_type, text))
+    family = FAMILIES[model_type]
+    if all(key in text for key in REQUIRED):
+        names = replace(family.names, rows=part_rows(family.config_from_hf(text)))
+        family = family._replace(names=names.fuse(family.fused))
+    return family, text
+
+
+def _refusal(model_type: str | None, text: dict[str, Any]) -> str:
+    known = f"expected one of {', '.join(sorted(FAMILIES))}."
+    architecture = (text.get("architectures") or [None])[0]
+    name = f"model_type {model_type!r}" + (f" ({architecture})" if architecture else "")
+    missing = [what for what, keys in _MISSING if any(text.get(key) for key in keys)]
+    if not missing:
+        return f"{name} in config.json is not supported: {known}"
+    return f"{name} in config.json is not supported, because the decoder has no {' and no '.join(missing)}: {known}"

@@ -1,0 +1,127 @@
+"""What families read of a `config.json` in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import UserError
+from engine.models.config import DecoderConfig, LayerKind, RopeScaling
+from engine.models.names import NameMap
+
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+PRE_NORM_MODULES = {
+    "input_norm": "input_layernorm",
+    "attention.q_proj": "self_attn.q_proj",
+    "attention.k_proj": "self_attn.k_proj",
+    "attention.v_proj": "self_attn.v_proj",
+    "attention.o_proj": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "mlp.gate_proj": "mlp.gate_proj",
+    "mlp.up_proj": "mlp.up_proj",
+    "mlp.down_proj": "mlp.down_proj",
+}
+"""A layer's modules as most families call them."""
+
+BOTH_NORMS_MODULES = {
+    **PRE_NORM_MODULES,
+    "attention_output_norm": "post_attention_layernorm",
+    "post_attention_norm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+"""Where attention and MLP have a norm on their input and one on their output."""
+
+NAMES = NameMap(layer_modules=PRE_NORM_MODULES)
+
+
+def rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Rotary base and scaling, from transformers 4's `rope_theta` + `rope_scaling` or 5's `rope_parameters`.
+
+    Raises:
+        UserError: the scaling is of a kind that the decoder does not have.
+    """
+    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    theta = float(scaling.get("rope_theta", hf.get("rope_theta", 10000.0)))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(kind="linear", factor=float(scaling["factor"]))
+    if kind == "llama3":
+        return theta, RopeScaling(
+            kind="llama3",
+            factor=float(scaling["factor"]),
+            low_freq_factor=float(scaling["low_freq_factor"]),
+            high_freq_factor=float(scaling["high_freq_factor"]),
+            original_length=int(scaling["original_max_position_embeddings"]),
+        )
+    raise UserError(f"rope type {kind!r} in config.json is not supported: use a model with default, linear or llama3.")
+
+
+def windows_from_hf(hf: Mapping[str, Any], types: list[str]) -> tuple[LayerKind, ...]:
+    """One kind for each layer of `layer_types`, or of `types` where the config does not say.
+
+    Raises:
+        UserError: there are other kinds of layers, or not one for each layer.
+    """
+    types = hf.get("layer_types") or types
+    if strange := sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise UserError(
+            f"config.json has layers of type {strange[0]!r} in a {hf.get('model_type')} model, which the decoder does "
+            "not have: use a model with full_attention and sliding_attention layers alone."
+        )
+    if len(types) != hf["num_hidden_layers"]:
+        raise UserError(
+            f"config.json has {len(types)} layer_types for {hf['num_hidden_layers']} layers: expected one for each, "
+            "mend it."
+        )
+    window = hf.get("sliding_window")
+    if window is None or "sliding_attention" not in types:
+        return ()
+    return tuple(LayerKind(window=int(window) if kind == "sliding_attention" else None) for kind in types)
+
+
+def check_activation(hf: Mapping[str, Any], key: str, expected: str) -> None:
+    """Raises UserError where the MLP's activation is another one than the family's."""
+    if (activation := hf.get(key) or expected) != expected:
+        raise UserError(
+            f"config.json has {key} {activation!r}, but the MLP of a {hf.get('model_type')} model is gated by "
+            f"{expected!r} here: use a model with that."
+        )
+
+
+def decoder_config(hf: Mapping[str, Any], family: str, **more: Any) -> DecoderConfig:
+    """The record of a decoder with Llama's keys.
+
+    Args:
+        hf: the config, with the family's defaults for what it may leave out.
+        family: key of the family table.
+        more: fields that the family sets otherwise, or that Llama does not have.
+
+    Raises:
+        UserError: a required key is missing, or the rotary embedding is of an unknown kind.
+    """
+    if missing := [key for key in REQUIRED if key not in hf]:
+        raise UserError(f"config.json lacks {', '.join(missing)}: the config of a {family} model has them all.")
+    if "rope_theta" not in more:
+        more["rope_theta"], more["rope_scaling"] = rope_from_hf(hf)
+    heads = int(hf["num_attention_heads"])
+    fields: dict[str, Any] = {
+        "family": family,
+        "hidden": int(hf["hidden_size"]),
+        "intermediate": int(hf["intermediate_size"]),
+        "num_layers": int(hf["num_hidden_layers"]),
+        "num_heads": heads,
+        "num_kv_heads": int(hf.get("num_key_value_heads") or heads),
+        "head_dim": int(hf.get("head_dim") or int(hf["hidden_size"]) // heads),
+        "vocab_size": int(hf["vocab_size"]),
+        "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+        "tied_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "qkv_bias": bool(hf.get("attention_bias", False)),
+        "out_bias": bool(hf.get("attention_bias", False)),
+        "max_length": int(hf.get("max_position_embeddings", 2048)),
+    }
+    return DecoderConfig(**{**fields, **more})

@@ -1,0 +1,133 @@
+"""Small random models of every family, made by stock transformers, and what is asked of them.
+
+Shapes are awkward on purpose: an odd vocabulary, head_dim that is not hidden / heads, a window shorter than documents.
+transformers takes seconds to import, so that happens inside the functions: ranks import this module and need none.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engine.batch import IGNORE_LABEL, Batch
+from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.source import open_source
+from engine.distributed.mesh import Mesh
+from tests.distributed.cases import Built, Case, build, make_batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SIZES = {
+    "vocab_size": 67, "hidden_size": 40, "intermediate_size": 52, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64, "attn_implementation": "eager",
+    "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_FACTORS = {
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.7, "attention_multiplier": 0.31, "logits_scaling": 9.0
+}  # fmt: skip
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama fused": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 7}),
+    "mistral without window": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"head_dim": None, "tie_word_embeddings": True}),
+    "qwen2 with windows": (
+        "Qwen2",
+        {"head_dim": None, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "qwen3": ("Qwen3", {}),
+    "granite": ("Granite", {**_FACTORS, "tie_word_embeddings": True, "head_dim": None}),
+    "minicpm": ("Granite", {"head_dim": None}),
+}
+"""Model -> prefix of transformers' classes, and what its config has beside the common sizes."""
+
+_FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+_MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 10}
+
+
+def make_model(name: str, folder: Path | None = None) -> PreTrainedModel:
+    """A random model, saved in `folder` as its users have it; every parameter is drawn, norms and biases too."""
+    import transformers
+
+    prefix, changes = FAMILIES[name]
+    if name == "minicpm":
+        factors = {
+            "embedding_multiplier": 12, "residual_multiplier": 1.4 / 2, "attention_multiplier": 10**-0.5,
+            "logits_scaling": 40 / 10,
+        }  # fmt: skip
+        changes = {**changes, **factors}
+    kind = "Gemma3Text" if prefix == "Gemma3" else prefix
+    values = {key: value for key, value in {**_SIZES, **changes}.items() if value is not None or key != "head_dim"}
+    config = getattr(transformers, f"{kind}Config")(**values)
+    torch.manual_seed(len(name))
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    for key, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=0.0 if "Gemma" in prefix or "bias" in key else 1.0, std=0.2)
+        else:
+            torch.nn.init.normal_(parameter, std=0.6 * parameter.shape[1] ** -0.5)
+    if folder is not None:
+        model.save_pretrained(folder)
+        _as_users_have_it(name, folder)
+    return model
+
+
+def _as_users_have_it(name: str, folder: Path) -> None:
+    """The forms that stock transformers has no class for."""
+    from safetensors.torch import load_file, save_file
+
+    weights, path = folder / "model.safetensors", folder / "config.json"
+    if name == "llama fused":
+        tensors = load_file(weights)
+        for fused, parts in _FUSED.items():
+            for layer in range(_SIZES["num_hidden_layers"]):
+                parent = f"model.layers.{layer}.{fused.rpartition('.')[0]}"
+                members = [tensors.pop(f"{parent}.{part}.weight") for part in parts]
+                tensors[f"model.layers.{layer}.{fused}.weight"] = torch.cat(members)
+        save_file(tensors, weights, {"format": "pt"})
+    if name == "minicpm":
+        config = json.loads(path.read_text())
+        kept = {key: value for key, value in config.items() if key not in _FACTORS}
+        path.write_text(json.dumps({**kept, **_MINICPM, "model_type": "minicpm", "tie_word_embeddings": False}))
+
+
+def batch_of(seed: int = 2) -> Batch:
+    """Packed documents, longer and shorter than the windows."""
+    rows = [(0, (9, 1, 22)), (1, (32,)), (2, (5, 5, 14)), (3, (30, 2))]
+    return make_batch(rows, row_length=32, seq_length=32, vocab_size=_SIZES["vocab_size"], seed=seed)
+
+
+def engine_model(
+    folder: Path, mesh: Mesh | None = None, *, trained: str = ".*", adapters: str = "", **more: Any
+) -> Built:
+    """The model in `folder` on this rank, its weights read as a run reads them."""
+    source = open_source(folder)
+    case = Case(config=source.model.decoder, trained=trained, adapters=adapters, dropout=0.0, **more)
+    built = build(case, mesh, clip_grad_norm=1.0)
+    frozen = [entry.shard for entry in built.entries if entry.sink is None]
+    load_parameters([*frozen, *(s for s in built.flat.master_shards() if ".lora_" not in s.name)], source)
+    built.flat.publish()
+    return built
+
+
+def losses_and_gradients(built: Built, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Token losses, and the gradient of their weighted sum; partial where a group still has to sum them."""
+    losses = built.model(batch, built.stage.step)
+    (losses * batch.loss_weights_BS.flatten()).sum().backward()
+    return losses.detach(), built.gradients()
+
+
+def stock_losses(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits and token losses with every document run alone, from position 0."""
+    logits, losses = [], []
+    tokens, labels = batch.tokens_BS.flatten(), batch.labels_BS.flatten()
+    for ids, targets in zip(tokens.split(batch.document_lengths), labels.split(batch.document_lengths), strict=True):
+        logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
+        loss = torch.nn.functional.cross_entropy(logits[-1], targets, reduction="none", ignore_index=IGNORE_LABEL)
+        losses.append(loss)
+    return torch.cat(logits), torch.cat(losses)

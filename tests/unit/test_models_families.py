@@ -1,0 +1,163 @@
+"""Every family against stock transformers: logits, losses, gradients; checkpoints there and back; what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from engine.checkpoint.convert import export_hf, import_checkpoint
+from engine.checkpoint.source import open_model, open_source
+from engine.errors import UserError
+from engine.models.describe import num_parameters
+from engine.models.families import family_of
+from tests.distributed.cases import relative_error
+from tests.family_models import (
+    FAMILIES,
+    batch_of,
+    engine_model,
+    losses_and_gradients,
+    make_model,
+    stock_losses,
+)
+
+DATA = Path(os.environ.get("ENGINE_TEST_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="families-")
+
+
+@functools.cache
+def _saved(name: str) -> tuple[torch.nn.Module, Path]:
+    folder = Path(_folder().name) / name.replace(" ", "-")
+    return make_model(name, folder), folder
+
+
+def _stock_gradient(model: torch.nn.Module, folder: Path, name: str) -> Tensor:
+    """That of the stock parameter, or of its rows, that the engine calls `name`."""
+    parameters = dict(model.named_parameters())
+    place = open_model(folder).names.to_hf(name)
+    if place.name in parameters:
+        gradient = parameters[place.name].grad
+        return gradient if place.num_rows is None else gradient[place.row_offset : place.row_offset + place.num_rows]
+    return parameters[re.sub("qkv_proj|gate_up_proj", name.split(".")[-2], place.name)].grad
+
+
+@every_family
+def test_logits(name: str):
+    model, folder = _saved(name)
+    built, batch = engine_model(folder), batch_of()
+    with torch.no_grad():
+        context = built.model.context(batch, built.stage.step, training=False)
+        logits = built.model.logits(built.model.run_layers(built.model.embed(batch), context), context)
+        expected, _ = stock_losses(model, batch)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    assert expected.std() > 0.05, "logits say nothing"
+
+
+@every_family
+@pytest.mark.parametrize("trained", [".*", r"(?!lm_head|embed_tokens).*"])
+def test_losses_and_gradients(name: str, trained: str):
+    """With a head that trains, and with a frozen one, whose loss never has all logits."""
+    model, folder = _saved(name)
+    batch = batch_of()
+    losses, gradients = losses_and_gradients(engine_model(folder, trained=trained), batch)
+    model.zero_grad()
+    _, expected = stock_losses(model, batch)
+    expected.sum().backward()
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-4)
+    assert len(gradients) > 30
+    errors = {key: relative_error(value, _stock_gradient(model, folder, key)) for key, value in gradients.items()}
+    # fp32 sums of a few hundred terms in another order
+    assert max(errors.values()) < 2e-5, {key: error for key, error in errors.items() if error >= 2e-5}
+
+
+@every_family
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_checkpoints_there_and_back_are_bit_identical(name: str, tensor: int, tmp_path: Path):
+    _, folder = _saved(name)
+    import_checkpoint(open_source(folder), tmp_path / "parts", tensor=tensor)
+    report = export_hf(open_source(tmp_path / "parts"), tmp_path / "back")
+    assert report.files == ("model.safetensors",)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert value.dtype == after[key].dtype and torch.equal(value, after[key]), key
+    assert (folder / "config.json").read_bytes() == (tmp_path / "back" / "config.json").read_bytes()
+    assert open_source(folder).fingerprint() == open_source(tmp_path / "back").fingerprint()
+
+
+def _real_configs() -> list[str]:
+    return sorted(path.stem for path in (DATA / "configs").glob("*.json"))
+
+
+_NOT_SUPPORTED = {
+    "Qwen3-30B-A3B": r"model_type 'qwen3_moe' \(Qwen3MoeForCausalLM\) .* because the decoder has no mixture-of-experts",
+    "cogvlm-chat-hf": r"model_type None \(CogVLMForCausalLM\) .* no vision tower and experts for image tokens",
+}
+
+
+@pytest.mark.parametrize("name", _real_configs())
+def test_real_configs_have_the_parameters_that_transformers_counts(name: str):
+    hf = json.loads((DATA / "configs" / f"{name}.json").read_text())
+    if name in _NOT_SUPPORTED:
+        with pytest.raises(UserError, match=_NOT_SUPPORTED[name]):
+            family_of(hf)
+        return
+    family, text = family_of(hf)
+    if text["model_type"] == "minicpmv":
+        text = {**text, "model_type": "granite"}  # the same parameters; transformers has no class for it
+    with torch.device("meta"), no_init_weights():
+        known = {key: value for key, value in text.items() if key not in ("auto_map", "architectures")}
+        stock = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known))
+    assert num_parameters(family.config_from_hf(hf)) == sum(parameter.numel() for parameter in stock.parameters())
+
+
+def test_mixture_of_experts_and_the_like_are_refused_by_name():
+    for config, words in (
+        ({"model_type": "mixtral", "num_local_experts": 8}, "'mixtral' .* no mixture-of-experts layers: expected one"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "'deepseek_v3' .* no multi-head latent attention"),
+        ({"model_type": "qwen3_next", "linear_num_key_heads": 16}, "'qwen3_next' .* no linear-attention"),
+        ({"model_type": "minicpmv"}, "'minicpmv' and lacks scale_emb, scale_depth, dim_model_base"),
+    ):
+        with pytest.raises(UserError, match=words):
+            family, text = family_of(config)
+            family.config_from_hf(text)
+
+
+SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 9}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' in config.json"),
+        ({"model_type": "mistral", "hidden_act": "gelu"}, "hidden_act 'gelu', but the MLP of a mistral model"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention", "chunked_attention"]},
+            "layers of type 'chunked_attention' in a qwen2 model",
+        ),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"]},
+            "1 layer_types for 2 layers",
+        ),
+    ],
+)
+def test_switches_that_the_decoder_lacks_are_refused(config: dict[str, object], words: str):
+    with pytest.raises(UserError, match=words):
+        family, text = family_of({**SIZES, **config})
+        family.config_from_hf(text)

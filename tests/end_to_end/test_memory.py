@@ -66,12 +66,13 @@ def test_rounding_is_reported_once(settings: dict[str, object], usual: dict[int,
     assert max(abs(found[step] - usual[step]) for step in usual) < bound
 
 
-def test_two_stages_with_everything_made_again(
-    settings: dict[str, object], usual: dict[int, float], tmp_path: Path
+@pytest.mark.parametrize("axis", ["pipeline", "context"])
+def test_everything_made_again_on_two_ranks(
+    axis: str, settings: dict[str, object], usual: dict[int, float], tmp_path: Path
 ) -> None:
-    """A pipeline holds several micro-batches at a time."""
-    memory = {"memory.recompute": "full", "parallel.pipeline": 2, "checkpoint.dir": tmp_path / "run"}
-    run_tool("pretrain_lora", *options({**settings, **memory}), ranks=2)
+    """A pipeline holds several micro-batches at a time; attention between ranks sends its keys again."""
+    changes = {"memory.recompute": "full", f"parallel.{axis}": 2, "checkpoint.dir": tmp_path / "run"}
+    run_tool("pretrain_lora", *options({**settings, **changes}), ranks=2)
     found = losses(tmp_path / "run")
     assert found.keys() == usual.keys() and max(abs(found[step] - usual[step]) for step in usual) < 1e-4
 

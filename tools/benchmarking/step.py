@@ -22,7 +22,7 @@ from .remote import FLOOR, NUM_BATCHES, RemoteSide
 from .sides import ENGINE, PEER, find_sides, steps_alone
 from .step_table import StepMeasurement, step_table
 from .table import Table
-from .workers import interleave_workers
+from .timing import take_turns
 
 __all__ = ["ENGINE", "FLOOR", "PEER", "check", "run"]
 
@@ -60,7 +60,7 @@ def run(options: StepOptions) -> Table:
             side.prepare()
         agreement = check(options, sides, draw_batches(options, torch.device("cpu"), NUM_BATCHES))
         engine = sides[ENGINE]
-        samples = interleave_workers(
+        samples = take_turns(
             {
                 **{name: side.timed("a step") for name, side in sides.items()},
                 FLOOR: engine.timed(FLOOR),

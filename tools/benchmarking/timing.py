@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -100,13 +101,25 @@ def interleave(
     Returns:
         name -> one sample a turn.
     """
-    names = list(contestants)
-    before = before or {}
+    runs = {name: partial(measure, work, device, (before or {}).get(name)) for name, work in contestants.items()}
+    return take_turns(runs, repeats=repeats, warmup=warmup, turn=turn)
+
+
+def take_turns(
+    runs: Mapping[str, Callable[[], Sample]], *, repeats: int, warmup: int, turn: Callable[[int], None]
+) -> dict[str, list[Sample]]:
+    """As `interleave`, for contestants that measure themselves.
+
+    Args:
+        runs: name -> one measured run.
+        repeats, warmup, turn: as in `interleave`.
+    """
+    names = list(runs)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
     for index in range(warmup + repeats):
         first = index % len(names)
         for name in names[first:] + names[:first]:
-            sample = measure(contestants[name], device, before.get(name))
+            sample = runs[name]()
             if index >= warmup:
                 samples[name].append(sample)
         turn(max(0, index + 1 - warmup))

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .timing import Sample
-
 Offer = Mapping[str, Callable[..., Any]]
 """What a process can be asked for, by name."""
 
@@ -67,25 +65,3 @@ def _serve(connection: Connection, build: Callable[..., Offer], args: Sequence[o
         except BaseException:  # whatever it is, it belongs to who asked
             reply = False, traceback.format_exc()
         connection.send(reply)
-
-
-def interleave_workers(
-    contestants: Mapping[str, Callable[[], Sample]], *, repeats: int, warmup: int, turn: Callable[[int], object]
-) -> dict[str, list[Sample]]:
-    """As timing.interleave, for contestants that measure themselves.
-
-    Args:
-        contestants: name -> one measured run.
-        repeats, warmup: timed and untimed turns.
-        turn: called with the number of timed turns done.
-    """
-    names = list(contestants)
-    samples: dict[str, list[Sample]] = {name: [] for name in names}
-    for index in range(warmup + repeats):
-        first = index % len(names)
-        for name in names[first:] + names[:first]:
-            sample = contestants[name]()
-            if index >= warmup:
-                samples[name].append(sample)
-        turn(max(0, index + 1 - warmup))
-    return samples

@@ -30,6 +30,15 @@ _SIZES = {
 _FACTORS = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.7, "attention_multiplier": 0.31, "logits_scaling": 9.0
 }  # fmt: skip
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 700.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.3, 2.0],
+    "long_factor": [2.0, 3.0, 4.0], "original_max_position_embeddings": 40,
+}  # fmt: skip
+_GEMMA = {"sliding_window": 7, "query_pre_attn_scalar": 11}
+_GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama fused": ("Llama", {}),
@@ -43,6 +52,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "granite": ("Granite", {**_FACTORS, "tie_word_embeddings": True, "head_dim": None}),
     "minicpm": ("Granite", {"head_dim": None}),
+    "smollm3": ("SmolLM3", {"head_dim": None, "no_rope_layer_interval": 2}),
+    "smollm3 with windows": (
+        "SmolLM3",
+        {"head_dim": None, "no_rope_layer_interval": 4, "use_sliding_window": True, "sliding_window": 6},
+    ),
+    "olmo2": ("Olmo2", {"head_dim": None, "tie_word_embeddings": True}),
+    "olmo2 one head each": ("Olmo2", {"head_dim": None, "num_key_value_heads": 4, "attention_bias": True}),
+    "phi3": ("Phi3", {"head_dim": None, "sliding_window": 11}),
+    "phi3 longrope": (
+        "Phi3",
+        {"head_dim": None, "hidden_size": 48, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 40},
+    ),
+    "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3", {**_GEMMA, "sliding_window_pattern": 2, "rope_parameters": _GEMMA3_ROPES}),
+    "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
 }
 """Model -> prefix of transformers' classes, and what its config has beside the common sizes."""
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from engine.errors import UserError
 from engine.models.config import DecoderConfig
-from engine.models.families import granite, llama, minicpm, mistral, qwen2, qwen3
+from engine.models.families import gemma2, gemma3, granite, llama, minicpm, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from engine.models.families.reading import NAMES, REQUIRED
 from engine.models.names import NameMap, part_rows
 
@@ -28,13 +28,18 @@ class Family(NamedTuple):
 
 
 FAMILIES: dict[str, Family] = {
+    "gemma2": Family(gemma2.config_from_hf, gemma2.NAMES),
+    "gemma3_text": Family(gemma3.config_from_hf, gemma2.NAMES),
     "granite": Family(granite.config_from_hf),
     "llama": Family(llama.config_from_hf),
     "minicpm": Family(minicpm.config_from_hf),
     "minicpmv": Family(minicpm.config_from_hf),
     "mistral": Family(mistral.config_from_hf),
+    "olmo2": Family(olmo2.config_from_hf, olmo2.NAMES),
+    "phi3": Family(phi3.config_from_hf, fused=phi3.FUSED),
     "qwen2": Family(qwen2.config_from_hf),
     "qwen3": Family(qwen3.config_from_hf),
+    "smollm3": Family(smollm3.config_from_hf),
 }
 
 _MISSING = (

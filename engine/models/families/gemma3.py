@@ -1,0 +1,59 @@
+"""Gemma 3's language model: Gemma 2 without caps, with a norm on each head's queries and keys, five layers with a
+window to one without, and a rotary embedding for either kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from engine.errors import UserError
+from engine.models.config import PLAIN_LAYER, DecoderConfig, Rope
+from engine.models.families.gemma2 import check_gemma, gemma_switches
+from engine.models.families.reading import decoder_config, rope_from_hf, windows_from_hf
+
+_DEFAULTS = {
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6,
+    "final_logit_softcapping": None, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+def _ropes(hf: dict[str, Any]) -> tuple[Rope, Rope]:
+    """Of layers that see everything, and of those with a window; transformers 4's keys or 5's `rope_parameters`."""
+    both = hf.get("rope_parameters") or {}
+    if "full_attention" in both:
+        parts = [{"rope_parameters": both["full_attention"]}, {"rope_parameters": both["sliding_attention"]}]
+    else:
+        parts = [
+            {"rope_theta": hf.get("rope_theta", 1e6), "rope_scaling": hf.get("rope_scaling")},
+            {"rope_theta": hf.get("rope_local_base_freq", 1e4)},
+        ]
+    everything, window = (Rope(theta=theta, scaling=scaling) for theta, scaling in map(rope_from_hf, parts))
+    return everything, window
+
+
+def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """Reads a Gemma 3 text `config.json`, or the `text_config` of one with vision.
+
+    Raises:
+        UserError: a required key is missing, or the model uses something that the decoder does not have.
+    """
+    hf = {**_DEFAULTS, **hf}
+    check_gemma(hf)
+    if hf.get("attn_logit_softcapping"):
+        raise UserError("config.json has attn_logit_softcapping, which a Gemma 3 model does not apply: set it to null.")
+    count, pattern = int(hf.get("num_hidden_layers", 0)), int(hf["sliding_window_pattern"])
+    types = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(count)]
+    kinds = windows_from_hf(hf, types) or (PLAIN_LAYER,) * count
+    everything, window = _ropes(hf)
+    assert everything.theta is not None
+    return decoder_config(
+        hf,
+        "gemma3_text",
+        qk_norm=True,
+        rope_theta=everything.theta,
+        rope_scaling=everything.scaling,
+        second_rope=window,
+        layer_kinds=tuple(replace(kind, second_rope=kind.window is not None) for kind in kinds),
+        **gemma_switches(hf),
+    )

@@ -1,0 +1,75 @@
+"""Phi-3 and Phi-4-mini: Llama stored with fused matrices, part of each head rotated, and LongRoPE for long models.
+
+LongRoPE has one set of factors for sequences up to the length of pretraining and another for longer ones. The latter is
+chosen by the length of a sequence, which in a pack of several means nothing, so rows end at the former length.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from engine.errors import UserError
+from engine.models.config import DecoderConfig, LayerKind, RopeScaling
+from engine.models.families.reading import check_activation, decoder_config, rope_from_hf
+from engine.models.names import GATE_UP, QKV
+
+FUSED = (QKV, GATE_UP)
+
+_DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "max_position_embeddings": 4096}
+
+
+def _longrope(scaling: dict[str, Any], hf: dict[str, Any]) -> tuple[RopeScaling, int]:
+    """The scaling of sequences up to a length, and that length."""
+    length = int(scaling.get("original_max_position_embeddings") or hf["original_max_position_embeddings"])
+    factor = scaling.get("factor") or int(hf["max_position_embeddings"]) / length
+    table_scale = scaling.get("attention_factor")
+    if table_scale is None:
+        table_scale = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    factors = tuple(float(factor) for factor in scaling["short_factor"])
+    return RopeScaling(kind="longrope", factors=factors, table_scale=float(table_scale)), length
+
+
+def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """Reads a Phi-3 `config.json`.
+
+    Raises:
+        UserError: a required key is missing, or the model uses something that the decoder does not have.
+    """
+    hf = {**_DEFAULTS, **hf}
+    check_activation(hf, "hidden_act", "silu")
+    for key in ("embd_pdrop", "resid_pdrop"):
+        if hf.get(key):
+            raise UserError(f"config.json has {key} {hf[key]}, and the decoder drops no activations: set {key} to 0.")
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    scaling: RopeScaling | None
+    limit: int | None
+    if rope.get("rope_type", rope.get("type")) in ("longrope", "su", "yarn"):
+        theta = float(rope.get("rope_theta", hf.get("rope_theta", 10000.0)))
+        scaling, limit = _longrope(rope, hf)
+    else:
+        (theta, scaling), limit = rope_from_hf(hf), None
+    window = hf.get("sliding_window")
+    config = decoder_config(
+        hf,
+        "phi3",
+        qkv_bias=False,
+        out_bias=False,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_row_length=limit,
+        layer_kinds=(LayerKind(window=int(window)),) * int(hf.get("num_hidden_layers", 0)) if window else (),
+    )
+    share = float(rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)))
+    rotary_dim = int(config.head_dim * share)
+    return config if rotary_dim == config.head_dim else _rotating(config, rotary_dim)
+
+
+def _rotating(config: DecoderConfig, rotary_dim: int) -> DecoderConfig:
+    if rotary_dim % 2:
+        raise UserError(
+            f"config.json rotates {rotary_dim} of {config.head_dim} features, which are not pairs: "
+            "expected a partial_rotary_factor that leaves an even number."
+        )
+    return replace(config, rotary_dim=rotary_dim)

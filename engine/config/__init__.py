@@ -9,6 +9,7 @@ from engine.config.load import from_yaml, load_config, parse_config, to_yaml
 from engine.config.log import LogOptions
 from engine.config.lora import BLOCK_LINEARS, LoraOptions
 from engine.config.matching import matches_target, matches_trainable, require_matched, unmatched_patterns
+from engine.config.memory import MemoryOptions
 from engine.config.model import ModelOptions
 from engine.config.optim import OptimOptions
 from engine.config.parallel import ParallelOptions
@@ -28,6 +29,7 @@ __all__ = [
     "DataOptions",
     "LogOptions",
     "LoraOptions",
+    "MemoryOptions",
     "ModelOptions",
     "OptimOptions",
     "ParallelOptions",

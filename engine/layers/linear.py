@@ -82,7 +82,8 @@ class _ParallelLinear(ShardedModule):
         self._leaves: list[Tensor] = []
         rows = sum(section.rows for section in sections)
         rank = sum(slot.settings.rank for slot in slots)
-        folded = bool(slots) and layout.fold and may_fold and shared is None
+        may_fold = may_fold and layout.fold and layout.kernels.folds(self.in_features, rows)
+        folded = bool(slots) and may_fold and shared is None
         extra = -(-rank // FOLD_MULTIPLE) * FOLD_MULTIPLE if folded else 0
         if shared is None:
             self.storage = empty((rows, self.in_features + extra), dtype, device)

@@ -88,6 +88,10 @@ class Attention(Protocol):
     ) -> Tensor: ...
 
 
+def _always(num_inputs: int, num_outputs: int) -> bool:
+    return True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
     """One backend.
@@ -104,6 +108,8 @@ class Kernels:
         apply_update: dx, update: dx + update, in place where dx allows it.
         split_rotate_backward: dq, dk, dv, cos, sin: the gradient of the fused product.
         loss: statistics and gradient of a shard of the vocabulary; see triton_kernels.linear_cross_entropy.
+        folds: input features, output features of a linear on this rank: whether its adapters are faster as columns of
+            its weight, one product each way, than as products of their own.
     """
 
     name: str
@@ -120,6 +126,7 @@ class Kernels:
     split_rotate_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     attention: Attention
     loss: LossKernels
+    folds: Callable[[int, int], bool] = _always
 
 
 def _dropped(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:

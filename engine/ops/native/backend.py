@@ -65,6 +65,12 @@ def _apply_update(dx: Tensor, update: kernels.InputUpdate) -> Tensor:
     return low_rank.add_input_gradient(dx, native)
 
 
+def _folds(num_inputs: int, num_outputs: int) -> bool:
+    """By measurement (BENCHMARKS.md, what adapters cost): the further columns widen the input gradient's product, which
+    only a much larger output hides; below that the compiled skinny products are as fast or faster."""
+    return num_outputs >= 4 * num_inputs
+
+
 NATIVE = kernels.Kernels(
     name="native",
     draw_mask=dropout.dropout_bits,
@@ -80,4 +86,5 @@ NATIVE = kernels.Kernels(
     split_rotate_backward=rope.split_rotate_backward,
     attention=attention.attention_by_document,
     loss=LossKernels(statistics=cross_entropy.local_statistics, gradient=cross_entropy.local_gradient),
+    folds=_folds,
 )

@@ -1,16 +1,20 @@
 """A PEFT LoRA adapter folder as a source of tensors by logical name.
 
+An adapter on a fused module (`qkv_proj`, `gate_up_proj`) stands for adapters of its parts. They share A; or, where it
+has the sum of their ranks, each has its own rows of A and columns of B, and B is zero elsewhere.
+
 Only what the engine computes the same way is accepted; everything else in adapter_config.json is refused by name.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +26,7 @@ from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import SafetensorsReader
 from engine.errors import UserError
 from engine.models.config import DecoderConfig
-from engine.models.names import NameMap
+from engine.models.names import FUSED, QKV, NameMap, fused_parts, part_rows
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 KEY_PREFIX = "base_model.model."
@@ -56,6 +60,14 @@ class PeftSettings:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
+class _Place(NamedTuple):
+    """A tensor inside a stored one: these rows and columns of it, all where None."""
+
+    key: str
+    rows: slice = slice(None)
+    columns: slice = slice(None)
+
+
 class AdapterSource(TensorReader):
     """The factors in a PEFT folder: `<module>.lora_A` [r, in] and `<module>.lora_B` [out, r].
 
@@ -78,10 +90,14 @@ class AdapterSource(TensorReader):
                 f"save the adapter as {ADAPTER_WEIGHTS} first (PEFT: save_pretrained)."
             )
         self._file = SafetensorsReader(self.folder / ADAPTER_WEIGHTS)
-        self._keys: dict[str, tuple[str, ...]] = {
-            _logical_name(key, names, self._file.path): (key,) for key in self._file.names()
+        present = [fused for fused in FUSED if any(f".{_leaf(fused)}.lora_" in key for key in self._file.names())]
+        names = replace(names, rows=part_rows(decoder)).fuse(present)
+        self._places: dict[str, tuple[_Place, ...]] = {
+            _logical_name(key, names, self._file.path): (_Place(key),) for key in self._file.names()
         }
         self._decoder = decoder
+        for module in self.modules():
+            self._split(module, keep_qkv=fused_qkv)
         self._check_pairs()
         if fused_qkv:
             self._fuse()
@@ -124,27 +140,55 @@ class AdapterSource(TensorReader):
             )
 
     def tensor_names(self) -> list[str]:
-        return sorted(self._keys)
+        return sorted(self._places)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._keys
+        return name in self._places
 
     def shape(self, name: str) -> tuple[int, ...]:
-        first, *more = (self._file.shape(key) for key in self._keys[name])
+        first, *more = (self._view(place).shape for place in self._places[name])
         return (first[0] + sum(shape[0] for shape in more), *first[1:])
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._file.dtype(self._keys[name][0])
+        return self._file.dtype(self._places[name][0].key)
 
     def boxes(self, name: str) -> Sequence[Box]:
-        keys = self._keys[name]
-        if len(keys) == 1:
+        if len(self._places[name]) == 1:
             return (Box(),)
         rows = qkv_rows(self._decoder).values()
         return tuple(Box(0, start, stop - start) for start, stop in rows)
 
     def view(self, name: str, index: int, *, whole: bool) -> Tensor:
-        return self._file.view(self._keys[name][index])
+        return self._view(self._places[name][index])
+
+    def _view(self, place: _Place) -> Tensor:
+        return self._file.view(place.key)[place.rows, place.columns]
+
+    def _split(self, module: str, *, keep_qkv: bool) -> None:
+        """Puts the parts of a fused module in its place."""
+        parts, rank = fused_parts(module), self.settings.rank
+        (a,), (b,) = (self._places.get(f"{module}.{leaf}", (None,)) for leaf in (LORA_A, LORA_B))
+        if parts == [module] or a is None or b is None:
+            return
+        blocks = self._view(a).shape[0] == len(parts) * rank
+        if keep_qkv and module.endswith(QKV) and not blocks:
+            return
+        del self._places[f"{module}.{LORA_A}"], self._places[f"{module}.{LORA_B}"]
+        first, inside = 0, 0
+        for number, part in enumerate(parts):
+            count = part_rows(self._decoder)[part.split(".", 2)[2]]
+            rows, block = slice(first, first + count), slice(number * rank, (number + 1) * rank)
+            own_a = a._replace(rows=block) if blocks else a
+            own_b = b._replace(rows=rows, columns=block if blocks else slice(None))
+            inside += int(self._view(own_b).count_nonzero()) if blocks else 0
+            first += count
+            if not blocks or self._view(own_a).any():  # a part without an adapter has zeros
+                self._places[f"{part}.{LORA_A}"], self._places[f"{part}.{LORA_B}"] = (own_a,), (own_b,)
+        if blocks and inside != int(self._view(b).count_nonzero()):
+            raise UserError(
+                f"{self._file.path} has rank {len(parts) * rank} at {module}, with a B that mixes its parts' blocks: "
+                f"use an adapter of rank {rank} there."
+            )
 
     def _check_pairs(self) -> None:
         for module in self.modules():
@@ -159,7 +203,7 @@ class AdapterSource(TensorReader):
                 )
 
     def _fuse(self) -> None:
-        separate = [module for module in self.modules() if module.endswith(("q_proj", "k_proj", "v_proj"))]
+        separate = [module for module in self.modules() if _leaf(module) in ("q_proj", "k_proj", "v_proj")]
         for parent in dict.fromkeys(module.rpartition(".")[0] for module in separate):
             parts = unfused_modules(f"{parent}.qkv_proj")
             factors = [f"{part}.{LORA_A}" for part in parts]
@@ -170,10 +214,41 @@ class AdapterSource(TensorReader):
                     f"lora.fused_qkv is true, but the adapter in {self.folder} has no A factor that {', '.join(parts)} "
                     "share: set lora.fused_qkv to false."
                 )
-            self._keys[f"{parent}.qkv_proj.{LORA_A}"] = self._keys[factors[0]]
-            self._keys[f"{parent}.qkv_proj.{LORA_B}"] = tuple(self._keys[f"{part}.{LORA_B}"][0] for part in parts)
+            self._places[f"{parent}.qkv_proj.{LORA_A}"] = self._places[factors[0]]
+            self._places[f"{parent}.qkv_proj.{LORA_B}"] = tuple(self._places[f"{part}.{LORA_B}"][0] for part in parts)
             for part in parts:
-                del self._keys[f"{part}.{LORA_A}"], self._keys[f"{part}.{LORA_B}"]
+                del self._places[f"{part}.{LORA_A}"], self._places[f"{part}.{LORA_B}"]
+
+
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def block_patterns(rank: int, alpha: float, *, rslora: bool, leaves: Collection[str]) -> dict[str, dict[str, float]]:
+    """What adapter_config.json says of fused modules whose adapter is a block for each part, all with one scale.
+
+    Args:
+        leaves: last components of those modules.
+    """
+    counts = {_leaf(fused): len(parts) for fused, parts in FUSED.items() if _leaf(fused) in leaves}
+    if not counts:
+        return {}
+    return {
+        "rank_pattern": {leaf: count * rank for leaf, count in counts.items()},
+        "alpha_pattern": {leaf: alpha * (math.sqrt(count) if rslora else count) for leaf, count in counts.items()},
+    }
+
+
+def _has_block_patterns(config: dict[str, Any]) -> bool:
+    """Whether the patterns are those of `block_patterns`."""
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    rank, alpha, rslora = config.get("r"), config.get("lora_alpha"), bool(config.get("use_rslora", False))
+    if not isinstance(rank, int) or not isinstance(alpha, (int, float)) or ranks.keys() != alphas.keys():
+        return False
+    expected = block_patterns(rank, alpha, rslora=rslora, leaves=list(ranks))
+    return expected.get("rank_pattern", {}) == ranks and all(
+        math.isclose(alphas[leaf], value) for leaf, value in expected.get("alpha_pattern", {}).items()
+    )
 
 
 def _show(value: object) -> str:
@@ -217,8 +292,9 @@ def _read_settings(folder: Path) -> PeftSettings:
 def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     if (bias := config.get("bias", "none")) != "none":
         raise UserError(f"{path} has bias {bias!r}, which is not supported: use an adapter with bias none.")
+    known = {"rank_pattern", "alpha_pattern"} if _has_block_patterns(config) else set()
     for key, value in sorted(config.items()):
-        if key not in _HARMLESS_KEYS and value:
+        if key not in _HARMLESS_KEYS and key not in known and value:
             raise UserError(f"{path} has {key} {value!r}, which is not supported: use a plain LoRA adapter.")
     if (init := config.get("init_lora_weights", True)) not in _HARMLESS_INITS:
         # These replace the base's weights by their remainder, so the factors mean nothing beside the plain base.

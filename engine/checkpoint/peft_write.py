@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.checkpoint.convert import ConversionReport
+from engine.checkpoint.convert import ConversionReport, stored_names
 from engine.checkpoint.folder import ADAPTER_CONFIG, staged_folder
 from engine.checkpoint.merge import adapted_modules, fully_trained, read_factors, unfused_modules
-from engine.checkpoint.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
+from engine.checkpoint.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX, block_patterns
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.checkpoint.source import ModelFolder
 from engine.errors import UserError
 from engine.models.families import FAMILIES
+from engine.models.names import FUSED, QKV, fused_parts
 
 
 def export_peft(
@@ -32,8 +34,9 @@ def export_peft(
 ) -> ConversionReport:
     """Writes adapter_model.safetensors and adapter_config.json.
 
-    A fused query-key-value adapter becomes three that share A, which is exact. Modules trained in full beside the
-    adapters go into `modules_to_save`.
+    A fused query-key-value adapter becomes three that share A, which is exact. Where the base itself stores modules as
+    one matrix, adapters of its parts become one with a block for each, which is exact too. Modules trained in full
+    beside the adapters go into `modules_to_save`.
 
     Args:
         trained: trained values by logical name.
@@ -46,6 +49,7 @@ def export_peft(
     Raises:
         UserError: there are no adapters, PEFT cannot express what was trained, or a value is not finite.
     """
+    model = replace(model, names=stored_names(model))
     names = trained.tensor_names()
     modules = adapted_modules(names)
     if not modules:
@@ -56,12 +60,16 @@ def export_peft(
     parts = [part for module in modules for part in unfused_modules(module)]
     saved = _modules_to_save(fully_trained(names), parts, model)
     tensors = _adapter_tensors(trained, modules, model)
+    blocks = _block_tensors(trained, modules, model)
+    tensors |= blocks
     for name in fully_trained(names):
         tensors[KEY_PREFIX + model.names.to_hf(name).name] = trained.read_whole(name)
     for key, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(f"{key} is not finite, so nothing was exported: use an earlier step (--step).")
     config = _adapter_config(lora, _target_modules(parts, model), saved, model)
+    leaves = {key.split(".")[-3] for key in blocks}
+    config |= block_patterns(config["r"], config["lora_alpha"], rslora=config["use_rslora"], leaves=leaves)
     with staged_folder(out, overwrite=overwrite, inputs=[model.path, *inputs]) as staging:
         declared = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
         with SafetensorsWriter(staging / ADAPTER_WEIGHTS, declared, {"format": "pt"}) as writer:
@@ -82,12 +90,44 @@ def export_peft(
 def _adapter_tensors(trained: TensorReader, modules: list[str], model: ModelFolder) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for module in modules:
-        for part, (a, b) in read_factors(trained, module, model.decoder).items():
+        if module.endswith(QKV) and QKV in model.names.fused:
+            pairs = {module: tuple(trained.read_whole(f"{module}.{leaf}") for leaf in ("lora_A", "lora_B"))}
+        elif _fused_with(module, model) is not None:
+            continue
+        else:
+            pairs = read_factors(trained, module, model.decoder)
+        for part, (a, b) in pairs.items():
             key = KEY_PREFIX + model.names.module_to_hf(part)
             if part == "embed_tokens":
                 tensors[f"{key}.lora_embedding_A"], tensors[f"{key}.lora_embedding_B"] = a, b
             else:
                 tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a, b
+    return tensors
+
+
+def _fused_with(module: str, model: ModelFolder) -> str | None:
+    """The module whose matrix holds this one's in the base, such as `layers.3.mlp.gate_up_proj`."""
+    layer, _, inside = module.removeprefix("layers.").partition(".")
+    fused = next((fused for fused in model.names.fused if inside in FUSED[fused]), None)
+    return None if fused is None else f"layers.{layer}.{fused}"
+
+
+def _block_tensors(trained: TensorReader, modules: list[str], model: ModelFolder) -> dict[str, Tensor]:
+    """Adapters of parts of the base's fused matrices: A stacked, B with a block for each part."""
+    tensors: dict[str, Tensor] = {}
+    shapes = model.expected_shapes()
+    for fused in dict.fromkeys(name for module in modules if (name := _fused_with(module, model)) is not None):
+        rank = next(trained.shape(f"{part}.lora_A")[0] for part in fused_parts(fused) if f"{part}.lora_A" in trained)
+        stacked, blocks = [], []
+        for part in fused_parts(fused):
+            rows, columns = shapes[f"{part}.weight"]
+            present = f"{part}.lora_A" in trained
+            stacked.append(trained.read_whole(f"{part}.lora_A") if present else torch.zeros(rank, columns))
+            blocks.append(trained.read_whole(f"{part}.lora_B") if present else torch.zeros(rows, rank))
+        key = KEY_PREFIX + model.names.module_to_hf(fused)
+        dtype = blocks[0].dtype
+        tensors[f"{key}.lora_A.weight"] = torch.cat(stacked)
+        tensors[f"{key}.lora_B.weight"] = torch.block_diag(*blocks).to(dtype)
     return tensors
 
 
@@ -97,6 +137,11 @@ def _modules_to_save(full: list[str], adapted: list[str], model: ModelFolder) ->
         raise UserError(
             f"{both[0]} has an adapter and is trained in full too, which a PEFT folder cannot hold: "
             "export with --format hf --merge."
+        )
+    if parts := [module for module in modules if _fused_with(module, model) is not None]:
+        raise UserError(
+            f"{parts[0]} was trained in full beside adapters, and the base stores it as rows of a larger matrix, which "
+            "a PEFT folder cannot express: export with --format hf --merge."
         )
     if model.decoder.tied_embeddings and "embed_tokens" in modules:
         raise UserError(
@@ -108,7 +153,7 @@ def _modules_to_save(full: list[str], adapted: list[str], model: ModelFolder) ->
 
 def _target_modules(parts: list[str], model: ModelFolder) -> list[str]:
     """Short names such as q_proj where they mean exactly the adapted modules, full names otherwise."""
-    full = [model.names.module_to_hf(part) for part in parts]
+    full = list(dict.fromkeys(model.names.module_to_hf(part) for part in parts))
     leaves = {name.rpartition(".")[2] for name in full}
     if model.names.body != FAMILIES[model.decoder.family].names.body:
         return sorted(full)  # beside a nested language model the short names may mean other modules too
@@ -140,7 +185,7 @@ def _adapter_config(
 
 def _notes(modules: list[str], parts: list[str], model: ModelFolder) -> list[str]:
     notes = []
-    if modules != parts:
+    if modules != parts and QKV not in model.names.fused:
         notes.append("fused query-key-value adapters are written as three that share A, which is exact")
     if model.decoder.tied_embeddings and {"embed_tokens", "lm_head"} & set(parts):
         notes.append(

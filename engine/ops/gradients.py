@@ -29,7 +29,7 @@ class GradientSink:
         shape, device: of the parameter. The buffer is made on first use unless an owner binds its own before.
     """
 
-    __slots__ = ("_buffer", "_device", "_on_ready", "deferred", "shape", "uses")
+    __slots__ = ("_buffer", "_device", "_on_ready", "_prepare", "deferred", "shape", "uses")
 
     def __init__(self, shape: torch.Size, device: torch.device) -> None:
         self.shape = shape
@@ -40,18 +40,26 @@ class GradientSink:
         self._device = device
         self._buffer: Tensor | None = None
         self._on_ready: Callable[[], None] | None = None
+        self._prepare: Callable[[], None] | None = None
 
     @property
     def buffer(self) -> Tensor:
         """fp32, the parameter's shape; zeros until something is added."""
         if self._buffer is None:
             self._buffer = torch.zeros(self.shape, dtype=torch.float32, device=self._device)
+        if self._prepare is not None:
+            self._prepare()
         return self._buffer
 
-    def bind(self, buffer: Tensor, on_ready: Callable[[], None]) -> None:
-        """Makes `buffer` (a view of the flat gradient) the destination; `on_ready` is called after each addition."""
+    def bind(self, buffer: Tensor, on_ready: Callable[[], None], prepare: Callable[[], None] | None = None) -> None:
+        """Makes `buffer` (a view of the flat gradient) the destination.
+
+        Args:
+            on_ready: called after each addition.
+            prepare: called before the buffer is given to who adds to it: its memory may not be there all the time.
+        """
         assert buffer.shape == self.shape and buffer.dtype == torch.float32, (buffer.shape, self.shape)
-        self._buffer, self._on_ready = buffer, on_ready
+        self._buffer, self._on_ready, self._prepare = buffer, on_ready, prepare
 
     def add(self, gradient: Tensor) -> None:
         """buffer += gradient."""

@@ -20,7 +20,8 @@ class FlatAdamW:
     """Clip, update, publish.
 
     Args:
-        flat: buffers; the gradient must be summed over all ranks before `step`.
+        flat: buffers; the gradient must be summed over all ranks before `step`. Moments lie like its masters: where
+            they are sharded, a rank has and updates its own part.
         mesh: for the norm.
         betas, eps, weight_decay: of AdamW; decay is decoupled and skips vectors (norm weights and biases).
         clip_grad_norm: largest L2 norm of the gradient; 0 turns clipping off.
@@ -86,7 +87,7 @@ class FlatAdamW:
         return norm
 
     def state_shards(self) -> list[NamedShard]:
-        """Masters and moments as named shards, for saving and loading."""
+        """Masters and moments of this rank as named shards, for saving and loading."""
         return (
             self.flat.shards("master", self.flat.master)
             + self.flat.shards("optim.exp_avg", self.exp_avg)

@@ -21,7 +21,9 @@ from engine.errors import UserError
 from engine.ops.apex import apex_status, fused_adam
 from engine.ops.native.adamw import adamw_step, square_sum
 from engine.ops.native.loader import native_status
-from engine.optim.flat import ALIGNMENT, FlatParameters, Slot
+from engine.optim.flat import FlatParameters
+from engine.optim.layout import ALIGNMENT, Region, Slot
+from engine.optim.publish import CopyAll
 from engine.optim.reduce import plain_square_sum
 
 
@@ -30,7 +32,8 @@ class AdamWState:
     """What an update reads and writes.
 
     Args:
-        flat: masters, gradients, and where they lie; the gradient is summed over all ranks.
+        flat: masters, gradients, and where they lie; the gradient is summed over all ranks. `flat.spans` is what this
+            rank updates: all of it, or its own part.
         exp_avg, exp_avg_sq: fp32 moments, flat like the masters.
         lr: fp32 0-dim learning rate.
         updates: fp32 0-dim count of updates before this one; not changed by the update.
@@ -67,16 +70,12 @@ class OptimizerBackend:
     Args:
         name: as a user asks for it.
         bind: makes the update of given buffers.
-        square_sum: 0-dim sum of the squares of a dense fp32 tensor; the gradient's norm is made of it.
+        square_sum: fp64 0-dim sum of the squares of a dense fp32 tensor; the gradient's norm is made of it.
     """
 
     name: str
     bind: Callable[[AdamWState], Update]
     square_sum: Callable[[Tensor], Tensor]
-
-
-def _native_square_sum(values: Tensor) -> Tensor:
-    return square_sum(values).to(values.dtype)
 
 
 class TorchUpdate:
@@ -86,17 +85,20 @@ class TorchUpdate:
         self._state = state
         self._groups: list[tuple[float, list[list[Tensor]]]] = []
         for decays in (True, False):
-            regions = [region for region in state.flat.regions if region.decays == decays]
-            if regions:
-                buffers = (state.flat.master, state.flat.gradient, state.exp_avg, state.exp_avg_sq)
-                slices = [[buffer[region.start : region.stop] for region in regions] for buffer in buffers]
-                self._groups.append((state.decay(decays), slices))
+            spans = [span for span in state.flat.spans if span.decays == decays]
+            if spans:
+                masters, exp_avgs, exp_avg_sqs = (
+                    [buffer[span.start : span.stop] for span in spans]
+                    for buffer in (state.flat.master, state.exp_avg, state.exp_avg_sq)
+                )
+                gradients = [span.gradient for span in spans]
+                self._groups.append((state.decay(decays), [masters, gradients, exp_avgs, exp_avg_sqs]))
 
     def __call__(self) -> None:
         state = self._state
-        if state.clip is not None:
-            state.flat.gradient.mul_(state.clip)
         for decay, (parameters, gradients, exp_avgs, exp_avg_sqs) in self._groups:
+            if state.clip is not None:
+                torch._foreach_mul_(gradients, state.clip)
             adamw(
                 parameters,
                 gradients,
@@ -121,10 +123,12 @@ class TorchUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Span:
-    """flat[start : stop], updated by one call that also writes the bf16 parameter `published`, where there is one."""
+    """masters[start : stop], updated by one call that also writes the bf16 parameter `published`, where there is
+    one."""
 
     start: int
     stop: int
+    gradient: Tensor
     decay: float
     published: Tensor | None = None
 
@@ -141,34 +145,48 @@ class NativeUpdate:
     def __init__(self, state: AdamWState) -> None:
         self._state = state
         self._spans: list[_Span] = []
+        self._publish: Callable[[], None] = state.flat.publish
+        if state.flat.is_sharded:
+            for span in state.flat.spans:
+                decay = state.decay(span.decays)
+                self._spans.append(_Span(start=span.start, stop=span.stop, gradient=span.gradient, decay=decay))
+            return
         left: list[Slot] = []
         for region in state.flat.regions:
-            start, decay = region.start, state.decay(region.decays)
-            for slot in region.slots:
-                parameter = slot.entry.parameter.data
-                dense = parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
-                if not dense or slot.size < _SMALLEST_WRITTEN:
-                    left.append(slot)
-                    continue
-                if start < slot.offset:
-                    self._spans.append(_Span(start=start, stop=slot.offset, decay=decay))
-                end = slot.offset + slot.size
-                self._spans.append(_Span(start=slot.offset, stop=end, decay=decay, published=parameter))
-                # what lies between two parameters is 0 and stays so
-                start = -(-end // ALIGNMENT) * ALIGNMENT
-            if start < region.stop:
-                self._spans.append(_Span(start=start, stop=region.stop, decay=decay))
-        self._parameters = [slot.entry.parameter.data for slot in left]
-        self._masters = [slot.view(state.flat.master) for slot in left]
+            left += self._split(region)
+        self._publish = CopyAll(left, state.flat.master)
+
+    def _split(self, region: Region) -> list[Slot]:
+        """Cuts a region at the parameters that the kernel writes itself; returns the others."""
+        flat = self._state.flat
+        start, left = region.start, []
+
+        def add(stop: int, published: Tensor | None = None) -> None:
+            if start < stop:
+                decay, gradient = self._state.decay(region.decays), flat.gradient[start:stop]
+                self._spans.append(_Span(start=start, stop=stop, gradient=gradient, decay=decay, published=published))
+
+        for slot in region.slots:
+            parameter = slot.entry.parameter.data
+            dense = parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
+            if not dense or slot.size < _SMALLEST_WRITTEN:
+                left.append(slot)
+                continue
+            add(slot.offset)
+            start, end = slot.offset, slot.offset + slot.size
+            add(end, parameter)
+            # what lies between two parameters is 0 and stays so
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+        add(region.stop)
+        return left
 
     def __call__(self) -> None:
         state = self._state
-        flat = state.flat
         for span in self._spans:
             here = slice(span.start, span.stop)
             adamw_step(
-                flat.master[here],
-                flat.gradient[here],
+                state.flat.master[here],
+                span.gradient,
                 state.exp_avg[here],
                 state.exp_avg_sq[here],
                 lr=state.lr,
@@ -181,8 +199,9 @@ class NativeUpdate:
                 low_precision=span.published,
                 zero_gradient=True,
             )
-        if self._parameters:
-            torch._foreach_copy_(self._parameters, self._masters)
+        if state.flat.gradient.numel() > state.flat.master.numel():
+            state.flat.gradient.zero_()  # the other ranks' parts
+        self._publish()
 
 
 _LARGEST_PIECE = 1 << 30
@@ -214,13 +233,13 @@ class ApexUpdate:
         moments: dict[nn.Parameter, dict[str, Tensor]] = {}
         for decays in (True, False):
             parameters = []
-            for region in state.flat.regions:
-                if region.decays != decays:
+            for span in state.flat.spans:
+                if span.decays != decays:
                     continue
-                for start in range(region.start, region.stop, _LARGEST_PIECE):
-                    here = slice(start, min(start + _LARGEST_PIECE, region.stop))
+                for start in range(span.start, span.stop, _LARGEST_PIECE):
+                    here = slice(start, min(start + _LARGEST_PIECE, span.stop))
                     parameter = nn.Parameter(state.flat.master[here], requires_grad=False)
-                    parameter.grad = state.flat.gradient[here]
+                    parameter.grad = span.gradient[here.start - span.start : here.stop - span.start]
                     moments[parameter] = {"exp_avg": state.exp_avg[here], "exp_avg_sq": state.exp_avg_sq[here]}
                     parameters.append(parameter)
             if parameters:
@@ -254,7 +273,7 @@ class ApexUpdate:
 
 
 TORCH = OptimizerBackend(name="torch", bind=TorchUpdate, square_sum=plain_square_sum)
-NATIVE = OptimizerBackend(name="native", bind=NativeUpdate, square_sum=_native_square_sum)
+NATIVE = OptimizerBackend(name="native", bind=NativeUpdate, square_sum=square_sum)
 APEX = OptimizerBackend(name="apex", bind=ApexUpdate, square_sum=plain_square_sum)
 
 

@@ -1,59 +1,44 @@
 """Trainable parameters as flat fp32 buffers: gradients, master weights, and where each parameter lies in them.
 
-Parameters are grouped into regions that need the same treatment (which ranks still have to be summed, who counts them
-in the norm, whether they decay), so that each treatment is one operation on one slice. Inside a region they lie in
-backward order, so that buckets fill front to back. The order is the same on every rank.
+Each treatment (which ranks still have to be summed, who counts in the norm, whether weights decay) is one operation on
+one slice; `engine.optim.layout` says where everything lies. With a `Sharding` the masters, and further on the gradient,
+are this rank's own part alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
+from engine.distributed.parts import part_shards
 from engine.distributed.sharding import NamedShard
 from engine.layers.module import ShardEntry
+from engine.optim.layout import ALIGNMENT, OwnRun, Region, Slot, own_runs, plan_buckets, plan_regions
+from engine.optim.publish import CopyAll, GatherParts, Publish
+from engine.optim.sharding import Sharding
 
-ALIGNMENT = 32
-"""Elements; every parameter starts on a 128-byte boundary."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
-    """One parameter's place: flat[offset : offset + size]."""
-
-    entry: ShardEntry
-    offset: int
-    size: int
-
-    def view(self, flat: Tensor) -> Tensor:
-        return flat[self.offset : self.offset + self.size].view(self.entry.spec.local_shape)
+__all__ = ["ALIGNMENT", "FlatParameters", "Region", "Slot", "Span"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Region:
-    """Slots treated alike, flat[start : stop].
+class Span:
+    """A run of the masters that is treated alike, and its gradient.
 
     Args:
-        grad_reduce: groups over which the gradients are still partial sums.
-        owner: whether this rank counts them in the gradient norm.
-        decays: whether weight decay applies (matrices do, vectors do not).
+        start, stop: in the masters and in whatever lies like them.
+        gradient: the summed gradient of the run; a view that stays valid.
+        owner: whether this rank counts it in the gradient norm.
+        decays: whether weight decay applies.
     """
 
     start: int
     stop: int
-    slots: tuple[Slot, ...]
-    grad_reduce: tuple[str, ...]
+    gradient: Tensor
     owner: bool
     decays: bool
-
-
-def _region_key(entry: ShardEntry) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """Equal on all ranks for the same parameter; ownership follows from what is replicated."""
-    return entry.spec.grad_reduce, entry.spec.replicated, len(entry.spec.global_shape) < 2
 
 
 class FlatParameters:
@@ -62,64 +47,108 @@ class FlatParameters:
     Args:
         entries: of the model, in forward order; frozen ones are passed over.
         device: of the buffers.
+        sharding: what of them is spread over ranks; None for nothing.
     """
 
-    def __init__(self, entries: Iterable[ShardEntry], device: torch.device) -> None:
+    def __init__(
+        self, entries: Iterable[ShardEntry], device: torch.device, *, sharding: Sharding | None = None
+    ) -> None:
+        self.sharding = sharding or Sharding()
+        size = self.sharding.size
         trainable = [entry for entry in entries if entry.sink is not None]
-        groups: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[ShardEntry]] = {}
-        for entry in reversed(trainable):
-            groups.setdefault(_region_key(entry), []).append(entry)
-        regions, offset = [], 0
-        for key in sorted(groups):
-            start, slots = offset, []
-            for entry in groups[key]:
-                size = prod(entry.spec.local_shape)
-                slots.append(Slot(entry=entry, offset=offset, size=size))
-                offset += -(-size // ALIGNMENT) * ALIGNMENT
-            spec = groups[key][0].spec
-            assert all(entry.spec.owner == spec.owner for entry in groups[key]), "ownership differs inside a region"
-            regions.append(
-                Region(
-                    start=start,
-                    stop=offset,
-                    slots=tuple(slots),
-                    grad_reduce=key[0],
-                    owner=spec.owner,
-                    decays=not key[2],
-                )
-            )
-        self.regions = tuple(regions)
-        self.gradient = torch.zeros(offset, dtype=torch.float32, device=device)
-        self.master = torch.zeros(offset, dtype=torch.float32, device=device)
+        self.regions = plan_regions(trainable, size=size, bucket_elements=self.sharding.bucket_elements)
+        buckets = plan_buckets(self.regions, self.sharding.bucket_elements) if size > 1 else []
+        self._runs: list[OwnRun] = own_runs(buckets, rank=self.sharding.rank, size=size)
+        total = self.regions[-1].stop if self.regions else 0
+        self.master = torch.zeros(total // size, dtype=torch.float32, device=device)
+        self.gradient = torch.zeros(
+            total // size if self.sharding.spreads_gradients else total, dtype=torch.float32, device=device
+        )
+        """The sum over all ranks, once it is complete: of everything, or this rank's own part alone."""
         order = {id(entry): place for place, entry in enumerate(reversed(trainable))}
         self.slots = tuple(
-            sorted((slot for region in regions for slot in region.slots), key=lambda slot: order[id(slot.entry)])
+            sorted((slot for region in self.regions for slot in region.slots), key=lambda slot: order[id(slot.entry)])
         )
         """In backward order."""
-        self._parameters = [slot.entry.parameter.data for slot in self.slots]
-        self._masters = [slot.view(self.master) for slot in self.slots]
-        if self.slots:  # a pipeline rank may hold frozen parameters alone
-            torch._foreach_copy_(self._masters, self._parameters)
+        self.buckets = tuple(buckets)
+        """Those that divide over the ranks; empty where nothing is sharded."""
+        self.spans = tuple(self._make_spans())
+        self._publish: Publish
+        if size == 1:
+            self._publish = CopyAll(self.slots, self.master)
+        else:
+            self._publish = GatherParts(self.buckets, self.master, self.sharding.axis)
+        self._start_from_parameters()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the masters, and all that lies like them, are this rank's own part."""
+        return self.sharding.size > 1
 
     @property
     def num_elements(self) -> int:
-        """Parameters on this rank, alignment excluded."""
+        """Parameters on this rank, whoever updates them, alignment excluded."""
         return sum(slot.size for slot in self.slots)
 
+    def _make_spans(self) -> Iterable[Span]:
+        size, rank = self.sharding.size, self.sharding.rank
+        for region in self.regions:
+            own = slice(region.start // size, region.stop // size)
+            kind = {"owner": region.owner, "decays": region.decays}
+            if size == 1 or self.sharding.spreads_gradients:
+                yield Span(start=own.start, stop=own.stop, gradient=self.gradient[own], **kind)
+                continue
+            for bucket in self.buckets:  # own parts lie apart in a gradient that is whole
+                if region.start <= bucket.start < region.stop:
+                    own = bucket.own(size)
+                    begin = bucket.start + rank * (own.stop - own.start)
+                    gradient = self.gradient[begin : begin + own.stop - own.start]
+                    yield Span(start=own.start, stop=own.stop, gradient=gradient, **kind)
+
+    def _start_from_parameters(self) -> None:
+        if not self.is_sharded:
+            if self.slots:  # a pipeline rank may hold frozen parameters alone
+                masters = [slot.view(self.master) for slot in self.slots]
+                torch._foreach_copy_(masters, [slot.entry.parameter.data for slot in self.slots])
+            return
+        for run in self._runs:
+            self.master[run.place].copy_(run.slot.entry.parameter.data.reshape(-1)[run.first : run.last])
+
     def publish(self) -> None:
-        """Writes the masters into the parameters the model computes with, rounding once."""
-        if self.slots:
-            torch._foreach_copy_(self._parameters, self._masters)
+        """Writes the masters into the parameters the model computes with, rounding once. Collective where sharded."""
+        self._publish()
 
     def shards(self, prefix: str, flat: Tensor) -> list[NamedShard]:
-        """Views of `flat` (the masters, or a state of the optimizer) as named shards `prefix/name`."""
-        return [NamedShard(f"{prefix}/{slot.entry.name}", slot.view(flat), slot.entry.spec) for slot in self.slots]
+        """Views of `flat` (the masters, or a state of the optimizer) as named shards `prefix/name`.
+
+        Where sharded, a parameter is several shards or none: what this rank owns of it.
+        """
+        return self._named(f"{prefix}/", flat)
 
     def master_shards(self) -> list[NamedShard]:
         """The masters under their logical names; fill these, then `publish`."""
-        return [NamedShard(slot.entry.name, slot.view(self.master), slot.entry.spec) for slot in self.slots]
+        return self._named("", self.master)
+
+    def gradient_shards(self) -> list[NamedShard]:
+        """The summed gradient under the parameters' logical names, as far as this rank has it."""
+        if self.sharding.spreads_gradients:
+            return self._named("", self.gradient)
+        return [NamedShard(slot.entry.name, slot.view(self.gradient), slot.entry.spec) for slot in self.slots]
+
+    def _named(self, prefix: str, flat: Tensor) -> list[NamedShard]:
+        if not self.is_sharded:
+            return [NamedShard(prefix + slot.entry.name, slot.view(flat), slot.entry.spec) for slot in self.slots]
+        shards: list[NamedShard] = []
+        for run in self._runs:
+            entry = run.slot.entry
+            first = run.start - run.first
+            shards += part_shards(prefix + entry.name, entry.spec, run.first, run.last, flat, first=first)
+        return shards
 
     def span(self, group: str) -> tuple[int, int] | None:
-        """The contiguous slice that still has to be summed over `group`, or None."""
+        """The contiguous slice of the gradient that still has to be summed over `group`, or None."""
         held = [region for region in self.regions if group in region.grad_reduce]
-        return (held[0].start, held[-1].stop) if held else None
+        if not held:
+            return None
+        size = self.sharding.size if self.sharding.spreads_gradients else 1
+        return held[0].start // size, held[-1].stop // size

@@ -3,46 +3,84 @@
 During the last micro-batch's backward each parameter reports when its gradient is complete; a bucket whose parameters
 have all reported is sent off at once. Buckets leave in a fixed order, the same on every rank. With several pipeline
 stages on a rank, each stage's parameters report during the last backward of their own stage.
+
+Where gradients are sharded, a rank gets the sum of its own part of each bucket alone. The whole of a bucket then lives
+from the first addition of a step until its sum has left: with one micro-batch a step a few buckets are alive at a time,
+with more of them all are, from the first backward on.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from engine.distributed.collectives import Handle, all_reduce, all_reduce_async
-from engine.distributed.mesh import Mesh
+from engine.distributed.collectives import Handle, all_reduce, all_reduce_async, reduce_scatter_async
+from engine.distributed.mesh import Axis, Mesh
 from engine.layers.module import ShardEntry
-from engine.optim.flat import FlatParameters, Region, Slot
+from engine.optim.flat import FlatParameters
+from engine.optim.layout import Bucket, plan_buckets
+
+__all__ = ["GradientReducer", "gradient_norm", "plain_square_sum", "plan_buckets"]
+
+LEAVING = 2
+"""Buckets of a sharded gradient that may be on their way, whole, while later ones fill."""
+SQUARED_AT_ONCE = 1 << 24
+"""Elements; bounds the memory of a sum of squares."""
 
 
-@dataclass(slots=True)
-class Bucket:
-    """flat[start : stop] and how many contributions are still missing."""
+class _SummedOnAll:
+    """A bucket whose sum every rank gets."""
 
-    start: int
-    stop: int
-    slots: list[Slot] = field(default_factory=list)
-    missing: int = 0
-    handle: Handle | None = None
+    def __init__(self, bucket: Bucket, gradient: Tensor) -> None:
+        self.slots, self.missing = bucket.slots, 0
+        self.views = [slot.view(gradient, bucket.start) for slot in bucket.slots]
+        """Where the slots' gradients are added up."""
+        self._gradient = gradient
+        self._handle = Handle()
+
+    def prepare(self) -> None:
+        """Called before each addition."""
+
+    def launch(self, axis: Axis) -> None:
+        _, self._handle = all_reduce_async(self._gradient, axis)
+
+    def finish(self) -> None:
+        self._handle.wait()
 
 
-def plan_buckets(regions: tuple[Region, ...], bucket_elements: int) -> list[Bucket]:
-    """Cuts each region into buckets of at least `bucket_elements` (the last one may be smaller)."""
-    buckets: list[Bucket] = []
-    for region in regions:
-        current: Bucket | None = None
-        for slot, after in zip(region.slots, (*region.slots[1:], None), strict=True):
-            if current is None:
-                current = Bucket(start=slot.offset, stop=slot.offset)
-                buckets.append(current)
-            current.slots.append(slot)
-            current.stop = after.offset if after is not None else region.stop
-            if current.stop - current.start >= bucket_elements:
-                current = None
-    return buckets
+class _SummedInParts(_SummedOnAll):
+    """A bucket of whose sum every rank gets its own part; its whole has memory only while it is needed."""
+
+    def __init__(self, bucket: Bucket, own: Tensor) -> None:
+        super().__init__(bucket, own.new_empty(bucket.stop - bucket.start))  # views need memory to be made of
+        self._own, self._bytes = own, self._gradient.nbytes
+        self._free()
+
+    def _free(self) -> None:
+        self._gradient.untyped_storage().resize_(0)
+
+    def prepare(self) -> None:
+        storage = self._gradient.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self._bytes)
+            self._gradient.zero_()
+
+    def launch(self, axis: Axis) -> None:
+        self.prepare()  # a step may have added nothing to it
+        _, self._handle = reduce_scatter_async(self._gradient, axis, self._own)
+
+    def finish(self) -> None:
+        self._handle.wait()
+        self._free()
+
+
+def _summed(bucket: Bucket, flat: FlatParameters) -> _SummedOnAll:
+    if flat.sharding.spreads_gradients:
+        return _SummedInParts(bucket, flat.gradient[bucket.own(flat.sharding.size)])
+    return _SummedOnAll(bucket, flat.gradient[bucket.start : bucket.stop])
 
 
 class GradientReducer:
@@ -51,24 +89,27 @@ class GradientReducer:
     Args:
         flat: the buffers.
         mesh: axes of this rank.
-        bucket_bytes: size of a data-parallel bucket.
+        bucket_bytes: size of a data-parallel bucket; where the optimizer is sharded, its buckets are taken instead.
     """
 
     def __init__(self, flat: FlatParameters, mesh: Mesh, *, bucket_bytes: int) -> None:
         self._flat, self._mesh = flat, mesh
-        self._buckets = plan_buckets(flat.regions, max(1, bucket_bytes // 4))
+        assert not flat.is_sharded or flat.sharding.axis == mesh.dp_cp, "sharded over other ranks than are summed over"
+        planned = flat.buckets if flat.is_sharded else plan_buckets(flat.regions, max(1, bucket_bytes // 4))
         place = {id(slot.entry): index for index, slot in enumerate(flat.slots)}
         # a bucket is complete when its last slot in backward order is
-        self._buckets.sort(key=lambda bucket: max(place[id(slot.entry)] for slot in bucket.slots))
+        planned = sorted(planned, key=lambda bucket: max(place[id(slot.entry)] for slot in bucket.slots))
+        self._buckets = [_summed(bucket, flat) for bucket in planned]
+        self._leaving: deque[_SummedOnAll] = deque()
         self._next = 0
         self._armed: set[int] = set()
         for bucket in self._buckets:
-            for slot in bucket.slots:
+            for slot, view in zip(bucket.slots, bucket.views, strict=True):
                 assert slot.entry.sink is not None
-                slot.entry.sink.bind(slot.view(flat.gradient), self._reporter(bucket, id(slot.entry.sink)))
+                slot.entry.sink.bind(view, self._reporter(bucket, id(slot.entry.sink)), bucket.prepare)
         self._begin()
 
-    def _reporter(self, bucket: Bucket, sink: int) -> Callable[[], None]:
+    def _reporter(self, bucket: _SummedOnAll, sink: int) -> Callable[[], None]:
         def report() -> None:
             if sink in self._armed:
                 bucket.missing -= 1
@@ -89,16 +130,18 @@ class GradientReducer:
     def _launch(self, *, force: bool) -> None:
         while self._next < len(self._buckets) and (force or self._buckets[self._next].missing <= 0):
             bucket = self._buckets[self._next]
-            _, bucket.handle = all_reduce_async(self._flat.gradient[bucket.start : bucket.stop], self._mesh.dp_cp)
+            bucket.launch(self._mesh.dp_cp)
+            self._leaving.append(bucket)
             self._next += 1
+            # the memory of one that has left is wanted again; two buckets' backward have hidden its way
+            if self._flat.sharding.spreads_gradients and len(self._leaving) > LEAVING:
+                self._leaving.popleft().finish()
 
     def finish(self) -> None:
         """Sends what is left, waits for all of it, then completes the sums over model-parallel groups."""
         self._launch(force=True)
-        for bucket in self._buckets:
-            if bucket.handle is not None:
-                bucket.handle.wait()
-                bucket.handle = None
+        while self._leaving:
+            self._leaving.popleft().finish()
         self._begin()
         for group in ("tp", "kv_replica", "pp_ends"):
             if (span := self._flat.span(group)) is not None:
@@ -106,23 +149,31 @@ class GradientReducer:
 
 
 def plain_square_sum(values: Tensor) -> Tensor:
-    """0-dim sum of squares by torch."""
-    return values.square().sum()
+    """fp64 0-dim sum of squares by torch."""
+    total = values.new_zeros((), dtype=torch.float64)
+    for part in values.split(SQUARED_AT_ONCE):
+        total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    return total
 
 
 def gradient_norm(
     flat: FlatParameters, mesh: Mesh, square_sum: Callable[[Tensor], Tensor] = plain_square_sum
 ) -> Tensor:
-    """0-dim fp32 L2 norm of the whole model's gradient, every parameter counted once, equal on all ranks.
+    """0-dim fp32 L2 norm of the whole model's gradient, every element counted once, equal on all ranks.
+
+    The sum is carried in fp64, so that the norm has the same bits however the elements are spread over ranks, but for
+    sums that fall within 1e-15 or so of the middle between two fp32 numbers.
 
     Args:
         flat: holds the summed gradient.
         mesh: axes of this rank.
-        square_sum: 0-dim fp32 sum of the squares of a slice.
+        square_sum: 0-dim fp64 sum of the squares of a slice.
     """
-    total = flat.gradient.new_zeros(())
-    for region in flat.regions:
-        if region.owner:
-            total = total + square_sum(flat.gradient[region.start : region.stop])
+    total = flat.gradient.new_zeros((), dtype=torch.float64)
+    for span in flat.spans:
+        if span.owner:
+            total = total + square_sum(span.gradient)
+    if flat.is_sharded:
+        total = all_reduce(total, mesh.dp_cp)
     total = all_reduce(total, mesh.tp)
-    return all_reduce(total, mesh.pp).sqrt()
+    return all_reduce(total, mesh.pp).sqrt().float()

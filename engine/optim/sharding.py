@@ -1,0 +1,50 @@
+"""How far the memory of training is spread over the ranks that train on different data (ZeRO, arXiv 1910.02054).
+
+| level      | a rank keeps its part alone of     | gradients are    | weights, once the own part is updated          |
+|------------|------------------------------------|------------------|------------------------------------------------|
+| none       | nothing                            | all-reduced      | (each rank updates all of them)                |
+| optimizer  | fp32 masters, both moments         | all-reduced      | gathered                                       |
+| gradients  | these, and the summed gradient     | reduce-scattered | gathered                                       |
+| parameters | these, and the weights, frozen     | reduce-scattered | sent to the rank that keeps them; gathered for |
+|            |   ones among them                  |                  |   as long as a layer computes                  |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.distributed.mesh import Axis
+
+ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """What is spread, and over whom.
+
+    Args:
+        level: see this module's table.
+        axis: ranks that hold copies of the same parameters and sum their gradients (the mesh's dp_cp). Where it is of
+            size 1 there is nothing to spread.
+        bucket_elements: elements that leave together, at least; each bucket is divided evenly over the ranks.
+    """
+
+    level: ShardLevel = "none"
+    axis: Axis = field(default_factory=lambda: Axis("dp_cp"))
+    bucket_elements: int = 1
+
+    @property
+    def size(self) -> int:
+        """Parts that masters and moments are cut into."""
+        return 1 if self.level == "none" else self.axis.size
+
+    @property
+    def rank(self) -> int:
+        """Which of the parts is this rank's."""
+        return self.axis.rank if self.size > 1 else 0
+
+    @property
+    def spreads_gradients(self) -> bool:
+        """Whether a rank keeps its own part alone of the summed gradient."""
+        return self.size > 1 and self.level in ("gradients", "parameters")

@@ -1,0 +1,215 @@
+"""Whole training runs on the ranks of a Gloo group, at a chosen level of sharding and in a chosen layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.data.collate import context_part
+from engine.distributed.mesh import Axis, Mesh
+from engine.distributed.ranks import RankGrid
+from engine.distributed.sharding import NamedShard, ShardSpec
+from engine.layers.plan import TensorLayout
+from engine.models.decoder import Decoder, Part
+from engine.objectives.language_modeling import LanguageModeling
+from engine.optim.adamw import FlatAdamW
+from engine.optim.backends import TORCH, OptimizerBackend
+from engine.optim.flat import FlatParameters
+from engine.optim.reduce import GradientReducer
+from engine.optim.sharding import Sharding, ShardLevel
+from engine.training.stage import ModelStage
+from engine.training.stages import ScheduleChoice, Stages
+from engine.training.step import TrainStep
+from tests.distributed.cases import Case, make_batch, small_config, whole_tensor
+from tests.distributed.gradient_table import EVERY_LINEAR
+
+CPU = torch.device("cpu")
+LEVELS: tuple[ShardLevel, ...] = ("none", "optimizer", "gradients")
+BUCKET_ELEMENTS = 700
+"""So that a run has several buckets, most of several parameters, and rows and parameters are cut."""
+GLOBAL_ROWS = 8
+SEQ_LENGTH = 24
+CLIP = 0.3
+
+SMALL = small_config(num_layers=2)
+CASES = {
+    "adapters": Case(config=SMALL, adapters=EVERY_LINEAR),
+    "everything": Case(config=replace(SMALL, qkv_bias=True, qk_norm=True), trained=".*"),
+    "tied": Case(config=replace(SMALL, tied_embeddings=True), trained=".*"),
+    "head and adapters": Case(config=SMALL, adapters=r"layers\.1\..*_proj|embed_tokens", trained="lm_head|norm"),
+    "upper adapters": Case(config=SMALL, adapters=r"layers\.1\..*_proj"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the ranks are used, and for what.
+
+    Args:
+        case: a key of CASES.
+        layers: of each pipeline stage.
+        schedule: of a pipeline.
+        accumulation: micro-batches a step.
+    """
+
+    case: str
+    grid: RankGrid
+    layers: tuple[int, ...] = (2,)
+    schedule: str = "1f1b"
+    sequence: bool = False
+    accumulation: int = 2
+    dropout: float = 0.1
+
+
+class Trained(NamedTuple):
+    """What one rank saw in its run."""
+
+    losses: list[float]
+    norms: list[float]
+    masters: list[NamedShard]
+    weights: dict[str, Tensor]
+    specs: dict[str, ShardSpec]
+
+
+class Run:
+    """A layout on this rank, with weights that are functions of their names."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: Mesh,
+        level: ShardLevel,
+        *,
+        backend: OptimizerBackend = TORCH,
+        dtype: torch.dtype = torch.float32,
+        clip: float = CLIP,
+    ) -> None:
+        case = CASES[layout.case]
+        case = replace(case, sequence_parallel=layout.sequence, dropout=layout.dropout)
+        self.layout, self.mesh, self.case = layout, mesh, case
+        virtual = len(layout.layers) // mesh.pp.size
+        choice = ScheduleChoice(name=layout.schedule, num_ranks=mesh.pp.size, virtual=virtual)
+        stage_rank = choice.schedule(layout.accumulation).stage_rank
+        tensors = TensorLayout(
+            tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,
+            pp_ends=Axis("pp_ends") if stage_rank[0] == stage_rank[-1] else mesh.pp_ends,
+        )  # fmt: skip
+        stages: dict[int, ModelStage] = {}
+        step, embedding, first = torch.zeros((), dtype=torch.int64), None, 0
+        for number, count in enumerate(layout.layers):
+            part = Part(
+                first=first, last=first + count, embedding=number == 0, head=number == len(layout.layers) - 1
+            )  # fmt: skip
+            first += count
+            if stage_rank[number] != mesh.pp.rank:
+                continue
+            model = Decoder(
+                case.config, layout=tensors, plan=case.plan(), device=CPU, dtype=dtype, part=part,
+                embedding_weight=embedding,
+            )  # fmt: skip
+            embedding = model.embedding.weight if model.embedding is not None else embedding
+            gives_gradient = number > 0
+            stages[number] = ModelStage(model, LanguageModeling(), CPU, gives_gradient=gives_gradient, step=step)
+        self.stages = Stages(stages, mesh.pp, choice)
+        sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=BUCKET_ELEMENTS)
+        self.entries = self.stages.entries()
+        self.flat = FlatParameters(self.entries, CPU, sharding=sharding)
+        _fill([entry.shard for entry in self.entries if entry.sink is None])
+        _fill(self.flat.master_shards())
+        self.flat.publish()
+        self.optimizer = FlatAdamW(
+            self.flat, mesh, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01, clip_grad_norm=clip, backend=backend
+        )
+        self.reducer = GradientReducer(self.flat, mesh, bucket_bytes=4 * BUCKET_ELEMENTS)
+        self.step = TrainStep(self.stages, self.reducer, self.optimizer, mesh)
+
+    def batches(self, step: int) -> tuple[list[Batch], float]:
+        """This rank's micro-batches, and the targets of the global batch."""
+        mesh = self.mesh
+        size = GLOBAL_ROWS // self.layout.accumulation
+        share = size // mesh.dp.size
+        common = {
+            "row_length": SEQ_LENGTH, "seq_length": SEQ_LENGTH, "vocab_size": SMALL.vocab_size, "seed": step,
+        }  # fmt: skip
+        mine, total = [], 0.0
+        for index in range(self.layout.accumulation):
+            rows = [(slot, _documents(step, slot)) for slot in range(index * size, (index + 1) * size)]
+            total += float(make_batch(rows, **common).loss_weights_BS.sum())
+            whole = make_batch(rows[mesh.dp.rank * share : (mesh.dp.rank + 1) * share], **common)
+            mine.append(context_part(whole, size=mesh.cp.size, rank=mesh.cp.rank))
+        return mine, total
+
+    def train(self, first: int, last: int, lr: float = 1e-3) -> tuple[list[float], list[float]]:
+        """Steps first ... last; losses and norms before clipping."""
+        losses, norms = [], []
+        for step in range(first, last + 1):
+            result = self.step(*self.batches(step), lr)
+            losses.append(result.loss.item())
+            norms.append(result.grad_norm.item())
+        return losses, norms
+
+    def weights(self) -> dict[str, Tensor]:
+        """What the model computes with now, of trained parameters, by name; of a tied pair the first."""
+        found: dict[str, Tensor] = {}
+        for entry in self.entries:
+            if entry.sink is not None:
+                found.setdefault(entry.name, entry.parameter.data.clone())
+        return found
+
+    def specs(self) -> dict[str, ShardSpec]:
+        return {entry.name: entry.spec for entry in self.entries}
+
+    def trained(self, num_steps: int) -> Trained:
+        losses, norms = self.train(1, num_steps)
+        masters = [NamedShard(name, tensor.clone(), spec) for name, tensor, spec in self.flat.master_shards()]
+        return Trained(losses, norms, masters, self.weights(), self.specs())
+
+
+def _documents(step: int, slot: int) -> tuple[int, ...]:
+    return ((9, 1, 14), (24,), (5, 5, 11), (21,))[(slot + step) % 4]
+
+
+def _fill(shards: list[NamedShard]) -> None:
+    """From whole tensors, cut as each shard says."""
+    for name, tensor, spec in shards:
+        tensor.copy_(take(whole_tensor(name, spec.global_shape), spec))
+
+
+def take(whole: Tensor, spec: ShardSpec) -> Tensor:
+    """This shard of a whole tensor; padding is zero."""
+    local = torch.zeros(spec.local_shape, dtype=whole.dtype)
+    put(local, whole, spec, out_of_whole=True)
+    return local
+
+
+def put(local: Tensor, whole: Tensor, spec: ShardSpec, *, out_of_whole: bool) -> None:
+    """Copies between a shard and the whole tensor."""
+    if spec.dim is None:
+        source, target = (whole, local) if out_of_whole else (local, whole)
+        target.copy_(source)
+        return
+    for piece in spec.pieces:
+        here, there = local.narrow(spec.dim, piece.local_offset, piece.length), whole
+        for dim in range(whole.dim()):
+            run = piece if dim == spec.dim else spec.runs(dim)[0]
+            there = there.narrow(dim, run.global_offset, run.length)
+        source, target = (there, here) if out_of_whole else (here, there)
+        target.copy_(source)
+
+
+def assemble(ranks: list[list[NamedShard]]) -> dict[str, Tensor]:
+    """Whole tensors of all ranks' shards; every element is there, and equal wherever it is twice."""
+    whole: dict[str, Tensor] = {}
+    for shards in ranks:
+        for name, tensor, spec in shards:
+            known = whole.setdefault(name, torch.full(spec.global_shape, torch.nan, dtype=tensor.dtype))
+            before = take(known, spec)
+            assert torch.equal(before[~before.isnan()], tensor[~before.isnan()]), f"{name} differs between ranks"
+            put(tensor, known, spec, out_of_whole=False)
+    for name, tensor in whole.items():
+        assert not tensor.isnan().any(), f"nobody has all of {name}"
+    return whole

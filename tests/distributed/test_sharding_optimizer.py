@@ -1,0 +1,84 @@
+"""Sharded training against the same run unsharded: weights after twenty steps, norms, replicas."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from engine.distributed.mesh import build_mesh
+from engine.distributed.ranks import RankGrid
+from engine.optim.sharding import ShardLevel
+from tests.distributed.cases import relative_error
+from tests.distributed.sharded_runs import CLIP, LEVELS, SMALL, Layout, Run, Trained, assemble
+from tests.spawning import spawn
+
+pytestmark = pytest.mark.distributed
+
+NUM_STEPS = 20
+
+LAYOUTS = {
+    "dp2 adapters": Layout(case="adapters", grid=RankGrid(dp=2)),
+    "dp2 everything": Layout(case="everything", grid=RankGrid(dp=2), accumulation=1),
+    "cp2 adapters": Layout(case="head and adapters", grid=RankGrid(cp=2)),
+    "dp4 everything": Layout(case="everything", grid=RankGrid(dp=4)),
+    "tp2 dp2 adapters": Layout(case="adapters", grid=RankGrid(tp=2, dp=2), sequence=True),
+    "tp2 dp2 everything": Layout(case="everything", grid=RankGrid(tp=2, dp=2)),
+    "pp2 dp2 tied": Layout(case="tied", grid=RankGrid(pp=2, dp=2), layers=(1, 1)),
+    "cp2 dp2 adapters": Layout(case="adapters", grid=RankGrid(cp=2, dp=2)),
+}
+SHARDED = [level for level in LEVELS if level != "none"]
+
+
+def _train_all(names: list[str]) -> dict[tuple[str, ShardLevel], Trained]:
+    results = {}
+    for name in names:
+        layout = LAYOUTS[name]
+        mesh = build_mesh(layout.grid, device_type="cpu", num_kv_heads=SMALL.num_kv_heads)
+        for level in LEVELS:
+            results[name, level] = Run(layout, mesh, level).trained(NUM_STEPS)
+    return results
+
+
+@functools.cache
+def _ranks(world: int) -> list[dict[tuple[str, ShardLevel], Trained]]:
+    names = [name for name, layout in LAYOUTS.items() if layout.grid.world_size == world]
+    return spawn(_train_all, world=world, args=(names,), timeout=100)
+
+
+def _of(name: str, level: ShardLevel) -> list[Trained]:
+    return [rank[name, level] for rank in _ranks(LAYOUTS[name].grid.world_size)]
+
+
+every_run = pytest.mark.parametrize(("name", "level"), [(name, level) for name in LAYOUTS for level in SHARDED])
+
+
+@every_run
+def test_weights_after_twenty_steps(name: str, level: ShardLevel) -> None:
+    """A sum of two ranks has the same bits in either order; of four ranks it does not."""
+    grid = LAYOUTS[name].grid
+    masters = [assemble([rank.masters for rank in _of(name, each)]) for each in ("none", level)]
+    assert masters[0].keys() == masters[1].keys()
+    for key, expected in masters[0].items():
+        if grid.dp * grid.cp == 2:
+            assert torch.equal(masters[1][key], expected), key
+        else:
+            assert relative_error(masters[1][key], expected) < 1e-5, key
+
+
+@every_run
+def test_every_rank_computes_with_the_updated_weights(name: str, level: ShardLevel) -> None:
+    for rank, plain in zip(_of(name, level), _of(name, "none"), strict=True):
+        assert rank.weights.keys() == plain.weights.keys()
+        for key, expected in plain.weights.items():
+            assert relative_error(rank.weights[key], expected) < 1e-5, key
+            assert not torch.equal(rank.weights[key], torch.zeros_like(expected))
+
+
+@every_run
+def test_losses_and_norms(name: str, level: ShardLevel) -> None:
+    for rank, plain in zip(_of(name, level), _of(name, "none"), strict=True):
+        assert min(plain.norms) > CLIP, "clipping did nothing"
+        torch.testing.assert_close(torch.tensor(rank.losses), torch.tensor(plain.losses), rtol=1e-5, atol=0)
+        torch.testing.assert_close(torch.tensor(rank.norms), torch.tensor(plain.norms), rtol=1e-5, atol=0)

@@ -32,9 +32,9 @@ class HeadKept:
 class EndWalk:
     """Goes through the ends with a ledger."""
 
-    def __init__(self, ledger: Ledger, sizes: Sizes, hidden: int) -> None:
+    def __init__(self, ledger: Ledger, sizes: Sizes, hidden: int, *, defers: bool = False) -> None:
         self.ledger, self.sizes, self.hidden = ledger, sizes, hidden
-        self._linear = LinearWalk(ledger, sizes)
+        self._linear = LinearWalk(ledger, sizes, defers=defers)
 
     def _rows(self, rows: int, part: str = TEMPORARY) -> Block:
         """[rows, hidden]."""

@@ -86,9 +86,11 @@ def _source(layer: LayerShape) -> Source:
 class LayerWalk:
     """Goes through layers with a ledger."""
 
-    def __init__(self, ledger: Ledger, sizes: Sizes, context: ContextSizes, hidden: int) -> None:
+    def __init__(
+        self, ledger: Ledger, sizes: Sizes, context: ContextSizes, hidden: int, *, defers: bool = False
+    ) -> None:
         self.ledger, self.sizes, self.hidden = ledger, sizes, hidden
-        self._linear = LinearWalk(ledger, sizes)
+        self._linear = LinearWalk(ledger, sizes, defers=defers)
         self._attention = AttentionWalk(ledger, sizes, context)
 
     def stream(self, part: str = ACTIVATIONS) -> Block:

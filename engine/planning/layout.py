@@ -65,6 +65,7 @@ class Workload:
         global_batch: rows of a step, over all ranks.
         seq_length: tokens of a row.
         kernels: the backend of the ops.
+        finds_done: whether a send says that it is done; see engine.planning.messages.
         square_sum_writes: whether the gradient's norm writes the squares of a region, as plain torch does.
     """
 
@@ -75,6 +76,7 @@ class Workload:
     global_batch: int
     seq_length: int
     kernels: KernelMemory
+    finds_done: bool = True
     square_sum_writes: bool = True
 
     def num_microbatches(self, layout: Layout) -> int:

@@ -70,10 +70,16 @@ class LinearKept:
 
 
 class LinearWalk:
-    """Goes through linears with a ledger."""
+    """Goes through linears with a ledger.
 
-    def __init__(self, ledger: Ledger, sizes: Sizes) -> None:
-        self.ledger, self.sizes = ledger, sizes
+    Args:
+        ledger: to write into.
+        sizes: of the rank.
+        defers: backward leaves dY and x of weights that train for later, as a split backward does.
+    """
+
+    def __init__(self, ledger: Ledger, sizes: Sizes, *, defers: bool = False) -> None:
+        self.ledger, self.sizes, self._defers = ledger, sizes, defers
 
     # The pieces.
 
@@ -240,6 +246,8 @@ class LinearWalk:
         if dx is not None and dx is not du:
             self.ledger.drop(dx)
         self.ledger.drop(*held, *kept.blocks())
+        if self._defers and linear.trained_rows:
+            self.ledger.take(ACTIVATIONS, self.sizes.numbers(self.sizes.tokens, linear.inputs + linear.outputs))
         if du is not None and not needs_gradient:
             self.ledger.drop(du)
             return None

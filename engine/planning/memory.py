@@ -9,11 +9,10 @@ device's context and its communicators, and what a caching allocator holds witho
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.layers.recompute import MemoryPlan
 from engine.layers.rounding import FLOAT8
-from engine.pipeline.schedule import Action
 from engine.planning.attention import context_sizes
 from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan
 from engine.planning.ledger import (
@@ -32,6 +31,7 @@ from engine.planning.ledger import (
     without,
 )
 from engine.planning.linears import WIDE, Sizes
+from engine.planning.messages import messages_held
 from engine.planning.shapes import ModelShape, Parameters
 from engine.planning.stage import StageBytes, stage_bytes
 
@@ -195,12 +195,12 @@ class _Rank:
         """Every moment that may be the fullest, without what is always there."""
         batches = {BATCHES: _BATCH_BYTES * self._sizes.tokens * self._workload.num_microbatches(self._layout)}
         stages = {number: self._stage(number) for number in self._stages}
-        waiting = self._messages()
+        message = self._sizes.numbers(self._sizes.local, self._shape.hidden)
         alive: dict[tuple[int, int], Parts] = {}
         deferred: dict[tuple[int, int], Parts] = {}
-        for action in self._plan.schedule.actions[self._rank]:
+        for action, waiting in messages_held(self._plan.schedule, self._rank, finds_done=self._workload.finds_done):
             key, stage = (action.stage, action.microbatch), stages[action.stage]
-            others = added(batches, waiting, *alive.values(), *deferred.values())
+            others = added(batches, {COMMUNICATION: message * waiting}, *alive.values(), *deferred.values())
             if action.op == "F":
                 yield "forward", added(others, stage.forward)
                 if stage.backward:
@@ -208,7 +208,7 @@ class _Rank:
             elif action.op in ("B", "I"):
                 yield "backward", added(without(others, alive.pop(key)), stage.backward)
                 if action.op == "I":
-                    deferred[key] = self._deferred(action)
+                    deferred[key] = stage.deferred
             else:
                 deferred.pop(key)
         if self._workload.square_sum_writes:
@@ -228,24 +228,11 @@ class _Rank:
                 self._memory,
                 trains=number >= first,
                 gives_gradient=number > first,
+                defers=any(action.op == "I" for action in self._plan.schedule.actions[self._rank]),
             ),
             self._stages[number].last - self._stages[number].first,
             self._sizes.itemsize,
         )
-
-    def _messages(self) -> dict[str, int]:
-        """Of a pipeline: one activation and one gradient that arrive or leave while something else is computed."""
-        if self._layout.parallel.pipeline == 1:
-            return {}
-        return {COMMUNICATION: 2 * self._sizes.numbers(self._sizes.local, self._shape.hidden)}
-
-    def _deferred(self, action: Action) -> dict[str, int]:
-        """A split backward leaves dY and x of every weight that trains until its W action."""
-        stage, sizes = self._stages[action.stage], self._sizes
-        numbers = 0
-        for layer in self._shape.layers[stage.first : stage.last]:
-            numbers += sum(linear.inputs + linear.outputs for linear in layer.linears if linear.trained_rows)
-        return {ACTIVATIONS: sizes.numbers(sizes.tokens, numbers)}
 
 
 def stored_as(memory: MemoryPlan, stage: StageBytes, num_layers: int, itemsize: int) -> StageBytes:
@@ -263,6 +250,9 @@ def stored_as(memory: MemoryPlan, stage: StageBytes, num_layers: int, itemsize: 
     else:
         smaller = int(min(kept, kept * share + layer))
     less = {ACTIVATIONS: kept - smaller}
-    return StageBytes(
-        forward=without(stage.forward, less), kept=without(stage.kept, less), backward=without(stage.backward, less)
+    return replace(
+        stage,
+        forward=without(stage.forward, less),
+        kept=without(stage.kept, less),
+        backward=without(stage.backward, less),
     )

@@ -40,6 +40,7 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         global_batch=config.train.global_batch_size,
         seq_length=config.data.seq_length,
         kernels=kernels,
+        finds_done=device_type == "cuda",
         square_sum_writes=not native,
     )
 

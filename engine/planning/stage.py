@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.layers.recompute import MemoryPlan
 from engine.planning.attention import ContextSizes
 from engine.planning.ends import EndWalk, HeadKept
 from engine.planning.layers import LayerKept, LayerWalk, Needs, needs_of
-from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, TEMPORARY, Block, Ledger, Parts
+from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, TEMPORARY, Block, Ledger, Parts, total
 from engine.planning.linears import WIDE, Sizes
 from engine.planning.shapes import ModelShape
 
@@ -32,11 +32,13 @@ class StageBytes:
         forward: at the fullest moment of forward.
         kept: between forward and backward.
         backward: at the fullest moment of backward; nothing where the stage has none.
+        deferred: of a split backward, what its input gradients leave to the weights' gradients.
     """
 
     forward: Parts
     kept: Parts
     backward: Parts
+    deferred: Parts = field(default_factory=dict)
 
 
 def stage_bytes(
@@ -48,33 +50,37 @@ def stage_bytes(
     *,
     trains: bool,
     gives_gradient: bool,
+    defers: bool = False,
 ) -> StageBytes:
     """Goes once forward and once backward through the stage.
 
     Args:
         trains: whether this stage or one below it has a trainable parameter.
         gives_gradient: whether one below it has.
+        defers: whether backward leaves the weights' gradients for later.
     """
-    walk = _StageWalk(shape, stage, sizes, context, memory, trains=trains, gives_gradient=gives_gradient)
+    walk = _StageWalk(shape, stage, sizes, context, memory, trains=trains, gives_gradient=gives_gradient, defers=defers)
     ledger = walk.ledger
     walk.forward()
     forward, kept = ledger.peak, ledger.held
     ledger.mark()
-    if trains:
-        walk.backward()
-    return StageBytes(forward=forward, kept=kept if trains else {}, backward=ledger.peak if trains else {})
+    if not trains:
+        return StageBytes(forward=forward, kept={}, backward={})
+    walk.backward()
+    assert defers or total(ledger.held) == 0, ledger.held
+    return StageBytes(forward=forward, kept=kept, backward=ledger.peak, deferred=ledger.held)
 
 
 class _StageWalk:
     def __init__(
         self, shape: ModelShape, stage: StageRange, sizes: Sizes, context: ContextSizes, memory: MemoryPlan,
-        *, trains: bool, gives_gradient: bool,
+        *, trains: bool, gives_gradient: bool, defers: bool,
     ) -> None:  # fmt: skip
         self.ledger = Ledger()
         self._shape, self._stage, self._sizes, self._memory = shape, stage, sizes, memory
         self._trains, self._gives_gradient = trains, gives_gradient
-        self._layers = LayerWalk(self.ledger, sizes, context, shape.hidden)
-        self._ends = EndWalk(self.ledger, sizes, shape.hidden)
+        self._layers = LayerWalk(self.ledger, sizes, context, shape.hidden, defers=defers)
+        self._ends = EndWalk(self.ledger, sizes, shape.hidden, defers=defers)
         self._kept: list[tuple[int, Needs, LayerKept, Block | None]] = []
         self._tables: Block | None = None
         self._indices: Block | None = None
@@ -119,12 +125,17 @@ class _StageWalk:
         ledger, shape, stage = self.ledger, self._shape, self._stage
         assert self._output is not None
         dy: Block | None
+        held: list[Block | None] = []
         if stage.head:
             dy = self._ends.head_backward(shape.head, self._head, self._output, needs_gradient=self._output_needs)
         else:
-            dy = self._layers.stream(COMMUNICATION)  # from the next stage
-            ledger.drop(self._output)
+            # the next stage's gradient and this one's output live as long as backward runs
+            held = [self._layers.stream(COMMUNICATION), self._output]
+            dy = ledger.take(COMMUNICATION, 0)
         for index, needs, kept, x in reversed(self._kept):
+            if index == stage.first and not stage.embedding:
+                held.append(x)  # the input lives as long too
+                x = None
             if dy is None:
                 _free(ledger.drop, kept, x)
                 continue
@@ -133,7 +144,7 @@ class _StageWalk:
             self._ends.embedding_backward(shape.embedding, self._indices, dy)
         else:
             ledger.drop(dy)
-        ledger.drop(self._tables)
+        ledger.drop(self._tables, *held)
 
 
 def _adapted(shape: ModelShape) -> bool:

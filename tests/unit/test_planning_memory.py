@@ -1,0 +1,198 @@
+"""What the planner says a rank holds against what it does hold: every storage of real steps, counted as it is made.
+
+The compared steps run the plain-torch backend on a CPU, because compiled kernels allocate where nobody sees it. Ranks
+of a layout are ranks of a world that does not exist: their shapes, memory and order of operations are the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from engine.config.load import from_yaml
+from engine.config.run import RunConfig
+from engine.distributed.fake_world import fake_world
+from engine.distributed.launch import Launch
+from engine.planning.memory import PeakEstimate
+from engine.planning.predict import predict_peak
+from engine.training.build import check_model, model_source
+from tests.spawning import spawn
+from tools.planning.memory_measure import LiveStorages, build, draw_batches, measure
+
+CPU = torch.device("cpu")
+TOLERANCE = 0.05
+"""Of the peak. What is left out are vectors of a few numbers a token, and in bf16 what rounding to blocks adds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, how it is trained, and on which rank of how many."""
+
+    hidden: int = 128
+    intermediate: int = 320
+    layers: int = 3
+    heads: int = 8
+    kv_heads: int = 4
+    vocab: int = 1000
+    tied: bool = False
+    rows: int = 1
+    micro_batches: int = 1
+    length: int = 512
+    rank: int = 8
+    targets: str = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]"
+    dropout: float = 0.0
+    trainable: str = "[]"
+    dtype: str = "float32"
+    parallel: str = "{}"
+    memory: str = "{}"
+    world: int = 1
+    place: int = 0
+
+    def write(self, folder: Path) -> RunConfig:
+        """The configuration, and the config.json that it names."""
+        sizes = {
+            "model_type": "llama", "hidden_size": self.hidden, "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads, "vocab_size": self.vocab, "tie_word_embeddings": self.tied,
+        }  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(sizes))
+        return from_yaml(
+            f"model: {{path: '{folder}', dtype: {self.dtype}, init: random, kernels: reference}}\n"
+            f"lora: {{rank: {self.rank}, dropout: {self.dropout}, targets: {self.targets}}}\n"
+            f"trainable: {self.trainable}\n"
+            f"data: {{seq_length: {self.length}}}\n"
+            f"train: {{micro_batch_size: {self.rows}, global_batch_size: {self.rows * self.micro_batches}}}\n"
+            f"optim: {{backend: torch}}\nparallel: {self.parallel}\nmemory: {self.memory}\n"
+        )
+
+
+ALL = {"rank": 0, "trainable": "['*']"}
+CASES = {
+    "lora": Case(),
+    "lora, wide, one layer": Case(hidden=256, intermediate=704, layers=1, length=256),
+    "lora, many layers, short": Case(layers=8, length=128),
+    "lora, two rows": Case(rows=2, length=256),
+    "lora, accumulation": Case(micro_batches=3),
+    "lora, dropout": Case(dropout=0.1),
+    "lora, bf16": Case(dtype="bfloat16"),
+    "lora, bf16, dropout": Case(dtype="bfloat16", dropout=0.1),
+    "lora, large vocabulary": Case(vocab=20000, length=1024),
+    "lora, bf16, large vocabulary": Case(vocab=20000, length=1024, dtype="bfloat16"),
+    "lora of queries and values": Case(targets="[q_proj, v_proj]"),
+    "lora of the upper layers": Case(layers=4, targets="['layers[.][23][.].*_proj']"),
+    "lora and head": Case(targets="['.*_proj', lm_head]"),
+    "lora and embedding": Case(trainable="[embed_tokens]"),
+    "all": Case(**ALL),
+    "all, bf16": Case(dtype="bfloat16", **ALL),
+    "all, tied": Case(tied=True, **ALL),
+    "head alone": Case(rank=0, trainable="[lm_head]", vocab=4000),
+    "norms alone": Case(rank=0, trainable="[input_norm, post_attention_norm, norm]"),
+    "none": Case(memory="{recompute: none}"),
+    "none, dropout": Case(memory="{recompute: none}", dropout=0.1),
+    "attention": Case(memory="{recompute: attention}"),
+    "full": Case(memory="{recompute: full}"),
+    "full, dropout": Case(memory="{recompute: full}", dropout=0.1),
+    "full, all": Case(memory="{recompute: full}", **ALL),
+    "full, two of four layers": Case(layers=4, memory="{recompute: full, recompute_layers: 2}"),
+    "tensor 2": Case(world=2, parallel="{tensor: 2}"),
+    "tensor 2, without sequence": Case(world=2, parallel="{tensor: 2, sequence: false}"),
+    "tensor 2, joint": Case(world=2, parallel="{tensor: 2, sequence: false, lora_reduce: joint}"),
+    "tensor 2, all": Case(world=2, parallel="{tensor: 2}", **ALL),
+    "tensor 4, full": Case(world=4, parallel="{tensor: 4}", memory="{recompute: full}"),
+    "tensor 2, none": Case(world=2, parallel="{tensor: 2}", memory="{recompute: none}"),
+    "data 2": Case(world=2, micro_batches=2),
+    "context 2": Case(world=2, parallel="{context: 2}"),
+    "context 2, second": Case(world=2, place=1, parallel="{context: 2}"),
+    "context 4, bf16": Case(world=4, parallel="{context: 4}", dtype="bfloat16"),
+    "context 2, ulysses": Case(world=2, parallel="{context: 2, context_method: ulysses}"),
+    "tensor 2, context 2": Case(world=4, parallel="{context: 2, tensor: 2}"),
+    "kept in bf16": Case(memory="{activation_dtype: bfloat16}"),
+    "kept in float8": Case(memory="{activation_dtype: float8}", layers=6),
+}
+
+
+PIPELINES = {
+    "pipeline 2": Case(world=2, layers=4, micro_batches=4, parallel="{pipeline: 2}"),
+    "pipeline 2x2": Case(world=2, layers=4, micro_batches=4, parallel="{pipeline: 2, virtual: 2}"),
+    "pipeline 2, upper layers": Case(
+        world=2, layers=4, micro_batches=4, targets="['layers[.][23][.].*_proj']", parallel="{pipeline: 2}"
+    ),
+    "pipeline 2, tied, all": Case(world=2, layers=4, micro_batches=4, tied=True, parallel="{pipeline: 2}", **ALL),
+    "pipeline 2, split backward": Case(
+        world=2, layers=4, micro_batches=4, parallel="{pipeline: 2, schedule: zb_h1}", **ALL
+    ),
+    "pipeline 2, V": Case(world=2, layers=4, micro_batches=4, parallel="{pipeline: 2, schedule: zb_v}", **ALL),
+    "pipeline 2, full": Case(
+        world=2, layers=4, micro_batches=4, parallel="{pipeline: 2}", memory="{recompute: full}", dtype="bfloat16"
+    ),
+}
+"""Measured in a world of two processes."""
+
+
+def _prediction(case: Case, config: RunConfig, place: int) -> PeakEstimate:
+    source = model_source(config)
+    plan = check_model(config, source.model, case.world)
+    rank = place * config.parallel.pipeline // case.world
+    return predict_peak(
+        config, source.model.decoder, plan, world_size=case.world, pipeline_rank=rank, device_type="cpu"
+    )
+
+
+def _compare(name: str, found: PeakEstimate, step: int) -> None:
+    """Prints a row of the table, which pytest -s shows."""
+    ratio = found.step / step
+    print(
+        f"\n{name:36} predicted {found.step / 2**20:7.2f} MiB  measured {step / 2**20:7.2f}  ratio {ratio:.3f}", end=""
+    )
+    assert found.step == pytest.approx(step, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_of_a_step(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    config = case.write(tmp_path)
+    with fake_world(case.place, case.world) if case.world > 1 else nullcontext():
+        measured = measure(config, Launch(rank=case.place, world_size=case.world, device=CPU))
+    _compare(name, _prediction(case, config, case.place), measured.step)
+
+
+def _on_a_rank(case: Case, folder: str) -> int:
+    config = case.write(Path(folder) / str(dist.get_rank()))
+    return measure(config, Launch(rank=dist.get_rank(), world_size=case.world, device=CPU)).step
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_peak_of_every_pipeline_rank(name: str, tmp_path: Path) -> None:
+    case = PIPELINES[name]
+    for rank in range(case.world):
+        (tmp_path / str(rank)).mkdir()
+    measured = spawn(_on_a_rank, world=case.world, args=(case, str(tmp_path)))
+    config = case.write(tmp_path)
+    for rank, step in enumerate(measured):
+        _compare(f"{name}, rank {rank}", _prediction(case, config, rank), step)
+
+
+def test_the_count_is_that_of_torchs_own_tracker(tmp_path: Path) -> None:
+    """The same steps under torch's MemTracker, which follows storages on its own; it wants all parameters trained."""
+    config = CASES["all"].write(tmp_path)
+    launch = Launch(rank=0, world_size=1, device=CPU)
+    counted = measure(config, launch)
+    training = build(config, launch)
+    batches = draw_batches(config, training, launch)
+    tracker = MemTracker()
+    tracker.track_external(*training.parts)
+    with tracker:
+        training.step(batches, 512.0, 1e-4)
+        between = tracker.get_tracker_snapshot("current")[CPU]["Total"]
+        tracker.reset_mod_stats()
+        training.step(batches, 512.0, 1e-4)
+    peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
+    assert peak - between == pytest.approx(counted.step - counted.static, rel=0.01)

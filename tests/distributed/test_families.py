@@ -1,0 +1,91 @@
+"""Every family under tensor parallelism against one process, which is held to transformers elsewhere.
+
+All families share the processes of one spawn: losses, every parameter's and every adapter's gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.checkpoint.convert import import_checkpoint
+from engine.checkpoint.source import open_source
+from engine.distributed.mesh import Mesh, build_mesh, single_process_mesh
+from engine.distributed.ranks import RankGrid
+from engine.distributed.sharding import ShardSpec
+from tests.distributed.cases import cut, relative_error
+from tests.family_models import FAMILIES, batch_of, engine_model, make_model
+from tests.spawning import spawn
+
+pytestmark = pytest.mark.distributed
+
+ADAPTERS = r"layers\..*_proj"
+KINDS = {
+    "whole": {"trained": ".*"},
+    "adapters": {"trained": "", "adapters": ADAPTERS},
+    "whole sequence": {"trained": ".*", "sequence_parallel": True},
+    "adapters sequence": {"trained": "", "adapters": ADAPTERS, "sequence_parallel": True},
+}
+Seen = tuple[Tensor, dict[str, Tensor], dict[str, ShardSpec]]
+
+
+def _run(folder: Path, kind: str, mesh: Mesh) -> Seen:
+    """Losses, gradients summed over the ranks that share them, and where they lie."""
+    built, batch = engine_model(folder, mesh, **KINDS[kind]), batch_of()
+    with torch.no_grad():
+        losses = built.model(batch, built.stage.step)
+    built.step.gradients([batch], 1.0)
+    return losses, built.gradients(), built.specs()
+
+
+def _run_all(folder: str, names: list[str]) -> dict[tuple[str, str], Seen]:
+    seen = {}
+    for name in names:
+        place = Path(folder) / name.replace(" ", "-")
+        kv_heads = open_source(place).model.decoder.num_kv_heads
+        mesh = build_mesh(RankGrid(tp=dist.get_world_size()), device_type="cpu", num_kv_heads=kv_heads)
+        for kind in KINDS:
+            seen[name, kind] = _run(place, kind, mesh)
+    return seen
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Every family's model; every other one partitioned for two ranks."""
+    folder = tempfile.TemporaryDirectory(prefix="families-")
+    for index, name in enumerate(FAMILIES):
+        place = Path(folder.name) / name.replace(" ", "-")
+        if index % 2:
+            make_model(name, place)
+        else:
+            stock = Path(folder.name) / f"stock-{index}"
+            make_model(name, stock)
+            import_checkpoint(open_source(stock), place, tensor=2)
+    return folder
+
+
+FOUR = ["olmo2"]
+"""On four ranks too: with two key heads, each on two ranks, a norm over all heads counts every head once."""
+
+
+@functools.cache
+def _ranks(world: int) -> list[dict[tuple[str, str], Seen]]:
+    return spawn(_run_all, world=world, args=(_folder().name, list(FAMILIES) if world == 2 else FOUR), timeout=110)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in FAMILIES), *((name, 4) for name in FOUR)])
+def test_ranks_equal_one_process(name: str, world: int, kind: str):
+    expected_losses, expected, _ = _run(Path(_folder().name) / name.replace(" ", "-"), kind, single_process_mesh())
+    for losses, gradients, specs in (rank[name, kind] for rank in _ranks(world)):
+        torch.testing.assert_close(losses, expected_losses, rtol=0, atol=2e-5)
+        assert gradients.keys() == expected.keys()
+        errors = {key: relative_error(value, cut(expected[key], specs[key])) for key, value in gradients.items()}
+        # fp32 sums of a few hundred terms in another order
+        assert max(errors.values()) < 2e-5, {key: error for key, error in errors.items() if error >= 2e-5}

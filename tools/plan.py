@@ -1,6 +1,7 @@
-"""Plans a run before it is started.
+"""Plans a run before it is started, and certifies its layout.
 
 python tools/plan.py schedule --pipeline 4 --virtual 2 --microbatches 8
+python tools/plan.py certify --config run.yaml --against tensor=1
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import argparse
 import inspect
 
-from planning import schedule
+from planning import certify, schedule
 
 from engine.telemetry.errors import run_command
 
-COMMANDS = {"schedule": schedule}
+COMMANDS = {"schedule": schedule, "certify": certify}
 """Name -> its module in `planning`, which has `add_arguments(parser)` and `run(arguments)`. All are imported for every
 command line, also for --help: they import torch inside `run` where they need it."""
 

@@ -49,21 +49,29 @@ class Ranks:
         settings: of the run, by option.
         world: number of ranks.
         missing: ranks that are never started.
+        own: settings of a rank that differ from the others'.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, object], world: int, missing: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, object],
+        world: int,
+        missing: tuple[int, ...] = (),
+        own: dict[int, dict[str, object]] | None = None,
+    ) -> None:
         self._folder, self.run_dir = folder, folder / "run"
         folder.mkdir(parents=True, exist_ok=True)
         common = {
             **run_environment(), "TMPDIR": str(folder), "TORCHELASTIC_RUN_ID": "faults", "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
         }  # fmt: skip
-        command = run_command({**settings, "checkpoint.dir": self.run_dir})
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         for rank in range(world):
             if rank in missing:
                 continue
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = run_command({**settings, "checkpoint.dir": self.run_dir, **(own or {}).get(rank, {})})
             with self._file(rank).open("w") as output:
                 self.processes[rank] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         self.started = time.monotonic()

@@ -1,6 +1,7 @@
 """Plans a run before it is started, and certifies its layout.
 
 python tools/plan.py schedule --pipeline 4 --virtual 2 --microbatches 8
+python tools/plan.py memory --model MODEL --gpus 8 --gpu-memory 80 --seq-length 8192
 python tools/plan.py certify --config run.yaml --against tensor=1
 """
 
@@ -9,11 +10,11 @@ from __future__ import annotations
 import argparse
 import inspect
 
-from planning import certify, schedule
+from planning import certify, memory, schedule
 
 from engine.telemetry.errors import run_command
 
-COMMANDS = {"schedule": schedule, "certify": certify}
+COMMANDS = {"schedule": schedule, "memory": memory, "certify": certify}
 """Name -> its module in `planning`, which has `add_arguments(parser)` and `run(arguments)`. All are imported for every
 command line, also for --help: they import torch inside `run` where they need it."""
 

@@ -1,0 +1,66 @@
+"""What a rank will hold, which layouts of the GPUs fit, and which of them is fastest.
+
+Predicts the peak memory of a rank by part (weights, adapters, fp32 masters, gradients and optimizer state, activations
+under each recompute policy, logits, buffers of collectives, temporary tensors) and the time of a step, for every layout
+of the GPUs. Prints the fastest that fits with its table, the next ones, why the rest do not fit, and the sections of a
+configuration for tools/pretrain_lora.py. Nothing is measured unless --probe is given; --examples answers for some well
+known models and machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from engine.errors import UserError
+
+LEVELS = ("none", "selective", "attention", "full")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this command."""
+    parser.add_argument("--model", metavar="PATH", help="folder of a model, or its config.json under any name")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many (default 1)")
+    parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of each (default 80)")
+    parser.add_argument(
+        "--reserve", type=float, default=6.0, metavar="PERCENT",
+        help="of the memory that stays free for the device's context, communicators and fragments (default 6)",
+    )  # fmt: skip
+    parser.add_argument("--machine", metavar="NAME", help="speeds to assume: h100-80, h200-141, a100-80, a100-40, "
+                        "rtx4090-24, or cpu, which is measured (default: by --gpu-memory)")  # fmt: skip
+    work = parser.add_argument_group("what is trained")
+    work.add_argument("--seq-length", type=int, default=2048, metavar="TOKENS", help="of a row (default 2048)")
+    work.add_argument("--micro-batch", type=int, default=1, metavar="ROWS", help="default 1")
+    work.add_argument("--global-batch", type=int, metavar="ROWS", help="of a step (default: 8, or one row a GPU)")
+    work.add_argument("--rank", type=int, metavar="R", help="of the adapters (default 16, or 0 with --trainable '*')")
+    work.add_argument("--dropout", type=float, default=0.0, metavar="P", help="of the adapters (default 0)")
+    work.add_argument("--targets", metavar="NAME,..", help="modules with an adapter (default: all linears of a layer)")
+    work.add_argument("--trainable", metavar="NAME,..", help="modules trained in full, '*' for all (default none)")
+    work.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="default bfloat16")
+    work.add_argument("--kernels", default="auto", help="backend of the ops, as model.kernels (default auto)")
+    work.add_argument(
+        "--recompute", metavar="LEVEL,..", help=f"policies to try: {', '.join(LEVELS)} (default: all of them)"
+    )
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="alternatives to show (default 5)")
+    parser.add_argument("--probe", action="store_true", help="take real steps of 2 and of 4 layers on this device")
+    parser.add_argument("--examples", action="store_true", help="answer for well known models and machines instead")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints the plan.
+
+    Raises:
+        UserError: options that do not go together, or a model that cannot be read.
+    """
+    from . import memory_examples, memory_probe, memory_report
+    from .memory_question import ask
+
+    if arguments.examples:
+        print(memory_examples.report())
+        return
+    if arguments.model is None:
+        raise UserError("--model is not given: name the folder of a model or its config.json, or ask for --examples.")
+    answer = ask(arguments)
+    print(memory_report.report(answer, top=arguments.top))
+    if arguments.probe:
+        print()
+        print(memory_probe.report(answer))

@@ -1,0 +1,137 @@
+"""Real steps of a model with two and with four layers on this device, beside their predictions.
+
+The difference of the two is what a layer takes. It calibrates the prediction for one device; nothing is said of links.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from engine.config.parallel import ParallelOptions
+from engine.config.run import RunConfig
+from engine.distributed.launch import Launch
+from engine.errors import UserError
+from engine.models.families import family_of
+from engine.planning.layout import Layout, Shapes
+from engine.planning.memory import PeakEstimate
+from engine.planning.predict import memory_plan_of, predict_peak, workload_of
+from engine.planning.time import predict_time
+from engine.telemetry.format import format_bytes
+from engine.training.plan import training_plan
+
+from .memory_measure import Measured, measure
+from .memory_question import Answer, measured_cpu
+from .memory_report import memory_options, table
+
+LAYERS = (2, 4)
+"""Of the two models: the difference of both is that of whole layers, first and last ones apart."""
+_STEPS = 3
+"""Two steps after the first, which makes what the others find made."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """One model."""
+
+    layers: int
+    predicted: PeakEstimate
+    seconds: float
+    measured: Measured
+
+
+def report(answer: Answer) -> str:
+    """The table, and the factors between what was measured and what was predicted.
+
+    Raises:
+        UserError: the small model is too large for this device.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    few, many = (_probe(answer, layers, device) for layers in LAYERS)
+    rows = [("layers", "predicted", "measured", "factor", "predicted s", "measured s", "factor")]
+    for one in (few, many):
+        rows.append(_row(str(one.layers), one.predicted.step, one.measured.step, one.seconds, one.measured.seconds))
+    count = many.layers - few.layers
+    per_layer = [
+        (one(many) - one(few)) / count
+        for one in (
+            lambda probe: probe.predicted.step, lambda probe: probe.measured.step,
+            lambda probe: probe.seconds, lambda probe: probe.measured.seconds,
+        )
+    ]  # fmt: skip
+    rows.append(_row("a layer", *per_layer))
+    kernels = _kernels(answer, device)
+    lines = [
+        f"Probe on {device.type}: one process, one micro-batch, kernels {kernels}, drawn weights",
+        table(rows),
+        f"Calibration: bytes x {per_layer[1] / per_layer[0]:.3f}, seconds x {per_layer[3] / per_layer[2]:.3f} a layer.",
+    ]
+    if answer.found.fitting:
+        best = answer.found.fitting[0]
+        moving = best.estimate.step - sum(best.estimate.static.values())
+        calibrated = best.estimate.step + moving * (per_layer[1] / per_layer[0] - 1)
+        lines.append(f"The chosen layout's peak with that factor on what moves: {format_bytes(calibrated)}.")
+    if device.type == "cpu":
+        lines.append("Bytes are those of tensors; what compiled kernels allocate within themselves is not seen.")
+    return "\n".join(lines)
+
+
+def _row(name: str, predicted: float, measured: float, seconds: float, real: float) -> tuple[str, ...]:
+    return (
+        name, format_bytes(predicted), format_bytes(measured), f"{measured / predicted:.3f}", f"{seconds:.3g}",
+        f"{real:.3g}", f"{real / seconds:.3f}",
+    )  # fmt: skip
+
+
+def _kernels(answer: Answer, device: torch.device) -> str:
+    return workload_of(answer.config, answer.decoder, answer.plan, device_type=device.type).kernels.name
+
+
+def _probe(answer: Answer, layers: int, device: torch.device) -> _Probe:
+    """Writes the small model's config.json, predicts, and measures."""
+    family, text = family_of(answer.hf_config)
+    smaller = {**text, "num_hidden_layers": layers, "model_type": text["model_type"]}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(smaller), encoding="utf-8")
+        config = _config(answer, folder)
+        decoder = family.config_from_hf(smaller)
+        plan = training_plan(config, decoder, family.names)
+        predicted = predict_peak(config, decoder, plan, device_type=device.type)
+        _check_room(predicted, layers, device)
+        machine = measured_cpu(answer.gpu_memory) if device.type == "cpu" else answer.machine
+        workload = workload_of(config, decoder, plan, device_type=device.type)
+        seconds = predict_time(workload, Layout(), memory_plan_of(config), machine, Shapes(decoder, plan)).step
+        measured = measure(config, Launch(rank=0, world_size=1, device=device), steps=_STEPS)
+    return _Probe(layers, predicted, seconds, measured)
+
+
+def _config(answer: Answer, folder: str) -> RunConfig:
+    """One micro-batch on one process, with the recomputation of the chosen layout on as many layers as there are."""
+    config, train = answer.config, answer.config.train
+    memory = config.memory
+    if answer.found.fitting:
+        memory = memory_options(replace(answer.found.fitting[0].memory, recompute_layers=None))
+    return replace(
+        config,
+        model=replace(config.model, path=folder, init="random"),
+        parallel=ParallelOptions(),
+        memory=memory,
+        train=replace(train, global_batch_size=train.micro_batch_size),
+    )
+
+
+def _check_room(predicted: PeakEstimate, layers: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[0]
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if predicted.peak > room:
+        raise UserError(
+            f"--probe with {layers} layers needs {format_bytes(predicted.peak)}, but {format_bytes(room)} are free on "
+            "this device: give a shorter --seq-length or a smaller --micro-batch, or probe on another device."
+        )

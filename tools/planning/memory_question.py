@@ -1,0 +1,197 @@
+"""From the options of `plan.py memory` to what is searched, and the search."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint.source import open_model
+from engine.config.data import DataOptions
+from engine.config.lora import BLOCK_LINEARS, LoraOptions
+from engine.config.model import ModelOptions
+from engine.config.run import RunConfig
+from engine.config.train import TrainOptions
+from engine.errors import UserError
+from engine.layers.plan import TrainingPlan
+from engine.layers.recompute import Level
+from engine.models.config import DecoderConfig
+from engine.models.families import family_of
+from engine.planning.layout import Workload
+from engine.planning.machine import MACHINES, Machine, machine_for
+from engine.planning.predict import workload_of
+from engine.planning.search import Found, Wanted, search
+from engine.training.plan import training_plan
+
+GIB = 2**30
+LEVELS: tuple[Level, ...] = ("none", "selective", "attention", "full")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What was asked and what was found.
+
+    Args:
+        hf_config: the model's config.json.
+        folder: of the model, where a folder was given.
+    """
+
+    hf_config: dict[str, Any]
+    folder: str | None
+    decoder: DecoderConfig
+    config: RunConfig
+    plan: TrainingPlan
+    workload: Workload
+    machine: Machine
+    devices: int
+    gpu_memory: float
+    capacity: float
+    found: Found
+
+
+def ask(arguments: argparse.Namespace) -> Answer:
+    """Reads the model and searches.
+
+    Args:
+        arguments: see tools.planning.memory.
+
+    Raises:
+        UserError: options that do not go together, or a model that cannot be read.
+    """
+    for name in ("gpus", "seq_length", "micro_batch", "top"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}: give at least 1.")
+    if arguments.gpu_memory <= 0 or not 0 <= arguments.reserve < 100:
+        raise UserError(
+            f"--gpu-memory is {arguments.gpu_memory:g} and --reserve is {arguments.reserve:g}: give a memory above 0 "
+            "GiB and a reserve from 0 to below 100 percent."
+        )
+    hf_config, folder = read_config(arguments.model)
+    return answer_for(
+        hf_config,
+        config_of(arguments, folder or arguments.model),
+        folder=folder,
+        devices=arguments.gpus,
+        gpu_memory=arguments.gpu_memory,
+        reserve=arguments.reserve,
+        machine=arguments.machine,
+        recompute=_levels(arguments.recompute),
+    )
+
+
+def answer_for(
+    hf_config: dict[str, Any],
+    config: RunConfig,
+    *,
+    devices: int,
+    gpu_memory: float,
+    reserve: float,
+    folder: str | None = None,
+    machine: str | None = None,
+    recompute: tuple[Level, ...] = LEVELS,
+) -> Answer:
+    """Searches all layouts of `devices`.
+
+    Args:
+        hf_config: the model's config.json.
+        config: what is trained; its layout is not read.
+        gpu_memory: GiB of a device.
+        reserve: percent of it that stay free.
+
+    Raises:
+        UserError: the model or a name in the configuration is not known.
+    """
+    family, text = family_of(hf_config)
+    decoder = family.config_from_hf(text)
+    plan = training_plan(config, decoder, family.names)
+    chosen = measured_cpu(gpu_memory) if machine == "cpu" else machine_for(machine, gpu_memory)
+    workload = workload_of(config, decoder, plan, device_type="cpu" if machine == "cpu" else "cuda")
+    capacity = gpu_memory * GIB * (1 - reserve / 100)
+    wanted = Wanted(config=config, devices=devices, capacity=capacity, recompute=recompute)
+    return Answer(
+        hf_config=hf_config, folder=folder, decoder=decoder, config=config, plan=plan, workload=workload,
+        machine=chosen, devices=devices, gpu_memory=gpu_memory, capacity=capacity,
+        found=search(wanted, workload, chosen),
+    )  # fmt: skip
+
+
+def read_config(path: str) -> tuple[dict[str, Any], str | None]:
+    """A model's config.json, and its folder where one was given.
+
+    Raises:
+        UserError: there is none.
+    """
+    place = Path(path)
+    if place.is_dir():
+        return open_model(place).hf_config, path
+    if not place.is_file():
+        raise UserError(f"--model is {path}, which is neither a folder nor a file: give a model or its config.json.")
+    try:
+        found = json.loads(place.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--model is {path}, which is not JSON ({error}): give a model's config.json.") from None
+    if not isinstance(found, dict):
+        raise UserError(f"--model is {path}, which holds no JSON object: give a model's config.json.")
+    return found, None
+
+
+def config_of(arguments: argparse.Namespace, path: str) -> RunConfig:
+    """The run that the options describe, on one rank.
+
+    Raises:
+        UserError: a value out of its range.
+    """
+    rows = arguments.global_batch
+    if rows is None:
+        rows = max(8, arguments.gpus) * arguments.micro_batch
+    trainable, rank = _names(arguments.trainable), arguments.rank
+    if rank is None:
+        rank = 0 if "*" in trainable else 16  # where everything trains, nothing is left for adapters
+    return RunConfig(
+        model=ModelOptions(path=path, dtype=arguments.dtype, kernels=arguments.kernels),
+        trainable=trainable,
+        lora=LoraOptions(
+            rank=rank,
+            dropout=arguments.dropout,
+            targets=_names(arguments.targets) or BLOCK_LINEARS,
+        ),
+        data=DataOptions(seq_length=arguments.seq_length),
+        train=TrainOptions(micro_batch_size=arguments.micro_batch, global_batch_size=rows),
+    )
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
+
+def _levels(text: str | None) -> tuple[Level, ...]:
+    names = _names(text)
+    for name in names:
+        if name not in LEVELS:
+            raise UserError(f"--recompute has {name!r}, which is not a policy: choose from {', '.join(LEVELS)}.")
+    return tuple(level for level in LEVELS if level in names) if names else LEVELS
+
+
+def measured_cpu(memory: float) -> Machine:
+    """This machine's CPU by one product of 1024 x 1024 matrices and one copy of 64 MiB, the best of three each."""
+    a, source = torch.ones(1024, 1024), torch.ones(2**24)
+    target = torch.empty_like(source)
+    product = min(_seconds(lambda: a @ a) for _ in range(3))
+    copy = min(_seconds(lambda: target.copy_(source)) for _ in range(3))
+    copies = 2 * source.nbytes / copy / 1e9
+    fastest = MACHINES["h100-80"]  # whose links are not read on one device
+    return replace(
+        fastest, name="cpu", memory=memory, products=2 * 1024**3 / product / 1e12, copies=copies, link=copies / 2,
+        network=copies / 2,
+    )  # fmt: skip
+
+
+def _seconds(work: Any) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin

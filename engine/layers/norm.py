@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.distributed.sharding import ShardSpec, replicated_spec
+from engine.errors import UserError
 from engine.layers.module import ShardedModule, empty
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.ops.inputs import NormInput
@@ -22,6 +23,9 @@ class RMSNorm(ShardedModule):
         per_head: the norm sees this rank's heads only, so its weight's gradient is a partial sum even when every rank
             sees all tokens.
         offset: of the model's family; 0 in most.
+
+    Raises:
+        UserError: there is an offset, and the backend's norms do not take the fp32 weight that it makes.
     """
 
     def __init__(
@@ -38,6 +42,11 @@ class RMSNorm(ShardedModule):
         offset: float = 0.0,
     ) -> None:
         super().__init__()
+        if offset != 0.0 and layout.kernels.name == "apex" and dtype != torch.float32:
+            raise UserError(
+                f"model.kernels is apex, whose norms take weights of the compute dtype, but this model adds {offset:g} "
+                "to its norms' weights in float32: set model.kernels to auto."
+            )
         partial = per_head or layout.splits_tokens
         spec = replicated_spec(
             (size,), rank=layout.tp.rank, size=layout.tp.size, grad_reduce=("tp",) if partial else ()

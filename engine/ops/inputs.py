@@ -82,10 +82,10 @@ class NormInput:
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
         x = u.new_empty(u.shape) if out is None else out
-        weight = offset_weight(self.weight.detach(), self.offset)
+        statistics = kernels.norm_forward(u, offset_weight(self.weight.detach(), self.offset), self.eps, x)
         if self.divisor != 1.0:
-            weight = weight / self.divisor
-        return x, kernels.norm_forward(u, weight, self.eps, x)
+            x.div_(self.divisor)
+        return x, statistics
 
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
@@ -93,7 +93,7 @@ class NormInput:
         assert statistics is not None
         gradient = None if self.sink is None else self.sink.buffer
         if self.divisor != 1.0:
-            # the weight's gradient is taken of x * divisor, so what reaches that is divided
+            # what reaches the norm's own output, with all that is added to the gradient of x
             dx = (dx if update is None else kernels.apply_update(dx, update)).div_(self.divisor)
             update = None
         weight = offset_weight(self.weight.detach(), self.offset)

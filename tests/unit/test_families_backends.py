@@ -16,6 +16,7 @@ from engine.layers.recompute import Level, MemoryPlan
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
 from engine.models.families import family_of
+from engine.models.plain_torch import plain_torch_parts
 from engine.ops.attention import Documents
 from engine.ops.kernels import REFERENCE
 from engine.ops.masked_attention import BLOCK, MaskedAttention
@@ -94,6 +95,25 @@ def test_rows_beyond_the_short_factors_are_refused() -> None:
     batch = make_batch([(0, (41,))], row_length=41, seq_length=41, vocab_size=67, seed=0)
     with pytest.raises(UserError, match="rows have 41 tokens, but .* more than 40, .* use a data.seq_length of 40 or"):
         built.model.context(batch, built.stage.step, training=False)
+
+
+def test_apex_norms_are_refused_where_weights_are_wider_than_activations() -> None:
+    layout = TensorLayout(kernels=replace(REFERENCE, name="apex"))
+    common = {"layout": layout, "plan": TrainingPlan(), "device": torch.device("meta")}
+    with pytest.raises(UserError, match="model.kernels is apex, .* this model adds 1 to .* set model.kernels to auto"):
+        Decoder(_config("gemma2"), dtype=torch.bfloat16, **common)
+    Decoder(_config("gemma2"), dtype=torch.float32, **common)
+    Decoder(_config("granite"), dtype=torch.bfloat16, **common)
+
+
+def test_what_runs_in_plain_torch_is_said() -> None:
+    said = {name: plain_torch_parts(_config(name)) or "" for name in NAMES}
+    assert said["granite"] == said["smollm3"] == ""
+    assert said["mistral"].endswith("attention of documents longer than a window of 7")
+    assert said["qwen3"].endswith("the norm and rotation of queries and keys")
+    assert said["phi3 longrope"].endswith("which turns a part of each head")
+    for words in ("scores have a soft cap of 1.5", "the MLP's GELU", "logits have a soft cap of 2"):
+        assert words in said["gemma2"]
 
 
 def _masked(window: int | None, softcap: float | None) -> MaskedAttention:

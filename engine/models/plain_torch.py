@@ -1,0 +1,24 @@
+"""What of a model is computed in plain torch, whichever kernels were chosen: for the log of a run."""
+
+from __future__ import annotations
+
+from engine.models.config import DecoderConfig
+
+
+def plain_torch_parts(config: DecoderConfig) -> str | None:
+    """One sentence that names the parts for which no backend has a kernel; None where there are none."""
+    windows = sorted({kind.window for kind in config.layer_kinds if kind.window is not None})
+    parts = []
+    if config.attention_softcap is not None:
+        parts.append(f"attention, whose scores have a soft cap of {config.attention_softcap:g}")
+    elif windows:
+        parts.append(f"attention of documents longer than a window of {' or '.join(map(str, windows))}")
+    if config.qk_norm:
+        parts.append("the norm and rotation of queries and keys")
+    elif config.rotary_dim is not None and config.rotary_dim < config.head_dim:
+        parts.append("the rotation of queries and keys, which turns a part of each head")
+    if config.activation != "silu":
+        parts.append("the MLP's GELU")
+    if config.logits_softcap is not None:
+        parts.append(f"the loss, whose logits have a soft cap of {config.logits_softcap:g}")
+    return f"in plain torch, since no backend has kernels for it: {'; '.join(parts)}" if parts else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.batch import Batch
 from engine.checkpoint.convert import import_checkpoint
-from engine.checkpoint.source import open_source
+from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.source import WeightSource, open_source
+from engine.data.collate import context_part
 from engine.distributed.mesh import Mesh, build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
+from engine.layers.module import shard_entries
+from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.models.decoder import Decoder
 from tests.distributed.cases import cut, relative_error
 from tests.family_models import FAMILIES, batch_of, engine_model, make_model
 from tests.spawning import spawn
@@ -89,3 +96,41 @@ def test_ranks_equal_one_process(name: str, world: int, kind: str):
         errors = {key: relative_error(value, cut(expected[key], specs[key])) for key, value in gradients.items()}
         # fp32 sums of a few hundred terms in another order
         assert max(errors.values()) < 2e-5, {key: error for key, error in errors.items() if error >= 2e-5}
+
+
+def _run_context(folder: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Of the rank's own tokens: their coordinates, losses, and the gradient that reaches their embeddings."""
+    mesh = build_mesh(RankGrid(cp=2), device_type="cpu", num_kv_heads=2)
+    seen = {}
+    for name in ULYSSES:
+        source = open_source(Path(folder) / name.replace(" ", "-"))
+        layout = TensorLayout(cp=mesh.cp, context_method="ulysses")
+        batch = context_part(batch_of(), size=2, rank=mesh.cp.rank)
+        seen[name] = _embedding_gradient(source, layout, batch)
+    return seen
+
+
+def _embedding_gradient(source: WeightSource, layout: TensorLayout, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    common = {"plan": TrainingPlan(), "device": torch.device("cpu"), "dtype": torch.float32}
+    model = Decoder(source.model.decoder, layout=layout, **common)
+    load_parameters([entry.shard for entry in shard_entries(model)], source)
+    x = model.embed(batch).detach().requires_grad_()
+    losses = model(replace(batch, embeddings_TH=x), torch.tensor(0))
+    losses.sum().backward()
+    return batch.token_index_BS.flatten(), losses.detach(), x.grad
+
+
+ULYSSES = ["mistral", "gemma2", "gemma3", "olmo2", "phi3"]
+
+
+def test_windows_and_caps_over_context_ranks():
+    """Ulysses sees whole documents, so that windows and soft caps are those of one process."""
+    ranks = spawn(_run_context, world=2, args=(_folder().name,), timeout=110)
+    for name in ULYSSES:
+        source = open_source(Path(_folder().name) / name.replace(" ", "-"))
+        place, expected_losses, expected = _embedding_gradient(source, TensorLayout(), batch_of())
+        order = {int(index): row for row, index in enumerate(place)}
+        for own, losses, gradient in (rank[name] for rank in ranks):
+            rows = torch.tensor([order[int(index)] for index in own])
+            torch.testing.assert_close(losses, expected_losses[rows], rtol=0, atol=2e-5)
+            assert relative_error(gradient, expected[rows]) < 2e-5, name

@@ -1,0 +1,83 @@
+"""What a machine can do, in a few figures.
+
+Peaks are those of the vendors' data sheets: dense bf16 products with fp32 sums, memory, and one direction of the links
+of a GPU; nodes are taken to have eight of them, with 400 Gbit/s each to other nodes. What a program gets is a share of
+that: on one H200, products of 8192 x 8192 matrices ran at 790 TFLOP/s and copies at 4.3 TB/s. The same shares are
+assumed of the others, which were not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import UserError
+
+PRODUCT_SHARE = 790 / 989
+COPY_SHARE = 4.3 / 4.8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """One kind of device and its links.
+
+    Args:
+        name: as a user asks for it.
+        memory: GiB of a device, as it is sold.
+        products: TFLOP/s that matrix products get.
+        copies: GB/s read and written that memory gets.
+        link: GB/s that a device sends to others of its node.
+        network: GB/s that a device sends to other nodes.
+        node_size: devices of a node.
+    """
+
+    name: str
+    memory: float
+    products: float
+    copies: float
+    link: float
+    network: float = 50.0
+    node_size: int = 8
+
+    def wire(self, ranks: int) -> float:
+        """GB/s between neighbours that are `ranks` in a row."""
+        return self.link if ranks <= self.node_size else self.network
+
+
+def _card(name: str, memory: float, products: float, copies: float, link: float) -> Machine:
+    return Machine(
+        name=name, memory=memory, products=products * PRODUCT_SHARE, copies=copies * COPY_SHARE, link=link * COPY_SHARE
+    )
+
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        _card("h100-80", 80, 989, 3350, 450),
+        _card("h200-141", 141, 989, 4800, 450),
+        _card("a100-80", 80, 312, 2039, 300),
+        _card("a100-40", 40, 312, 1555, 300),
+        _card("rtx4090-24", 24, 165, 1008, 32),
+    )
+}
+
+
+def machine_for(name: str | None, gpu_memory: float) -> Machine:
+    """The preset of that name, or the first with at least so much memory.
+
+    Args:
+        name: a key of MACHINES, or None.
+        gpu_memory: GiB.
+
+    Raises:
+        UserError: there is no such preset.
+    """
+    if name is not None:
+        if name not in MACHINES:
+            raise UserError(f"--machine is {name}, which is not known: choose one of {', '.join(MACHINES)}.")
+        return MACHINES[name]
+    gpus = sorted(MACHINES.values(), key=lambda machine: machine.memory)
+    fitting = [machine for machine in gpus if machine.memory >= gpu_memory]
+    if not fitting:
+        return gpus[-1]
+    # of cards with equal memory the faster one
+    return max((m for m in fitting if m.memory == fitting[0].memory), key=lambda m: m.products)

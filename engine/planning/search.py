@@ -1,0 +1,196 @@
+"""Which layouts of a number of devices fit their memory, and which of them is fastest.
+
+Every way to write the number as tensor x context x pipeline x data ranks is tried, with and without sequence
+parallelism, with one and with two stages a pipeline rank, and with the least recomputation that fits. What the rules of
+the configuration refuse is passed over with their reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from engine.config.parallel import ParallelOptions
+from engine.config.rules import check_config, check_world
+from engine.config.run import RunConfig
+from engine.errors import UserError
+from engine.layers.recompute import Level, MemoryPlan
+from engine.ops.ulysses_attention import check_context_heads
+from engine.planning.layout import Layout, Shapes, Workload
+from engine.planning.machine import Machine
+from engine.planning.memory import PeakEstimate, predict_layout
+from engine.planning.time import StepTime, predict_time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What is asked of a search.
+
+    Args:
+        config: sizes of the batch and what trains; its parallel and memory sections are not read.
+        devices: how many there are.
+        capacity: bytes of a device that may be used.
+        recompute: the levels to try; all by default.
+    """
+
+    config: RunConfig
+    devices: int
+    capacity: float
+    recompute: tuple[Level, ...] = ("none", "selective", "attention", "full")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A layout that the rules allow.
+
+    Args:
+        estimate: of the pipeline rank that holds most.
+        estimates: of all pipeline ranks.
+        time: None where it does not fit.
+    """
+
+    layout: Layout
+    memory: MemoryPlan
+    estimate: PeakEstimate
+    estimates: tuple[PeakEstimate, ...]
+    time: StepTime | None = None
+
+    def label(self) -> str:
+        """Layout and recomputation in a few words."""
+        memory = self.memory
+        layers = "" if memory.recompute_layers is None else f" of {memory.recompute_layers} layers"
+        return f"{self.layout.label()}; recompute {memory.recompute}{layers}"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A layout that a rule refuses."""
+
+    layout: Layout
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a search found.
+
+    Args:
+        fitting: fastest first.
+        too_large: what does not fit however much is made again, smallest first.
+        refused: what cannot be.
+    """
+
+    fitting: tuple[Candidate, ...]
+    too_large: tuple[Candidate, ...]
+    refused: tuple[Refused, ...]
+
+
+def search(wanted: Wanted, workload: Workload, machine: Machine) -> Found:
+    """Tries every layout."""
+    shapes = Shapes(workload.decoder, workload.plan)
+    fitting: list[Candidate] = []
+    too_large: list[Candidate] = []
+    refused: list[Refused] = []
+    for layout in layouts(wanted.devices):
+        try:
+            _check(wanted, workload, layout)
+            tried = _least_recomputation(wanted, workload, layout, shapes)
+        except UserError as error:
+            refused.append(Refused(layout, str(error)))
+            continue
+        for candidate in tried:
+            if candidate.estimate.peak <= wanted.capacity:
+                time = predict_time(workload, layout, candidate.memory, machine, shapes)
+                fitting.append(replace(candidate, time=time))
+            else:
+                too_large.append(candidate)
+    return Found(
+        fitting=tuple(sorted(fitting, key=_seconds)),
+        too_large=tuple(sorted(too_large, key=lambda candidate: candidate.estimate.peak)),
+        refused=tuple(refused),
+    )
+
+
+def _seconds(candidate: Candidate) -> tuple[float, int]:
+    """Equally fast ones by the memory they need."""
+    assert candidate.time is not None
+    return round(candidate.time.step, 6), candidate.estimate.peak
+
+
+def layouts(devices: int) -> Iterator[Layout]:
+    """All of them, simple ones first."""
+    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+    for pipeline in divisors:
+        for context in divisors:
+            for tensor in divisors:
+                if devices % (pipeline * context * tensor):
+                    continue
+                data = devices // (pipeline * context * tensor)
+                for sequence in (None, False) if tensor > 1 else (None,):
+                    for virtual in (1, 2) if pipeline > 1 else (None,):
+                        yield Layout(
+                            parallel=ParallelOptions(
+                                tensor=tensor, sequence=sequence, pipeline=pipeline, virtual=virtual, context=context
+                            ),
+                            data=data,
+                        )
+
+
+def _check(wanted: Wanted, workload: Workload, layout: Layout) -> None:
+    """The rules of the configuration.
+
+    Raises:
+        UserError: one of them refuses the layout.
+    """
+    config = replace(wanted.config, parallel=layout.parallel)
+    check_config(config)
+    check_world(config, wanted.devices)
+    parallel, decoder = layout.parallel, workload.decoder
+    if parallel.context > 1 and parallel.context_method == "ulysses":
+        heads = (decoder.num_heads // parallel.tensor, max(1, decoder.num_kv_heads // parallel.tensor))
+        check_context_heads(*heads, parallel.context)
+
+
+def _least_recomputation(wanted: Wanted, workload: Workload, layout: Layout, shapes: Shapes) -> list[Candidate]:
+    """What to rank of a layout: the levels that make little again, and of the others the fewest layers that fit.
+
+    Making more again than needed is never faster, so a level that makes whole regions again is tried only where the
+    lighter ones are too large. Where nothing fits, the smallest.
+    """
+
+    def candidate(level: Level, layers: int | None = None) -> Candidate:
+        memory = MemoryPlan(recompute=level, recompute_layers=layers)
+        estimates = tuple(predict_layout(workload, layout, memory, shapes))
+        worst = max(estimates, key=lambda estimate: estimate.peak)
+        return Candidate(layout=layout, memory=memory, estimate=worst, estimates=estimates)
+
+    tried = [candidate(level) for level in _LIGHT if level in wanted.recompute]
+    fitting = [one for one in tried if one.estimate.peak <= wanted.capacity]
+    if fitting:
+        return fitting
+    for level in _REGIONS:
+        if level not in wanted.recompute:
+            continue
+        tried.append(candidate(level))
+        if tried[-1].estimate.peak <= wanted.capacity:
+            fitting.append(_fewest_layers(wanted, workload.decoder.num_layers, tried[-1], candidate))
+    return fitting or [min(tried, key=lambda one: one.estimate.peak)]
+
+
+_LIGHT: tuple[Level, ...] = ("none", "selective")
+_REGIONS: tuple[Level, ...] = ("attention", "full")
+
+
+def _fewest_layers(
+    wanted: Wanted, num_layers: int, whole: Candidate, candidate: Callable[[Level, int], Candidate]
+) -> Candidate:
+    """The same level on as few layers as fit, by bisection: every layer more needs less memory."""
+    best, low, high = whole, 1, num_layers
+    while low < high:
+        middle = (low + high) // 2
+        found = candidate(whole.memory.recompute, middle)
+        if found.estimate.peak <= wanted.capacity:
+            best, high = found, middle
+        else:
+            low = middle + 1
+    return best

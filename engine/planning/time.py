@@ -1,0 +1,239 @@
+"""How long a step takes: arithmetic over the machine's speed, bytes over its bandwidth, and the pipeline's bubble.
+
+A product takes as long as the slower of its arithmetic and its bytes; the rest takes its bytes. Collectives between
+tensor ranks are waited for where they stand; keys of ring attention travel behind the attention of a block, and
+gradients' sums behind one backward, so that only what is longer counts. The schedule's bubble comes from
+`engine.pipeline.simulate`. Launches, stragglers and the loader cost nothing here: a real step is slower, and figures of
+two layouts are meant to be compared with each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.layers.recompute import Level, MemoryPlan
+from engine.pipeline.costs import Costs
+from engine.pipeline.simulate import simulate
+from engine.planning.attention import context_sizes
+from engine.planning.layers import POLICIES
+from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan
+from engine.planning.machine import Machine
+from engine.planning.shapes import EndShape, LayerShape, LinearShape, ModelShape
+from engine.planning.stage import StageRange
+
+_WIDE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What something takes, in seconds: of computing, and of links that nothing hides."""
+
+    compute: float = 0.0
+    links: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.compute + other.compute, self.links + other.links)
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.links
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """A prediction. Seconds.
+
+    Args:
+        step: of a whole step.
+        pipeline: of it, all forwards and backwards, with the bubble.
+        bubble: share of the ranks' time in the pipeline that is idle.
+        links: of it, what the busiest rank waits for links between tensor and context ranks.
+        gradients: sums of gradients that no backward hides, and the update.
+        tokens_per_second: over all ranks.
+    """
+
+    step: float
+    pipeline: float
+    bubble: float
+    links: float
+    gradients: float
+    tokens_per_second: float
+
+
+class _Times:
+    """Times of the pieces of one rank's micro-batch."""
+
+    def __init__(self, workload: Workload, layout: Layout, shape: ModelShape, machine: Machine) -> None:
+        parallel = layout.parallel
+        self._shape, self._machine, self._ranks = shape, machine, parallel.tensor
+        self._item, self._length = int(workload.dtype.itemsize), workload.seq_length
+        self._tokens = workload.micro_batch * workload.seq_length // parallel.context
+        self._context = context_sizes(workload.micro_batch, workload.seq_length, parallel.context, "ring")
+        self._context_wire = machine.wire(parallel.tensor * parallel.context) * 1e9
+
+    def product(self, rows: int, inner: int, outer: int) -> float:
+        """[rows, inner] [inner, outer]: 2 rows inner outer operations; all three matrices pass memory once."""
+        moved = self._item * (rows * inner + inner * outer + rows * outer)
+        arithmetic = 2 * rows * inner * outer / (self._machine.products * 1e12)
+        return max(arithmetic, self.copy(moved))
+
+    def copy(self, nbytes: float) -> float:
+        """Bytes read and written."""
+        return nbytes / (self._machine.copies * 1e9)
+
+    def linear(self, linear: LinearShape) -> float:
+        """x [W | B] and the projection on A."""
+        columns = linear.inputs + (linear.extra or linear.rank)
+        seconds = self.product(self._tokens, columns, linear.outputs)
+        return seconds + (self.product(self._tokens, linear.inputs, linear.rank) if linear.rank else 0.0)
+
+    def weight_gradients(self, linear: LinearShape) -> float:
+        """dW of what trains."""
+        return sum(self.product(rows, self._tokens, linear.inputs) for rows in linear.trained_rows)
+
+    def adapter_gradients(self, linear: LinearShape) -> float:
+        """dA and dB, which read x and dY, and the update of dX."""
+        if not linear.rank:
+            return 0.0
+        rows = self._tokens
+        return self.product(linear.rank, rows, linear.inputs) + self.product(linear.rank, rows, linear.outputs)
+
+    def sequence_links(self, count: int) -> float:
+        """`count` gathers or scatters of the residual stream between tensor ranks; an all-reduce is two."""
+        if self._ranks == 1:
+            return 0.0
+        moved = self._item * self._tokens * self._shape.hidden * (self._ranks - 1) / self._ranks
+        return count * moved / (self._machine.wire(self._ranks) * 1e9)
+
+    def attention(self, layer: LayerShape, *, products: int) -> Work:
+        """Causal scores: each of `products` takes half of 2 T S w operations. Forward has two, backward five; backward
+        sends keys again, and their gradients home."""
+        length = self._length if layer.window is None else min(2 * layer.window, self._length)
+        compute = products * self._tokens * length * layer.width / (self._machine.products * 1e12)
+        sent = sum(step[0] for step in self._context.steps) * 2 * layer.kv_width * self._item
+        links = sent * (1 if products == 2 else 2) / self._context_wire
+        return Work(compute, max(0.0, links - compute))
+
+    def attention_block(self, layer: LayerShape, *, last: bool = True) -> Work:
+        """Norm, q, k, v, rotation, attention and the output projection, which a second run leaves out."""
+        numbers = 2 * self._shape.hidden + 2 * (layer.width + 2 * layer.kv_width)
+        compute = self.linear(layer.qkv) + (self.linear(layer.out) if last else 0.0)
+        compute += self.copy(self._item * self._tokens * (numbers + (3 * self._shape.hidden if last else 0)))
+        return Work(compute, self.sequence_links(2 if last else 1)) + self.attention(layer, products=2)
+
+    def mlp_block(self, layer: LayerShape, *, last: bool = True) -> Work:
+        """Norm, gate and up, SwiGLU and the down projection."""
+        compute = self.linear(layer.gate_up) + (self.linear(layer.down) if last else 0.0)
+        numbers = 2 * self._shape.hidden + 3 * layer.down.inputs + (3 * self._shape.hidden if last else 0)
+        return Work(compute + self.copy(self._item * self._tokens * numbers), self.sequence_links(2 if last else 1))
+
+    def forward(self, layer: LayerShape) -> Work:
+        return self.attention_block(layer) + self.mlp_block(layer)
+
+    def backward(self, layer: LayerShape, level: Level) -> Work:
+        """dX of every linear, attention, norms and SwiGLU made again unless kept, and whatever runs a second time."""
+        compute = sum(self.linear(one) + self.adapter_gradients(one) for one in layer.linears)
+        numbers = 10 * self._shape.hidden + 5 * layer.down.inputs + 2 * (layer.width + 2 * layer.kv_width)
+        policy = POLICIES[level]
+        if not policy.keeps_inputs:
+            numbers += 4 * self._shape.hidden + 3 * layer.down.inputs
+        work = Work(compute + self.copy(self._item * self._tokens * numbers), self.sequence_links(4))
+        work += self.attention(layer, products=5)
+        if policy.again:
+            work += self.attention_block(layer, last=len(policy.again) > 1)
+        if "mlp" in policy.again:
+            work += self.mlp_block(layer, last=False)
+        return work
+
+    def weights(self, layer: LayerShape) -> float:
+        return sum(self.weight_gradients(linear) for linear in layer.linears)
+
+    def head(self, end: EndShape) -> float:
+        """The product with the vocabulary, once each way: under a frozen head both are in forward."""
+        return self.product(self._tokens, self._shape.hidden, end.rows)
+
+
+def predict_time(
+    workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine, shapes: Shapes | None = None
+) -> StepTime:
+    """The time of a step.
+
+    Raises:
+        UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
+    """
+    shapes = shapes or Shapes(workload.decoder, workload.plan)
+    shape = shapes.of(layout.parallel)
+    microbatches = workload.num_microbatches(layout)
+    plan = pipeline_plan(workload.decoder, shape, layout.parallel, microbatches)
+    times = _Times(workload, layout, shape, machine)
+    costs, links = _costs(times, workload, layout, memory, machine, shape, plan)
+    simulation = simulate(plan.schedule, costs)
+    gradients = _gradients(layout, machine, shape, plan, max(costs.input_grad))
+    step = simulation.makespan + gradients
+    return StepTime(
+        step=step,
+        pipeline=simulation.makespan,
+        bubble=simulation.bubble,
+        links=links * microbatches,
+        gradients=gradients,
+        tokens_per_second=workload.global_batch * workload.seq_length / step,
+    )
+
+
+def _costs(
+    times: _Times, workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine, shape: ModelShape,
+    plan: PipelinePlan,
+) -> tuple[Costs, float]:  # fmt: skip
+    """Seconds of the stages' actions, and the most that one rank waits for links in a micro-batch."""
+    stages = {number: stage for rank in range(plan.schedule.num_ranks) for number, stage in plan.stages(rank).items()}
+    columns: list[tuple[float, float, float]] = []
+    waits = [0.0] * plan.schedule.num_ranks
+    first = plan.schedule.first_trainable_stage
+    for number in range(len(stages)):
+        forward, backward, weights = _stage(times, memory, shape, stages[number], trains=number >= first)
+        columns.append((forward.seconds, backward.seconds, weights))
+        waits[plan.schedule.stage_rank[number]] += forward.links + backward.links
+    local = workload.micro_batch * workload.seq_length // layout.parallel.context
+    local //= layout.parallel.tensor if layout.parallel.sequence_parallel else 1
+    message = local * shape.hidden * workload.dtype.itemsize
+    neighbours = layout.world_size if layout.parallel.pipeline > 1 else 1
+    costs = Costs(
+        forward=tuple(column[0] for column in columns),
+        input_grad=tuple(column[1] for column in columns),
+        weight_grad=tuple(column[2] for column in columns),
+        activation=(1.0,) * len(columns),
+        transfer=message / (machine.wire(neighbours) * 1e9),
+    )
+    return costs, max(waits)
+
+
+def _stage(
+    times: _Times, memory: MemoryPlan, shape: ModelShape, stage: StageRange, *, trains: bool
+) -> tuple[Work, Work, float]:
+    """Forward, input gradient and weight gradients of one stage."""
+    forward, backward, weights = Work(), Work(), 0.0
+    for index in range(stage.first, stage.last):
+        layer = shape.layers[index]
+        forward += times.forward(layer)
+        if trains and index >= shape.first_trainable_layer:
+            backward += times.backward(layer, memory.level(index))
+            weights += times.weights(layer)
+    if stage.head:
+        assert shape.head.linear is not None
+        once = Work(times.head(shape.head))
+        whole_logits = shape.head.linear.rank > 0 or shape.head.trains
+        forward += once if whole_logits else once + once
+        backward += once if whole_logits else Work()
+        weights += times.weight_gradients(shape.head.linear)
+    return forward, backward, weights
+
+
+def _gradients(layout: Layout, machine: Machine, shape: ModelShape, plan: PipelinePlan, hides: float) -> float:
+    """The sums over data and context ranks that are longer than a backward, and the update: masters, moments and
+    gradients are read and written once."""
+    elements = shape.trained_elements() / layout.parallel.pipeline
+    ranks = layout.data_and_context
+    wire = machine.wire(layout.world_size) * 1e9
+    sums = 2 * (ranks - 1) / ranks * _WIDE * elements / wire
+    update = 8 * _WIDE * elements / (machine.copies * 1e9)
+    return max(0.0, sums - hides) + update

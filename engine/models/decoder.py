@@ -7,6 +7,7 @@ Built from a DecoderConfig alone; families differ in configuration, not in code.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from engine.batch import Batch
 from engine.distributed.collectives import local_part
 from engine.distributed.differentiable import split_tokens
+from engine.distributed.mesh import Axis
 from engine.distributed.sharding import padded_split_spec
 from engine.errors import UserError
 from engine.layers.attention import Attention, AttentionKind
@@ -25,6 +27,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, made_again
 from engine.layers.saved import ActivationShapes, SavedTensors
+from engine.layers.sharded_storage import SpreadWeights, Stop
 from engine.models.config import DecoderConfig, Rope
 from engine.ops.capped_loss import capped_loss
 from engine.ops.context import TokenContext
@@ -176,6 +179,8 @@ class Decoder(nn.Module):
         embedding_weight: of another part on this rank that has the embedding; a tied head is that very tensor. Where
             no part here has it, the head holds a copy, which is kept equal (ShardSpec.grad_reduce "pp_ends").
         memory: what layers keep for backward, and how.
+        weights: spreads the weights over ranks, all parts on this rank alike; None keeps all of them here. The last
+            norm's stays whole: backward under a frozen head needs no more than that.
 
     Raises:
         UserError: the model's sizes do not fit the layout, or `memory` does not fit the model or the device.
@@ -192,13 +197,15 @@ class Decoder(nn.Module):
         part: Part | None = None,
         embedding_weight: ShardEntry | None = None,
         memory: MemoryPlan = SELECTIVE,
+        weights: SpreadWeights | None = None,
     ) -> None:
         super().__init__()
         memory.check_layers(config.num_layers)
         self.config, self.layout, self.dtype = config, layout, dtype
         self.part = part or Part(first=0, last=config.num_layers)
         common = {"layout": layout, "plan": plan, "device": device, "dtype": dtype}
-        self.embedding = None
+        weights = weights or SpreadWeights(Axis("dp_cp"))
+        self.embedding = stop = None
         if self.part.embedding:
             self.embedding = VocabParallelEmbedding(
                 config.vocab_size,
@@ -207,16 +214,24 @@ class Decoder(nn.Module):
                 copied=config.tied_embeddings and layout.pp_ends.size > 1,
                 **common,
             )
-        self.layers = nn.ModuleList(
-            DecoderLayer(index, config, memory=memory, **common) for index in range(self.part.first, self.part.last)
-        )
+            adapted = self.embedding.operands.a_RV is not None
+            self._embedding_stop = stop = weights.stop(self.embedding, before=None, again=adapted)
+        self.layers = nn.ModuleList()
+        self._layer_stops: list[Stop] = []
+        for index in range(self.part.first, self.part.last):
+            self.layers.append(DecoderLayer(index, config, memory=memory, **common))
+            stop = weights.stop(self.layers[-1], before=stop, again=True)  # before the next layer takes memory
+            self._layer_stops.append(stop)
         narrowest = min(config.hidden, config.num_heads // layout.tp.size * config.head_dim)
         shapes = ActivationShapes(dtype=dtype, head_dim=config.head_dim, min_width=narrowest)
         self.saved = SavedTensors(memory, device, shapes)
         self.norm = self.head = None
         if self.part.head:
             self.norm = RMSNorm("norm", config.hidden, config.norm_eps, offset=config.norm_offset, **common)
-            self.head = self._build_head(common, embedding_weight)
+            shared = self._shared_head_weight(common, embedding_weight) if config.tied_embeddings else None
+            self.head = self._build_head(common, shared)
+            also = () if shared is None else (shared,)
+            self._head_stop = weights.stop(self.head, before=stop, also=also, again=not self._head_is_frozen)
         # of the multiplier as the compute dtype has it, which is what the models that have one were trained with
         self.embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self.inverse_frequencies = tuple(
@@ -224,17 +239,18 @@ class Decoder(nn.Module):
             for rope in config.ropes
         )
 
-    def _build_head(self, common: dict, embedding_weight: ShardEntry | None) -> ColumnParallelLinear:
+    def _shared_head_weight(self, common: dict, embedding_weight: ShardEntry | None) -> ShardEntry:
+        shared = self.embedding.weight if self.embedding is not None else embedding_weight
+        if shared is None:
+            self.tied = TiedHeadWeight(self.config.vocab_size, self.config.hidden, **common)
+            shared = self.tied.weight
+        return shared
+
+    def _build_head(self, common: dict, shared: ShardEntry | None) -> ColumnParallelLinear:
         config, tp = self.config, self.layout.tp
-        shared = None
         if config.logits_softcap is not None:
             kernels = replace(self.layout.kernels, loss=capped_loss(config.logits_softcap))
             common = {**common, "layout": replace(self.layout, kernels=kernels)}
-        if config.tied_embeddings:
-            shared = self.embedding.weight if self.embedding is not None else embedding_weight
-            if shared is None:
-                self.tied = TiedHeadWeight(config.vocab_size, config.hidden, **common)
-                shared = self.tied.weight
         self.vocab_spec = padded_split_spec((config.vocab_size, config.hidden), 0, rank=tp.rank, size=tp.size)
         return ColumnParallelLinear(
             [Section(name="lm_head", spec=self.vocab_spec)],
@@ -300,7 +316,7 @@ class Decoder(nn.Module):
         """The residual stream that enters the first layer. Embeddings that are handed in are it already."""
         if batch.embeddings_TH is None:
             assert self.embedding is not None
-            x = self.embedding(batch.tokens_BS.flatten())
+            x = self._embedding_stop.run(self.embedding, batch.tokens_BS.flatten())
             return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
         x = batch.embeddings_TH
         return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x
@@ -308,14 +324,15 @@ class Decoder(nn.Module):
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
         """Through this part's layers."""
         saved = self.saved.layers(len(self.layers), context, self.layers.parameters())
-        for layer, kept in zip(self.layers, saved, strict=True):
+        for layer, stop, kept in zip(self.layers, self._layer_stops, saved, strict=True):
             with kept:
-                x = layer(x, context)
+                x = stop.run(partial(layer, context=context), x)
         return x
 
     def logits(self, x: Tensor, context: TokenContext) -> Tensor:
         """[T, V / tp] logits of this rank's vocabulary rows (with padding columns)."""
-        logits, cap = self._uncapped_logits(x, context), self.config.logits_softcap
+        logits = self._head_stop.run(partial(self._uncapped_logits, context=context), x)
+        cap = self.config.logits_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _uncapped_logits(self, x: Tensor, context: TokenContext) -> Tensor:
@@ -324,12 +341,20 @@ class Decoder(nn.Module):
 
     def token_losses(self, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
         """fp32 [T] negative log-likelihood of each label; equal on all tensor-parallel ranks."""
+        return self._head_stop.run(partial(self._token_losses, batch=batch, context=context), x)
+
+    @property
+    def _head_is_frozen(self) -> bool:
+        assert self.head is not None
+        return self.head.operands.low_rank is None and not self.head.operands.trains_weight
+
+    def _token_losses(self, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
         assert self.norm is not None and self.head is not None
         pieces = self.vocab_spec.pieces
         first_id = pieces[0].global_offset if pieces else self.config.vocab_size
         num_ids = pieces[0].length if pieces else 0
         labels, operands = batch.labels_BS.flatten(), self.head.operands
-        if operands.low_rank is None and not operands.trains_weight:
+        if self._head_is_frozen:
             source = self.norm.as_input(self.config.logits_divisor)
             return frozen_head_losses(
                 x, source, operands, labels, first_id=first_id, num_ids=num_ids, leaves=source.leaves()

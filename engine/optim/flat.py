@@ -17,7 +17,7 @@ from engine.distributed.parts import part_shards
 from engine.distributed.sharding import NamedShard
 from engine.layers.module import ShardEntry
 from engine.optim.layout import ALIGNMENT, OwnRun, Region, Slot, own_runs, plan_buckets, plan_regions
-from engine.optim.publish import CopyAll, GatherParts, Publish
+from engine.optim.publish import CopyAll, GatherParts, Publish, SendToKeepers
 from engine.optim.sharding import Sharding
 
 __all__ = ["ALIGNMENT", "FlatParameters", "Region", "Slot", "Span"]
@@ -43,6 +43,8 @@ class Span:
 
 class FlatParameters:
     """Flat gradient and master buffers over the trainable parameters.
+
+    Masters start from the parameters; where these are spread over ranks, from zero: fill them, and publish.
 
     Args:
         entries: of the model, in forward order; frozen ones are passed over.
@@ -76,9 +78,12 @@ class FlatParameters:
         self._publish: Publish
         if size == 1:
             self._publish = CopyAll(self.slots, self.master)
+        elif self.sharding.weights is not None:
+            self._publish = SendToKeepers(self.buckets, self.master, self.sharding.weights)
         else:
             self._publish = GatherParts(self.buckets, self.master, self.sharding.axis)
-        self._start_from_parameters()
+        if self.sharding.weights is None or size == 1:
+            self._start_from_parameters()
 
     @property
     def is_sharded(self) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.distributed.mesh import Axis
+from engine.layers.sharded_storage import SpreadWeights
 
 ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
 
@@ -28,11 +29,17 @@ class Sharding:
         axis: ranks that hold copies of the same parameters and sum their gradients (the mesh's dp_cp). Where it is of
             size 1 there is nothing to spread.
         bucket_elements: elements that leave together, at least; each bucket is divided evenly over the ranks.
+        weights: of the model, where the level is "parameters": spread over the same ranks.
     """
 
     level: ShardLevel = "none"
     axis: Axis = field(default_factory=lambda: Axis("dp_cp"))
     bucket_elements: int = 1
+    weights: SpreadWeights | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.weights is not None) == (self.level == "parameters"), self.level
+        assert self.weights is None or self.weights.axis == self.axis
 
     @property
     def size(self) -> int:

@@ -14,6 +14,7 @@ from engine.distributed.mesh import Axis, Mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard, ShardSpec
 from engine.layers.plan import TensorLayout
+from engine.layers.sharded_storage import SpreadWeights
 from engine.models.decoder import Decoder, Part
 from engine.objectives.language_modeling import LanguageModeling
 from engine.optim.adamw import FlatAdamW
@@ -28,7 +29,7 @@ from tests.distributed.cases import Case, make_batch, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
 
 CPU = torch.device("cpu")
-LEVELS: tuple[ShardLevel, ...] = ("none", "optimizer", "gradients")
+LEVELS: tuple[ShardLevel, ...] = ("none", "optimizer", "gradients", "parameters")
 BUCKET_ELEMENTS = 700
 """So that a run has several buckets, most of several parameters, and rows and parameters are cut."""
 GLOBAL_ROWS = 8
@@ -71,8 +72,7 @@ class Trained(NamedTuple):
     losses: list[float]
     norms: list[float]
     masters: list[NamedShard]
-    weights: dict[str, Tensor]
-    specs: dict[str, ShardSpec]
+    weights: list[NamedShard]
 
 
 class Run:
@@ -98,6 +98,7 @@ class Run:
             tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,
             pp_ends=Axis("pp_ends") if stage_rank[0] == stage_rank[-1] else mesh.pp_ends,
         )  # fmt: skip
+        weights = SpreadWeights(mesh.dp_cp) if level == "parameters" else None
         stages: dict[int, ModelStage] = {}
         step, embedding, first = torch.zeros((), dtype=torch.int64), None, 0
         for number, count in enumerate(layout.layers):
@@ -109,16 +110,17 @@ class Run:
                 continue
             model = Decoder(
                 case.config, layout=tensors, plan=case.plan(), device=CPU, dtype=dtype, part=part,
-                embedding_weight=embedding,
+                embedding_weight=embedding, weights=weights,
             )  # fmt: skip
             embedding = model.embedding.weight if model.embedding is not None else embedding
             gives_gradient = number > 0
             stages[number] = ModelStage(model, LanguageModeling(), CPU, gives_gradient=gives_gradient, step=step)
         self.stages = Stages(stages, mesh.pp, choice)
-        sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=BUCKET_ELEMENTS)
+        sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=BUCKET_ELEMENTS, weights=weights)
+        self.kept = weights or SpreadWeights(Axis("dp_cp"))
         self.entries = self.stages.entries()
         self.flat = FlatParameters(self.entries, CPU, sharding=sharding)
-        _fill([entry.shard for entry in self.entries if entry.sink is None])
+        _fill([shard for entry in self.entries if entry.sink is None for shard in self.kept.parts(entry)])
         _fill(self.flat.master_shards())
         self.flat.publish()
         self.optimizer = FlatAdamW(
@@ -152,21 +154,15 @@ class Run:
             norms.append(result.grad_norm.item())
         return losses, norms
 
-    def weights(self) -> dict[str, Tensor]:
-        """What the model computes with now, of trained parameters, by name; of a tied pair the first."""
-        found: dict[str, Tensor] = {}
-        for entry in self.entries:
-            if entry.sink is not None:
-                found.setdefault(entry.name, entry.parameter.data.clone())
-        return found
-
-    def specs(self) -> dict[str, ShardSpec]:
-        return {entry.name: entry.spec for entry in self.entries}
+    def weights(self) -> list[NamedShard]:
+        """What of the model's weights this rank keeps now, trained ones and frozen ones."""
+        parts = [part for entry in self.entries for part in self.kept.parts(entry)]
+        return [NamedShard(name, tensor.clone(), spec) for name, tensor, spec in parts]
 
     def trained(self, num_steps: int) -> Trained:
         losses, norms = self.train(1, num_steps)
         masters = [NamedShard(name, tensor.clone(), spec) for name, tensor, spec in self.flat.master_shards()]
-        return Trained(losses, norms, masters, self.weights(), self.specs())
+        return Trained(losses, norms, masters, self.weights())
 
 
 def _documents(step: int, slot: int) -> tuple[int, ...]:

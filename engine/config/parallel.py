@@ -30,6 +30,11 @@ class ParallelOptions:
         context: Ranks that share each row of tokens (context parallelism).
         context_method: How attention reaches the tokens of other context ranks. "ring" sends keys and values while
             others are computed; "ulysses" exchanges heads for tokens, which needs enough heads.
+        shard: What is spread over the ranks that train on different data (data and context parallel ones; ZeRO, arXiv
+            1910.02054). "none" keeps everything on each rank; "optimizer" spreads the fp32 weights and both moments;
+            "gradients" spreads the summed gradients as well, and sends half as much; "parameters" spreads the weights
+            too, frozen ones among them, and gathers each layer's twice a micro-batch. With one such rank nothing is
+            spread. Checkpoints open at any setting.
         lora_reduce: How a column linear's low-rank input gradient crosses the tensor ranks without sequence
             parallelism. "local" keeps each rank's partial sum and adds up the gradient of A once a step; "joint" sends
             it along with the input gradient, so that the gradient of A is complete at once.
@@ -44,6 +49,7 @@ class ParallelOptions:
     layers_per_stage: tuple[int, ...] | None = None
     context: int = 1
     context_method: Literal["ring", "ulysses"] = "ring"
+    shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
     lora_reduce: Literal["local", "joint"] = "local"
     bucket_mb: float = 25.0
 
@@ -65,6 +71,7 @@ class ParallelOptions:
             "number of layers above 0 for each stage of a pipeline is expected: write for example [8, 8, 8, 6], or "
             "null.",
         )
+        require_choice("parallel.shard", self.shard, ("none", "optimizer", "gradients", "parameters"))
         require_choice("parallel.lora_reduce", self.lora_reduce, ("local", "joint"))
         require_positive("parallel.bucket_mb", self.bucket_mb, "use for example 25")
 

@@ -23,6 +23,7 @@ from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.layers.recompute import MemoryPlan
 from engine.layers.rounding import FLOAT8
+from engine.layers.sharded_storage import SpreadWeights
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
@@ -35,6 +36,7 @@ from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import choose_backend
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
+from engine.optim.sharding import Sharding
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.partition import Partition, plan_partition
@@ -131,10 +133,11 @@ def build_training(config: RunConfig, launch: Launch, source: ModelSource, plan:
     backend, choice = choose_backend(config.optim.backend, device=launch.device)  # refused before a weight is read
     layout = _layout(config, launch, mesh, partition, decoder, log)
     log.info(choice)
-    stages = _build_stages(config, launch, decoder, plan, partition, layout, mesh)
+    weights = SpreadWeights(mesh.dp_cp if config.parallel.shard == "parameters" else Axis("dp_cp"))
+    stages = _build_stages(config, launch, decoder, plan, partition, layout, mesh, weights)
     entries = stages.entries()
-    flat = FlatParameters(entries, launch.device)
-    _fill(config, source, plan, entries, flat, log)
+    flat = FlatParameters(entries, launch.device, sharding=_sharding(config, mesh, weights, log))
+    _fill(config, source, plan, entries, flat, weights, log)
     optimizer = FlatAdamW(
         flat,
         mesh,
@@ -144,7 +147,7 @@ def build_training(config: RunConfig, launch: Launch, source: ModelSource, plan:
         clip_grad_norm=config.optim.clip_grad_norm,
         backend=backend,
     )
-    reducer = GradientReducer(flat, mesh, bucket_bytes=int(config.parallel.bucket_mb * 2**20))
+    reducer = GradientReducer(flat, mesh, bucket_bytes=_bucket_bytes(config))
     return Training(
         source=source,
         plan=plan,
@@ -155,6 +158,24 @@ def build_training(config: RunConfig, launch: Launch, source: ModelSource, plan:
         stages=stages,
         step=TrainStep(stages, reducer, optimizer, mesh),
     )
+
+
+def _bucket_bytes(config: RunConfig) -> int:
+    return int(config.parallel.bucket_mb * 2**20)
+
+
+def _sharding(config: RunConfig, mesh: Mesh, weights: SpreadWeights, log: Log) -> Sharding:
+    """What of the optimizer is spread over ranks; said in the log."""
+    level = config.parallel.shard
+    sharding = Sharding(
+        level=level,
+        axis=mesh.dp_cp,
+        bucket_elements=max(1, _bucket_bytes(config) // 4),
+        weights=weights if level == "parameters" else None,
+    )
+    if (sentence := sharding.sentence()) is not None:
+        log.info(sentence)
+    return sharding
 
 
 def _layout(
@@ -185,7 +206,7 @@ def _layout(
 
 def _build_stages(
     config: RunConfig, launch: Launch, decoder: DecoderConfig, plan: TrainingPlan, partition: Partition,
-    layout: TensorLayout, mesh: Mesh,
+    layout: TensorLayout, mesh: Mesh, weights: SpreadWeights,
 ) -> Stages:  # fmt: skip
     """This rank's parts of the model, still empty, as stages."""
     first_trained = partition.choice.first_trainable_stage
@@ -201,7 +222,7 @@ def _build_stages(
     for number, part in partition.parts(mesh.pp.rank).items():
         model = Decoder(
             decoder, layout=layout, plan=plan, device=launch.device, dtype=DTYPES[config.model.dtype], part=part,
-            embedding_weight=embedding_weight, memory=memory,
+            embedding_weight=embedding_weight, memory=memory, weights=weights,
         )  # fmt: skip
         if model.embedding is not None:
             embedding_weight = model.embedding.weight
@@ -222,12 +243,13 @@ def _fill(
     plan: TrainingPlan,
     entries: list[ShardEntry],
     flat: FlatParameters,
+    weights: SpreadWeights,
     log: Log,
 ) -> None:
     """Weights from the checkpoint (or drawn), adapters fresh or from PEFT. Trained tensors are filled in their fp32
     masters, so that nothing is rounded to the compute dtype on the way."""
     masters = flat.master_shards()
-    frozen = [entry.shard for entry in entries if entry.sink is None]
+    frozen = [part for entry in entries if entry.sink is None for part in weights.parts(entry)]
     base = frozen + [shard for shard in masters if not shard.name.endswith((".lora_A", ".lora_B"))]
     adapters = [shard for shard in masters if shard.name.endswith((".lora_A", ".lora_B"))]
     if source.weights is None:

@@ -31,8 +31,8 @@ def save_state(
         data: fingerprint of the training data.
     """
     optimizer, grid = training.optimizer, training.mesh.grid
-    # ranks of other data-parallel copies hold the same numbers; the first copy writes
-    writes = training.mesh.dp_cp.rank == 0
+    # where nothing is sharded, other data-parallel copies hold the same numbers; the first copy writes
+    writes = optimizer.flat.is_sharded or training.mesh.dp_cp.rank == 0
     state = {
         "step": step,
         "consumed": consumed,

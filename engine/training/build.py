@@ -10,7 +10,7 @@ import torch
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.peft_read import AdapterSource
 from engine.checkpoint.source import ModelFolder, WeightSource, open_model, open_source
-from engine.config.rules import data_parallel_size
+from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
@@ -32,6 +32,7 @@ from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention_blocks import REFERENCE_BLOCKS, choose_attention_blocks
 from engine.ops.backends import choose_kernels
 from engine.ops.ulysses_attention import check_context_heads
+from engine.ops.varlen_attention import choose_attention
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import choose_backend
 from engine.optim.flat import FlatParameters
@@ -39,6 +40,7 @@ from engine.optim.reduce import GradientReducer
 from engine.optim.sharding import Sharding
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
+from engine.training.cuda_graph.build import Graphs, build_graphs, check_graphs, graphs_sentence
 from engine.training.partition import Partition, plan_partition
 from engine.training.plan import training_plan
 from engine.training.stage import ModelStage
@@ -91,6 +93,8 @@ class Training:
     optimizer: FlatAdamW
     stages: Stages
     step: TrainStep
+    graphs: Graphs | None = None
+    """What the loop calls in place of `step`, where graphs are asked for."""
 
     def trainable_parameters(self) -> int:
         """Over the whole model, each parameter once."""
@@ -115,11 +119,22 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> T
     return plan
 
 
-def build_training(config: RunConfig, launch: Launch, source: ModelSource, plan: TrainingPlan, log: Log) -> Training:
+def build_training(
+    config: RunConfig,
+    launch: Launch,
+    source: ModelSource,
+    plan: TrainingPlan,
+    log: Log,
+    *,
+    documents_per_row: int | None = None,
+) -> Training:
     """Model with weights, optimizer and step.
 
     Collective: every rank calls it. Freshly initialised or loaded; a checkpoint of the run is loaded on top by
     `engine.training.state`.
+
+    Args:
+        documents_per_row: most documents in any row of the training data; graphs are sized by it.
     """
     grid = RankGrid(
         tp=config.parallel.tensor,
@@ -148,6 +163,18 @@ def build_training(config: RunConfig, launch: Launch, source: ModelSource, plan:
         backend=backend,
     )
     reducer = GradientReducer(flat, mesh, bucket_bytes=_bucket_bytes(config))
+    step = TrainStep(stages, reducer, optimizer, mesh)
+    graphs = build_graphs(
+        config,
+        step,
+        stages,
+        device=launch.device,
+        num_microbatches=gradient_accumulation_steps(config, launch.world_size),
+        data_ranks=mesh.dp_cp.size,
+        most_documents=documents_per_row,
+    )
+    if graphs is not None:
+        log.info(graphs_sentence(graphs))
     return Training(
         source=source,
         plan=plan,
@@ -156,7 +183,8 @@ def build_training(config: RunConfig, launch: Launch, source: ModelSource, plan:
         parts=stages.models(),
         optimizer=optimizer,
         stages=stages,
-        step=TrainStep(stages, reducer, optimizer, mesh),
+        step=step,
+        graphs=graphs,
     )
 
 
@@ -185,6 +213,11 @@ def _layout(
     dtype = DTYPES[config.model.dtype]
     kernels, choice = choose_kernels(config.model.kernels, device=launch.device, dtype=dtype)
     log.info(choice)
+    attention = choose_attention(
+        kernels, device=launch.device, dtype=dtype, head_dim=decoder.head_dim, packed=config.data.packing
+    )
+    check_graphs(config, launch.device, attention)
+    log.info(attention.sentence)
     blocks = REFERENCE_BLOCKS
     if mesh.cp.size > 1:
         blocks = choose_attention_blocks("auto", device=launch.device, dtype=dtype, head_dim=decoder.head_dim)
@@ -197,7 +230,7 @@ def _layout(
         pp_ends=Axis("pp_ends") if ends_meet else mesh.pp_ends,
         sequence_parallel=config.parallel.sequence_parallel,
         joint_reduce=config.parallel.lora_reduce == "joint",
-        kernels=kernels,
+        kernels=attention.kernels,
         cp=mesh.cp,
         context_method=config.parallel.context_method,
         attention_blocks=blocks,

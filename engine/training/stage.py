@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import torch
@@ -13,6 +13,9 @@ from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
 from engine.objectives.language_modeling import LanguageModeling
 from engine.pipeline.schedule import Kind
+from engine.training.cuda_graph.capture import Capture
+from engine.training.cuda_graph.layer_graphs import StageGraphs
+from engine.training.cuda_graph.static_batch import StaticShape
 
 
 class ModelStage:
@@ -44,6 +47,8 @@ class ModelStage:
         self._batches: list[Batch] = []
         self._alive: dict[int, tuple[Tensor | None, Tensor]] = {}
         self._deferred: dict[int, list[Callable[[], None]]] = {}
+        self._graphs: StageGraphs | None = None
+        self._start_reduction: Callable[[Iterable[ShardEntry]], None] | None = None
         self._training = True
         self._scale = torch.ones((), dtype=torch.float32, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device) if step is None else step
@@ -73,8 +78,13 @@ class ModelStage:
         if activation is not None and keeps and self._gives_gradient:
             activation.requires_grad_()
         with nullcontext() if keeps else torch.no_grad():
-            context = model.context(batch, self.step, training=self._training)
-            out = model.run_layers(model.embed(batch) if activation is None else activation, context)
+            x = model.embed(batch) if activation is None else activation
+            slot = self._graphs.take(microbatch, batch) if keeps and self._graphs is not None else None
+            if slot is None:
+                context = model.context(batch, self.step, training=self._training)
+                out = model.run_layers(x, context)
+            else:
+                context, out = slot.context, slot.run_layers(x)
             if model.head is not None:
                 out = self._objective.loss_sum(model.token_losses(out, batch, context), batch)
                 self.loss_sum.add_(out.detach())
@@ -87,16 +97,54 @@ class ModelStage:
     ) -> Tensor | None:
         """See engine.pipeline.runner.Stage."""
         activation, out = self._alive.pop(microbatch)
+        slot = self._graphs.of(microbatch) if self._graphs is not None else None
+        start, self._start_reduction = self._start_reduction, None
+        if start is not None:
+            if self._graphs is None or slot is None:
+                start(self.entries)
+            else:
+                start(self._graphs.others)
+                slot.reduce_with(start)
         if gradient is None:
             out = out * self._scale
         if not defer_weights:
             out.backward(gradient)
         else:
+            assert slot is None, "a graph adds the weights' gradients at once"
             self._deferred[microbatch] = []
             self._defer(self._deferred[microbatch])
             out.backward(gradient)
             self._defer(None)
-        return activation.grad if activation is not None else None
+        made = activation.grad if activation is not None else None
+        if self._graphs is None or slot is None:
+            return made
+        self._graphs.release(microbatch)
+        return None if made is None else made.clone()  # the slot's next micro-batch writes there while this is sent
+
+    def before_last_backward(self, start: Callable[[Iterable[ShardEntry]], None]) -> None:
+        """Says that the stage's next backward is its last one of the step.
+
+        Args:
+            start: called with parameters before their last gradient is reported: their reduction may start with it.
+        """
+        self._start_reduction = start
+
+    def capture_layers(self, capture: Capture, shape: StaticShape, num_slots: int) -> None:
+        """From now on the layers of training's micro-batches of this shape are replayed. Between two steps.
+
+        Args:
+            num_slots: micro-batches whose backward is still to come at once, at most.
+        """
+        embedding = self.model.embedding
+        trains_embedding = embedding is not None and any(entry.sink is not None for entry in shard_entries(embedding))
+        self._graphs = StageGraphs(
+            self.model,
+            self.step,
+            shape,
+            capture,
+            gives_gradient=self._gives_gradient or trains_embedding,
+            num_slots=num_slots,
+        )
 
     @torch.no_grad()
     def weight_gradients(self, microbatch: int) -> None:

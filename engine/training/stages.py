@@ -14,8 +14,10 @@ from engine.distributed.mesh import Axis
 from engine.layers.module import ShardEntry
 from engine.models.decoder import Decoder
 from engine.pipeline.runner import Runner
-from engine.pipeline.schedule import Schedule
+from engine.pipeline.schedule import Action, Schedule
 from engine.pipeline.schedules import make_schedule
+from engine.training.cuda_graph.capture import Capture
+from engine.training.cuda_graph.static_batch import StaticShape
 from engine.training.stage import ModelStage
 
 
@@ -100,7 +102,9 @@ class Stages:
             0-dim fp32 sum of this rank's weighted token losses: 0 where it has no last stage.
         """
         self._load(batches, target_count, training=True)
-        self._runner(len(batches), training=True).run(lambda stage: before_last_backward(self._stages[stage].entries))
+        self._runner(len(batches), training=True).run(
+            lambda stage: self._stages[stage].before_last_backward(before_last_backward)
+        )
         return self._loss_sum()
 
     @torch.no_grad()
@@ -109,6 +113,17 @@ class Stages:
         self._load(batches, 1.0, training=False)
         self._runner(len(batches), training=False).run(lambda stage: None)
         return all_reduce(self._loss_sum(), self._axis)
+
+    def capture_layers(self, capture: Capture, shape: StaticShape, num_microbatches: int) -> None:
+        """Captures the layers of every stage that has a backward. Between two steps.
+
+        Args:
+            num_microbatches: of a step.
+        """
+        actions = self._choice.schedule(num_microbatches).actions[self._axis.rank]
+        for number, stage in self._stages.items():
+            if num_slots := most_alive(actions, number):
+                stage.capture_layers(capture, shape, num_slots)
 
     def _load(self, batches: list[Batch], target_count: Tensor | float, *, training: bool) -> None:
         moved = [batch.to(self.step.device) for batch in batches]
@@ -124,3 +139,14 @@ class Stages:
             schedule = self._choice.schedule(num_microbatches, training=training)
             self._runners[key] = Runner(schedule, self._stages, self._axis)
         return self._runners[key]
+
+
+def most_alive(actions: tuple[Action, ...], stage: int) -> int:
+    """Micro-batches of `stage` whose backward is still to come at once, at most; 0 where it has no backward."""
+    if not any(action.op == "B" and action.stage == stage for action in actions):
+        return 0
+    alive = [0]
+    for action in actions:
+        if action.stage == stage:
+            alive.append(alive[-1] + {"F": 1, "B": -1}.get(action.op, 0))
+    return max(alive)

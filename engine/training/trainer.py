@@ -26,6 +26,7 @@ from engine.telemetry.memory import peak_memory_bytes
 from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import TrainProgress
 from engine.training.build import RunData, Training, build_data, build_training, check_model, model_source
+from engine.training.cuda_graph.static_batch import most_in_a_row
 from engine.training.evaluate import evaluate
 from engine.training.state import load_state, save_state
 from engine.training.step import StepResult
@@ -59,6 +60,8 @@ class RunSummary:
     tokens: int
     seconds: float
     memory: int
+    graphs: str | None = None
+    """What was replayed as a graph and what was not."""
 
     def lines(self) -> list[str]:
         rows = [("steps", f"{self.steps}")]
@@ -69,6 +72,8 @@ class RunSummary:
         if self.seconds > 0:
             speed = f"{format_count(self.tokens / self.seconds)} tokens/s"
             rows.append(("speed", f"{speed}, {format_duration(self.seconds)} in all"))
+        if self.graphs is not None:
+            rows.append(("CUDA graphs", self.graphs))
         rows += [("peak memory of rank 0", format_bytes(self.memory)), ("run folder", str(self.run_dir))]
         width = max(len(name) for name, _ in rows)
         return [f"  {name:<{width}}  {value}" for name, value in rows]
@@ -87,7 +92,9 @@ class Trainer:
         self.run_dir = self._choose_run_dir()
         resume = self._resume_path()
         self._data: RunData = build_data(config, launch, source.model.decoder, log)
-        self._training: Training = build_training(config, launch, source, plan, log)
+        self._training: Training = build_training(
+            config, launch, source, plan, log, documents_per_row=most_in_a_row(self._data.train.dataset)
+        )
         self.step, self._consumed = 0, 0
         self._data_fingerprint = self._data.train.dataset.fingerprint()
         if resume is not None:
@@ -111,11 +118,12 @@ class Trainer:
             self._evaluate()
         begin = self._report_clock = self._now()
         saved = None
+        take_step = self._training.step if self._training.graphs is None else self._training.graphs
         for batches in loader.stream(self._consumed, self._total - self.step):
             lr = self._learning_rate()
             targets = loader.target_count(self._consumed)
             tokens = int(loader.dataset.row_lengths[loader.rows(self._consumed)].sum())
-            result = self._training.step(batches, targets, lr)
+            result = take_step(batches, targets, lr)
             self.step += 1
             for part in self._training.parts:
                 if (report := part.saved.take_report()) is not None:  # in the first step, if ever
@@ -151,6 +159,7 @@ class Trainer:
             tokens=self._tokens,
             seconds=seconds,
             memory=peak_memory_bytes(),
+            graphs=self._training.graphs.counts.line() if self._training.graphs is not None else None,
         )
 
     def _learning_rate(self) -> float:

@@ -1,0 +1,88 @@
+"""From the options to a step that replays graphs, or a sentence that says why there can be none."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from engine.config.run import RunConfig
+from engine.errors import UserError
+from engine.ops.varlen_attention import AttentionChoice
+from engine.training.cuda_graph.capture import CudaCapture
+from engine.training.cuda_graph.layer_step import LayerGraphs
+from engine.training.cuda_graph.static_batch import StaticShape, document_capacity
+from engine.training.cuda_graph.step_graph import StepGraph
+from engine.training.stages import Stages
+from engine.training.step import TrainStep
+
+Graphs: TypeAlias = StepGraph | LayerGraphs
+
+
+def check_graphs(config: RunConfig, device: torch.device, attention: AttentionChoice) -> None:
+    """Whether this machine and this model's attention allow the graphs that are asked for.
+
+    Raises:
+        UserError: they do not; says why.
+    """
+    graph = config.memory.cuda_graph
+    if graph == "none":
+        return
+    if device.type != "cuda":
+        raise UserError(
+            f"memory.cuda_graph is {graph}, but this run is on {device.type}, and CUDA graphs need a GPU: set "
+            "memory.cuda_graph to none."
+        )
+    if not attention.on_device:
+        raise UserError(
+            f"memory.cuda_graph is {graph}, but attention reads the documents' lengths on the host, which a graph "
+            f"cannot ({attention.sentence}): set memory.cuda_graph to none, or change what that sentence names."
+        )
+
+
+def build_graphs(
+    config: RunConfig,
+    step: TrainStep,
+    stages: Stages,
+    *,
+    device: torch.device,
+    num_microbatches: int,
+    data_ranks: int,
+    most_documents: int | None,
+) -> Graphs | None:
+    """What the loop calls in place of `step`; None where memory.cuda_graph is none.
+
+    Args:
+        device: the GPU; see `check_graphs`.
+        num_microbatches: of a step, on each rank.
+        data_ranks: data-parallel ranks.
+        most_documents: in any row of the training data; needed where there are to be graphs.
+
+    Raises:
+        UserError: memory.graph_documents does not fit the data.
+    """
+    graph, rows = config.memory.cuda_graph, config.train.micro_batch_size
+    if graph == "none":
+        return None
+    assert most_documents is not None, "graphs are sized by the data"
+    capacity = document_capacity(
+        config.memory.graph_documents,
+        rows=rows,
+        most_in_a_row=most_documents,
+        uniform=graph == "step" and data_ranks > 1,
+    )
+    shape = StaticShape(rows=rows, length=config.data.seq_length, documents=capacity)
+    capture = CudaCapture(device)
+    if graph == "layer":
+        return LayerGraphs(step, stages, capture, shape)
+    return StepGraph(step, capture, shape, num_microbatches=num_microbatches, device=device)
+
+
+def graphs_sentence(graphs: Graphs) -> str:
+    """For the log."""
+    shape = graphs.shape
+    what = "the whole step" if isinstance(graphs, StepGraph) else "each layer's forward and backward"
+    return (
+        f"CUDA graphs: {what}, for micro-batches of {shape.rows} x {shape.length} tokens in at most {shape.documents} "
+        "documents"
+    )

@@ -1,0 +1,117 @@
+"""Capturing work on the device and replaying it, behind a protocol of what training needs of it.
+
+Capturing runs a function once while its launches are recorded instead of carried out: device memory stays as it is,
+what the function does on the host happens once. Replaying carries the launches out again, on the same addresses.
+
+Everything of a graphed run is launched on the stream it is captured on, the steps before the capture and those beside
+the graph too. Autograd's nodes remember the stream they were made on, and a parameter's node lives as long as anything
+refers to it: one that was made on another stream would make the capture wait for that stream, which is not part of it.
+That holds also for gradients that autograd never sees, as those of this engine's sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+WARMUP_STEPS = 3
+"""Steps before the capture. They compile and load kernels, make communicators and workspaces, which a capture may not.
+
+They are the first steps of training itself: nothing is undone afterwards, because nothing was done beside training. The
+other ways each need something that these do not: a copy of masters and moments to restore, or a step that changes
+nothing, which would have to hold for every counter and every rank.
+"""
+
+Captured = Callable[[], tuple[Tensor, ...]]
+
+
+class Replayable(Protocol):
+    """What was captured.
+
+    `outputs` are what the function returned while it was captured; a replay writes the same tensors again.
+    """
+
+    outputs: tuple[Tensor, ...]
+
+    def replay(self) -> None:
+        """Launches it again on the current stream, which is that of `Capture.running`."""
+
+
+class Capture(Protocol):
+    """A way to capture."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around all work of a run that captures: makes the stream of captures the current one."""
+
+    def new_pool(self) -> Any:
+        """Memory that captures share which are replayed in the order in which they were captured."""
+
+    def capture(self, function: Captured, pool: Any) -> Replayable:
+        """Runs `function` once without effect on the device; inside `running`, between steps."""
+
+
+class _CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...]) -> None:
+        self._graph, self.outputs = graph, outputs
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class CudaCapture:
+    """CUDA graphs of torch.
+
+    Other threads may go on meanwhile: the loader's pin memory, autograd's launch the backward pass that is captured.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        caller = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            yield
+        caller.wait_stream(self._stream)
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, function: Captured, pool: Any) -> Replayable:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            outputs = function()
+        return _CudaGraph(graph, outputs)
+
+
+@dataclass(slots=True)
+class GraphCounts:
+    """What was replayed, and what was not.
+
+    Args:
+        unit: of the counts.
+        warmup: before the capture.
+        replayed: by a graph.
+        beside: of another shape than the graph's, or with more documents than it has room for.
+    """
+
+    unit: str
+    warmup: int = 0
+    replayed: int = 0
+    beside: int = 0
+
+    def line(self) -> str:
+        """For the summary."""
+        return (
+            f"{self.replayed} {self.unit} replayed, {self.warmup} before the capture, {self.beside} beside the graph "
+            "(they did not fit)"
+        )

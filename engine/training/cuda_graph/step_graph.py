@@ -1,0 +1,65 @@
+"""The whole step as one graph: forward and backward of all micro-batches, reduction, clipping, update, publishing.
+
+Recomputation, accumulation and collectives of tensor and data parallelism are part of it. Where ranks share a
+collective, all of them must replay together, so that either every rank's micro-batches fit or none does; the capacity
+is chosen so that they always do (`static_batch.document_capacity`). A step beside the graph needs its activations'
+memory beside the graph's own, which is kept.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from engine.batch import Batch
+from engine.training.cuda_graph.capture import WARMUP_STEPS, Capture, GraphCounts, Replayable
+from engine.training.cuda_graph.static_batch import StaticBatch, StaticShape
+from engine.training.step import StepResult, TrainStep
+
+
+class StepGraph:
+    """Takes a `TrainStep`'s place: called alike, with the same result.
+
+    Args:
+        step: what is captured.
+        capture: how.
+        shape: of each micro-batch.
+        num_microbatches: of a step.
+        device: that the step runs on.
+    """
+
+    def __init__(
+        self, step: TrainStep, capture: Capture, shape: StaticShape, *, num_microbatches: int, device: torch.device
+    ) -> None:
+        self._step, self._capture, self.shape = step, capture, shape
+        self._places = [StaticBatch(shape, device) for _ in range(num_microbatches)]
+        self._batches = [place.batch for place in self._places]
+        self._graph: Replayable | None = None
+        self.counts = GraphCounts("steps")
+
+    def __call__(self, batches: list[Batch], target_count: float, lr: float) -> StepResult:
+        """See `TrainStep.__call__`."""
+        assert len(batches) == len(self._places), (len(batches), len(self._places))
+        with self._capture.running():
+            self._step.prepare(target_count, lr)
+            if not all(map(self.shape.fits, batches)):
+                self.counts.beside += 1
+                return self._step.on_device(batches)
+            for place, batch in zip(self._places, batches, strict=True):
+                place.load(batch)
+            if self.counts.warmup < WARMUP_STEPS:
+                self.counts.warmup += 1
+                return self._step.on_device(self._batches)
+            return self._replay()
+
+    def _replay(self) -> StepResult:
+        if self._graph is None:
+            gc.collect()  # a dead cycle may hold nodes of an earlier step
+            self._graph = self._capture.capture(
+                lambda: tuple(self._step.on_device(self._batches)), self._capture.new_pool()
+            )
+        self._graph.replay()
+        self.counts.replayed += 1
+        # the next replay writes the same memory, and whoever asked may read the figures later than that
+        return StepResult(*(output.clone() for output in self._graph.outputs))

@@ -9,7 +9,7 @@ where they exist, so that no deprecation warning reaches a user.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,8 @@ _reduce_scatter: Callable[..., Any] = (
 )
 
 
-class _Part(NamedTuple):
-    """A piece of work, and what is said where it fails: see `raise_if_lost`."""
-
-    work: Any
-    operation: str
-    axis: Axis
-    peer: int | None = None
+_Part = tuple[Any, str, Axis, int | None]
+"""A piece of work and what is said where it fails, see `raise_if_lost`: its operation, axis, and peer if it has one."""
 
 
 class Handle:
@@ -50,7 +45,7 @@ class Handle:
 
     def done(self) -> bool:
         """Whether `wait` would return at once; asks the device nothing that it would have to finish for."""
-        return all(part.work.is_completed() for part in self._parts)
+        return all(work.is_completed() for work, *_ in self._parts)
 
     def wait(self) -> None:
         """Blocks the CPU with Gloo, the current stream with NCCL.
@@ -58,11 +53,11 @@ class Handle:
         Raises:
             CommunicationError: another rank is gone or does not answer.
         """
-        for part in self._parts:
+        for work, operation, axis, peer in self._parts:
             try:
-                part.work.wait()
+                work.wait()
             except RuntimeError as error:
-                raise_if_lost(error, part.operation, axis=part.axis.name, group=part.axis.group, peer=part.peer)
+                raise_if_lost(error, operation, axis=axis.name, group=axis.group, peer=peer)
                 raise
         self._parts = ()
 
@@ -74,7 +69,7 @@ def _start(operation: str, primitive: Callable[..., Any], axis: Axis, *arguments
     except RuntimeError as error:
         raise_if_lost(error, operation, axis=axis.name, group=axis.group)
         raise
-    return Handle(_Part(work, operation, axis))
+    return Handle((work, operation, axis, None))
 
 
 def _start_transfers(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis) -> list[_Part]:
@@ -96,10 +91,8 @@ def _start_transfers(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis)
         raise_if_lost(error, operation, axis=axis.name, group=axis.group, peer=peers.pop() if len(peers) == 1 else None)
         raise
     if len(works) != len(posts):
-        return [_Part(work, "send and receive", axis) for work in works]
-    return [
-        _Part(work, _transfer(is_send), axis, peer) for work, (is_send, _, peer) in zip(works, operations, strict=True)
-    ]
+        return [(work, "send and receive", axis, None) for work in works]
+    return [(work, _transfer(is_send), axis, peer) for work, (is_send, _, peer) in zip(works, operations, strict=True)]
 
 
 def _transfer(is_send: bool) -> str:

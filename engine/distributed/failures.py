@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -107,7 +108,7 @@ def _ranges(ranks: list[int]) -> str:
 
 def _caller() -> str:
     """The function of the engine that the operation was for; nothing where a test or a tool asked for it."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("engine.") and not module.startswith("engine.distributed."):

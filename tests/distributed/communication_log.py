@@ -57,15 +57,16 @@ class _Log(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def start(self, part: Any) -> None:
-        if any(part.work is work for work in self.works):  # one handle made of two
+        work, operation, axis, _ = part
+        if any(work is known for known in self.works):  # one handle made of two
             return
-        self.works.append(part.work)
-        communication = Communication(operation=part.operation, axis=part.axis.name, caller=_caller())
+        self.works.append(work)
+        communication = Communication(operation=operation, axis=axis.name, caller=_caller())
         self.found.append(communication)
-        self.under_way[id(part.work)] = communication
+        self.under_way[id(work)] = communication
 
     def wait(self, part: Any) -> None:
-        communication = self.under_way.pop(id(part.work), None)
+        communication = self.under_way.pop(id(part[0]), None)
         if communication is not None:
             communication.waited = True
 

@@ -42,7 +42,7 @@ STUCK = ("tensor", "pipeline")
 def _survivors(
     folder: Path, settings: dict[str, object], layouts: Iterable[str], fault: signal.Signals, timeout: float
 ) -> dict[str, End]:
-    """How the other rank of each layout ends; the runs go side by side, because most of the time is waiting."""
+    """How the other rank ends in each of `layouts`, which run side by side."""
     with ExitStack() as stack:
         runs = {}
         for layout in layouts:
@@ -64,12 +64,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_d
 
 
 @pytest.fixture(scope="module")
-def after_kill(settings: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
-    return _survivors(tmp_path_factory.mktemp("kill"), settings, LAYOUTS, signal.SIGKILL, AMPLE)
-
-
-@pytest.fixture(scope="module")
 def after_stop(settings: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+    """Side by side, because most of the time is waiting."""
     return _survivors(tmp_path_factory.mktemp("stop"), settings, STUCK, signal.SIGSTOP, SHORT)
 
 
@@ -88,9 +84,10 @@ def _check_sentence(end: End, layout: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_killed_rank(layout: str, after_kill: dict[str, End]) -> None:
-    _check_sentence(after_kill[layout], layout, "a process has ended")
-    assert after_kill[layout].seconds < SLACK
+def test_killed_rank(layout: str, settings: dict[str, object], tmp_path: Path) -> None:
+    end = _survivors(tmp_path, settings, [layout], signal.SIGKILL, AMPLE)[layout]
+    _check_sentence(end, layout, "a process has ended")
+    assert end.seconds < SLACK
 
 
 @pytest.mark.parametrize("layout", STUCK)

@@ -160,9 +160,11 @@ class AttentionWalk:
             gradients = self._ring_backward(layer)
         else:
             gradients = [ledger.take(TEMPORARY, sizes.numbers(tokens, q + 2 * kv))]
-            if self._scores(layer):  # gradients in fp32; scores, their exponentials, and gradients of both
+            if self._scores(
+                layer
+            ):  # gradients in fp32; scores, their exponentials, gradients of both, and slopes of a cap
                 wide = 0 if sizes.is_wide else WIDE * tokens * (q + 2 * kv)
-                ledger.touch(TEMPORARY, wide + 4 * self._scores(layer))
+                ledger.touch(TEMPORARY, wide + (5 if layer.softcap else 4) * self._scores(layer))
             if sizes.kernels.wide_attention_gradient:
                 ledger.touch(TEMPORARY, tokens * (q * WIDE + WIDE * layer.heads) + sizes.numbers(tokens, 2 * q))
         ledger.drop(dout, kept.k, kept.v, kept.q, kept.out, kept.lse)

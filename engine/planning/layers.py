@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from engine.layers.recompute import Level
+from engine.layers.rounding import FLOAT8
 from engine.planning.attention import AttentionKept, AttentionWalk, ContextSizes
 from engine.planning.ledger import ACTIVATIONS, TEMPORARY, Block, Ledger
-from engine.planning.linears import LinearKept, LinearWalk, Sizes, Source
+from engine.planning.linears import WIDE, LinearKept, LinearWalk, Sizes, Source
 from engine.planning.shapes import LayerShape
 
 
@@ -84,12 +87,22 @@ def _source(layer: LayerShape) -> Source:
 
 
 class LayerWalk:
-    """Goes through layers with a ledger."""
+    """Goes through layers with a ledger.
+
+    Args:
+        ledger: to write into.
+        sizes, context: of the rank.
+        hidden: features of the residual stream.
+        defers: see LinearWalk.
+        stored_dtype: that activations are kept in, where it is not their own.
+    """
 
     def __init__(
-        self, ledger: Ledger, sizes: Sizes, context: ContextSizes, hidden: int, *, defers: bool = False
-    ) -> None:
+        self, ledger: Ledger, sizes: Sizes, context: ContextSizes, hidden: int, *, defers: bool = False,
+        stored_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self.ledger, self.sizes, self.hidden = ledger, sizes, hidden
+        self._stored_dtype = stored_dtype
         self._linear = LinearWalk(ledger, sizes, defers=defers)
         self._attention = AttentionWalk(ledger, sizes, context)
 
@@ -99,17 +112,61 @@ class LayerWalk:
 
     # Forward.
 
-    def forward(self, layer: LayerShape, level: Level, needs: Needs) -> tuple[Block, LayerKept]:
-        """The layer's output, and what is kept."""
+    def forward(
+        self, layer: LayerShape, level: Level, needs: Needs, x: Block, *, keeps_x: bool
+    ) -> tuple[Block, LayerKept, Block | None]:
+        """The layer's output, what it keeps, and its input as it is kept, which may be rounded.
+
+        Args:
+            x: freed where it is not kept.
+        """
         policy, kept = POLICIES[level], LayerKept()
         again = policy.again
         self._attention_forward(layer, policy, needs, kept, saved="attention" not in again)
+        rounded = self._rounded_attention(layer, kept, x if keeps_x else None)
         output = self._mlp_forward(layer, policy, needs, kept, saved="mlp" not in again)
         assert output is not None
         if not needs.gate_up or "mlp" in again:
             self.ledger.drop(kept.middle)
             kept.middle = None
-        return output, kept
+        if rounded is None:
+            self.ledger.drop(None if keeps_x else x)
+            return output, kept, x if keeps_x else None
+        # what was rounded lives until the layer is done
+        middle, activated = self._rounded(kept.middle), self._rounded(kept.activated)
+        attention = kept.attention
+        self.ledger.drop(x, kept.middle, kept.activated, attention.q, attention.k, attention.v, attention.out)
+        kept.middle, kept.activated = middle, activated
+        kept_x, attention.q, attention.k, attention.v, attention.out = rounded
+        return output, kept, kept_x
+
+    # Rounding, see engine.layers.saved.
+
+    def _rounded_attention(self, layer: LayerShape, kept: LayerKept, x: Block | None) -> list[Block | None] | None:
+        """The layer's input, q, k, v and attention's output in fewer bits, beside themselves; None without rounding."""
+        if self._stored_dtype is None:
+            return None
+        attention = kept.attention
+        return [self._rounded(one) for one in (x, attention.q, attention.k, attention.v, attention.out)]
+
+    def _rounded(self, block: Block | None) -> Block | None:
+        """Float8 has an fp32 scale a token, and takes the absolute values and the scaled ones on the way."""
+        if block is None or self._stored_dtype is None:
+            return None
+        numbers = block.nbytes // self.sizes.itemsize
+        scales = 0
+        if self._stored_dtype == FLOAT8:
+            self.ledger.touch(TEMPORARY, block.nbytes)
+            scales = WIDE * self.sizes.tokens
+        return self.ledger.take(ACTIVATIONS, numbers * self._stored_dtype.itemsize + scales)
+
+    def _restored(self, block: Block | None, features: int, rows: int) -> Block | None:
+        """The numbers themselves again, made when they are asked for."""
+        if block is None or self._stored_dtype is None:
+            return block
+        whole = self.ledger.take(ACTIVATIONS, self.sizes.numbers(rows, features))
+        self.ledger.drop(block)
+        return whole
 
     def _attention_forward(
         self, layer: LayerShape, policy: Policy, needs: Needs, kept: LayerKept, *, saved: bool, last: bool = False
@@ -192,17 +249,21 @@ class LayerWalk:
         self, layer: LayerShape, level: Level, needs: Needs, kept: LayerKept, x: Block | None, dy: Block
     ) -> Block | None:
         """The gradient of the layer's input, None where nobody needs it. Frees `x`, `dy` and what was kept."""
-        policy = POLICIES[level]
-        if "mlp" in policy.again:
+        policy, tokens = POLICIES[level], self.sizes.tokens
+        if policy.again == ("attention", "mlp"):
+            x = self._restored(x, self.hidden, self.sizes.local)
             self._attention_forward(layer, policy, needs, kept, saved=True)
             self._mlp_forward(layer, policy, needs, kept, saved=True, last=True)
-        middle = self._mlp_backward(layer, needs, kept, dy)
+        else:
+            kept.activated = self._restored(kept.activated, layer.gate_up.outputs, tokens)
+        middle = self._mlp_backward(layer, needs, kept, dy, restores=not policy.again or len(policy.again) == 1)
         if middle is None:
             self.ledger.drop(x)
             return None
         if policy.again == ("attention",):
+            x = self._restored(x, self.hidden, self.sizes.local)
             self._attention_forward(layer, policy, needs, kept, saved=True, last=True)
-        return self._attention_backward(layer, needs, kept, x, middle)
+        return self._attention_backward(layer, needs, kept, x, middle, restores=not policy.again)
 
     def _summed(self, residual: Block, branch: Block | None) -> Block:
         """Gradients of both ways into one tensor, which is a third one."""
@@ -212,7 +273,9 @@ class LayerWalk:
         self.ledger.drop(residual, branch)
         return both
 
-    def _mlp_backward(self, layer: LayerShape, needs: Needs, kept: LayerKept, dy: Block) -> Block | None:
+    def _mlp_backward(
+        self, layer: LayerShape, needs: Needs, kept: LayerKept, dy: Block, *, restores: bool
+    ) -> Block | None:
         ledger = self.ledger
         if not needs.output:
             ledger.drop(dy)
@@ -222,6 +285,8 @@ class LayerWalk:
         ledger.drop(kept.activated, own)
         branch = None
         if activated is not None:
+            if restores:
+                kept.middle = self._restored(kept.middle, self.hidden, self.sizes.local)
             branch = self._linear.backward(
                 layer.gate_up, _source(layer), kept.gate_up, column=True, needs_gradient=needs.middle,
                 trains_norm=layer.trains_post_norm,
@@ -233,9 +298,11 @@ class LayerWalk:
         return self._summed(dy, branch)
 
     def _attention_backward(
-        self, layer: LayerShape, needs: Needs, kept: LayerKept, x: Block | None, dy: Block
+        self, layer: LayerShape, needs: Needs, kept: LayerKept, x: Block | None, dy: Block, *, restores: bool
     ) -> Block | None:
-        ledger = self.ledger
+        ledger, attention, tokens = self.ledger, kept.attention, self.sizes.tokens
+        if restores:
+            attention.out = self._restored(attention.out, layer.width, tokens)
         own = self._output_norm_backward(layer, kept.out_norm, dy)
         dout = self._linear.backward(layer.out, "given", kept.out, column=False, needs_gradient=needs.qkv)
         ledger.drop(own)
@@ -243,7 +310,13 @@ class LayerWalk:
             ledger.drop(dy)  # nothing before it wants the other way's gradient
         branch = None
         if dout is not None:
+            if restores:
+                attention.q = self._restored(attention.q, layer.width, tokens)
+                attention.k = self._restored(attention.k, layer.kv_width, tokens)
+                attention.v = self._restored(attention.v, layer.kv_width, tokens)
             product = self._attention.backward(layer, kept.attention, dout)
+            if restores:
+                x = self._restored(x, self.hidden, self.sizes.local)
             branch = self._linear.backward(
                 layer.qkv, _source(layer), kept.qkv, column=True, needs_gradient=needs.x,
                 trains_norm=layer.trains_input_norm,

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from engine.layers.recompute import MemoryPlan
-from engine.layers.rounding import FLOAT8
+from engine.optim.publish import AHEAD
+from engine.optim.sharding import ShardLevel
 from engine.planning.attention import context_sizes
 from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan
 from engine.planning.ledger import (
@@ -39,17 +40,23 @@ _BATCH_BYTES = 4 * 8 + 4
 """Of a token: its id, label, position and dropout coordinate as int64, its weight as fp32."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StateSharding:
-    """Which of the optimizer's buffers are divided over the ranks that sum gradients."""
+    """What is divided over the ranks that sum gradients."""
 
     masters: bool = False
     moments: bool = False
     gradients: bool = False
+    weights: bool = False
 
 
-STATE_SHARDING = {"none": StateSharding()}
-"""A way of dividing the optimizer's state is an entry here."""
+STATE_SHARDING: dict[ShardLevel, StateSharding] = {
+    "none": StateSharding(),
+    "optimizer": StateSharding(masters=True, moments=True),
+    "gradients": StateSharding(masters=True, moments=True, gradients=True),
+    "parameters": StateSharding(masters=True, moments=True, gradients=True, weights=True),
+}
+"""The levels of engine.optim.sharding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,9 +181,10 @@ class _Rank:
         def held(divided: bool, count: int) -> int:
             return -(-count // ranks) if divided else count
 
+        weights = item * sum(group.base for group in groups)
         return added(
             {
-                WEIGHTS: item * sum(group.base for group in groups),
+                WEIGHTS: held(self._sharding.weights, weights),
                 ADAPTERS: item * sum(group.adapters for group in groups),
                 MASTERS: held(self._sharding.masters, flat),
                 GRADIENTS: held(self._sharding.gradients, flat),
@@ -191,9 +199,25 @@ class _Rank:
 
     # A step.
 
+    def _gathered(self) -> dict[str, int]:
+        """Weights of two layers, gathered from where they are kept, and gradients of two buckets on their way there."""
+        held = {COMMUNICATION: 0}
+        if self._sharding.weights:
+            layer = max((group.base for group in self._groups()), default=0)
+            held[COMMUNICATION] += 2 * layer * self._workload.dtype.itemsize
+        if self._sharding.gradients:
+            held[COMMUNICATION] += 2 * self._bucket() * WIDE
+        return held
+
+    def _bucket(self) -> int:
+        """Elements of a bucket of gradients."""
+        bucket = int(self._layout.parallel.bucket_mb * 2**20) // WIDE
+        return min(bucket, sum(self._regions().values()))
+
     def _moments(self) -> Iterator[tuple[str, Parts]]:
         """Every moment that may be the fullest, without what is always there."""
-        batches = {BATCHES: _BATCH_BYTES * self._sizes.tokens * self._workload.num_microbatches(self._layout)}
+        count = self._workload.num_microbatches(self._layout)
+        batches = added({BATCHES: _BATCH_BYTES * self._sizes.tokens * count}, self._gathered())
         stages = {number: self._stage(number) for number in self._stages}
         message = self._sizes.numbers(self._sizes.local, self._shape.hidden)
         alive: dict[tuple[int, int], Parts] = {}
@@ -211,14 +235,26 @@ class _Rank:
                     deferred[key] = stage.deferred
             else:
                 deferred.pop(key)
+        yield from self._update(batches)
+
+    def _update(self, batches: Parts) -> Iterator[tuple[str, Parts]]:
+        """Squares of the largest region for the gradient's norm, by plain torch; and, where masters are divided, the
+        weights of the buckets that are gathered at a time."""
+        ranks = self._layout.data_and_context
         if self._workload.square_sum_writes:
             largest = max(self._regions().values(), default=0)
-            yield "optimizer step", added(batches, {TEMPORARY: largest * WIDE})
+            yield (
+                "optimizer step",
+                added(batches, {TEMPORARY: largest * WIDE // (ranks if self._sharding.gradients else 1)}),
+            )
+        if self._sharding.masters and ranks > 1:
+            gathered = (AHEAD + 1) * self._bucket() * self._workload.dtype.itemsize
+            yield "optimizer step", added(batches, {COMMUNICATION: gathered})
 
     def _stage(self, number: int) -> StageBytes:
         parallel, workload = self._layout.parallel, self._workload
         first = self._plan.schedule.first_trainable_stage
-        return stored_as(
+        return moved_away(
             self._memory,
             stage_bytes(
                 self._shape,
@@ -231,25 +267,17 @@ class _Rank:
                 defers=any(action.op == "I" for action in self._plan.schedule.actions[self._rank]),
             ),
             self._stages[number].last - self._stages[number].first,
-            self._sizes.itemsize,
         )
 
 
-def stored_as(memory: MemoryPlan, stage: StageBytes, num_layers: int, itemsize: int) -> StageBytes:
-    """What is kept when activations are rounded or moved away. An approximation: all that layers keep is counted as
-    activations, and one layer's worth (two where they come back from the host) is there in full.
+def moved_away(memory: MemoryPlan, stage: StageBytes, num_layers: int) -> StageBytes:
+    """What is kept where layers' activations wait in host memory: those of the last layer, and of one more, which is on
+    its way. An approximation: all that layers keep is counted as moved, and layers as alike.
     """
-    stored = {None: itemsize, FLOAT8: 1}.get(memory.stored_dtype, 2)
-    share = min(1.0, stored / itemsize)
-    if num_layers == 0 or not stage.backward or (share == 1.0 and not memory.offload):
+    if num_layers == 0 or not stage.backward or not memory.offload:
         return stage
     kept = stage.kept.get(ACTIVATIONS, 0)
-    layer = kept / num_layers
-    if memory.offload:  # the last layer's stay, and so does what the next one needs
-        smaller = int(min(kept, 2 * layer * share + layer))
-    else:
-        smaller = int(min(kept, kept * share + layer))
-    less = {ACTIVATIONS: kept - smaller}
+    less = {ACTIVATIONS: kept - min(kept, 2 * kept // num_layers)}
     return replace(
         stage,
         forward=without(stage.forward, less),

@@ -79,7 +79,9 @@ class _StageWalk:
         self.ledger = Ledger()
         self._shape, self._stage, self._sizes, self._memory = shape, stage, sizes, memory
         self._trains, self._gives_gradient = trains, gives_gradient
-        self._layers = LayerWalk(self.ledger, sizes, context, shape.hidden, defers=defers)
+        self._layers = LayerWalk(
+            self.ledger, sizes, context, shape.hidden, defers=defers, stored_dtype=memory.stored_dtype
+        )
         self._ends = EndWalk(self.ledger, sizes, shape.hidden, defers=defers)
         self._kept: list[tuple[int, Needs, LayerKept, Block | None]] = []
         self._tables: Block | None = None
@@ -105,12 +107,10 @@ class _StageWalk:
             layer, own = shape.layers[index], needs_of(shape.layers[index], needs)
             if not self._trains:
                 own = Needs(False, False, False, False, False)
-            output, kept = self._layers.forward(layer, self._memory.level(index), own)
             # autograd keeps the input of what needs a gradient; a stage keeps its own input as long
-            input_kept = own.qkv or (index == stage.first and not stage.embedding and self._trains)
-            if not input_kept:
-                ledger.drop(x)
-            self._kept.append((index, own, kept, x if input_kept else None))
+            keeps_x = own.qkv or (index == stage.first and not stage.embedding and self._trains)
+            output, kept, kept_x = self._layers.forward(layer, self._memory.level(index), own, x, keeps_x=keeps_x)
+            self._kept.append((index, own, kept, kept_x))
             x, needs = output, own.output
         if stage.head:
             saved = self._trains and (needs or shape.head.trains_norm or shape.head.trains or _adapted(shape))

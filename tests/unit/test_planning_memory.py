@@ -10,6 +10,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +25,24 @@ from engine.planning.memory import PeakEstimate
 from engine.planning.predict import predict_peak
 from engine.training.build import check_model, model_source
 from tests.spawning import spawn
-from tools.planning.memory_measure import LiveStorages, build, draw_batches, measure
+from tools.planning.memory_measure import build, draw_batches, measure
 
 CPU = torch.device("cpu")
 TOLERANCE = 0.05
 """Of the peak. What is left out are vectors of a few numbers a token, and in bf16 what rounding to blocks adds."""
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 32},
+    "olmo2": {},
+    "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 4.0},
+    "gemma2": {
+        "head_dim": 16, "sliding_window": 128, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 2048,
+    },
+}  # fmt: skip
+"""What their config.json has beside Llama's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +68,15 @@ class Case:
     memory: str = "{}"
     world: int = 1
     place: int = 0
+    family: str = "llama"
 
     def write(self, folder: Path) -> RunConfig:
         """The configuration, and the config.json that it names."""
         sizes = {
-            "model_type": "llama", "hidden_size": self.hidden, "intermediate_size": self.intermediate,
+            "model_type": self.family, "hidden_size": self.hidden, "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads, "vocab_size": self.vocab, "tie_word_embeddings": self.tied,
+            **FAMILIES[self.family],
         }  # fmt: skip
         (folder / "config.json").write_text(json.dumps(sizes))
         return from_yaml(
@@ -113,8 +129,21 @@ CASES = {
     "context 4, bf16": Case(world=4, parallel="{context: 4}", dtype="bfloat16"),
     "context 2, ulysses": Case(world=2, parallel="{context: 2, context_method: ulysses}"),
     "tensor 2, context 2": Case(world=4, parallel="{context: 2, tensor: 2}"),
+    "qwen3": Case(family="qwen3"),
+    "qwen3, bf16": Case(family="qwen3", dtype="bfloat16"),
+    "qwen3, all": Case(family="qwen3", **ALL),
+    "olmo2": Case(family="olmo2"),
+    "olmo2, full": Case(family="olmo2", memory="{recompute: full}"),
+    "granite": Case(family="granite", vocab=4000),
+    "gemma2": Case(family="gemma2", tied=True),
+    "gemma2, bf16": Case(family="gemma2", tied=True, dtype="bfloat16"),
     "kept in bf16": Case(memory="{activation_dtype: bfloat16}"),
     "kept in float8": Case(memory="{activation_dtype: float8}", layers=6),
+    "kept in float8, bf16, full": Case(
+        memory="{activation_dtype: float8, recompute: full}", layers=6, dtype="bfloat16"
+    ),
+    "kept in bf16, attention": Case(memory="{activation_dtype: bfloat16, recompute: attention}", layers=6),
+    "kept in bf16, none": Case(memory="{activation_dtype: bfloat16, recompute: none}"),
 }
 
 

@@ -19,6 +19,7 @@ from engine.distributed.launch import Launch
 from engine.errors import UserError
 from engine.models.families import family_of
 from engine.planning.layout import Layout, Shapes
+from engine.planning.machine import Machine
 from engine.planning.memory import PeakEstimate
 from engine.planning.predict import memory_plan_of, predict_peak, workload_of
 from engine.planning.time import predict_time
@@ -31,8 +32,8 @@ from .memory_report import memory_options, table
 
 LAYERS = (2, 4)
 """Of the two models: the difference of both is that of whole layers, first and last ones apart."""
-_STEPS = 3
-"""Two steps after the first, which makes what the others find made."""
+_STEPS = 2
+"""The first makes what the other finds made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ def report(answer: Answer) -> str:
         UserError: the small model is too large for this device.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    few, many = (_probe(answer, layers, device) for layers in LAYERS)
+    machine = measured_cpu(answer.gpu_memory) if device.type == "cpu" else answer.machine
+    few, many = (_probe(answer, layers, device, machine) for layers in LAYERS)
     rows = [("layers", "predicted", "measured", "factor", "predicted s", "measured s", "factor")]
     for one in (few, many):
         rows.append(_row(str(one.layers), one.predicted.step, one.measured.step, one.seconds, one.measured.seconds))
@@ -92,7 +94,7 @@ def _kernels(answer: Answer, device: torch.device) -> str:
     return workload_of(answer.config, answer.decoder, answer.plan, device_type=device.type).kernels.name
 
 
-def _probe(answer: Answer, layers: int, device: torch.device) -> _Probe:
+def _probe(answer: Answer, layers: int, device: torch.device, machine: Machine) -> _Probe:
     """Writes the small model's config.json, predicts, and measures."""
     family, text = family_of(answer.hf_config)
     smaller = {**text, "num_hidden_layers": layers, "model_type": text["model_type"]}
@@ -103,7 +105,6 @@ def _probe(answer: Answer, layers: int, device: torch.device) -> _Probe:
         plan = training_plan(config, decoder, family.names)
         predicted = predict_peak(config, decoder, plan, device_type=device.type)
         _check_room(predicted, layers, device)
-        machine = measured_cpu(answer.gpu_memory) if device.type == "cpu" else answer.machine
         workload = workload_of(config, decoder, plan, device_type=device.type)
         seconds = predict_time(workload, Layout(), memory_plan_of(config), machine, Shapes(decoder, plan)).step
         measured = measure(config, Launch(rank=0, world_size=1, device=device), steps=_STEPS)

@@ -108,7 +108,8 @@ def _nothing_fits(answer: Answer) -> str:
         return "No layout is possible."
     smallest = answer.found.too_large[0]
     lacks = (smallest.estimate.peak - answer.capacity) / GIB
-    return f"No layout fits. The smallest, {smallest.label()}, lacks {lacks:.1f} GiB on every GPU:\n\n{part_table(smallest)}"
+    title = f"No layout fits. The smallest, {smallest.label()}, lacks {lacks:.1f} GiB on a GPU:"
+    return f"{title}\n\n{part_table(smallest)}"
 
 
 def _too_large(answer: Answer, top: int) -> str:

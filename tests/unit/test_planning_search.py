@@ -1,0 +1,232 @@
+"""The planner's layouts, times and command: against arithmetic by hand, published sizes, and the rules of a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.checkpoint.source import open_model
+from engine.config.data import DataOptions
+from engine.config.load import parse_config
+from engine.config.lora import LoraOptions
+from engine.config.model import ModelOptions
+from engine.config.parallel import ParallelOptions
+from engine.config.rules import check_config, check_world
+from engine.config.run import RunConfig
+from engine.config.train import TrainOptions
+from engine.layers.recompute import MemoryPlan
+from engine.models.families.llama import config_from_hf
+from engine.planning.layout import Layout, Shapes, Workload, pipeline_plan
+from engine.planning.ledger import ADAPTERS, GRADIENTS, MASTERS, OPTIMIZER, WEIGHTS
+from engine.planning.machine import Machine
+from engine.planning.memory import predict_layout
+from engine.planning.predict import workload_of
+from engine.planning.time import StepTime, predict_time
+from engine.training.partition import plan_partition
+from engine.training.plan import training_plan
+from tools.planning.memory_examples import LLAMA_2_70B, LLAMA_3_8B
+from tools.planning.memory_question import GIB, Answer, answer_for
+from tools.planning.memory_report import winning_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2000,
+}  # fmt: skip
+FREE = Machine(name="free", memory=80, products=1.0, copies=1e15, link=1e15, network=1e15)
+"""Nothing but arithmetic takes time, a tera-operation a second."""
+
+
+def _config(length: int = 512, rows: int = 8, **changes: Any) -> RunConfig:
+    config = RunConfig(
+        model=ModelOptions(path="model", dtype="bfloat16"),
+        lora=LoraOptions(rank=16),
+        data=DataOptions(seq_length=length),
+        train=TrainOptions(global_batch_size=rows),
+    )
+    return replace(config, **changes)
+
+
+def _workload(hf: dict[str, Any], config: RunConfig) -> Workload:
+    from engine.models.families import family_of
+
+    family, text = family_of(hf)
+    decoder = family.config_from_hf(text)
+    return workload_of(config, decoder, training_plan(config, decoder, family.names), device_type="cuda")
+
+
+@pytest.mark.parametrize(
+    "hf, parameters, adapters",
+    [(LLAMA_3_8B, 8_030_261_248, 41_943_040), (LLAMA_2_70B, 68_976_648_192, 207_093_760)],
+    ids=["Llama-3-8B", "Llama-2-70B"],
+)
+def test_what_is_always_there_of_published_models(hf: dict[str, Any], parameters: int, adapters: int) -> None:
+    """Parameter counts as published; adapters: 16 (inputs + outputs) of every linear, as PEFT counts them."""
+    (found,) = predict_layout(_workload(hf, _config()), Layout(), MemoryPlan())
+    assert found.static[WEIGHTS] == 2 * parameters
+    assert found.static[MASTERS] == found.static[GRADIENTS] == 4 * adapters
+    assert found.static[OPTIMIZER] == 8 * adapters
+    # columns of folded B are as long as the stacked rank of their linear: q, k and v share 48, gate and up 32
+    assert 2 * adapters < found.static[ADAPTERS] < 4 * adapters
+
+
+def _step(layers: int = 8, parallel: ParallelOptions | None = None, length: int = 512, **changes: Any) -> StepTime:
+    hf = {**SMALL, "num_hidden_layers": layers, "vocab_size": 8}
+    workload = _workload(hf, _config(length, **changes))
+    layout = Layout(parallel=parallel or ParallelOptions())
+    return predict_time(workload, layout, MemoryPlan(), FREE)
+
+
+def test_a_step_under_a_frozen_base_takes_four_operations_a_weight() -> None:
+    """Forward and the input's gradient, 2 N each, and causal attention's two and five products of T S h operations."""
+    tokens, length, width = 8 * 512, 512, 256
+    linears = 256 * (2 * 256 + 2 * 128) + 3 * 256 * 704
+    plain = _step(lora=LoraOptions(rank=1))
+    assert plain.step * 1e12 == pytest.approx(8 * tokens * (4 * linears + 7 * length * width), rel=0.03)
+    whole = _step(lora=LoraOptions(rank=0), trainable=("*",))
+    assert whole.step * 1e12 == pytest.approx(8 * tokens * (6 * linears + 7 * length * width), rel=0.01)
+
+
+def test_a_layer_made_again_takes_its_forward_once_more() -> None:
+    workload = _workload({**SMALL, "vocab_size": 8}, _config(lora=LoraOptions(rank=1)))
+    selective, full = (
+        predict_time(workload, Layout(), MemoryPlan(recompute=level), FREE).step for level in ("selective", "full")
+    )
+    # [x | H] [W | B] with 8 columns for B, and H itself; the last product is not made again, attention's two are
+    products = 264 * (512 + 256 + 1408) + 256 * (3 + 1 + 2) + 704
+    assert (full - selective) * 1e12 == pytest.approx(8 * 8 * 512 * (2 * products + 2 * 512 * 256), rel=0.001)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_bubble_is_that_of_one_forward_one_backward(ranks: int) -> None:
+    """(p - 1) / (m + p - 1) of the time is idle where stages are equal."""
+    found = _step(parallel=ParallelOptions(pipeline=ranks, virtual=1))
+    assert found.bubble == pytest.approx((ranks - 1) / (8 + ranks - 1), abs=0.005)
+
+
+LAYOUTS = {
+    "even": (ParallelOptions(pipeline=4), {}),
+    "interleaved": (ParallelOptions(pipeline=2, virtual=4), {}),
+    "upper layers": (
+        ParallelOptions(pipeline=2), {"lora": LoraOptions(targets=("layers[.][4567][.].*_proj",))}
+    ),
+    "everything": (ParallelOptions(pipeline=2, virtual=2), {"lora": LoraOptions(rank=0), "trainable": ("*",)}),
+    "head alone": (ParallelOptions(pipeline=2), {"lora": LoraOptions(rank=0), "trainable": ("lm_head",)}),
+    "written": (ParallelOptions(pipeline=2, virtual=1, layers_per_stage=(5, 3)), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_stages_are_those_of_a_run(name: str, tmp_path: Path) -> None:
+    parallel, changes = LAYOUTS[name]
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "vocab_size": 9000}))
+    config = _config(parallel=parallel, **changes)
+    model = open_model(tmp_path)
+    plan = training_plan(config, model.decoder, model.names)
+    expected = plan_partition(config, model, plan, parallel.pipeline)
+    found = pipeline_plan(model.decoder, Shapes(model.decoder, plan).of(parallel), parallel, 8)
+    assert found.layers == expected.layers
+    assert found.schedule == expected.choice.schedule(8)
+
+
+def _answer(devices: int, gib: float, **changes: Any) -> Answer:
+    return answer_for(SMALL, _config(**changes), devices=devices, gpu_memory=gib, reserve=0, machine="h100-80")
+
+
+def test_a_search_tries_every_layout() -> None:
+    """8 devices: 20 ways to write 8 as an ordered product of four; tensor above 1 counts twice for sequence
+    parallelism, pipeline above 1 twice for stages. Of eight layers, 8 x 2 stages cannot be."""
+    found = _answer(8, 80).found
+    layouts = [one.layout for one in (*found.fitting, *found.too_large, *found.refused)]
+    ways = {
+        (layout.parallel.tensor, layout.parallel.context, layout.parallel.pipeline, layout.data) for layout in layouts
+    }
+    assert len(ways) == 20
+    reasons = {(one.layout.parallel.pipeline, one.layout.parallel.virtual): one.reason for one in found.refused}
+    assert "8 layers cannot be split into 16 stages" in reasons[8, 2]
+    assert any("key/value heads" in one.reason for one in found.refused) is False  # 4 heads on 8 ranks are shared
+    times = [one.time.step for one in found.fitting if one.time is not None]
+    assert times == sorted(times, key=lambda step: round(step, 6)) and len(times) == len(found.fitting)
+
+
+def test_less_memory_takes_more_work() -> None:
+    """Between what fits with everything kept and what does not fit at all, layers are made again one by one."""
+    whole = _answer(1, 80, train=TrainOptions(micro_batch_size=8)).found.fitting[0]
+    assert whole.memory.recompute == "none"
+    selective = predict_layout(
+        _workload(SMALL, _config(train=TrainOptions(micro_batch_size=8))), Layout(), MemoryPlan()
+    )[0]
+    tight = _answer(1, selective.peak * 0.8 / GIB, train=TrainOptions(micro_batch_size=8)).found.fitting
+    assert {one.memory.recompute for one in tight} == {"attention", "full"}
+    for one in tight:
+        layers = one.memory.recompute_layers
+        assert layers is not None and 1 <= layers < 8 and one.estimate.peak <= selective.peak * 0.8
+    none = _answer(1, 0.001)
+    assert not none.found.fitting and none.found.too_large[0].memory.recompute == "full"
+
+
+def test_the_winner_is_a_configuration_that_runs(tmp_path: Path) -> None:
+    answer = _answer(8, 80)
+    for number, one in enumerate(answer.found.fitting):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(winning_yaml(answer, one))
+        config = parse_config(["--config", str(path), "--model.path", "model"])
+        check_config(config)
+        check_world(config, 8)
+        assert config.parallel == one.layout.parallel
+        assert (config.memory.recompute, config.memory.recompute_layers) == (
+            one.memory.recompute, one.memory.recompute_layers,
+        )  # fmt: skip
+        assert config.lora == answer.config.lora and config.data.seq_length == 512
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "tools/plan.py", "memory", *map(str, arguments)],
+        cwd=ROOT, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
+        check=False,
+    )  # fmt: skip
+
+
+def test_the_command_with_a_probe(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    done = command(
+        "--model", tmp_path, "--gpu-memory", 1, "--seq-length", 128, "--dtype", "float32", "--kernels", "reference",
+        "--machine", "cpu", "--probe",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Fastest that fits: tensor 1, data 1; recompute" in done.stdout
+    assert f"path: {tmp_path}" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("2  ", "4  ", "a layer"))]
+    assert [row[0] for row in rows] == ["2", "4", "a"]
+    for row in rows[:2]:  # predicted MiB, measured MiB, factor
+        assert float(row[5]) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        ((), "--model is not given"),
+        (("--model", "nowhere"), "neither a folder nor a file"),
+        (("--model", "README.md"), "is not JSON"),
+        (("--model", "CONFIG", "--gpus", 0), "--gpus is 0: give at least 1."),
+        (("--model", "CONFIG", "--recompute", "some"), "'some', which is not a policy"),
+        (("--model", "CONFIG", "--machine", "abacus"), "--machine is abacus"),
+        (("--model", "CONFIG", "--trainable", "*", "--rank", 8), "is in lora.targets and in trainable"),
+    ],
+)
+def test_refusals_are_one_sentence(arguments: tuple[object, ...], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    done = command(*(tmp_path / "config.json" if one == "CONFIG" else one for one in arguments))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and sentence in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_examples_are_the_published_models() -> None:
+    assert config_from_hf(LLAMA_2_70B).num_layers == 80 and config_from_hf(LLAMA_3_8B).vocab_size == 128256

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,8 +20,9 @@ from transformers.initialization import no_init_weights
 from engine.checkpoint.convert import export_hf, import_checkpoint
 from engine.checkpoint.source import open_model, open_source
 from engine.errors import UserError
-from engine.models.describe import num_parameters
+from engine.models.describe import num_parameters, parameter_specs
 from engine.models.families import family_of
+from engine.models.names import nest
 from tests.distributed.cases import relative_error
 from tests.family_models import (
     FAMILIES,
@@ -162,3 +164,44 @@ def test_switches_that_the_decoder_lacks_are_refused(config: dict[str, object], 
     with pytest.raises(UserError, match=words):
         family, text = family_of({**SIZES, **config})
         family.config_from_hf(text)
+
+
+STOCK_SIZES = ["Gemma2", "Gemma3Text", "Granite", "Mistral", "Olmo2", "Phi3", "Qwen2", "Qwen3", "SmolLM3"]
+
+
+@pytest.mark.parametrize("prefix", STOCK_SIZES)
+def test_sizes_of_released_models_have_the_parameters_that_transformers_counts(prefix: str):
+    """The classes' own default sizes, which are those of a released model."""
+    config = getattr(transformers, f"{prefix}Config")()
+    with torch.device("meta"), no_init_weights():
+        stock = AutoModelForCausalLM.from_config(config)
+        stock.tie_weights()
+    family, text = family_of(json.loads(config.to_json_string()))
+    assert num_parameters(family.config_from_hf(text)) == sum(parameter.numel() for parameter in stock.parameters())
+
+
+def test_a_language_model_inside_another_config_leaves_out_what_is_usual():
+    """As Gemma 3 with vision is published: sizes that are the class's own are not in text_config."""
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7}
+    text |= {"sliding_window": 32, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    family, found = family_of({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}})
+    config, stock = family.config_from_hf(found), transformers.Gemma3TextConfig(**text)
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262208, 8, 4)
+    assert config.tied_embeddings and config.head_dim == stock.head_dim == 256
+    windows = [32 if kind == "sliding_attention" else None for kind in stock.layer_types]
+    assert [kind.window for kind in config.layer_kinds] == windows
+    everything, window = config.ropes
+    assert (everything.theta, everything.scaling.factor) == (1e6, 8.0) and (window.theta, window.scaling) == (1e4, None)
+
+
+def test_minicpm_v_keeps_its_vision_tower_outside(data_dir: Path):
+    """The real tensor names: all that begin with llm. are the language model's, and nothing else is."""
+    index = json.loads((data_dir / "weight_index" / "MiniCPM-V-2.safetensors.index.json").read_text())
+    stored = set(index["weight_map"])
+    hf = json.loads((data_dir / "configs" / "MiniCPM-V-2.json").read_text())
+    family, text = family_of(hf)
+    names = nest(family.names, sorted(stored))
+    specs = parameter_specs(family.config_from_hf(text), tensor_rank=0, tensor_size=1)
+    wanted = {names.to_hf(name).name for name in specs}
+    assert wanted == {name for name in stored if name.startswith("llm.")} and len(wanted) == 40 * 9 + 3
+    assert stored - wanted and not any("qkv_proj" in name for name in wanted)

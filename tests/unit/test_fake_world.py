@@ -123,7 +123,8 @@ def _config(folder: Path, sizes: Sizes, options: str) -> RunConfig:
     return parse_config(
         [
             "--model.path", str(sizes.write(folder)), "--model.init", "random", "--lora.rank", str(ADAPTER),
-            "--data.seq_length", "64", "--train.global_batch_size", "8", "--optim.backend", "torch", *options.split(),
+            "--data.seq_length", "64", "--train.global_batch_size", "8", "--optim.backend", "torch",
+            "--model.kernels", "reference", *options.split(),  # which fold every adapter
         ]
     )  # fmt: skip
 

@@ -43,6 +43,9 @@ CASES = {
     "tied": Case(config=replace(SMALL, tied_embeddings=True), trained=".*"),
     "head and adapters": Case(config=SMALL, adapters=r"layers\.1\..*_proj|embed_tokens", trained="lm_head|norm"),
     "upper adapters": Case(config=SMALL, adapters=r"layers\.1\..*_proj"),
+    "deep, adapters": Case(config=small_config(num_layers=4), adapters=EVERY_LINEAR),
+    "deep, everything": Case(config=small_config(num_layers=4), trained=".*"),
+    "deep, tied": Case(config=small_config(num_layers=4, tied_embeddings=True), trained=".*"),
 }
 
 

@@ -66,7 +66,8 @@ class Statistics(NamedTuple):
 
     def losses(self) -> Tensor:
         """-log softmax(logits)[target]."""
-        return self.total.log() + self.maximum - self.target
+        # large logits cancel first, before anything small is added
+        return self.total.log() + (self.maximum - self.target)
 
 
 def linear_cross_entropy(

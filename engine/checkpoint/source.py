@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,8 @@ def open_model(path: str | Path) -> ModelFolder:
     decoder = family.config_from_hf(_inherit_tying(text, hf_config))
     names = family.names
     if manifest is not None:
-        names = NameMap(layer_modules=names.layer_modules, body=manifest.model["body"], head=manifest.model["head"])
+        names = replace(names, body=manifest.model["body"], head=manifest.model["head"])
+        names = names.fuse(manifest.model.get("fused", ()))
     return ModelFolder(path=folder, hf_config=hf_config, decoder=decoder, names=names, manifest=manifest)
 
 
@@ -302,7 +303,9 @@ class HfSource(WeightSource):
         location, shape = self._locations[name], self._shapes[name]
         stored = self._tensors.shape(location.name)
         if location.num_rows is not None:
-            stored = (min(location.num_rows, stored[0] - location.row_offset), *stored[1:])
+            # a part of a fused matrix is as long as all parts together leave it
+            wanted = sum(one.num_rows or 0 for one in self._locations.values() if one.name == location.name)
+            stored = (location.num_rows + stored[0] - wanted, *stored[1:])
         if stored != shape:
             raise UserError(
                 f"{self.label} has {location.name} with shape {list(stored)}, but its config.json calls for "

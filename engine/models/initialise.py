@@ -78,8 +78,8 @@ def initialise_adapters(shards: Iterable[NamedShard], seed: int) -> None:
             shard.tensor.zero_()
 
 
-def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float) -> None:
-    """A fresh model: matrices normal with `std`, norm weights one, biases zero."""
+def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float, norm: float = 1.0) -> None:
+    """A fresh model: matrices normal with `std`, norm weights `norm`, biases zero."""
     for shard in shards:
         leaf = shard.name.rpartition(".")[2]
         if leaf in ("lora_A", "lora_B"):
@@ -87,6 +87,6 @@ def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float) -> N
         if leaf == "bias":
             shard.tensor.zero_()
         elif len(shard.spec.global_shape) == 1:
-            shard.tensor.fill_(1.0)
+            shard.tensor.fill_(norm)
         else:
             fill_normal(shard, std, seed)

@@ -19,7 +19,7 @@ class TokenContext:
         document_lengths: lengths of the documents along the tokens of the whole micro-batch; empty where only the
             device knows them.
         context_plan: who attends to whom where rows are split over context-parallel ranks; None where they are whole.
-        cos, sin: fp32 [T, head_dim / 2] rotary tables.
+        cos, sin: fp32 [ropes * T, rotary_dim / 2] rotary tables, those of all ropes one after the other.
         token_index: int64 [T], the dropout coordinate of every token.
         local_token_index: that of the tokens this rank holds under sequence parallelism (equal to `token_index`
             without).

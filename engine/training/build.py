@@ -28,6 +28,7 @@ from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
 from engine.models.initialise import initialise_adapters, initialise_weights
+from engine.models.plain_torch import plain_torch_parts
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention_blocks import REFERENCE_BLOCKS, choose_attention_blocks
 from engine.ops.backends import choose_kernels
@@ -218,6 +219,8 @@ def _layout(
     )
     check_graphs(config, launch.device, attention)
     log.info(attention.sentence)
+    if (sentence := plain_torch_parts(decoder)) is not None:
+        log.warning(sentence)
     blocks = REFERENCE_BLOCKS
     if mesh.cp.size > 1:
         blocks = choose_attention_blocks("auto", device=launch.device, dtype=dtype, head_dim=decoder.head_dim)
@@ -287,7 +290,7 @@ def _fill(
     adapters = [shard for shard in masters if shard.name.endswith((".lora_A", ".lora_B"))]
     if source.weights is None:
         std = float(source.model.hf_config.get("initializer_range", 0.02))
-        initialise_weights(base, config.train.seed, std)
+        initialise_weights(base, config.train.seed, std, norm=1.0 - source.model.decoder.norm_offset)
     else:
         total = sum(shard.tensor.nbytes for shard in base)
         with Progress(log, "reading weights", total, "bytes") as progress:

@@ -38,8 +38,8 @@ def _context(step: int = 4, *, training: bool = True) -> TokenContext:
     index = torch.arange(TOKENS) + 2**32 - 2
     empty = torch.zeros(0)
     return TokenContext(
-        num_rows=1, row_length=TOKENS, document_lengths=(TOKENS,), cos=empty, sin=empty, token_index=index,
-        local_token_index=index, step=torch.tensor(step), training=training,
+        num_rows=1, row_length=TOKENS, document_lengths=(TOKENS,), context_plan=None, cos=empty, sin=empty,
+        token_index=index, local_token_index=index, step=torch.tensor(step), training=training,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from engine.distributed.mesh import Axis, Mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard, ShardSpec
 from engine.layers.plan import TensorLayout
+from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.sharded_storage import SpreadWeights
 from engine.models.decoder import Decoder, Part
 from engine.objectives.language_modeling import LanguageModeling
@@ -58,6 +59,8 @@ class Layout:
         layers: of each pipeline stage.
         schedule: of a pipeline.
         accumulation: micro-batches a step.
+        recompute: what backward makes again.
+        dtype: of the weights that the model computes with.
     """
 
     case: str
@@ -67,6 +70,8 @@ class Layout:
     sequence: bool = False
     accumulation: int = 2
     dropout: float = 0.1
+    recompute: Level = "selective"
+    dtype: torch.dtype = torch.float32
 
 
 class Trained(NamedTuple):
@@ -74,6 +79,7 @@ class Trained(NamedTuple):
 
     losses: list[float]
     norms: list[float]
+    evaluation: float
     masters: list[NamedShard]
     weights: list[NamedShard]
 
@@ -88,8 +94,6 @@ class Run:
         level: ShardLevel,
         *,
         backend: OptimizerBackend = TORCH,
-        dtype: torch.dtype = torch.float32,
-        clip: float = CLIP,
     ) -> None:
         case = CASES[layout.case]
         case = replace(case, sequence_parallel=layout.sequence, dropout=layout.dropout)
@@ -112,8 +116,8 @@ class Run:
             if stage_rank[number] != mesh.pp.rank:
                 continue
             model = Decoder(
-                case.config, layout=tensors, plan=case.plan(), device=CPU, dtype=dtype, part=part,
-                embedding_weight=embedding, weights=weights,
+                case.config, layout=tensors, plan=case.plan(), device=CPU, dtype=layout.dtype, part=part,
+                embedding_weight=embedding, weights=weights, memory=MemoryPlan(recompute=layout.recompute),
             )  # fmt: skip
             embedding = model.embedding.weight if model.embedding is not None else embedding
             gives_gradient = number > 0
@@ -127,7 +131,7 @@ class Run:
         _fill(self.flat.master_shards())
         self.flat.publish()
         self.optimizer = FlatAdamW(
-            self.flat, mesh, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01, clip_grad_norm=clip, backend=backend
+            self.flat, mesh, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01, clip_grad_norm=CLIP, backend=backend
         )
         self.reducer = GradientReducer(self.flat, mesh, bucket_bytes=4 * BUCKET_ELEMENTS)
         self.step = TrainStep(self.stages, self.reducer, self.optimizer, mesh)
@@ -163,9 +167,13 @@ class Run:
         return [NamedShard(name, tensor.clone(), spec) for name, tensor, spec in parts]
 
     def trained(self, num_steps: int) -> Trained:
-        losses, norms = self.train(1, num_steps)
+        """A run that is interrupted by an evaluation half way."""
+        half = num_steps // 2
+        first = self.train(1, half)
+        evaluation = self.stages.losses(self.batches(99)[0]).item()
+        second = self.train(half + 1, num_steps)
         masters = [NamedShard(name, tensor.clone(), spec) for name, tensor, spec in self.flat.master_shards()]
-        return Trained(losses, norms, masters, self.weights())
+        return Trained(first[0] + second[0], first[1] + second[1], evaluation, masters, self.weights())
 
 
 def _documents(step: int, slot: int) -> tuple[int, ...]:

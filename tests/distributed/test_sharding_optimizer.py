@@ -9,6 +9,7 @@ import torch
 
 from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
+from engine.layers import sharded_storage
 from engine.optim.sharding import ShardLevel
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import CLIP, LEVELS, SMALL, Layout, Run, Trained, assemble
@@ -21,17 +22,25 @@ NUM_STEPS = 20
 LAYOUTS = {
     "dp2 adapters": Layout(case="adapters", grid=RankGrid(dp=2)),
     "dp2 everything": Layout(case="everything", grid=RankGrid(dp=2), accumulation=1),
+    "dp2 upper adapters, all made again": Layout(case="upper adapters", grid=RankGrid(dp=2), recompute="full"),
+    "dp2 bfloat16": Layout(case="head and adapters", grid=RankGrid(dp=2), dtype=torch.bfloat16),
     "cp2 adapters": Layout(case="head and adapters", grid=RankGrid(cp=2)),
     "dp4 everything": Layout(case="everything", grid=RankGrid(dp=4)),
     "tp2 dp2 adapters": Layout(case="adapters", grid=RankGrid(tp=2, dp=2), sequence=True),
     "tp2 dp2 everything": Layout(case="everything", grid=RankGrid(tp=2, dp=2)),
     "pp2 dp2 tied": Layout(case="tied", grid=RankGrid(pp=2, dp=2), layers=(1, 1)),
+    "pp2 dp2 tied, zb_v": Layout(
+        case="deep, tied", grid=RankGrid(pp=2, dp=2), layers=(1, 1, 1, 1), schedule="zb_v", accumulation=4
+    ),
     "cp2 dp2 adapters": Layout(case="adapters", grid=RankGrid(cp=2, dp=2)),
 }
+SLOW = {"tp2 dp2 everything", "pp2 dp2 tied", "cp2 dp2 adapters"}
+"""What others have parts of."""
 SHARDED = [level for level in LEVELS if level != "none"]
 
 
 def _train_all(names: list[str]) -> dict[tuple[str, ShardLevel], Trained]:
+    sharded_storage.GATHERED_ALONE = 4096  # both ways of gathering are taken
     results = {}
     for name in names:
         layout = LAYOUTS[name]
@@ -42,16 +51,23 @@ def _train_all(names: list[str]) -> dict[tuple[str, ShardLevel], Trained]:
 
 
 @functools.cache
-def _ranks(world: int) -> list[dict[tuple[str, ShardLevel], Trained]]:
-    names = [name for name, layout in LAYOUTS.items() if layout.grid.world_size == world]
+def _ranks(world: int, slow: bool) -> list[dict[tuple[str, ShardLevel], Trained]]:
+    names = [name for name, layout in LAYOUTS.items() if layout.grid.world_size == world and (name in SLOW) == slow]
     return spawn(_train_all, world=world, args=(names,), timeout=100)
 
 
 def _of(name: str, level: ShardLevel) -> list[Trained]:
-    return [rank[name, level] for rank in _ranks(LAYOUTS[name].grid.world_size)]
+    return [rank[name, level] for rank in _ranks(LAYOUTS[name].grid.world_size, name in SLOW)]
 
 
-every_run = pytest.mark.parametrize(("name", "level"), [(name, level) for name in LAYOUTS for level in SHARDED])
+every_run = pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        pytest.param(name, level, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in LAYOUTS
+        for level in SHARDED
+    ],
+)
 
 
 @every_run
@@ -76,7 +92,7 @@ def test_weights_that_the_model_computes_with(name: str, level: ShardLevel) -> N
     assert weights.keys() == plain.keys()
     for key, expected in plain.items():
         assert relative_error(weights[key], expected) < 1e-5
-        assert key not in masters or torch.equal(weights[key], masters[key]), key
+        assert key not in masters or torch.equal(weights[key], masters[key].to(expected.dtype)), key
 
 
 @every_run
@@ -84,4 +100,5 @@ def test_losses_and_norms(name: str, level: ShardLevel) -> None:
     for rank, plain in zip(_of(name, level), _of(name, "none"), strict=True):
         assert min(plain.norms) > CLIP, "clipping did nothing"
         torch.testing.assert_close(torch.tensor(rank.losses), torch.tensor(plain.losses), rtol=1e-5, atol=0)
+        assert rank.evaluation == pytest.approx(plain.evaluation, rel=1e-5)
         torch.testing.assert_close(torch.tensor(rank.norms), torch.tensor(plain.norms), rtol=1e-5, atol=0)

@@ -40,9 +40,9 @@ LAYOUTS = {"dp2": DP2, "tp2 dp2": replace(DP2, grid=RankGrid(tp=2, dp=2), sequen
 BACKENDS = {"torch": TORCH, "native": NATIVE, "apex stand-in": APEX}
 
 
-def _build(layout: Layout, level: ShardLevel, backend: str = "torch", **options: object) -> Run:
+def _build(layout: Layout, level: ShardLevel, backend: str = "torch") -> Run:
     mesh = build_mesh(layout.grid, device_type="cpu", num_kv_heads=SMALL.num_kv_heads)
-    return Run(layout, mesh, level, backend=BACKENDS[backend], **options)
+    return Run(layout, mesh, level, backend=BACKENDS[backend])
 
 
 class Updates(NamedTuple):

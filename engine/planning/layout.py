@@ -50,7 +50,10 @@ class Layout:
             parts.append(f"pipeline {parallel.pipeline}" + (f"x{parallel.virtual}" if parallel.virtual else ""))
         if parallel.context > 1:
             parts.append(f"context {parallel.context}")
-        return ", ".join([*parts, f"data {self.data}"])
+        parts.append(f"data {self.data}")
+        if parallel.shard != "none":
+            parts.append(f"shard {parallel.shard}")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

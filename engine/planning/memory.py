@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from engine.layers.recompute import MemoryPlan
 from engine.optim.publish import AHEAD
+from engine.optim.reduce import LEAVING, SQUARED_AT_ONCE
 from engine.optim.sharding import ShardLevel
 from engine.planning.attention import context_sizes
 from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan
@@ -99,8 +100,6 @@ def predict_layout(
     layout: Layout,
     memory: MemoryPlan,
     shapes: Shapes | None = None,
-    *,
-    sharding: StateSharding = STATE_SHARDING["none"],
 ) -> list[PeakEstimate]:
     """One estimate for each pipeline rank; its tensor, context and data neighbours hold as much.
 
@@ -111,10 +110,7 @@ def predict_layout(
     shape = shapes.of(layout.parallel)
     memory.check_layers(workload.decoder.num_layers)
     plan = pipeline_plan(workload.decoder, shape, layout.parallel, workload.num_microbatches(layout))
-    return [
-        _Rank(workload, layout, memory, shape, plan, rank, sharding).estimate()
-        for rank in range(layout.parallel.pipeline)
-    ]
+    return [_Rank(workload, layout, memory, shape, plan, rank).estimate() for rank in range(layout.parallel.pipeline)]
 
 
 class _Rank:
@@ -122,10 +118,11 @@ class _Rank:
 
     def __init__(
         self, workload: Workload, layout: Layout, memory: MemoryPlan, shape: ModelShape, plan: PipelinePlan,
-        rank: int, sharding: StateSharding,
+        rank: int,
     ) -> None:  # fmt: skip
         self._workload, self._layout, self._memory, self._shape = workload, layout, memory, shape
-        self._plan, self._rank, self._sharding = plan, rank, sharding
+        self._plan, self._rank = plan, rank
+        self._sharding = STATE_SHARDING[layout.parallel.shard if layout.data_and_context > 1 else "none"]
         self._stages = plan.stages(rank)
         tokens = workload.micro_batch * workload.seq_length // layout.parallel.context
         splits = layout.parallel.sequence_parallel
@@ -181,11 +178,13 @@ class _Rank:
         def held(divided: bool, count: int) -> int:
             return -(-count // ranks) if divided else count
 
-        weights = item * sum(group.base for group in groups)
+        base, adapters = (
+            item * sum(sizes) for sizes in zip(*((one.base, one.adapters) for one in groups), strict=True)
+        )
         return added(
             {
-                WEIGHTS: held(self._sharding.weights, weights),
-                ADAPTERS: item * sum(group.adapters for group in groups),
+                WEIGHTS: held(self._sharding.weights, base),
+                ADAPTERS: held(self._sharding.weights, adapters),
                 MASTERS: held(self._sharding.masters, flat),
                 GRADIENTS: held(self._sharding.gradients, flat),
                 OPTIMIZER: held(self._sharding.moments, 2 * flat),
@@ -199,15 +198,17 @@ class _Rank:
 
     # A step.
 
-    def _gathered(self) -> dict[str, int]:
-        """Weights of two layers, gathered from where they are kept, and gradients of two buckets on their way there."""
-        held = {COMMUNICATION: 0}
+    def _gathered(self, microbatches: int) -> dict[str, int]:
+        """Weights of two layers, gathered from where they are kept, the other one's on their way; and whole buckets of
+        gradients until their sums have left: a few with one micro-batch a step, all with more."""
+        weights = gradients = 0
         if self._sharding.weights:
-            layer = max((group.base for group in self._groups()), default=0)
-            held[COMMUNICATION] += 2 * layer * self._workload.dtype.itemsize
+            layers = [one.base + one.adapters for one in self._groups()]
+            weights = max(sum(pair) for pair in zip(layers, [*layers[1:], 0], strict=True))
         if self._sharding.gradients:
-            held[COMMUNICATION] += 2 * self._bucket() * WIDE
-        return held
+            whole = sum(self._regions().values())
+            gradients = whole if microbatches > 1 else min(whole, (LEAVING + 2) * self._bucket())
+        return {COMMUNICATION: weights * self._workload.dtype.itemsize, GRADIENTS: gradients * WIDE}
 
     def _bucket(self) -> int:
         """Elements of a bucket of gradients."""
@@ -217,7 +218,7 @@ class _Rank:
     def _moments(self) -> Iterator[tuple[str, Parts]]:
         """Every moment that may be the fullest, without what is always there."""
         count = self._workload.num_microbatches(self._layout)
-        batches = added({BATCHES: _BATCH_BYTES * self._sizes.tokens * count}, self._gathered())
+        batches = added({BATCHES: _BATCH_BYTES * self._sizes.tokens * count}, self._gathered(count))
         stages = {number: self._stage(number) for number in self._stages}
         message = self._sizes.numbers(self._sizes.local, self._shape.hidden)
         alive: dict[tuple[int, int], Parts] = {}
@@ -238,18 +239,17 @@ class _Rank:
         yield from self._update(batches)
 
     def _update(self, batches: Parts) -> Iterator[tuple[str, Parts]]:
-        """Squares of the largest region for the gradient's norm, by plain torch; and, where masters are divided, the
+        """Where plain torch makes the gradient's norm, some elements in fp64; and, where masters are divided, the
         weights of the buckets that are gathered at a time."""
-        ranks = self._layout.data_and_context
+        squared = 0
         if self._workload.square_sum_writes:
-            largest = max(self._regions().values(), default=0)
-            yield (
-                "optimizer step",
-                added(batches, {TEMPORARY: largest * WIDE // (ranks if self._sharding.gradients else 1)}),
-            )
-        if self._sharding.masters and ranks > 1:
+            squared = 8 * min(SQUARED_AT_ONCE, max(self._regions().values(), default=0))
+        gathered = 0
+        if self._sharding.masters:
             gathered = (AHEAD + 1) * self._bucket() * self._workload.dtype.itemsize
-            yield "optimizer step", added(batches, {COMMUNICATION: gathered})
+        without_whole = without(batches, {GRADIENTS: batches[GRADIENTS]})
+        yield "optimizer step", added(without_whole, {TEMPORARY: squared})
+        yield "optimizer step", added(without_whole, {COMMUNICATION: gathered})
 
     def _stage(self, number: int) -> StageBytes:
         parallel, workload = self._layout.parallel, self._workload

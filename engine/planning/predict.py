@@ -9,10 +9,9 @@ from engine.layers.plan import TrainingPlan
 from engine.layers.recompute import MemoryPlan
 from engine.layers.rounding import FLOAT8
 from engine.models.config import DecoderConfig
-from engine.optim.sharding import ShardLevel
 from engine.planning.kernels import kernel_memory
 from engine.planning.layout import Layout, Shapes, Workload
-from engine.planning.memory import STATE_SHARDING, PeakEstimate, predict_layout
+from engine.planning.memory import PeakEstimate, predict_layout
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _STORED = {None: None, "bfloat16": torch.bfloat16, "float8": FLOAT8}
@@ -65,7 +64,6 @@ def predict_peak(
     world_size: int = 1,
     pipeline_rank: int | None = None,
     device_type: str = "cuda",
-    shard: ShardLevel = "none",
 ) -> PeakEstimate:
     """The most that a rank will hold.
 
@@ -78,16 +76,13 @@ def predict_peak(
         world_size: number of ranks.
         pipeline_rank: whose; None for the one that holds most.
         device_type: "cuda" or "cpu".
-        shard: what of the optimizer's state is divided over the ranks that sum gradients.
 
     Raises:
         UserError: the model or the batch does not fit the layout.
     """
     layout = Layout(parallel=config.parallel, data=max(1, world_size // config.parallel.model_parallel_size))
     workload = workload_of(config, decoder, plan, device_type=device_type)
-    estimates = predict_layout(
-        workload, layout, memory_plan_of(config), Shapes(decoder, plan), sharding=STATE_SHARDING[shard]
-    )
+    estimates = predict_layout(workload, layout, memory_plan_of(config), Shapes(decoder, plan))
     if pipeline_rank is not None:
         return estimates[pipeline_rank]
     return max(estimates, key=lambda estimate: estimate.peak)

@@ -16,6 +16,7 @@ from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.layers.recompute import Level, MemoryPlan
 from engine.ops.ulysses_attention import check_context_heads
+from engine.optim.sharding import ShardLevel
 from engine.planning.layout import Layout, Shapes, Workload
 from engine.planning.machine import Machine
 from engine.planning.memory import PeakEstimate, predict_layout
@@ -94,13 +95,13 @@ def search(wanted: Wanted, workload: Workload, machine: Machine) -> Found:
     for layout in layouts(wanted.devices):
         try:
             _check(wanted, workload, layout)
-            tried = _least_recomputation(wanted, workload, layout, shapes)
+            tried = _least_sharding(wanted, workload, layout, shapes)
         except UserError as error:
             refused.append(Refused(layout, str(error)))
             continue
         for candidate in tried:
             if candidate.estimate.peak <= wanted.capacity:
-                time = predict_time(workload, layout, candidate.memory, machine, shapes)
+                time = predict_time(workload, candidate.layout, candidate.memory, machine, shapes)
                 fitting.append(replace(candidate, time=time))
             else:
                 too_large.append(candidate)
@@ -149,6 +150,20 @@ def _check(wanted: Wanted, workload: Workload, layout: Layout) -> None:
     if parallel.context > 1 and parallel.context_method == "ulysses":
         heads = (decoder.num_heads // parallel.tensor, max(1, decoder.num_kv_heads // parallel.tensor))
         check_context_heads(*heads, parallel.context)
+
+
+def _least_sharding(wanted: Wanted, workload: Workload, layout: Layout, shapes: Shapes) -> list[Candidate]:
+    """What to rank of a layout: whole copies on all data and context ranks, and where a level above spreads memory so
+    that less has to be made again, or that it fits at all, that level too."""
+    tried: list[Candidate] = []
+    levels: tuple[ShardLevel, ...] = ("none", "gradients", "parameters") if layout.data_and_context > 1 else ("none",)
+    for level in levels:
+        own = replace(layout, parallel=replace(layout.parallel, shard=level))
+        tried += _least_recomputation(wanted, workload, own, shapes)
+        if any(one.memory.recompute in _LIGHT and one.estimate.peak <= wanted.capacity for one in tried):
+            break
+    fitting = [one for one in tried if one.estimate.peak <= wanted.capacity]
+    return fitting or [min(tried, key=lambda one: one.estimate.peak)]
 
 
 def _least_recomputation(wanted: Wanted, workload: Workload, layout: Layout, shapes: Shapes) -> list[Candidate]:

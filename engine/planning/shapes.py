@@ -143,7 +143,7 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A whole model as one tensor-parallel rank would hold it."""
+    """A whole model as one tensor-parallel rank would hold it. Layers that are alike are one object."""
 
     hidden: int
     layers: tuple[LayerShape, ...]
@@ -209,7 +209,7 @@ def model_shape(
     rows, ids = model.vocab_spec.local_shape[0], pieces[0].length if pieces else 0
     return ModelShape(
         hidden=config.hidden,
-        layers=tuple(_layer(layer) for layer in model.layers),
+        layers=_layers(model),
         layer_parameters=tuple(_parameters(shard_entries(layer)) for layer in model.layers),
         embedding=EndShape(
             rows=rows,
@@ -232,6 +232,12 @@ def model_shape(
         num_ropes=len(config.ropes),
         rotary_dim=config.rotary_dim or config.head_dim,
     )
+
+
+def _layers(model: Decoder) -> tuple[LayerShape, ...]:
+    """Layers that are alike are one object."""
+    known: dict[LayerShape, LayerShape] = {}
+    return tuple(known.setdefault(shape, shape) for shape in map(_layer, model.layers))
 
 
 def _linear(linear: ColumnParallelLinear | RowParallelLinear) -> LinearShape:

@@ -9,7 +9,7 @@ from engine.layers.recompute import MemoryPlan
 from engine.planning.attention import ContextSizes
 from engine.planning.ends import EndWalk, HeadKept
 from engine.planning.layers import LayerKept, LayerWalk, Needs, needs_of
-from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, TEMPORARY, Block, Ledger, Parts, total
+from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, TEMPORARY, Block, Ledger, Parts, total, without
 from engine.planning.linears import WIDE, Sizes
 from engine.planning.shapes import ModelShape
 
@@ -71,6 +71,18 @@ def stage_bytes(
     return StageBytes(forward=forward, kept=kept, backward=ledger.peak, deferred=ledger.held)
 
 
+@dataclass(slots=True)
+class _Passed:
+    """A layer after its forward: what it keeps, its input where that is kept, and what later layers alike keep that
+    were not gone through."""
+
+    index: int
+    needs: Needs
+    kept: LayerKept
+    x: Block | None
+    between: list[Block] = field(default_factory=list)
+
+
 class _StageWalk:
     def __init__(
         self, shape: ModelShape, stage: StageRange, sizes: Sizes, context: ContextSizes, memory: MemoryPlan,
@@ -83,7 +95,7 @@ class _StageWalk:
             self.ledger, sizes, context, shape.hidden, defers=defers, stored_dtype=memory.stored_dtype
         )
         self._ends = EndWalk(self.ledger, sizes, shape.hidden, defers=defers)
-        self._kept: list[tuple[int, Needs, LayerKept, Block | None]] = []
+        self._kept: list[_Passed] = []
         self._tables: Block | None = None
         self._indices: Block | None = None
         self._embedded_needs = False
@@ -103,15 +115,17 @@ class _StageWalk:
             self._embedded_needs = needs
         else:
             x, needs = self._layers.stream(COMMUNICATION), self._gives_gradient
-        for index in range(stage.first, stage.last):
-            layer, own = shape.layers[index], needs_of(shape.layers[index], needs)
-            if not self._trains:
-                own = Needs(False, False, False, False, False)
-            # autograd keeps the input of what needs a gradient; a stage keeps its own input as long
-            keeps_x = own.qkv or (index == stage.first and not stage.embedding and self._trains)
-            output, kept, kept_x = self._layers.forward(layer, self._memory.level(index), own, x, keeps_x=keeps_x)
-            self._kept.append((index, own, kept, kept_x))
-            x, needs = output, own.output
+        index = stage.first
+        while index < stage.last:
+            before = ledger.held
+            x, needs = self._layer(index, x, needs)
+            skipped = self._alike(index) - 2
+            index += 1
+            if skipped > 0:
+                # of layers that are alike, those between the first and the last keep what the first does
+                grown = without(ledger.held, before)
+                self._kept[-1].between = [ledger.take(part, skipped * count) for part, count in grown.items()]
+                index += skipped
         if stage.head:
             saved = self._trains and (needs or shape.head.trains_norm or shape.head.trains or _adapted(shape))
             self._head = self._ends.head(shape.head, saved=saved)
@@ -120,6 +134,29 @@ class _StageWalk:
             self._output = x
         else:
             ledger.drop(x, self._indices, self._tables)
+
+    def _layer(self, index: int, x: Block, needs: bool) -> tuple[Block, bool]:
+        """Forward of one layer: its output, and whether that needs a gradient."""
+        layer, stage = self._shape.layers[index], self._stage
+        own = needs_of(layer, needs) if self._trains else Needs(False, False, False, False, False)
+        # autograd keeps the input of what needs a gradient; a stage keeps its own input as long
+        keeps_x = own.qkv or (index == stage.first and not stage.embedding and self._trains)
+        output, kept, kept_x = self._layers.forward(layer, self._memory.level(index), own, x, keeps_x=keeps_x)
+        self._kept.append(_Passed(index, own, kept, kept_x))
+        return output, own.output
+
+    def _alike(self, index: int) -> int:
+        """Layers in a row, from this one on, that differ in nothing; 1 where the next one's input differs."""
+        shape, stage, memory = self._shape, self._stage, self._memory
+        own = self._kept[-1].needs
+        if index == stage.first or own.x != own.output:
+            return 1
+        end = index + 1
+        while (
+            end < stage.last and shape.layers[end] is shape.layers[index] and memory.level(end) == memory.level(index)
+        ):
+            end += 1
+        return end - index
 
     def backward(self) -> None:
         ledger, shape, stage = self.ledger, self._shape, self._stage
@@ -132,7 +169,9 @@ class _StageWalk:
             # the next stage's gradient and this one's output live as long as backward runs
             held = [self._layers.stream(COMMUNICATION), self._output]
             dy = ledger.take(COMMUNICATION, 0)
-        for index, needs, kept, x in reversed(self._kept):
+        for passed in reversed(self._kept):
+            ledger.drop(*passed.between)
+            index, needs, kept, x = passed.index, passed.needs, passed.kept, passed.x
             if index == stage.first and not stage.embedding:
                 held.append(x)  # the input lives as long too
                 x = None

@@ -65,10 +65,13 @@ class _Times:
 
     def __init__(self, workload: Workload, layout: Layout, shape: ModelShape, machine: Machine) -> None:
         parallel = layout.parallel
+        self._known: dict[tuple[int, Level], tuple[Work, Work, float]] = {}
         self._shape, self._machine, self._ranks = shape, machine, parallel.tensor
         self._item, self._length = int(workload.dtype.itemsize), workload.seq_length
         self._tokens = workload.micro_batch * workload.seq_length // parallel.context
         self._context = context_sizes(workload.micro_batch, workload.seq_length, parallel.context, "ring")
+        self._gathers = layout.data_and_context if parallel.shard == "parameters" else 1
+        self._gather_wire = machine.wire(layout.world_size) * 1e9
         self._context_wire = machine.wire(parallel.tensor * parallel.context) * 1e9
 
     def product(self, rows: int, inner: int, outer: int) -> float:
@@ -145,6 +148,20 @@ class _Times:
             work += self.mlp_block(layer, last=False)
         return work
 
+    def layer(self, layer: LayerShape, level: Level) -> tuple[Work, Work, float]:
+        """Forward, backward and weight gradients of a layer; of layers that are alike once."""
+        key = id(layer), level
+        if key not in self._known:
+            forward = self.gathered(layer, self.forward(layer))
+            self._known[key] = forward, self.gathered(layer, self.backward(layer, level)), self.weights(layer)
+        return self._known[key]
+
+    def gathered(self, layer: LayerShape, work: Work) -> Work:
+        """`work` of a layer whose weights come from the ranks that keep them, behind the layer before it."""
+        elements = sum(linear.outputs * (linear.inputs + linear.extra) for linear in layer.linears)
+        seconds = self._item * elements * (self._gathers - 1) / self._gathers / self._gather_wire
+        return work + Work(0.0, max(0.0, seconds - work.seconds))
+
     def weights(self, layer: LayerShape) -> float:
         return sum(self.weight_gradients(linear) for linear in layer.linears)
 
@@ -213,11 +230,11 @@ def _stage(
     """Forward, input gradient and weight gradients of one stage."""
     forward, backward, weights = Work(), Work(), 0.0
     for index in range(stage.first, stage.last):
-        layer = shape.layers[index]
-        forward += times.forward(layer)
+        ahead, back, products = times.layer(shape.layers[index], memory.level(index))
+        forward += ahead
         if trains and index >= shape.first_trainable_layer:
-            backward += times.backward(layer, memory.level(index))
-            weights += times.weights(layer)
+            backward += back
+            weights += products
     if stage.head:
         assert shape.head.linear is not None
         once = Work(times.head(shape.head))

@@ -124,6 +124,13 @@ CASES = {
     "tensor 4, full": Case(world=4, parallel="{tensor: 4}", memory="{recompute: full}"),
     "tensor 2, none": Case(world=2, parallel="{tensor: 2}", memory="{recompute: none}"),
     "data 2": Case(world=2, micro_batches=2),
+    "data 2, shard optimizer": Case(world=2, micro_batches=2, parallel="{shard: optimizer}", **ALL),
+    "data 2, shard gradients": Case(world=2, micro_batches=2, parallel="{shard: gradients}", **ALL),
+    "data 2, shard gradients, accumulation": Case(world=2, micro_batches=4, parallel="{shard: gradients}", **ALL),
+    "data 2, shard parameters": Case(world=2, micro_batches=2, parallel="{shard: parameters}", **ALL),
+    "data 4, shard parameters, lora": Case(
+        world=4, hidden=256, intermediate=704, micro_batches=4, length=128, parallel="{shard: parameters}"
+    ),
     "context 2": Case(world=2, parallel="{context: 2}"),
     "context 2, second": Case(world=2, place=1, parallel="{context: 2}"),
     "context 4, bf16": Case(world=4, parallel="{context: 4}", dtype="bfloat16"),
@@ -163,6 +170,7 @@ PIPELINES = {
     ),
 }
 """Measured in a world of two processes."""
+_QUICK = ("pipeline 2x2", "pipeline 2, split backward")
 
 
 def _prediction(case: Case, config: RunConfig, place: int) -> PeakEstimate:
@@ -198,7 +206,9 @@ def _on_a_rank(case: Case, folder: str) -> int:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in PIPELINES]
+)
 def test_the_peak_of_every_pipeline_rank(name: str, tmp_path: Path) -> None:
     case = PIPELINES[name]
     for rank in range(case.world):

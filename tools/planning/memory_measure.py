@@ -36,7 +36,7 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._known: set[int] = set()
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def reset(self) -> None:
         """The most is counted from now on."""
@@ -47,21 +47,30 @@ class LiveStorages(TorchDispatchMode):
         for value in tree_leaves(out):
             if isinstance(value, Tensor) and value.device.type != "meta":
                 self._see(value)
+        self._look_again()
         return out
+
+    def _look_again(self) -> None:
+        """Storages that are given memory, and give it up, while they live: no operation does that."""
+        for key, (reference, before) in list(self._known.items()):
+            storage = reference()
+            if storage is not None and (nbytes := storage.nbytes()) != before:
+                self._known[key] = reference, nbytes
+                self.live += nbytes - before
+        self.peak = max(self.peak, self.live)
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._known:
             return
-        self._known.add(key)
-        weakref.finalize(storage, self._gone, key, nbytes)
+        self._known[key] = weakref.ref(storage), nbytes
+        weakref.finalize(storage, self._gone, key)
         self.live += nbytes
         self.peak = max(self.peak, self.live)
 
-    def _gone(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self.live -= nbytes
+    def _gone(self, key: int) -> None:
+        self.live -= self._known.pop(key)[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

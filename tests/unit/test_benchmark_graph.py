@@ -1,0 +1,74 @@
+"""Section graph of tools/benchmark.py, with functions in place of graphs: what is timed has been compared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
+from tests.graph_stand_in import FunctionCapture
+from tests.graph_training import ON_DEVICE
+from tools.benchmarking import graph
+from tools.benchmarking.graph_side import EAGER, LAYERS, STEP, GraphOptions, GraphSide, make_steps
+
+CPU = torch.device("cpu")
+TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48, "vocab": 131, "rank": 4}
+SMALL = GraphOptions(
+    **TINY, rows=2, length=24, lengths="24", documents=3, accumulation=2, repeats=2, warmup=1, dropout=0.1
+)
+
+
+def _capture(side: GraphSide) -> FunctionCapture:
+    def lasting() -> list[Tensor]:
+        parameters = [parameter.data for parameter in side.model.parameters()]
+        return [*side.lasting(), side.count, side.flat.gradient, *parameters]
+
+    return FunctionCapture(lasting)
+
+
+def test_all_kinds_are_compared_and_timed():
+    found = graph.measure(SMALL, CPU, ON_DEVICE, _capture)
+    assert found.difference == {EAGER: 0.0, LAYERS: 0.0, STEP: 0.0}
+    assert {name: len(samples) for name, samples in found.samples.items()} == {EAGER: 2, LAYERS: 2, STEP: 2}
+    assert found.counts[STEP].startswith("6 steps replayed, 3 before the capture, 0 beside")
+    assert found.counts[LAYERS].startswith("12 micro-batches replayed, 6 before the capture, 0 beside")
+    table = graph.table(SMALL, {24: found}, ("A sentence.",), {})
+    assert [row[0] for row in table.rows] == [f"96 tokens, {name}" for name in (EAGER, LAYERS, STEP)]
+    assert "96 tokens, graph of the step: the first 6 losses are equal bit for bit." in table.findings
+    assert table.rows[0][4] == "1.00"
+
+
+def test_a_step_that_computes_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch):
+    from engine.training.cuda_graph.static_batch import StaticBatch
+
+    load = StaticBatch.load
+
+    def forgets(self: StaticBatch, batch: object) -> None:
+        load(self, batch)
+        self.batch.document_offsets[1:2] += 1
+
+    monkeypatch.setattr(StaticBatch, "load", forgets)
+    with pytest.raises(RuntimeError, match="computes something else"):
+        graph.measure(SMALL, CPU, ON_DEVICE, _capture)
+
+
+def test_steps_are_packed_in_changing_ways():
+    steps = make_steps(SMALL, CPU)
+    lengths = [batch.document_lengths for batches, _ in steps for batch in batches]
+    assert len(set(lengths)) == len(lengths) == 8
+    for batches, targets in steps:
+        assert targets == sum(batch.num_tokens - len(batch.document_lengths) for batch in batches)
+        for batch in batches:
+            assert len(batch.document_lengths) == 6 and sum(batch.document_lengths[:3]) == 24
+            starts = batch.document_offsets[:-1].long()
+            assert (batch.positions_BS.flatten()[starts] == 0).all() and (batch.positions_BS == 0).sum() == 6
+
+
+def test_without_a_gpu_there_is_nothing_to_measure():
+    with pytest.raises(UserError, match="torch sees no GPU"):
+        graph.run(GraphOptions(**TINY, device="cpu"))
+    with pytest.raises(UserError, match="less than 2 tokens"):
+        GraphOptions(**TINY, lengths="512,8", documents=8)
+    with pytest.raises(UserError, match="--lengths is 'a'"):
+        GraphOptions(**TINY, lengths="a")

@@ -93,7 +93,7 @@ def certificate_config(config: RunConfig, num_trained: int) -> RunConfig:
     step. Adam's eps is at least a hundredth of an element's size where the gradient's norm is 1. Adam divides each
     element by its own size, so that without this the rounding of one that should be zero decides the sign of a whole
     step; with it, rounding of 1e-6 of an element's usual size moves none by more than 1e-4 of a step. Validation data
-    is not read.
+    is not read, and no CUDA graph is recorded: nobody could look at a gradient in the middle of a replayed step.
 
     Args:
         config: of the run.
@@ -103,7 +103,8 @@ def certificate_config(config: RunConfig, num_trained: int) -> RunConfig:
     optim = replace(
         config.optim, lr=min(config.optim.lr, MAX_LR), eps=eps, schedule="constant", warmup_steps=0, min_lr=0.0
     )
-    return replace(config, optim=optim, data=replace(config.data, validation=None))
+    memory = replace(config.memory, cuda_graph="none", graph_documents=None)
+    return replace(config, optim=optim, memory=memory, data=replace(config.data, validation=None))
 
 
 def _draw_zero_factors(training: Training, seed: int) -> None:

@@ -30,7 +30,7 @@ DOWN_B = "layers.2.mlp.down_proj.lora_B"
 LAYOUTS = {
     "tensor=2": "tensor 2",
     "pipeline=2": "pipeline 2",
-    "context=2": "context 2",
+    "context=2,shard=optimizer": "context 2, parallel.shard optimizer",
 }
 
 DROPS_A_SUM = f"""
@@ -94,8 +94,9 @@ def test_every_layout_computes_what_one_process_does(run_file: Path, tmp_path: P
     copies = {part["layout"]: part["looked_at"] for part in record["copies"]}
     # 5 layers of 7 adapters of 2 factors, seen at each step, before the first and after the last
     whole = 70 * (STEPS + 2)
-    # over tensor ranks A of the 5 column linears and B of the 2 row linears are whole: half of all
-    assert copies == dict(zip(copies, (0, whole // 2, 0, whole), strict=True))
+    # over tensor ranks A of the 5 column linears and B of the 2 row linears are whole: half of all; over context ranks
+    # all gradients are, and the masters, which are sharded, in no part
+    assert copies == dict(zip(copies, (0, whole // 2, 0, 70 * STEPS), strict=True))
     for part in record["comparisons"]:
         assert part["first"] is None and part["zero_gradients"] == []
         assert len(part["tensors"]) == whole and len(part["figures"]) == 2 * STEPS

@@ -8,8 +8,8 @@ forward pass at the first step at which there is one. Ends with status 0 when al
 The command starts the ranks itself: on GPUs where there is one for each, else on the CPU. The run starts from the
 base, whatever checkpoints there are; its learning rate is constant, at most 2e-4, and Adam's eps is raised, so that
 rounding does not grow from step to step. Factors of fresh adapters that start at zero are drawn, because the gradient
-of the other factor would vanish. Each rank's gradients and fp32 masters lie in the temporary folder until the command
-ends. bfloat16 hides small faults in its rounding: --dtype float32 shows them.
+of the other factor would vanish. CUDA graphs are left out. Each rank's gradients and fp32 masters lie in the temporary
+folder until the command ends. bfloat16 hides small faults in its rounding: --dtype float32 shows them.
 """
 
 from __future__ import annotations

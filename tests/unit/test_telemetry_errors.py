@@ -52,7 +52,13 @@ def test_a_status_of_its_own_stays() -> None:
 def test_interrupt_is_one_line() -> None:
     body = "import time\nprint('up', flush=True)\ntime.sleep(60)"
     process = subprocess.Popen(
-        [sys.executable, "-c", command(body)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", command(body)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell without job control starts what runs in the background with the signal ignored, and children inherit it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGINT)

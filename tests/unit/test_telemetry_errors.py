@@ -57,7 +57,7 @@ def test_interrupt_is_one_line() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # a shell without job control starts what runs in the background with the signal ignored, and children inherit it
+        # a shell without job control starts background work with the signal ignored, and children inherit that
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout is not None and process.stdout.readline() == "up\n"

@@ -217,7 +217,7 @@ def _layout(
     attention = choose_attention(
         kernels, device=launch.device, dtype=dtype, head_dim=decoder.head_dim, packed=config.data.packing
     )
-    check_graphs(config, launch.device, attention)
+    check_graphs(config, launch.device, attention, decoder)
     log.info(attention.sentence)
     if (sentence := plain_torch_parts(decoder)) is not None:
         log.warning(sentence)

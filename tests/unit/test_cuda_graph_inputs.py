@@ -17,6 +17,7 @@ from engine.config import DataOptions, ModelOptions, ParallelOptions, RunConfig,
 from engine.config.memory import MemoryOptions
 from engine.errors import UserError
 from engine.layers.recompute import MemoryPlan
+from engine.models.config import LayerKind
 from engine.ops.kernels import REFERENCE
 from engine.ops.varlen_attention import AttentionChoice
 from engine.pipeline.schedules import make_schedule
@@ -25,7 +26,7 @@ from engine.training.cuda_graph.capture import GraphCounts
 from engine.training.cuda_graph.static_batch import StaticBatch, document_capacity
 from engine.training.stages import most_alive
 from tests.distributed.cases import make_batch
-from tests.graph_training import CASES, CPU, LENGTH, ON_DEVICE, SHAPE
+from tests.graph_training import CASES, CPU, LENGTH, ON_DEVICE, SHAPE, graph_config
 from tests.memory_models import build_with
 
 META = torch.device("meta")
@@ -210,12 +211,22 @@ def _choice(*, on_device: bool) -> AttentionChoice:
 
 def test_graphs_need_a_gpu_and_attention_that_reads_the_device():
     config, gpu = _run_config(MemoryOptions(cuda_graph="step")), torch.device("cuda")
+    plain = graph_config()
     with pytest.raises(UserError, match="memory.cuda_graph is step, but this run is on cpu"):
-        check_graphs(config, CPU, _choice(on_device=True))
+        check_graphs(config, CPU, _choice(on_device=True), plain)
     with pytest.raises(UserError, match=r"lengths on the host.*\(attention: by document: because\)"):
-        check_graphs(config, gpu, _choice(on_device=False))
-    check_graphs(config, gpu, _choice(on_device=True))
-    check_graphs(_run_config(MemoryOptions()), CPU, _choice(on_device=False))
+        check_graphs(config, gpu, _choice(on_device=False), plain)
+    check_graphs(config, gpu, _choice(on_device=True), plain)
+    check_graphs(_run_config(MemoryOptions()), CPU, _choice(on_device=False), plain)
+
+
+def test_attention_that_masks_by_lengths_on_the_host_is_refused():
+    config, gpu = _run_config(MemoryOptions(cuda_graph="layer"), data=DataOptions(packing=True, seq_length=64)), "cuda"
+    kinds = (LayerKind(window=64), LayerKind(), LayerKind())
+    check_graphs(config, torch.device(gpu), _choice(on_device=True), graph_config(layer_kinds=kinds))
+    for model in (graph_config(layer_kinds=(LayerKind(window=63), *kinds[1:])), graph_config(attention_softcap=50.0)):
+        with pytest.raises(UserError, match="less than data.seq_length 64 tokens"):
+            check_graphs(config, torch.device(gpu), _choice(on_device=True), model)
 
 
 def test_counts_are_told():

@@ -8,6 +8,7 @@ import torch
 
 from engine.config.run import RunConfig
 from engine.errors import UserError
+from engine.models.config import DecoderConfig
 from engine.ops.varlen_attention import AttentionChoice
 from engine.training.cuda_graph.capture import CudaCapture
 from engine.training.cuda_graph.layer_step import LayerGraphs
@@ -19,7 +20,7 @@ from engine.training.step import TrainStep
 Graphs: TypeAlias = StepGraph | LayerGraphs
 
 
-def check_graphs(config: RunConfig, device: torch.device, attention: AttentionChoice) -> None:
+def check_graphs(config: RunConfig, device: torch.device, attention: AttentionChoice, decoder: DecoderConfig) -> None:
     """Whether this machine and this model's attention allow the graphs that are asked for.
 
     Raises:
@@ -37,6 +38,14 @@ def check_graphs(config: RunConfig, device: torch.device, attention: AttentionCh
         raise UserError(
             f"memory.cuda_graph is {graph}, but attention reads the documents' lengths on the host, which a graph "
             f"cannot ({attention.sentence}): set memory.cuda_graph to none, or change what that sentence names."
+        )
+    length = config.data.seq_length
+    windows = [kind.window for kind in decoder.layer_kinds if kind.window is not None]
+    if decoder.attention_softcap is not None or min(windows, default=length) < length:
+        raise UserError(
+            f"memory.cuda_graph is {graph}, but this {decoder.family} model has attention with a cap on scores, or "
+            f"that sees less than data.seq_length {length} tokens, and that is computed from lengths on the host: set "
+            "memory.cuda_graph to none, or, where there is no cap, data.seq_length to the model's window."
         )
 
 

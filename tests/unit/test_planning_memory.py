@@ -28,8 +28,12 @@ from tests.spawning import spawn
 from tools.planning.memory_measure import build, draw_batches, measure
 
 CPU = torch.device("cpu")
-TOLERANCE = 0.05
-"""Of the peak. What is left out are vectors of a few numbers a token, and in bf16 what rounding to blocks adds."""
+EXACT = 0.01
+"""Of the peak. What is left out are vectors of a few numbers a token. A tensor forgotten is more: half of SwiGLU's
+gradient is 2% to 6% of these models' peaks."""
+ROUGH = 0.05
+"""Where the formula says that it is an approximation: what Ulysses packs, inputs that are kept and rounded, the blocks
+of attention with a cap, dY and x that a split backward leaves."""
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -69,6 +73,7 @@ class Case:
     world: int = 1
     place: int = 0
     family: str = "llama"
+    tolerance: float = EXACT
 
     def write(self, folder: Path) -> RunConfig:
         """The configuration, and the config.json that it names."""
@@ -134,7 +139,7 @@ CASES = {
     "context 2": Case(world=2, parallel="{context: 2}"),
     "context 2, second": Case(world=2, place=1, parallel="{context: 2}"),
     "context 4, bf16": Case(world=4, parallel="{context: 4}", dtype="bfloat16"),
-    "context 2, ulysses": Case(world=2, parallel="{context: 2, context_method: ulysses}"),
+    "context 2, ulysses": Case(world=2, parallel="{context: 2, context_method: ulysses}", tolerance=ROUGH),
     "tensor 2, context 2": Case(world=4, parallel="{context: 2, tensor: 2}"),
     "qwen3": Case(family="qwen3"),
     "qwen3, bf16": Case(family="qwen3", dtype="bfloat16"),
@@ -143,14 +148,14 @@ CASES = {
     "olmo2, full": Case(family="olmo2", memory="{recompute: full}"),
     "granite": Case(family="granite", vocab=4000),
     "gemma2": Case(family="gemma2", tied=True),
-    "gemma2, bf16": Case(family="gemma2", tied=True, dtype="bfloat16"),
+    "gemma2, bf16": Case(family="gemma2", tied=True, dtype="bfloat16", tolerance=ROUGH),
     "kept in bf16": Case(memory="{activation_dtype: bfloat16}"),
     "kept in float8": Case(memory="{activation_dtype: float8}", layers=6),
     "kept in float8, bf16, full": Case(
         memory="{activation_dtype: float8, recompute: full}", layers=6, dtype="bfloat16"
     ),
     "kept in bf16, attention": Case(memory="{activation_dtype: bfloat16, recompute: attention}", layers=6),
-    "kept in bf16, none": Case(memory="{activation_dtype: bfloat16, recompute: none}"),
+    "kept in bf16, none": Case(memory="{activation_dtype: bfloat16, recompute: none}", tolerance=ROUGH),
 }
 
 
@@ -162,9 +167,11 @@ PIPELINES = {
     ),
     "pipeline 2, tied, all": Case(world=2, layers=4, micro_batches=4, tied=True, parallel="{pipeline: 2}", **ALL),
     "pipeline 2, split backward": Case(
-        world=2, layers=4, micro_batches=4, parallel="{pipeline: 2, schedule: zb_h1}", **ALL
+        world=2, layers=4, micro_batches=4, parallel="{pipeline: 2, schedule: zb_h1}", tolerance=ROUGH, **ALL
     ),
-    "pipeline 2, V": Case(world=2, layers=4, micro_batches=4, parallel="{pipeline: 2, schedule: zb_v}", **ALL),
+    "pipeline 2, V": Case(
+        world=2, layers=4, micro_batches=4, parallel="{pipeline: 2, schedule: zb_v}", tolerance=ROUGH, **ALL
+    ),
     "pipeline 2, full": Case(
         world=2, layers=4, micro_batches=4, parallel="{pipeline: 2}", memory="{recompute: full}", dtype="bfloat16"
     ),
@@ -182,13 +189,13 @@ def _prediction(case: Case, config: RunConfig, place: int) -> PeakEstimate:
     )
 
 
-def _compare(name: str, found: PeakEstimate, step: int) -> None:
+def _compare(name: str, found: PeakEstimate, step: int, tolerance: float) -> None:
     """Prints a row of the table, which pytest -s shows."""
     ratio = found.step / step
     print(
         f"\n{name:36} predicted {found.step / 2**20:7.2f} MiB  measured {step / 2**20:7.2f}  ratio {ratio:.3f}", end=""
     )
-    assert found.step == pytest.approx(step, rel=TOLERANCE)
+    assert found.step == pytest.approx(step, rel=tolerance)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -197,7 +204,7 @@ def test_the_peak_of_a_step(name: str, tmp_path: Path) -> None:
     config = case.write(tmp_path)
     with fake_world(case.place, case.world) if case.world > 1 else nullcontext():
         measured = measure(config, Launch(rank=case.place, world_size=case.world, device=CPU))
-    _compare(name, _prediction(case, config, case.place), measured.step)
+    _compare(name, _prediction(case, config, case.place), measured.step, case.tolerance)
 
 
 def _on_a_rank(case: Case, folder: str) -> int:
@@ -216,7 +223,7 @@ def test_the_peak_of_every_pipeline_rank(name: str, tmp_path: Path) -> None:
     measured = spawn(_on_a_rank, world=case.world, args=(case, str(tmp_path)))
     config = case.write(tmp_path)
     for rank, step in enumerate(measured):
-        _compare(f"{name}, rank {rank}", _prediction(case, config, rank), step)
+        _compare(f"{name}, rank {rank}", _prediction(case, config, rank), step, case.tolerance)
 
 
 def test_the_count_is_that_of_torchs_own_tracker(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,12 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._lasting: tuple[int, ...] = ()
 
     def reset(self) -> None:
-        """The most is counted from now on."""
+        """The most is counted from now on. Storages that are there now may change their size from then on."""
+        self._look_again(self._known)
+        self._lasting = tuple(self._known)
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,12 +51,13 @@ class LiveStorages(TorchDispatchMode):
         for value in tree_leaves(out):
             if isinstance(value, Tensor) and value.device.type != "meta":
                 self._see(value)
-        self._look_again()
+        self._look_again(self._lasting)
         return out
 
-    def _look_again(self) -> None:
-        """Storages that are given memory, and give it up, while they live: no operation does that."""
-        for key, (reference, before) in list(self._known.items()):
+    def _look_again(self, keys: Iterable[int]) -> None:
+        """Counts storages that were given memory, or gave it up, while they live: no operation does that."""
+        for key in tuple(keys):
+            reference, before = self._known.get(key, (_nothing, 0))
             storage = reference()
             if storage is not None and (nbytes := storage.nbytes()) != before:
                 self._known[key] = reference, nbytes
@@ -71,6 +76,10 @@ class LiveStorages(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         self.live -= self._known.pop(key)[1]
+
+
+def _nothing() -> None:
+    """In place of a reference to what is gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +112,9 @@ def measure(config: RunConfig, launch: Launch, *, steps: int = 2) -> Measured:
     with LiveStorages() as live:
         training = build(config, launch)
         batches = draw_batches(config, training, launch)
-        static, load = live.live, live.peak
+        load = live.peak
+        live.reset()
+        static = live.live
         for _ in range(steps):
             live.reset()
             _step(training, batches)

@@ -178,8 +178,8 @@ def check_cuda_graph(config: RunConfig) -> None:
         (layer and memory.activation_dtype is not None, f"memory.activation_dtype is {memory.activation_dtype}, which "
          "is done around the layers and not in their graphs: set memory.activation_dtype to null, or memory.cuda_graph "
          "to step"),
-        (parallel.shard in ("gradients", "parameters"), f"parallel.shard is {parallel.shard}, where memory comes and "
-         "goes within a step and a graph would keep its addresses: set parallel.shard to optimizer or none"),
+        (parallel.shard != "none", f"parallel.shard is {parallel.shard}, where updated weights arrive while the next "
+         "step computes and memory comes and goes: set parallel.shard to none"),
     )  # fmt: skip
     for clash, sentence in clashes:
         require(not clash, f"memory.cuda_graph is {graph} and {sentence}, or memory.cuda_graph to none.")

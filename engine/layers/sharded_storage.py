@@ -9,17 +9,18 @@ reads from its module; here B lies between the rows of W, and ops hold views fro
 A model is a route of stops, in forward order. Before a stop computes, the next one's gather starts, so that it travels
 behind the arithmetic; after it, the memory is given up. Backward goes the same way back: a stop's memory is gathered
 again when its output's gradient arrives, and given up when its input's gradient leaves. Where the input has no gradient
-(below the first trained layer) it is given up when the next stop is entered. Every rank goes through the same stops in
-the same order.
+(below the first trained layer) it is given up when the next stop is entered. Where backward begins at once, at the
+model's end, it stays. Every rank goes through the same stops in the same order.
 
-Gradients do not pass through here: they go to their sinks. After an update, whoever updates writes into `parts`.
+Gradients do not pass through here: they go to their sinks. After an update, whoever updates writes into the parts, or,
+where each rank has all weights, lets them arrive at the stops of the next forward (`SpreadWeights.attach`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,19 @@ MULTIPLE = 32
 """Elements; every rank's part is a multiple of it, as collectives like it."""
 GATHERED_ALONE = 1 << 20
 """Bytes. A storage of at least so many is gathered in place; what is smaller travels with the others of its stop."""
+
+
+class Coming(Protocol):
+    """Numbers that a stop needs and that other ranks send."""
+
+    def start(self) -> None:
+        """Lets them be sent, unless that was done."""
+
+    def take(self) -> None:
+        """Waits until they are where they are read; starts them where nobody did."""
+
+    def release(self) -> None:
+        """Says that they have been read; as often as `take` was called."""
 
 
 class SpreadStorage:
@@ -169,14 +183,14 @@ class _Leave(torch.autograd.Function):
     """Identity on a stop's output: its backward is the first of the stop."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, stop: Stop, goes_on: bool) -> Tensor:
-        ctx.stop, ctx.goes_on = stop, goes_on
+    def forward(ctx: Any, y: Tensor, stop: Stop, held: bool, goes_on: bool) -> Tensor:
+        ctx.stop, ctx.held, ctx.goes_on = stop, held, goes_on
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.stop.enter_backward(goes_on=ctx.goes_on)
-        return dy, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.stop.enter_backward(held=ctx.held, goes_on=ctx.goes_on)
+        return dy, None, None, None
 
 
 @dataclass(slots=True)
@@ -185,20 +199,24 @@ class Stop:
 
     Args:
         weights: the model's.
-        gathers: what is gathered for it; empty where nothing is spread.
-        again: whether backward needs it, too.
+        keys: of the storages that its weights lie in.
+        coming: what it waits for.
+        again: whether backward waits for it, too.
+        is_end: whether the model ends here, so that backward follows at once.
         before, after: its neighbours on the route.
     """
 
     weights: SpreadWeights
-    gathers: tuple[_Gather, ...]
+    keys: frozenset[int]
+    coming: list[Coming]
     again: bool
+    is_end: bool
     before: Stop | None = None
     after: Stop | None = None
 
     def run(self, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """block(x), with the weights of this stop there."""
-        if not self.gathers:
+        if not self.coming:
             return block(x)
         self.weights.leave_open_stop()
         self._take()
@@ -207,29 +225,39 @@ class Stop:
         again = self.again and torch.is_grad_enabled()
         goes_on = again and x.requires_grad
         y = block(_Enter.apply(x, self) if goes_on else x)
-        self._release()
-        return _Leave.apply(y, self, goes_on) if again and y.requires_grad else y
+        comes_back = again and y.requires_grad
+        held = comes_back and self._is_last_in_forward
+        if not held:
+            self._release()
+        return _Leave.apply(y, self, held, goes_on) if comes_back else y
+
+    @property
+    def _is_last_in_forward(self) -> bool:
+        """Of the stops that backward comes back to, where the model ends."""
+        return self.is_end or (self.after is not None and self.after.is_end and not self.after.again)
 
     def start(self) -> None:
-        for gather in self.gathers:
-            gather.start()
+        for one in self.coming:
+            one.start()
 
     def _take(self) -> None:
-        for gather in self.gathers:
-            gather.take()
+        for one in self.coming:
+            one.take()
 
     def _release(self) -> None:
-        for gather in self.gathers:
-            gather.release()
+        for one in self.coming:
+            one.release()
 
-    def enter_backward(self, *, goes_on: bool) -> None:
+    def enter_backward(self, *, held: bool, goes_on: bool) -> None:
         """The output's gradient is there.
 
         Args:
+            held: the memory was not given up after forward.
             goes_on: the input's gradient is wanted, so that the stop before this one follows.
         """
         self.weights.leave_open_stop()
-        self._take()
+        if not held:
+            self._take()
         self.weights.open_stop = self
         if goes_on and self.before is not None and self.before.again:
             self.before.start()
@@ -254,6 +282,7 @@ class SpreadWeights:
         self.axis = axis
         self._storages: dict[int, SpreadStorage] = {}
         self._gathers: dict[int, _Gather] = {}
+        self._stops: list[Stop] = []
         self.open_stop: Stop | None = None
         """The stop whose backward has begun and not ended."""
 
@@ -261,25 +290,44 @@ class SpreadWeights:
     def is_spread(self) -> bool:
         return self.axis.size > 1
 
-    def stop(self, module: nn.Module, *, before: Stop | None, also: Iterable[ShardEntry] = (), again: bool) -> Stop:
+    def stop(
+        self,
+        module: nn.Module,
+        *,
+        before: Stop | None,
+        also: Iterable[ShardEntry] = (),
+        whole: Iterable[ShardEntry] = (),
+        again: bool,
+        is_end: bool = False,
+    ) -> Stop:
         """Spreads the storages of a module's parameters and makes a stop of it.
 
         Args:
             module: its weights lie in storages of their own.
             before: the stop that forward comes from.
             also: parameters of other modules that it needs as well (a tied matrix).
-            again: whether its backward reads weights.
+            whole: further ones that it needs and that are not spread.
+            again: whether its backward reads spread weights.
+            is_end: whether the model ends with it.
         """
-        stop = Stop(weights=self, gathers=self._spread(module, also) if self.is_spread else (), again=again)
+        entries = (*also, *shard_entries(module))
+        stop = Stop(
+            weights=self,
+            keys=frozenset(_key(entry.parameter) for entry in (*entries, *whole)),
+            coming=self._spread(entries) if self.is_spread else [],
+            again=again and self.is_spread,
+            is_end=is_end,
+        )
+        self._stops.append(stop)
         stop.before = before
         if before is not None:
             before.after = stop
         return stop
 
-    def _spread(self, module: nn.Module, also: Iterable[ShardEntry]) -> tuple[_Gather, ...]:
+    def _spread(self, entries: Iterable[ShardEntry]) -> list[Coming]:
         gathers: dict[int, _Gather] = {}
         new: dict[int, SpreadStorage] = {}
-        for entry in (*also, *shard_entries(module)):
+        for entry in entries:
             key = _key(entry.parameter)
             if key in self._gathers:
                 gathers[id(self._gathers[key])] = self._gathers[key]
@@ -289,7 +337,25 @@ class SpreadWeights:
             gather = gathers[-1] = _Gather(list(new.values()), self.axis)
             self._storages.update(new)
             self._gathers.update(dict.fromkeys(new, gather))
-        return tuple(gathers.values())
+        return list(gathers.values())
+
+    def attach(self, parameters: Iterable[Tensor], coming: Coming) -> None:
+        """Every stop that needs one of these parameters waits for `coming` from now on."""
+        keys = {_key(parameter) for parameter in parameters}
+        stops = [stop for stop in self._stops if stop.keys & keys]
+        assert keys <= frozenset[int]().union(*(stop.keys for stop in stops)), (
+            "a parameter is read outside of all stops"
+        )
+        for stop in stops:
+            stop.coming.append(coming)
+
+    def start_first(self) -> None:
+        """Lets be sent what the first stops of a forward wait for."""
+        for stop in self._stops:
+            if stop.before is None:
+                stop.start()
+                if stop.after is not None:
+                    stop.after.start()
 
     def storage(self, parameter: Tensor) -> SpreadStorage | None:
         """Where a parameter's numbers are; None where every rank has all of them."""

@@ -231,7 +231,10 @@ class Decoder(nn.Module):
             shared = self._shared_head_weight(common, embedding_weight) if config.tied_embeddings else None
             self.head = self._build_head(common, shared)
             also = () if shared is None else (shared,)
-            self._head_stop = weights.stop(self.head, before=stop, also=also, again=not self._head_is_frozen)
+            trains = not self._head_is_frozen
+            self._head_stop = weights.stop(
+                self.head, before=stop, also=also, whole=self.norm.entries, again=trains, is_end=True
+            )
         # of the multiplier as the compute dtype has it, which is what the models that have one were trained with
         self.embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self.inverse_frequencies = tuple(

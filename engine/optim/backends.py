@@ -117,7 +117,7 @@ class TorchUpdate:
                 eps=state.eps,
                 maximize=False,
             )
-        state.flat.publish()
+        state.flat.publish_until_read()
         state.flat.gradient.zero_()
 
 
@@ -145,7 +145,7 @@ class NativeUpdate:
     def __init__(self, state: AdamWState) -> None:
         self._state = state
         self._spans: list[_Span] = []
-        self._publish: Callable[[], None] = state.flat.publish
+        self._publish: Callable[[], None] = state.flat.publish_until_read
         if state.flat.is_sharded:
             for span in state.flat.spans:
                 decay = state.decay(span.decays)
@@ -154,7 +154,7 @@ class NativeUpdate:
         left: list[Slot] = []
         for region in state.flat.regions:
             left += self._split(region)
-        self._publish = CopyAll(left, state.flat.master)
+        self._publish = CopyAll(left, state.flat.master).start
 
     def _split(self, region: Region) -> list[Slot]:
         """Cuts a region at the parameters that the kernel writes itself; returns the others."""
@@ -268,7 +268,7 @@ class ApexUpdate:
         for group in self._optimizer.param_groups:
             group["step"].copy_(self._state.updates)
         self._optimizer.step(grad_scaler=self._scaler)
-        self._state.flat.publish()
+        self._state.flat.publish_until_read()
         self._state.flat.gradient.zero_()
 
 

@@ -78,17 +78,22 @@ class FlatParameters:
         self._publish: Publish
         if size == 1:
             self._publish = CopyAll(self.slots, self.master)
-        elif self.sharding.weights is not None:
+        elif self._weights_are_spread:
+            assert self.sharding.weights is not None
             self._publish = SendToKeepers(self.buckets, self.master, self.sharding.weights)
         else:
-            self._publish = GatherParts(self.buckets, self.master, self.sharding.axis)
-        if self.sharding.weights is None or size == 1:
+            self._publish = GatherParts(self.buckets, self.master, self.sharding.axis, self.sharding.weights)
+        if not self._weights_are_spread:
             self._start_from_parameters()
 
     @property
     def is_sharded(self) -> bool:
         """Whether the masters, and all that lies like them, are this rank's own part."""
         return self.sharding.size > 1
+
+    @property
+    def _weights_are_spread(self) -> bool:
+        return self.sharding.weights is not None and self.sharding.weights.is_spread
 
     @property
     def num_elements(self) -> int:
@@ -121,7 +126,12 @@ class FlatParameters:
 
     def publish(self) -> None:
         """Writes the masters into the parameters the model computes with, rounding once. Collective where sharded."""
-        self._publish()
+        self._publish.start()
+        self._publish.finish()
+
+    def publish_until_read(self) -> None:
+        """As `publish`, but parameters may get their new values as late as the next forward reads them."""
+        self._publish.start()
 
     def shards(self, prefix: str, flat: Tensor) -> list[NamedShard]:
         """Views of `flat` (the masters, or a state of the optimizer) as named shards `prefix/name`.

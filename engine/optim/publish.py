@@ -6,9 +6,8 @@ numbers that travel are of the weights' dtype, not fp32.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,13 +20,17 @@ from engine.layers.sharded_storage import SpreadWeights
 from engine.optim.layout import Bucket, Slot, own_runs
 
 AHEAD = 2
-"""Buckets that are on their way while another is copied; each takes memory for all of its weights."""
+"""Buckets that are on their way while another is copied, where all are wanted at once."""
 
 
 class Publish(Protocol):
-    """Writes the masters, as they are now, into the model's weights."""
+    """Writes the masters into the model's weights."""
 
-    def __call__(self) -> None: ...
+    def start(self) -> None:
+        """The masters have changed: the weights become what they are now, at the latest when they are read next."""
+
+    def finish(self) -> None:
+        """Weights that are still to come are there."""
 
 
 class CopyAll:
@@ -37,17 +40,49 @@ class CopyAll:
         self._weights = [slot.entry.parameter.data for slot in slots]
         self._masters = [slot.view(master) for slot in slots]
 
-    def __call__(self) -> None:
+    def start(self) -> None:
         if self._weights:
             torch._foreach_copy_(self._weights, self._masters)
 
+    def finish(self) -> None:
+        pass
 
-class _Arriving(NamedTuple):
-    bucket: Bucket
-    part: Tensor
-    """What this rank sends; it must live until it has left."""
-    whole: Tensor
-    handle: Handle
+
+class _Arrival:
+    """One bucket's weights, gathered by the first forward that reads them."""
+
+    def __init__(self, bucket: Bucket, master: Tensor, axis: Axis) -> None:
+        self._bucket, self._axis = bucket, axis
+        self._master = master[bucket.own(axis.size)]
+        self.weights = [slot.entry.parameter.data for slot in bucket.slots]
+        self._is_due = False
+        self._sent: tuple[Tensor, Tensor, Handle] | None = None
+        """This rank's part, which must live until it has left; what arrives; and when."""
+
+    def announce(self) -> None:
+        """The masters have changed."""
+        if self._sent is not None:  # what was on its way is no longer wanted
+            self._sent[2].wait()
+        self._is_due, self._sent = True, None
+
+    def start(self) -> None:
+        if self._is_due and self._sent is None:
+            part = self._master.to(self.weights[0].dtype)
+            self._sent = (part, *all_gather_async(part, self._axis))
+
+    @torch.no_grad()
+    def take(self) -> None:
+        if not self._is_due:
+            return
+        self.start()
+        assert self._sent is not None
+        _, whole, handle = self._sent
+        handle.wait()
+        torch._foreach_copy_(self.weights, [slot.view(whole, self._bucket.start) for slot in self._bucket.slots])
+        self._is_due, self._sent = False, None
+
+    def release(self) -> None:
+        pass
 
 
 class GatherParts:
@@ -57,27 +92,31 @@ class GatherParts:
         buckets: all of them; the axis's ranks have one part of each.
         master: this rank's own masters.
         axis: the ranks.
+        weights: their stops wait for what they read, so that it travels while those before them compute; None gathers
+            all at once.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], master: Tensor, axis: Axis) -> None:
-        self._master, self._axis = master, axis
-        self._buckets = [(bucket, [slot.entry.parameter.data for slot in bucket.slots]) for bucket in buckets]
+    def __init__(self, buckets: Sequence[Bucket], master: Tensor, axis: Axis, weights: SpreadWeights | None) -> None:
+        self._weights = weights
+        # buckets lie in backward order
+        self._arrivals = [_Arrival(bucket, master, axis) for bucket in reversed(buckets)]
+        if weights is not None:
+            for arrival in self._arrivals:
+                weights.attach(arrival.weights, arrival)
 
-    def __call__(self) -> None:
-        arriving: deque[tuple[list[Tensor], _Arriving]] = deque()
-        for bucket, weights in self._buckets:
-            part = self._master[bucket.own(self._axis.size)].to(weights[0].dtype)
-            arriving.append((weights, _Arriving(bucket, part, *all_gather_async(part, self._axis))))
-            if len(arriving) > AHEAD:
-                self._take(*arriving.popleft())
-        while arriving:
-            self._take(*arriving.popleft())
+    def start(self) -> None:
+        for arrival in self._arrivals:
+            arrival.announce()
+        if self._weights is None:
+            self.finish()
+        else:
+            self._weights.start_first()
 
-    @staticmethod
-    def _take(weights: list[Tensor], arrived: _Arriving) -> None:
-        arrived.handle.wait()  # hidden by the copies of the bucket before, and its collective by that of the next
-        bucket = arrived.bucket
-        torch._foreach_copy_(weights, [slot.view(arrived.whole, bucket.start) for slot in bucket.slots])
+    def finish(self) -> None:
+        for place, arrival in enumerate(self._arrivals):
+            for other in self._arrivals[place : place + 1 + AHEAD]:
+                other.start()
+            arrival.take()  # the next ones travel while this one is copied
 
 
 class SendToKeepers:
@@ -116,7 +155,7 @@ class SendToKeepers:
                         self._received_sizes[source] += last - first
 
     @torch.no_grad()
-    def __call__(self) -> None:
+    def start(self) -> None:
         self._weights.drop()  # what has been gathered is of the weights before
         sent = torch.cat(self._sent) if self._sent else self._master[:0]
         sizes = {"sent": self._sent_sizes, "received": self._received_sizes}
@@ -125,6 +164,9 @@ class SendToKeepers:
         torch._foreach_copy_(
             self._targets, [part.view(target.shape) for part, target in zip(parts, self._targets, strict=True)]
         )
+
+    def finish(self) -> None:
+        pass
 
 
 def _kept(slot: Slot, weights: SpreadWeights, rank: int) -> tuple[int, int]:

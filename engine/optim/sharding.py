@@ -3,8 +3,8 @@
 | level      | a rank keeps its part alone of     | gradients are    | weights, once the own part is updated          |
 |------------|------------------------------------|------------------|------------------------------------------------|
 | none       | nothing                            | all-reduced      | (each rank updates all of them)                |
-| optimizer  | fp32 masters, both moments         | all-reduced      | gathered                                       |
-| gradients  | these, and the summed gradient     | reduce-scattered | gathered                                       |
+| optimizer  | fp32 masters, both moments         | all-reduced      | gathered, by the next forward at the latest    |
+| gradients  | these, and the summed gradient     | reduce-scattered | gathered, by the next forward at the latest    |
 | parameters | these, and the weights, frozen     | reduce-scattered | sent to the rank that keeps them; gathered for |
 |            |   ones among them                  |                  |   as long as a layer computes                  |
 """
@@ -29,7 +29,8 @@ class Sharding:
         axis: ranks that hold copies of the same parameters and sum their gradients (the mesh's dp_cp). Where it is of
             size 1 there is nothing to spread.
         bucket_elements: elements that leave together, at least; each bucket is divided evenly over the ranks.
-        weights: of the model, where the level is "parameters": spread over the same ranks.
+        weights: of the model. At level "parameters" they are spread over the same ranks; at the levels below, their
+            stops wait for updated weights, which all arrive at once where there are none.
     """
 
     level: ShardLevel = "none"
@@ -38,8 +39,8 @@ class Sharding:
     weights: SpreadWeights | None = None
 
     def __post_init__(self) -> None:
-        assert (self.weights is not None) == (self.level == "parameters"), self.level
-        assert self.weights is None or self.weights.axis == self.axis
+        spreads = self.weights is not None and self.weights.is_spread
+        assert spreads == (self.level == "parameters" and self.axis.size > 1), self.level
 
     @property
     def size(self) -> int:

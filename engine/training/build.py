@@ -195,12 +195,11 @@ def _bucket_bytes(config: RunConfig) -> int:
 
 def _sharding(config: RunConfig, mesh: Mesh, weights: SpreadWeights, log: Log) -> Sharding:
     """What of the optimizer is spread over ranks; said in the log."""
-    level = config.parallel.shard
     sharding = Sharding(
-        level=level,
+        level=config.parallel.shard,
         axis=mesh.dp_cp,
         bucket_elements=max(1, _bucket_bytes(config) // 4),
-        weights=weights if level == "parameters" else None,
+        weights=weights,
     )
     if (sentence := sharding.sentence()) is not None:
         log.info(sentence)

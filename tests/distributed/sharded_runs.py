@@ -45,6 +45,7 @@ CASES = {
     "head and adapters": Case(config=SMALL, adapters=r"layers\.1\..*_proj|embed_tokens", trained="lm_head|norm"),
     "upper adapters": Case(config=SMALL, adapters=r"layers\.1\..*_proj"),
     "deep, adapters": Case(config=small_config(num_layers=4), adapters=EVERY_LINEAR),
+    "deep, layers": Case(config=small_config(num_layers=4), adapters=r"layers\..*_proj"),
     "deep, everything": Case(config=small_config(num_layers=4), trained=".*"),
     "deep, tied": Case(config=small_config(num_layers=4, tied_embeddings=True), trained=".*"),
 }
@@ -105,7 +106,7 @@ class Run:
             tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,
             pp_ends=Axis("pp_ends") if stage_rank[0] == stage_rank[-1] else mesh.pp_ends,
         )  # fmt: skip
-        weights = SpreadWeights(mesh.dp_cp) if level == "parameters" else None
+        self.kept = SpreadWeights(mesh.dp_cp if level == "parameters" else Axis("dp_cp"))
         stages: dict[int, ModelStage] = {}
         step, embedding, first = torch.zeros((), dtype=torch.int64), None, 0
         for number, count in enumerate(layout.layers):
@@ -117,14 +118,13 @@ class Run:
                 continue
             model = Decoder(
                 case.config, layout=tensors, plan=case.plan(), device=CPU, dtype=layout.dtype, part=part,
-                embedding_weight=embedding, weights=weights, memory=MemoryPlan(recompute=layout.recompute),
+                embedding_weight=embedding, weights=self.kept, memory=MemoryPlan(recompute=layout.recompute),
             )  # fmt: skip
             embedding = model.embedding.weight if model.embedding is not None else embedding
             gives_gradient = number > 0
             stages[number] = ModelStage(model, LanguageModeling(), CPU, gives_gradient=gives_gradient, step=step)
         self.stages = Stages(stages, mesh.pp, choice)
-        sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=BUCKET_ELEMENTS, weights=weights)
-        self.kept = weights or SpreadWeights(Axis("dp_cp"))
+        sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=BUCKET_ELEMENTS, weights=self.kept)
         self.entries = self.stages.entries()
         self.flat = FlatParameters(self.entries, CPU, sharding=sharding)
         _fill([shard for entry in self.entries if entry.sink is None for shard in self.kept.parts(entry)])
@@ -162,7 +162,8 @@ class Run:
         return losses, norms
 
     def weights(self) -> list[NamedShard]:
-        """What of the model's weights this rank keeps now, trained ones and frozen ones."""
+        """What of the model's weights this rank keeps, trained ones and frozen ones, as they will be read next."""
+        self.flat.publish()
         parts = [part for entry in self.entries for part in self.kept.parts(entry)]
         return [NamedShard(name, tensor.clone(), spec) for name, tensor, spec in parts]
 

@@ -228,6 +228,7 @@ def _measure(layout: Layout, level: ShardLevel) -> Measured:
         run.train(1, 2)
         most = watch.most_gradients, watch.most_weights
         del watch
+    run.flat.publish()  # no weights are on their way
     kept = _live_bytes() - before
     spread = [run.kept.storage(view) is not None for view in _storages(run).values()]
     return Measured(kept, run.flat.regions[-1].stop, storages, spread, *most)

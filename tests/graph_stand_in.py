@@ -46,8 +46,16 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         leaves = tree_leaves((args, kwargs)) if kwargs else tree_leaves(args)
-        self.seen.append((func, *(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)))
+        self.seen.append((func, *map(_said, leaves)))
         return func(*args, **(kwargs or {}))
+
+
+def _said(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.shape
+    # process groups cannot be compared
+    plain = (bool, int, float, str, torch.dtype, torch.device)
+    return argument if isinstance(argument, plain) else type(argument).__name__
 
 
 class Rerun:

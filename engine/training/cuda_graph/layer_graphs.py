@@ -34,7 +34,7 @@ from engine.training.cuda_graph.static_batch import StaticBatch, StaticShape
 StartReduction = Callable[[Iterable[ShardEntry]], None]
 
 
-class _LayerGraphs:
+class _GraphedLayer:
     """One layer's two graphs, on one slot.
 
     Args:
@@ -112,7 +112,7 @@ class _Replay(torch.autograd.Function):
     """A layer as autograd sees it. The anchor says that the output needs a backward where the input does not."""
 
     @staticmethod
-    def forward(ctx: Any, layer: _LayerGraphs, x: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, layer: _GraphedLayer, x: Tensor, anchor: Tensor) -> Tensor:
         ctx.layer = layer
         return layer.replay_forward(x)
 
@@ -151,10 +151,10 @@ class Slot:
         size = (self.context.local_token_index.shape[0], model.config.hidden)
         x, *gradients = (torch.zeros(size, dtype=model.dtype, device=step.device) for _ in range(3))
         x.requires_grad_(gives_gradient)
-        self._layers: list[_LayerGraphs] = []
+        self._layers: list[_GraphedLayer] = []
         for index, layer in enumerate(model.layers):
             dy, dx = gradients[(index + 1) % 2], gradients[index % 2]
-            self._layers.append(_LayerGraphs(layer, self.context, x, dy, dx))
+            self._layers.append(_GraphedLayer(layer, self.context, x, dy, dx))
             x = self._layers[-1].capture_forward(capture, pool)
         for graphs in reversed(self._layers):
             graphs.capture_backward(capture, pool)

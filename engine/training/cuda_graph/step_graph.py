@@ -2,8 +2,8 @@
 
 Recomputation, accumulation and collectives of tensor and data parallelism are part of it. Where ranks share a
 collective, all of them must replay together, so that either every rank's micro-batches fit or none does; the capacity
-is chosen so that they always do (`static_batch.document_capacity`). A step beside the graph needs its activations'
-memory beside the graph's own, which is kept.
+is chosen so that they always do (`static_batch.document_capacity`). The graph keeps its activations' memory; a step
+beside it, and an evaluation, need theirs on top.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def _measure(layout: Layout, level: ShardLevel) -> Measured:
 
 _DEEP = Layout(case="deep, everything", grid=RankGrid(dp=2), layers=(4,), accumulation=1)
 MEASURED = [
-    replace(_DEEP, case="deep, adapters"),
+    replace(_DEEP, case="deep, layers"),
     _DEEP,
     replace(_DEEP, accumulation=2),
     replace(_DEEP, case="deep, tied", grid=RankGrid(cp=2)),

@@ -13,7 +13,8 @@ from engine.config.run import RunConfig
 from engine.data.collate import context_part
 from engine.distributed.launch import Launch
 from engine.telemetry.log import Log
-from engine.training.build import Training, build_training, check_model, model_source
+from engine.training.build import Training, build_training
+from engine.training.source import check_model, model_source
 from tests.distributed.cases import make_batch
 
 

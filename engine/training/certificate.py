@@ -29,7 +29,9 @@ from engine.layers.module import shard_entries
 from engine.models.describe import meta_model
 from engine.models.initialise import fill_normal
 from engine.telemetry.log import Log
-from engine.training.build import Training, build_data, build_training, check_model, model_source
+from engine.training.build import Training, build_training
+from engine.training.data import build_data
+from engine.training.source import check_model, model_source
 
 GRADIENT, PARAMETER = "gradient", "parameter"
 """Tensors: complete sums before clipping, of each step; fp32 masters, before the first step and after the last."""

@@ -17,19 +17,21 @@ from engine.distributed.collectives import broadcast_object
 from engine.distributed.failures import CommunicationError
 from engine.distributed.launch import Launch, end_at_once, start, stop, world_size_from_environment
 from engine.errors import UserError
-from engine.models.describe import num_parameters
 from engine.optim.schedule import learning_rate
 from engine.telemetry.errors import EXIT_USER_ERROR
-from engine.telemetry.format import format_bytes, format_count, format_duration
+from engine.telemetry.format import format_duration
 from engine.telemetry.log import Log
 from engine.telemetry.memory import peak_memory_bytes
 from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import TrainProgress
-from engine.training.build import RunData, Training, build_data, build_training, check_model, model_source
+from engine.training.build import Training, build_training
 from engine.training.cuda_graph.static_batch import most_in_a_row
+from engine.training.data import RunData, build_data
 from engine.training.evaluate import evaluate
+from engine.training.source import check_model, model_source
 from engine.training.state import load_state, save_state
 from engine.training.step import StepResult
+from engine.training.summary import RunSummary, announce
 
 MAX_SKIPPED_IN_A_ROW = 10
 """Steps with a non-finite gradient after which a run stops."""
@@ -45,38 +47,6 @@ class _Record:
     tokens: int
     finished: float
     """When it was handed to the device, on the run's clock."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSummary:
-    """What a finished run did. Losses are means over target tokens; None where there was nothing to measure."""
-
-    run_dir: Path
-    steps: int
-    first_loss: float | None
-    last_loss: float | None
-    first_eval_loss: float | None
-    last_eval_loss: float | None
-    tokens: int
-    seconds: float
-    memory: int
-    graphs: str | None = None
-    """What was replayed as a graph and what was not."""
-
-    def lines(self) -> list[str]:
-        rows = [("steps", f"{self.steps}")]
-        if self.first_loss is not None and self.last_loss is not None:
-            rows.append(("training loss", f"{self.first_loss:.4f} -> {self.last_loss:.4f}"))
-        if self.first_eval_loss is not None and self.last_eval_loss is not None:
-            rows.append(("evaluation loss", f"{self.first_eval_loss:.4f} -> {self.last_eval_loss:.4f}"))
-        if self.seconds > 0:
-            speed = f"{format_count(self.tokens / self.seconds)} tokens/s"
-            rows.append(("speed", f"{speed}, {format_duration(self.seconds)} in all"))
-        if self.graphs is not None:
-            rows.append(("CUDA graphs", self.graphs))
-        rows += [("peak memory of rank 0", format_bytes(self.memory)), ("run folder", str(self.run_dir))]
-        width = max(len(name) for name, _ in rows)
-        return [f"  {name:<{width}}  {value}" for name, value in rows]
 
 
 class Trainer:
@@ -112,7 +82,8 @@ class Trainer:
     def train(self) -> RunSummary:
         """The loop. Figures of a step are read while the next one already runs."""
         config, loader = self._config, self._data.train
-        self._announce()
+        announce(config, self._launch, self._training, self._log, num_micro_batches=loader.num_micro_batches)
+        self._log.info(f"run: {self._total} steps, folder {self.run_dir}")
         started_at = self.step
         if self.step == 0:
             self._evaluate()
@@ -285,29 +256,6 @@ class Trainer:
         )
         metrics.truncate_after(self.step)
         return metrics
-
-    def _announce(self) -> None:
-        config, grid = self._config, self._training.mesh.grid
-        whole = num_parameters(self._training.source.model.decoder)
-        trained = self._training.trainable_parameters()
-        sequence = " with sequence parallelism" if config.parallel.sequence_parallel else ""
-        self._log.info(
-            f"model: {config.model.path}, {format_count(whole)} parameters, {format_count(trained)} trained, "
-            f"{config.model.dtype} on {self._launch.device.type}"
-        )
-        self._log.info(
-            f"layout: {self._launch.world_size} ranks, tensor {grid.tp}{sequence}, {self._pipeline()}"
-            f"{f'context {grid.cp} ({config.parallel.context_method}), ' if grid.cp > 1 else ''}data {grid.dp}; "
-            f"{self._data.train.num_micro_batches} micro-batches of {config.train.micro_batch_size} rows a step"
-        )
-        self._log.info(f"run: {self._total} steps, folder {self.run_dir}")
-
-    def _pipeline(self) -> str:
-        partition = self._training.partition
-        if len(partition.layers) == 1:
-            return ""
-        layers = ", ".join(map(str, partition.layers))
-        return f"pipeline {self._training.mesh.pp.size} ({partition.choice.name}, stages of {layers} layers), "
 
 
 def train(config: RunConfig) -> RunSummary:

@@ -29,7 +29,8 @@ from engine.data.dataset import TokenDataset
 from engine.data.tokenizer import load_tokenizer
 from engine.distributed.launch import Launch
 from engine.telemetry.log import Log
-from engine.training.build import build_training, check_model, model_source
+from engine.training.build import build_training
+from engine.training.source import check_model, model_source
 from engine.training.state import load_state
 
 ROWS, QUESTIONS = 4, 3

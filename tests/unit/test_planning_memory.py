@@ -23,7 +23,7 @@ from engine.distributed.fake_world import fake_world
 from engine.distributed.launch import Launch
 from engine.planning.memory import PeakEstimate
 from engine.planning.predict import predict_peak
-from engine.training.build import check_model, model_source
+from engine.training.source import check_model, model_source
 from tests.spawning import spawn
 from tools.planning.memory_measure import build, draw_batches, measure
 

@@ -14,7 +14,7 @@ from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.layers.module import shard_entries
 from engine.models.describe import meta_model
-from engine.training.build import check_model, model_source
+from engine.training.source import check_model, model_source
 
 _COMMA = re.compile(r",(?![^\[]*\])")
 """Not one inside a list."""

@@ -1,0 +1,97 @@
+"""The rows a rank trains and evaluates on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config.rules import data_parallel_size
+from engine.config.run import RunConfig
+from engine.data.dataset import TokenDataset
+from engine.data.loader import DataLoader, EvalLoader
+from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.distributed.launch import Launch
+from engine.errors import UserError
+from engine.models.config import DecoderConfig
+from engine.telemetry.log import Log
+from engine.telemetry.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunData:
+    """Training and validation rows of this rank."""
+
+    tokenizer: Tokenizer
+    train: DataLoader
+    validation: EvalLoader | None
+
+
+def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: Log) -> RunData:
+    """Reads, tokenises and arranges the data. Needs no process group, so that bad input is refused early.
+
+    Raises:
+        UserError: a record or tokenizer that cannot be used.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer or config.model.path)
+    if tokenizer.vocab_size > decoder.vocab_size:
+        log.warning(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {decoder.vocab_size}: tokens beyond the "
+            "model's vocabulary will be refused."
+        )
+    data_size = data_parallel_size(config, launch.world_size)
+    # tensor-parallel neighbours are neighbouring ranks and share a data rank
+    tensor, context = config.parallel.tensor, config.parallel.context
+    data_rank = launch.rank // (tensor * context) % data_size
+    assert config.data.train is not None
+    train = _dataset(config, config.data.train, tokenizer, decoder, log, "training")
+    common = {
+        "seq_length": config.data.seq_length,
+        "micro_batch_size": config.train.micro_batch_size,
+        "data_rank": data_rank,
+        "data_size": data_size,
+        "pad_multiple": tensor * (2 * context if context > 1 else 1) if config.parallel.sequence_parallel else 1,
+        "context_rank": launch.rank // tensor % context,
+        "context_size": context,
+    }
+    loader = DataLoader(
+        train,
+        global_batch_size=config.train.global_batch_size,
+        seed=config.train.seed,
+        num_workers=config.data.num_workers,
+        pin_memory=launch.device.type == "cuda",
+        **common,
+    )
+    validation = None
+    if config.data.validation is not None:
+        rows = _dataset(config, config.data.validation, tokenizer, decoder, log, "validation")
+        validation = EvalLoader(rows, max_samples=config.train.eval_samples, **common)
+    return RunData(tokenizer=tokenizer, train=loader, validation=validation)
+
+
+def _dataset(
+    config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log, what: str
+) -> TokenDataset:
+    with Progress(log, f"reading {what} data", None, "records") as progress:
+        done = 0
+
+        def advance(count: int, total: int) -> None:
+            nonlocal done
+            progress.advance(count - done)
+            done = count
+
+        dataset = TokenDataset.build(
+            path,
+            tokenizer=tokenizer,
+            data_format=config.data.format,
+            seq_length=config.data.seq_length,
+            packing=config.data.packing,
+            overlong=config.data.overlong,
+            mask_prompt=config.data.mask_prompt,
+            progress=advance,
+        )
+    if dataset.max_token >= decoder.vocab_size:
+        raise UserError(
+            f"{path} has token id {dataset.max_token}, but the model's vocabulary has {decoder.vocab_size} entries: "
+            "set data.tokenizer to the tokenizer this model was trained with."
+        )
+    log.info(f"{what} data: {dataset.report.summary()}")
+    return dataset

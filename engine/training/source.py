@@ -1,0 +1,59 @@
+"""The model a run starts from, before anything of it is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.checkpoint.source import ModelFolder, WeightSource, open_model, open_source
+from engine.config.run import RunConfig
+from engine.layers.plan import TrainingPlan
+from engine.models.describe import meta_model
+from engine.ops.ulysses_attention import check_context_heads
+from engine.training.partition import plan_partition
+from engine.training.plan import training_plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """What is known of the model before it is built.
+
+    Args:
+        model: its description.
+        weights: its tensors; None when they are drawn anew.
+    """
+
+    model: ModelFolder
+    weights: WeightSource | None
+
+    def fingerprint(self) -> str | None:
+        """Of the weights; None when there are none."""
+        return self.weights.fingerprint() if self.weights is not None else None
+
+
+def model_source(config: RunConfig) -> ModelSource:
+    """Opens `model.path`; reads no weights yet.
+
+    Raises:
+        UserError: the folder is not a model the engine knows.
+    """
+    if config.model.init == "random":
+        return ModelSource(model=open_model(config.model.path), weights=None)
+    weights = open_source(config.model.path)
+    return ModelSource(model=weights.model, weights=weights)
+
+
+def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> TrainingPlan:
+    """What each module of the model does, once it is known that the model fits the layout.
+
+    Raises:
+        UserError: a pattern that matches nothing, sizes that do not divide over the ranks, or layers that cannot be
+            split into the stages asked for.
+    """
+    plan = training_plan(config, model.decoder, model.names)
+    meta_model(model.decoder, tensor_size=config.parallel.tensor, plan=plan)
+    plan_partition(config, model, plan, world_size)
+    parallel, decoder = config.parallel, model.decoder
+    if parallel.context > 1 and parallel.context_method == "ulysses":
+        heads = (decoder.num_heads // parallel.tensor, max(1, decoder.num_kv_heads // parallel.tensor))
+        check_context_heads(*heads, parallel.context)
+    return plan

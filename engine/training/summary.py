@@ -1,0 +1,70 @@
+"""What a run says of itself: before the first step and after the last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config.run import RunConfig
+from engine.distributed.launch import Launch
+from engine.models.describe import num_parameters
+from engine.telemetry.format import format_bytes, format_count, format_duration
+from engine.telemetry.log import Log
+from engine.training.build import Training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """What a finished run did. Losses are means over target tokens; None where there was nothing to measure."""
+
+    run_dir: Path
+    steps: int
+    first_loss: float | None
+    last_loss: float | None
+    first_eval_loss: float | None
+    last_eval_loss: float | None
+    tokens: int
+    seconds: float
+    memory: int
+    graphs: str | None = None
+    """What was replayed as a graph and what was not."""
+
+    def lines(self) -> list[str]:
+        rows = [("steps", f"{self.steps}")]
+        if self.first_loss is not None and self.last_loss is not None:
+            rows.append(("training loss", f"{self.first_loss:.4f} -> {self.last_loss:.4f}"))
+        if self.first_eval_loss is not None and self.last_eval_loss is not None:
+            rows.append(("evaluation loss", f"{self.first_eval_loss:.4f} -> {self.last_eval_loss:.4f}"))
+        if self.seconds > 0:
+            speed = f"{format_count(self.tokens / self.seconds)} tokens/s"
+            rows.append(("speed", f"{speed}, {format_duration(self.seconds)} in all"))
+        if self.graphs is not None:
+            rows.append(("CUDA graphs", self.graphs))
+        rows += [("peak memory of rank 0", format_bytes(self.memory)), ("run folder", str(self.run_dir))]
+        width = max(len(name) for name, _ in rows)
+        return [f"  {name:<{width}}  {value}" for name, value in rows]
+
+
+def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *, num_micro_batches: int) -> None:
+    """Logs which model is trained on which layout."""
+    grid = training.mesh.grid
+    whole = num_parameters(training.source.model.decoder)
+    trained = training.trainable_parameters()
+    sequence = " with sequence parallelism" if config.parallel.sequence_parallel else ""
+    log.info(
+        f"model: {config.model.path}, {format_count(whole)} parameters, {format_count(trained)} trained, "
+        f"{config.model.dtype} on {launch.device.type}"
+    )
+    log.info(
+        f"layout: {launch.world_size} ranks, tensor {grid.tp}{sequence}, {_pipeline(training)}"
+        f"{f'context {grid.cp} ({config.parallel.context_method}), ' if grid.cp > 1 else ''}data {grid.dp}; "
+        f"{num_micro_batches} micro-batches of {config.train.micro_batch_size} rows a step"
+    )
+
+
+def _pipeline(training: Training) -> str:
+    partition = training.partition
+    if len(partition.layers) == 1:
+        return ""
+    layers = ", ".join(map(str, partition.layers))
+    return f"pipeline {training.mesh.pp.size} ({partition.choice.name}, stages of {layers} layers), "

@@ -54,6 +54,11 @@ class HfTensors:
         """A view of the mapped file."""
         return self._open(self._file_of[name]).view(name)
 
+    def stored_at(self, name: str) -> tuple[Path, int]:
+        """The file that holds the tensor, and where in it the tensor's bytes begin."""
+        file = self._file_of[name]
+        return self.folder / file, self._open(file).offset(name)
+
     def _open(self, file: str) -> SafetensorsReader:
         if file not in self._files:
             self._files[file] = SafetensorsReader(self.folder / file)

@@ -124,6 +124,13 @@ class PieceReader(TensorReader):
             self._verify(piece, tensor)
         return tensor
 
+    def stored_at(self, name: str, index: int) -> tuple[Path, int]:
+        """The file of piece `index`, and where in it the piece's bytes begin."""
+        record = self._record(name)
+        piece = record.pieces[index]
+        self._open(piece, record)
+        return self.folder / piece.file, self._files[piece.file].offset(piece.key)
+
     def verify_all(self) -> Iterator[int]:
         """Checks every piece's checksum; yields the bytes checked after each piece."""
         for name in self.tensor_names():

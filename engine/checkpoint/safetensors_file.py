@@ -70,6 +70,27 @@ def checksum(tensor: Tensor) -> str:
     return f"{zlib.crc32(raw_bytes(tensor)):08x}"
 
 
+def file_header(
+    declared: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int], int]:
+    """The first bytes of a file with these tensors, where in the file each tensor begins, and the file's size."""
+    # Widest dtype first, then by name: keeps every tensor aligned, and is the order of the stock library.
+    order = sorted(declared, key=lambda name: (-declared[name][0].itemsize, name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets: dict[str, int] = {}
+    position = 0
+    for name in order:
+        dtype, shape = declared[name]
+        end = position + num_bytes(dtype, shape)
+        header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [position, end]}
+        offsets[name] = position
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return struct.pack("<Q", len(text)) + text, {name: start + at for name, at in offsets.items()}, start + position
+
+
 class SafetensorsWriter:
     """Writes one file: header at once, then each declared tensor exactly once, in any order.
 
@@ -90,24 +111,11 @@ class SafetensorsWriter:
     ) -> None:
         self.path = path
         self._declared = dict(declared)
-        self._offsets: dict[str, int] = {}
         self._pending = set(self._declared)
-        # Widest dtype first, then by name: keeps every tensor aligned, and is the order of the stock library.
-        order = sorted(self._declared, key=lambda name: (-self._declared[name][0].itemsize, name))
-        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-        position = 0
-        for name in order:
-            dtype, shape = self._declared[name]
-            end = position + num_bytes(dtype, shape)
-            header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [position, end]}
-            self._offsets[name] = position
-            position = end
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        self._start = 8 + len(text)
+        header, self._offsets, self._size = file_header(self._declared, metadata)
         self._file: IO[bytes] = open(path, "wb")  # noqa: SIM115 - closed by close()
-        self._file.write(struct.pack("<Q", len(text)) + text)
-        self._file.truncate(self._start + position)
+        self._file.write(header)
+        self._file.truncate(self._size)
 
     def write(self, name: str, tensor: Tensor) -> str:
         """Writes a declared tensor.
@@ -119,7 +127,7 @@ class SafetensorsWriter:
         assert tensor.dtype == dtype and tuple(tensor.shape) == shape, (name, tensor.dtype, tensor.shape, dtype, shape)
         self._pending.remove(name)
         data = raw_bytes(tensor)
-        self._file.seek(self._start + self._offsets[name])
+        self._file.seek(self._offsets[name])
         self._file.write(data)
         return f"{zlib.crc32(data):08x}"
 
@@ -160,6 +168,7 @@ class SafetensorsReader:
                 f"{path} is damaged or truncated ({error}): expected a whole safetensors file, copy it again."
             ) from error
         self._names = frozenset(self._file.keys())
+        self._offsets: dict[str, int] = {}
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -185,6 +194,16 @@ class SafetensorsReader:
                 f"convert it to one of {', '.join(sorted(_TORCH_DTYPES))} first."
             )
         return dtype
+
+    def offset(self, name: str) -> int:
+        """Where in the file the tensor's bytes begin."""
+        if not self._offsets:  # the library has checked the header, and keeps this to itself
+            with open(self.path, "rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            self._offsets = {key: 8 + length + entry["data_offsets"][0] for key, entry in header.items()}
+        return self._offsets[name]
 
     def view(self, name: str) -> Tensor:
         """The tensor as a view of the mapped file; bytes are read from the disk as they are looked at."""

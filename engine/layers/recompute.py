@@ -25,21 +25,19 @@ called. Its last product is left out, because nobody reads it: see `LastLinear`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.layers.attention import Attention
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.mlp import MLP
 from engine.ops.context import TokenContext
 from engine.ops.inputs import KeptInput, LinearInput
-from engine.ops.operands import LinearOperands
 from engine.ops.parallel_linear import row_linear
 
 Level = Literal["none", "selective", "attention", "full"]
@@ -118,29 +116,12 @@ class LastLinear(nn.Module):
     def __init__(self, linear: RowParallelLinear) -> None:
         super().__init__()
         self.linear = linear
-        self._without_rows = _without_rows(linear.operands)
+        self._without_rows = linear.operands.without_rows()
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         if isinstance(context, SecondRun):
             return row_linear(u, source, self._without_rows, context, self.linear.leaves(source))
         return self.linear(u, source, context)
-
-
-def _without_rows(operands: LinearOperands) -> LinearOperands:
-    """The same linear with no output features, on an axis of its own."""
-    low_rank = operands.low_rank
-    if low_rank is not None:
-        factors = tuple(
-            replace(factor, b_OR=factor.b_OR[:0], first_column=0, num_columns=0) for factor in low_rank.factors
-        )
-        low_rank = replace(low_rank, factors=factors)
-    return replace(
-        operands,
-        extended_OE=operands.extended_OE[:0],
-        bias_O=None,
-        low_rank=low_rank,
-        axis=Axis(operands.axis.name),
-    )
 
 
 def apply_level(level: Level, attention: Attention, mlp: MLP) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.distributed.mesh import Axis
 from engine.ops.context import TokenContext
+from engine.ops.encoded_weight import EncodedWeight
 from engine.ops.gradients import GradientSink
 from engine.ops.inputs import LinearInput
 from engine.ops.kernels import Kernels
@@ -31,7 +32,8 @@ class LinearOperands:
 
     Args:
         extended_OE: [O, I + E], the base weight and, where adapters are folded, the columns of their B (zero where an
-            adapter does not reach, and where the columns are padded to a multiple of 8).
+            adapter does not reach, and where the columns are padded to a multiple of 8). Where the base is encoded it
+            has this shape and dtype, but no memory (device meta).
         in_features: I.
         bias_O: [O] or None.
         low_rank: the adapters, or None.
@@ -41,6 +43,7 @@ class LinearOperands:
         sequence_parallel: tokens are split over the axis outside the linears.
         joint: a column linear that sees all tokens sends dH along with dX; always so where adapters are folded.
         kernels: the backend.
+        encoded: the base weight where it is stored encoded; products then read it and not `extended_OE`.
     """
 
     extended_OE: Tensor
@@ -53,15 +56,56 @@ class LinearOperands:
     sequence_parallel: bool
     joint: bool
     kernels: Kernels
+    encoded: EncodedWeight | None = None
 
     @property
     def weight_OI(self) -> Tensor:
-        """The base weight alone."""
+        """The base weight alone; not for one that is encoded."""
         return self.extended_OE[:, : self.in_features]
 
     @property
     def trains_weight(self) -> bool:
         return any(sink.weight is not None for sink in self.sinks)
+
+    def _matrix(self) -> Tensor:
+        """What products multiply with: [W | B] where folded, else W."""
+        if self.encoded is not None:
+            return self.encoded.decode(self.low_rank, self.extended_OE.shape[1] if self.folded else self.in_features)
+        return self.extended_OE if self.folded else self.weight_OI
+
+    def product(self, x: Tensor) -> Tensor:
+        """[T, O]: [x | H] [W | B]^T where folded, else x W^T."""
+        return x @ self._matrix().t()
+
+    def input_gradient(self, dy_TO: Tensor) -> Tensor:
+        """[dX_base | dH / s | padding] where folded, else dX_base."""
+        return dy_TO @ self._matrix()
+
+    def projection_alone(self, dy_TO: Tensor) -> Tensor:
+        """As `input_gradient` where folded, with zeros for dX_base."""
+        assert self.folded and self.low_rank is not None
+        both = dy_TO.new_zeros(dy_TO.shape[0], self.extended_OE.shape[1])
+        if self.encoded is None:
+            torch.mm(dy_TO, self.extended_OE[:, self.in_features :], out=both[:, self.in_features :])
+            return both
+        for factor in self.low_rank.factors:
+            torch.mm(factor.columns(dy_TO), factor.b_OR, out=factor.rows(both[:, self.in_features :]))
+        return both
+
+    def without_rows(self) -> LinearOperands:
+        """The same linear with no output features, on an axis of its own."""
+        low_rank = self.low_rank
+        if low_rank is not None:
+            factors = tuple(
+                replace(factor, b_OR=factor.b_OR[:0], first_column=0, num_columns=0) for factor in low_rank.factors
+            )
+            low_rank = replace(low_rank, factors=factors)
+        extended = self.extended_OE[:0]
+        if self.encoded is not None:
+            extended = torch.empty(extended.shape, dtype=extended.dtype, device=self.encoded.device)
+        return replace(
+            self, extended_OE=extended, encoded=None, bias_O=None, low_rank=low_rank, axis=Axis(self.axis.name)
+        )
 
     def mask(self, context: TokenContext, token_index: Tensor) -> Tensor | None:
         """The input's dropout mask, or None where nothing is dropped."""

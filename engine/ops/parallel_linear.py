@@ -70,7 +70,7 @@ class _ColumnLinear(torch.autograd.Function):
         x, h, statistics = operands.input_and_projection(u, source, mask)
         if gathers:
             x, h = _gather_input(operands, x, h)
-        y = x @ (operands.extended_OE if operands.folded else operands.weight_OI).t()
+        y = operands.product(x)
         if h is not None and operands.low_rank is not None:
             if not operands.folded:
                 add_expansion(y, h, operands.low_rank)
@@ -142,12 +142,7 @@ def _column_input_gradient(
     low_rank, axis = operands.low_rank, operands.axis
     start = reduce_scatter_async if gathers else all_reduce_async
     if operands.folded:
-        if needs_dx:
-            both = dy @ operands.extended_OE
-        else:
-            both = dy.new_empty(dy.shape[0], operands.extended_OE.shape[1])
-            torch.mm(dy, operands.extended_OE[:, operands.in_features :], out=both[:, operands.in_features :])
-            both[:, : operands.in_features] = 0
+        both = operands.input_gradient(dy) if needs_dx else operands.projection_alone(dy)
         both, handle = start(both, axis)
         return both, None, handle
     dh = projection_gradient(dy, low_rank) if low_rank is not None else None
@@ -156,7 +151,7 @@ def _column_input_gradient(
             dh, handle = start(dh, axis)
             return dy, dh, handle
         return dy, dh, Handle()
-    dx = dy @ operands.weight_OI
+    dx = operands.input_gradient(dy)
     if low_rank is None or dh is None:
         dx, handle = start(dx, axis)
         return dx, None, handle
@@ -180,7 +175,7 @@ class _RowLinear(torch.autograd.Function):
         scatters = operands.sequence_parallel and axis.size > 1
         mask = operands.mask(context, context.token_index)
         x, h, statistics = operands.input_and_projection(u, source, mask)
-        y = x @ (operands.extended_OE if operands.folded else operands.weight_OI).t()
+        y = operands.product(x)
         if h is not None and operands.low_rank is not None:
             if not operands.folded:
                 add_expansion(y, h, operands.low_rank)
@@ -206,13 +201,13 @@ class _RowLinear(torch.autograd.Function):
         needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
         dx, update = None, None
         if low_rank is None:
-            dx = dy @ operands.weight_OI if needs_du else None
+            dx = operands.input_gradient(dy) if needs_du else None
         else:
             if operands.folded and needs_du:
-                dx, dh = operands.split_gradient(dy @ operands.extended_OE)
+                dx, dh = operands.split_gradient(operands.input_gradient(dy))
             else:
                 dh = projection_gradient(dy, low_rank)
-                dx = dy @ operands.weight_OI if needs_du else None
+                dx = operands.input_gradient(dy) if needs_du else None
             accumulate_a(dh, x, mask, low_rank, operands.kernels)
             accumulate_b(dy, h, low_rank, operands.kernels)
             update = low_rank.input_update(dh, mask)

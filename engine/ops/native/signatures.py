@@ -52,4 +52,6 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_square_sum": [*_THREADS, *_SIZE, *_POINTER, *_POINTER],
     "engine_pack": [*_SIZE, *_POINTER, c_int64, *_POINTER * 3],
     "engine_blend": [*_SIZE, *_POINTER, *_SIZE, *_POINTER * 2],
+    "engine_crc32c": [*_SIZE, *_POINTER * 2],
+    "engine_crc32c_by_tables": [*_SIZE, *_POINTER * 2],
 }  # fmt: skip

@@ -38,7 +38,7 @@ def staged_folder(
         UserError: `out` cannot be used.
     """
     out = out.absolute()
-    _check_output(out, overwrite, inputs)
+    check_output(out, overwrite, inputs)
     staging = out.with_name(f".{out.name}.partial")
     if staging.exists():
         shutil.rmtree(staging)  # left by a run that was killed
@@ -52,13 +52,14 @@ def staged_folder(
     try:
         yield staging
         sync_folder(staging)
-        _move_into_place(staging, out)
+        move_into_place(staging, out)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
-def _check_output(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
+def check_output(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
+    """Raises UserError where a folder cannot be made at `out`; see `staged_folder`."""
     resolved = out.resolve()
     for folder in inputs:
         source = folder.resolve()
@@ -77,7 +78,8 @@ def _check_output(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
         )
 
 
-def _move_into_place(staging: Path, out: Path) -> None:
+def move_into_place(staging: Path, out: Path) -> None:
+    """Gives a finished folder its name, in place of what has that name now."""
     if out.is_dir() and any(out.iterdir()):
         old = out.with_name(f".{out.name}.replaced")
         if old.exists():

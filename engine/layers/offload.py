@@ -60,3 +60,101 @@ class CudaTransfer:
     def wait(self, fetched: _Copy) -> Tensor:
         torch.cuda.current_stream(self._device).wait_event(fetched.event)
         return fetched.tensor
+
+
+class HostMemory(Protocol):
+    """Numbers that wait in host memory, and copies between there and the device that run beside the computation.
+
+    What `fetch` and `send` return stands for the copies, and is for `wait` and `after` alone.
+    """
+
+    is_pinned: bool
+
+    def zeros(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """1-dimensional host memory."""
+
+    def fetch(self, targets: list[Tensor], sources: list[Tensor], after: tuple[Any, ...] = ()) -> Any:
+        """Starts copying to the device: once everything launched so far has run, and the copies `after` are done."""
+
+    def send(self, targets: list[Tensor], sources: list[Tensor]) -> Any:
+        """Starts copying to the host, once everything launched so far has run."""
+
+    def wait(self, copies: Any) -> None:
+        """Whatever is computed from now on sees the copies."""
+
+    def settle(self) -> None:
+        """Returns when all copies are done, so that the host may read and write."""
+
+
+class PlainHostMemory:
+    """Where the device's memory is the host's: copies are made at once."""
+
+    is_pinned = False
+
+    def zeros(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(elements, dtype=dtype)
+
+    def fetch(self, targets: list[Tensor], sources: list[Tensor], after: tuple[Any, ...] = ()) -> bool:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
+        return True
+
+    def send(self, targets: list[Tensor], sources: list[Tensor]) -> bool:
+        return self.fetch(targets, sources)
+
+    def wait(self, copies: bool) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+
+class CudaHostMemory:
+    """Pinned memory beside a GPU, with a stream for each direction.
+
+    The memory of `fetch`'s targets must be kept until the copies have been waited for, and that of `send`'s sources
+    until they are `after` something or settled. Pinned memory comes from torch's allocator, which rounds each buffer up
+    to a power of two.
+    """
+
+    is_pinned = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def zeros(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(elements, dtype=dtype, pin_memory=True)
+
+    @torch.no_grad()
+    def fetch(
+        self, targets: list[Tensor], sources: list[Tensor], after: tuple[torch.cuda.Event | None, ...] = ()
+    ) -> torch.cuda.Event:
+        self._up.wait_stream(torch.cuda.current_stream(self._device))
+        for event in after:
+            if event is not None:
+                self._up.wait_event(event)
+        return self._copy(self._up, targets, sources)
+
+    @torch.no_grad()
+    def send(self, targets: list[Tensor], sources: list[Tensor]) -> torch.cuda.Event:
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        return self._copy(self._down, targets, sources)
+
+    def _copy(self, stream: torch.cuda.Stream, targets: list[Tensor], sources: list[Tensor]) -> torch.cuda.Event:
+        with torch.cuda.stream(stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def wait(self, copies: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(copies)
+
+    def settle(self) -> None:
+        self._up.synchronize()
+        self._down.synchronize()
+
+
+def host_memory(device: torch.device) -> HostMemory:
+    """Of a device: pinned and copied beside the computation on a GPU, plain where the device's memory is the host's."""
+    return CudaHostMemory(device) if device.type == "cuda" else PlainHostMemory()

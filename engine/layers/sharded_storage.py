@@ -6,11 +6,8 @@ that the ops hold among them, stays what it is, and has its numbers again when t
 is how torch's fully_shard frees its buffers, too. That library itself takes parameters that are dense and that forward
 reads from its module; here B lies between the rows of W, and ops hold views from the day the model is built.)
 
-A model is a route of stops, in forward order. Before a stop computes, the next one's gather starts, so that it travels
-behind the arithmetic; after it, the memory is given up. Backward goes the same way back: a stop's memory is gathered
-again when its output's gradient arrives, and given up when its input's gradient leaves. Where the input has no gradient
-(below the first trained layer) it is given up when the next stop is entered. Where backward begins at once, at the
-model's end, it stays. Every rank goes through the same stops in the same order.
+The memory comes and goes with the stops of the model's route (`stops.py`). Frozen storages may wait in host memory
+instead (`host_storage.py`), which goes the same way.
 
 Gradients do not pass through here: they go to their sinks. After an update, whoever updates writes into the parts, or,
 where each rank has all weights, lets them arrive at the stops of the next forward (`SpreadWeights.attach`).
@@ -18,9 +15,7 @@ where each rank has all weights, lets them arrive at the stops of the next forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,25 +24,15 @@ from engine.distributed.collectives import Handle, all_gather_async
 from engine.distributed.mesh import Axis
 from engine.distributed.parts import part_shards
 from engine.distributed.sharding import NamedShard, ShardSpec
+from engine.layers.host_storage import Fetch, HostStorage, is_kept_in_host_memory
 from engine.layers.module import ShardEntry, shard_entries
+from engine.layers.offload import HostMemory
+from engine.layers.stops import Coming, Route, Stop
 
 MULTIPLE = 32
 """Elements; every rank's part is a multiple of it, as collectives like it."""
 GATHERED_ALONE = 1 << 20
 """Bytes. A storage of at least so many is gathered in place; what is smaller travels with the others of its stop."""
-
-
-class Coming(Protocol):
-    """Numbers that a stop needs and that other ranks send."""
-
-    def start(self) -> None:
-        """Lets them be sent, unless that was done."""
-
-    def take(self) -> None:
-        """Waits until they are where they are read; starts them where nobody did."""
-
-    def release(self) -> None:
-        """Says that they have been read; as often as `take` was called."""
 
 
 class SpreadStorage:
@@ -165,126 +150,25 @@ class _Gather:
             storage.free()
 
 
-class _Enter(torch.autograd.Function):
-    """Identity on a stop's input: its backward is the last of the stop."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stop: Stop) -> Tensor:
-        ctx.stop = stop
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        ctx.stop.leave_backward()
-        return dx, None
-
-
-class _Leave(torch.autograd.Function):
-    """Identity on a stop's output: its backward is the first of the stop."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, stop: Stop, held: bool, goes_on: bool) -> Tensor:
-        ctx.stop, ctx.held, ctx.goes_on = stop, held, goes_on
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.stop.enter_backward(held=ctx.held, goes_on=ctx.goes_on)
-        return dy, None, None, None
-
-
-@dataclass(slots=True)
-class Stop:
-    """A place on a model's route where weights are needed.
-
-    Args:
-        weights: the model's.
-        keys: of the storages that its weights lie in.
-        coming: what it waits for.
-        again: whether backward waits for it, too.
-        is_end: whether the model ends here, so that backward follows at once.
-        before, after: its neighbours on the route.
-    """
-
-    weights: SpreadWeights
-    keys: frozenset[int]
-    coming: list[Coming]
-    again: bool
-    is_end: bool
-    before: Stop | None = None
-    after: Stop | None = None
-
-    def run(self, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """block(x), with the weights of this stop there."""
-        if not self.coming:
-            return block(x)
-        self.weights.leave_open_stop()
-        self._take()
-        if self.after is not None:
-            self.after.start()
-        again = self.again and torch.is_grad_enabled()
-        goes_on = again and x.requires_grad
-        y = block(_Enter.apply(x, self) if goes_on else x)
-        comes_back = again and y.requires_grad
-        held = comes_back and self._is_last_in_forward
-        if not held:
-            self._release()
-        return _Leave.apply(y, self, held, goes_on) if comes_back else y
-
-    @property
-    def _is_last_in_forward(self) -> bool:
-        """Of the stops that backward comes back to, where the model ends."""
-        return self.is_end or (self.after is not None and self.after.is_end and not self.after.again)
-
-    def start(self) -> None:
-        for one in self.coming:
-            one.start()
-
-    def _take(self) -> None:
-        for one in self.coming:
-            one.take()
-
-    def _release(self) -> None:
-        for one in self.coming:
-            one.release()
-
-    def enter_backward(self, *, held: bool, goes_on: bool) -> None:
-        """The output's gradient is there.
-
-        Args:
-            held: the memory was not given up after forward.
-            goes_on: the input's gradient is wanted, so that the stop before this one follows.
-        """
-        self.weights.leave_open_stop()
-        if not held:
-            self._take()
-        self.weights.open_stop = self
-        if goes_on and self.before is not None and self.before.again:
-            self.before.start()
-
-    def leave_backward(self) -> None:
-        """The input's gradient is there."""
-        self.weights.leave_open_stop()
-
-    def close(self) -> None:
-        self._release()
-
-
 class SpreadWeights:
-    """The weights of this rank's parts of the model, spread over `axis`.
+    """Where the weights of this rank's parts of the model are while no layer computes with them.
 
     Args:
-        axis: ranks that hold copies of the same parameters (the mesh's dp_cp); of size 1, nothing is spread and every
-            stop just computes.
+        axis: ranks that hold copies of the same parameters (the mesh's dp_cp), over which all weights are spread; of
+            size 1, nothing is spread.
+        host: host memory in which frozen weights wait; None leaves them on the device. Not beside spread weights.
+
+    Where neither is asked for, every stop just computes.
     """
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, axis: Axis, host: HostMemory | None = None) -> None:
+        assert axis.size == 1 or host is None, "spread weights and host memory"
+        self.axis, self._host = axis, host
         self._storages: dict[int, SpreadStorage] = {}
-        self._gathers: dict[int, _Gather] = {}
+        self._away: dict[int, HostStorage] = {}
+        self._memory: dict[int, _Gather | Fetch] = {}
         self._stops: list[Stop] = []
-        self.open_stop: Stop | None = None
-        """The stop whose backward has begun and not ended."""
+        self._route = Route()
 
     @property
     def is_spread(self) -> bool:
@@ -300,22 +184,22 @@ class SpreadWeights:
         again: bool,
         is_end: bool = False,
     ) -> Stop:
-        """Spreads the storages of a module's parameters and makes a stop of it.
+        """Puts the storages of a module's parameters where they wait, and makes a stop of it.
 
         Args:
             module: its weights lie in storages of their own.
             before: the stop that forward comes from.
             also: parameters of other modules that it needs as well (a tied matrix).
-            whole: further ones that it needs and that are not spread.
-            again: whether its backward reads spread weights.
+            whole: further ones that it needs and that stay on the device, whole.
+            again: whether its backward reads weights that are not always there.
             is_end: whether the model ends with it.
         """
         entries = (*also, *shard_entries(module))
         stop = Stop(
-            weights=self,
+            route=self._route,
             keys=frozenset(_key(entry.parameter) for entry in (*entries, *whole)),
-            coming=self._spread(entries) if self.is_spread else [],
-            again=again and self.is_spread,
+            memory=self._put_away(entries),
+            again=again and (self.is_spread or self._host is not None),
             is_end=is_end,
         )
         self._stops.append(stop)
@@ -324,20 +208,29 @@ class SpreadWeights:
             before.after = stop
         return stop
 
-    def _spread(self, entries: Iterable[ShardEntry]) -> list[Coming]:
-        gathers: dict[int, _Gather] = {}
-        new: dict[int, SpreadStorage] = {}
+    def _put_away(self, entries: Iterable[ShardEntry]) -> list[Coming]:
+        known: dict[int, Coming] = {}
+        new: dict[int, list[ShardEntry]] = {}
         for entry in entries:
             key = _key(entry.parameter)
-            if key in self._gathers:
-                gathers[id(self._gathers[key])] = self._gathers[key]
-            elif key not in new:
-                new[key] = SpreadStorage(entry.parameter.data, self.axis)
-        if new:
-            gather = gathers[-1] = _Gather(list(new.values()), self.axis)
-            self._storages.update(new)
-            self._gathers.update(dict.fromkeys(new, gather))
-        return list(gathers.values())
+            if key in self._memory:
+                known[id(self._memory[key])] = self._memory[key]
+            else:
+                new.setdefault(key, []).append(entry)
+        made: _Gather | Fetch | None = None
+        if self.is_spread:
+            storages = {key: SpreadStorage(held[0].parameter.data, self.axis) for key, held in new.items()}
+            self._storages.update(storages)
+            made = _Gather(list(storages.values()), self.axis) if storages else None
+        elif self._host is not None:
+            new = {key: held for key, held in new.items() if is_kept_in_host_memory(held)}
+            away = {key: HostStorage(held, self._host) for key, held in new.items()}
+            self._away.update(away)
+            made = Fetch(list(away.values()), self._host) if away else None
+        if made is not None:
+            self._memory.update(dict.fromkeys(new, made))
+            known[-1] = made
+        return list(known.values())
 
     def attach(self, parameters: Iterable[Tensor], coming: Coming) -> None:
         """Every stop that needs one of these parameters waits for `coming` from now on."""
@@ -347,39 +240,48 @@ class SpreadWeights:
             "a parameter is read outside of all stops"
         )
         for stop in stops:
-            stop.coming.append(coming)
+            stop.arrivals.append(coming)
 
     def start_first(self) -> None:
-        """Lets be sent what the first stops of a forward wait for."""
+        """Lets be sent the new numbers that the first stops of a forward wait for."""
         for stop in self._stops:
             if stop.before is None:
-                stop.start()
+                stop.start_arrivals()
                 if stop.after is not None:
-                    stop.after.start()
+                    stop.after.start_arrivals()
 
     def storage(self, parameter: Tensor) -> SpreadStorage | None:
         """Where a parameter's numbers are; None where every rank has all of them."""
         return self._storages.get(_key(parameter))
 
+    def home(self, parameter: nn.Parameter) -> Tensor:
+        """What to write a trained parameter's new numbers into, on the device; where weights are not spread."""
+        away = self._away.get(_key(parameter))
+        return parameter.data if away is None else away.trained[id(parameter)]
+
+    def stays(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's memory is the same all the time."""
+        return _key(parameter) not in self._memory
+
     def parts(self, entry: ShardEntry) -> list[NamedShard]:
         """What this rank keeps of a parameter: all of it, or some runs."""
-        storage = self.storage(entry.parameter)
+        view = entry.parameter.data
+        if (away := self._away.get(_key(view))) is not None:
+            return [away.shard(entry)]
+        storage = self.storage(view)
         if storage is None:
             return [entry.shard]
-        view = entry.parameter.data
         return storage.shards(entry.name, view, entry.spec, *storage.run(view, self.axis.rank))
-
-    def leave_open_stop(self) -> None:
-        """Ends the backward of the stop whose input had no gradient to say so."""
-        stop, self.open_stop = self.open_stop, None
-        if stop is not None:
-            stop.close()
 
     def drop(self) -> None:
         """Gives up all memory but this rank's parts; to be called before these change."""
-        self.open_stop = None
-        for gather in set(self._gathers.values()):
-            gather.drop()
+        self._route.open_stop = None
+        for memory in set(self._memory.values()):
+            memory.drop()
+
+    def host_bytes(self) -> int:
+        """Bytes of frozen weights that wait in host memory."""
+        return sum(storage.num_bytes for storage in self._away.values())
 
 
 def _key(tensor: Tensor) -> int:

@@ -27,7 +27,8 @@ from engine.layers.norm import RMSNorm
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, made_again
 from engine.layers.saved import ActivationShapes, SavedTensors
-from engine.layers.sharded_storage import SpreadWeights, Stop
+from engine.layers.sharded_storage import SpreadWeights
+from engine.layers.stops import Stop
 from engine.models.config import DecoderConfig, Rope
 from engine.ops.capped_loss import capped_loss
 from engine.ops.context import TokenContext
@@ -225,6 +226,8 @@ class Decoder(nn.Module):
         narrowest = min(config.hidden, config.num_heads // layout.tp.size * config.head_dim)
         shapes = ActivationShapes(dtype=dtype, head_dim=config.head_dim, min_width=narrowest)
         self.saved = SavedTensors(memory, device, shapes)
+        # where memory comes and goes, an activation may be given an address that a weight had
+        self._resident = [parameter for parameter in self.layers.parameters() if weights.stays(parameter)]
         self.norm = self.head = None
         if self.part.head:
             self.norm = RMSNorm("norm", config.hidden, config.norm_eps, offset=config.norm_offset, **common)
@@ -326,7 +329,7 @@ class Decoder(nn.Module):
 
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
         """Through this part's layers."""
-        saved = self.saved.layers(len(self.layers), context, self.layers.parameters())
+        saved = self.saved.layers(len(self.layers), context, self._resident)
         for layer, stop, kept in zip(self.layers, self._layer_stops, saved, strict=True):
             with kept:
                 x = stop.run(partial(layer, context=context), x)

@@ -33,9 +33,21 @@ def crc32c(data: memoryview, value: int = 0) -> int:
     return native.crc32c(data, value) if native_status().available else crc32c_by_numpy(data, value)
 
 
-def as_text(value: int) -> str:
-    """Eight hexadecimal digits, as manifests have it."""
-    return f"{value:08x}"
+class Checksum:
+    """Of bytes that come in parts."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: memoryview) -> None:
+        """Adds contiguous bytes, format "B"."""
+        self._value = crc32c(data, self._value)
+
+    def text(self) -> str:
+        """Of all so far, eight hexadecimal digits, as manifests have it."""
+        return f"{self._value:08x}"
 
 
 def crc32c_by_numpy(data: memoryview, value: int = 0) -> int:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from engine.checkpoint.checksum import ALGORITHM
 from engine.checkpoint.reshard import Box, find_flaw, find_gap
-from engine.checkpoint.safetensors_file import CHECKSUM, dtype_from_name
+from engine.checkpoint.safetensors_file import dtype_from_name
 from engine.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -96,7 +97,7 @@ class Manifest:
             "kind": self.kind,
             "engine_version": self.engine_version,
             "fingerprint": self.fingerprint,
-            "checksum_algorithm": CHECKSUM,
+            "checksum_algorithm": ALGORITHM,
             "layout": self.layout,
             "model": self.model,
             "training": self.training,
@@ -163,9 +164,9 @@ def manifest_from_json(data: object, path: Path) -> Manifest:
         )
     if data.get("kind") not in ("base", "training"):
         raise UserError(f"{path} has kind {data.get('kind')!r}: expected base or training, use another checkpoint.")
-    if data.get("checksum_algorithm") != CHECKSUM:
+    if data.get("checksum_algorithm") != ALGORITHM:
         raise UserError(
-            f"{path} uses checksums {data.get('checksum_algorithm')!r}, but this engine reads {CHECKSUM}: "
+            f"{path} uses checksums {data.get('checksum_algorithm')!r}, but this engine reads {ALGORITHM}: "
             "use the engine that wrote it."
         )
     reader = _Fields(path)

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import struct
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.checkpoint.checksum import Checksum
 from engine.errors import UserError
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -38,9 +38,6 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-
-CHECKSUM = "crc32"
-"""Name of the checksum algorithm, as manifests record it."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -66,8 +63,10 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def checksum(tensor: Tensor) -> str:
-    """CRC-32 of the tensor's bytes, as eight hexadecimal digits."""
-    return f"{zlib.crc32(raw_bytes(tensor)):08x}"
+    """CRC-32C of the tensor's bytes, as eight hexadecimal digits."""
+    found = Checksum()
+    found.update(raw_bytes(tensor))
+    return found.text()
 
 
 def file_header(
@@ -129,7 +128,9 @@ class SafetensorsWriter:
         data = raw_bytes(tensor)
         self._file.seek(self._offsets[name])
         self._file.write(data)
-        return f"{zlib.crc32(data):08x}"
+        found = Checksum()
+        found.update(data)
+        return found.text()
 
     def close(self) -> None:
         """Flushes to the disk; every declared tensor must have been written."""

@@ -6,6 +6,9 @@ name, shard and adapter. The adapters' A are rows of one stacked tensor for the 
 
 The storage of a linear whose adapters are folded has further columns, [W | B]: each section's B lies beside its own
 rows of W, and B is a view of those columns. So only `weight_view` may be used to read the base.
+
+Where the run stores its base encoded, a linear none of whose sections trains has no storage: its sections' parts lie
+in an `EncodedStorage`, and [W | B] exists while a product runs (see ops.encoded_weight).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.distributed.sharding import Piece, ShardSpec, replicated_spec, split_spec
+from engine.layers.encoded_storage import EncodedStorage
 from engine.layers.module import ShardedModule, ShardEntry, empty
 from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
 from engine.ops.context import TokenContext
@@ -82,20 +86,26 @@ class _ParallelLinear(ShardedModule):
         self._leaves: list[Tensor] = []
         rows = sum(section.rows for section in sections)
         rank = sum(slot.settings.rank for slot in slots)
+        encodes = layout.base is not None and shared is None and not any(plan.trains(one.name) for one in sections)
         may_fold = may_fold and layout.fold and layout.kernels.folds(self.in_features, rows)
         folded = bool(slots) and may_fold and shared is None
         extra = -(-rank // FOLD_MULTIPLE) * FOLD_MULTIPLE if folded else 0
-        if shared is None:
-            self.storage = empty((rows, self.in_features + extra), dtype, device)
-        else:
+        self.encoded = None
+        if shared is not None:
             self._share(shared, rows)
+        elif layout.base is not None and encodes:
+            weights = [(section.name, section.spec) for section in sections]
+            self.encoded = EncodedStorage(weights, layout.base, tp=layout.tp, device=device)
+            self.storage = empty((rows, self.in_features + extra), dtype, torch.device("meta"))
+        else:
+            self.storage = empty((rows, self.in_features + extra), dtype, device)
         self.bias_storage = empty((rows,), dtype, device) if bias else None
         first = 0
         for section in sections:
             if shared is None:
                 self._own_section(section, first)
             first += section.rows
-        low_rank = self._build_adapters(slots, rank, dropout, folded=folded)
+        low_rank = self._build_adapters(slots, rank, dropout, folded=folded, device=device)
         self.operands = LinearOperands(
             extended_OE=self.storage,
             in_features=self.in_features,
@@ -107,10 +117,12 @@ class _ParallelLinear(ShardedModule):
             sequence_parallel=layout.sequence_parallel,
             joint=joint,
             kernels=layout.kernels,
+            encoded=self.encoded.weight(self.in_features, dtype, extra) if self.encoded is not None else None,
         )
 
     def weight_view(self) -> Tensor:
-        """The base weight [O, I] of all sections, without anything else the storage holds."""
+        """The base weight [O, I] of all sections, without anything else the storage holds; on the meta device where
+        it is encoded."""
         return self.storage[:, : self.in_features]
 
     def leaves(self, source: LinearInput) -> tuple[Tensor, ...]:
@@ -130,28 +142,30 @@ class _ParallelLinear(ShardedModule):
     def _own_section(self, section: Section, first: int) -> None:
         trains = self.plan.trains(section.name)
         rows = slice(first, first + section.rows)
-        weight = self.own(f"{section.name}.weight", self.weight_view()[rows], section.spec, trainable=trains)
-        bias = None
+        weight = bias = None
+        if self.encoded is None:
+            weight = self.own(f"{section.name}.weight", self.weight_view()[rows], section.spec, trainable=trains)
         if self.bias_storage is not None:
             spec = self._bias_spec(section.spec)
             bias = self.own(f"{section.name}.bias", self.bias_storage[rows], spec, trainable=trains)
-        if trains:
+        if trains and weight is not None:
             bias_sink = bias.sink if bias is not None else None
             self._sinks.append(RowsSink(first=first, count=section.rows, weight=weight.sink, bias=bias_sink))
             self._leaves.extend(entry.parameter for entry in (weight, bias) if entry is not None)
 
     def _build_adapters(
-        self, slots: list[_AdapterSlot], total_rank: int, dropout: DropoutSite | None, *, folded: bool
-    ) -> LowRank | None:
-        """A as rows of one stacked tensor; B as columns of the storage where folded."""
+        self, slots: list[_AdapterSlot], total_rank: int, dropout: DropoutSite | None, *, folded: bool,
+        device: torch.device,
+    ) -> LowRank | None:  # fmt: skip
+        """A as rows of one stacked tensor; B as columns of the storage where folded, if there is one."""
         if not slots:
             return None
-        dtype, device = self.storage.dtype, self.storage.device
+        dtype = self.storage.dtype
         stacked = empty((total_rank, self.in_features), dtype, device)
         factors, first = [], 0
         for slot in slots:
             rank, rows = slot.settings.rank, slot.spec_b.local_shape[0]
-            if folded:
+            if folded and self.encoded is None:
                 columns = slice(self.in_features + first, self.in_features + first + rank)
                 b_storage = self.storage[slot.first_row : slot.first_row + rows, columns]
             else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from engine.distributed.mesh import Axis
 from engine.ops.attention_blocks import REFERENCE_BLOCKS, AttentionBlocks
 from engine.ops.context_attention import Method
+from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels import REFERENCE, Kernels
 
 
@@ -66,6 +67,7 @@ class TensorLayout:
         cp: ranks that hold parts of each row of tokens.
         context_method: how attention reaches the tokens of other ranks; see ops.context_attention.
         attention_blocks: the backend of attention between ranks.
+        base: how linears store weights that do not train; None for the dtype they compute in.
     """
 
     tp: Axis = field(default_factory=lambda: Axis("tp"))
@@ -78,6 +80,7 @@ class TensorLayout:
     cp: Axis = field(default_factory=lambda: Axis("cp"))
     context_method: Method = "ring"
     attention_blocks: AttentionBlocks = REFERENCE_BLOCKS
+    base: BaseEncoding | None = None
 
     @property
     def splits_tokens(self) -> bool:

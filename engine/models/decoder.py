@@ -254,9 +254,11 @@ class Decoder(nn.Module):
 
     def _build_head(self, common: dict, shared: ShardEntry | None) -> ColumnParallelLinear:
         config, tp = self.config, self.layout.tp
+        kernels = self.layout.kernels
         if config.logits_softcap is not None:
-            kernels = replace(self.layout.kernels, loss=capped_loss(config.logits_softcap))
-            common = {**common, "layout": replace(self.layout, kernels=kernels)}
+            kernels = replace(kernels, loss=capped_loss(config.logits_softcap))
+        # the loss reads the head as numbers, so that it is never stored encoded
+        common = {**common, "layout": replace(self.layout, kernels=kernels, base=None)}
         self.vocab_spec = padded_split_spec((config.vocab_size, config.hidden), 0, rank=tp.rank, size=tp.size)
         return ColumnParallelLinear(
             [Section(name="lm_head", spec=self.vocab_spec)],

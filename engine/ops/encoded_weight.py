@@ -53,6 +53,14 @@ class Scratch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BaseEncoding:
+    """How a model's frozen weights are stored, and where they are decoded to."""
+
+    encoding: Encoding
+    scratch: Scratch = field(default_factory=Scratch)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedRows:
     """The parts of the output rows [first, first + count)."""
 

@@ -5,6 +5,7 @@ Nothing here imports torch, so that `--help` and a refusal are quick.
 
 from engine.config.checkpoint import CheckpointOptions
 from engine.config.data import DataOptions
+from engine.config.guards import GuardOptions
 from engine.config.load import from_yaml, load_config, parse_config, to_yaml
 from engine.config.log import LogOptions
 from engine.config.lora import BLOCK_LINEARS, LoraOptions
@@ -27,6 +28,7 @@ __all__ = [
     "BLOCK_LINEARS",
     "CheckpointOptions",
     "DataOptions",
+    "GuardOptions",
     "LogOptions",
     "LoraOptions",
     "MemoryOptions",

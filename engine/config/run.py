@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from engine.config.checkpoint import CheckpointOptions
 from engine.config.checks import require
 from engine.config.data import DataOptions
+from engine.config.guards import GuardOptions
 from engine.config.log import LogOptions
 from engine.config.lora import LoraOptions
 from engine.config.memory import MemoryOptions
@@ -30,6 +31,7 @@ class RunConfig:
         optim: AdamW and its schedule.
         train: How long, in which batches.
         memory: What is kept for the backward pass.
+        guards: What is watched while it trains.
         checkpoint: Where the run is kept.
         log: What the run reports.
     """
@@ -42,6 +44,7 @@ class RunConfig:
     optim: OptimOptions = field(default_factory=OptimOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
+    guards: GuardOptions = field(default_factory=GuardOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     log: LogOptions = field(default_factory=LogOptions)
 

@@ -1,0 +1,58 @@
+"""What a run watches while it trains, and what it does about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config.checks import require, require_at_least, require_choice, require_positive
+
+POLICIES = ("warn", "stop")
+SPIKE_POLICIES = ("off", "warn", "skip", "stop")
+NON_FINITE_POLICIES = ("skip", "stop")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardOptions:
+    """Guards: what a run watches while it trains, and what it does when it sees it.
+
+    Args:
+        liveness_steps: Steps after the first one with a learning rate by which both factors of every adapter must have
+            had a gradient and reached the model; 0 does not look.
+        liveness_policy: What follows where an adapter is dead, "stop" or "warn".
+        replicas_every: Steps between comparisons of what several ranks hold copies of; 0 does not compare. Trained
+            parameters are compared each time, frozen ones at the start and every tenth time.
+        replicas_policy: What follows where copies differ, "stop" or "warn".
+        spike_policy: What follows where the loss or the gradient norm leaps: "warn", "skip" (the update is left out,
+            by the device itself), "stop" (left out, and training stops), or "off".
+        spike_deviations: How far beyond the recent median a leap is, in robust standard deviations (1.4826 times the
+            median absolute deviation); see also the least leaps in the documentation.
+        spike_window: Steps that the median is taken of; nothing is a leap in the first half of them.
+        non_finite_policy: What follows where the loss or the gradient is not finite: "skip" leaves the update out,
+            and stops after ten such steps in a row; "stop" stops at the first.
+        locate_non_finite: Compute such a step again to name the module where it began, at most three times in a run.
+    """
+
+    liveness_steps: int = 5
+    liveness_policy: Literal["warn", "stop"] = "stop"
+    replicas_every: int = 100
+    replicas_policy: Literal["warn", "stop"] = "stop"
+    spike_policy: Literal["off", "warn", "skip", "stop"] = "warn"
+    spike_deviations: float = 8.0
+    spike_window: int = 64
+    non_finite_policy: Literal["skip", "stop"] = "skip"
+    locate_non_finite: bool = True
+
+    def __post_init__(self) -> None:
+        require(
+            self.liveness_steps == 0 or self.liveness_steps >= 2,
+            f"guards.liveness_steps is {self.liveness_steps}, but an adapter's first factor has no gradient before the "
+            "second step: use 2 or more, or 0 to look at nothing.",
+        )
+        require_at_least("guards.replicas_every", self.replicas_every, 0, "use for example 100, or 0 for never")
+        require_at_least("guards.spike_window", self.spike_window, 8, "use for example 64")
+        require_positive("guards.spike_deviations", self.spike_deviations, "use for example 8")
+        require_choice("guards.liveness_policy", self.liveness_policy, POLICIES)
+        require_choice("guards.replicas_policy", self.replicas_policy, POLICIES)
+        require_choice("guards.spike_policy", self.spike_policy, SPIKE_POLICIES)
+        require_choice("guards.non_finite_policy", self.non_finite_policy, NON_FINITE_POLICIES)

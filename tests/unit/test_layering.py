@@ -20,6 +20,7 @@ LEVELS = {
     "engine.config": 1,
     "engine.telemetry": 1,
     "engine.distributed": 2,
+    "engine.quantization": 2,
     "engine.ops": 3,
     "engine.layers": 4,
     "engine.models": 5,

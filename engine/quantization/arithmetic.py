@@ -1,0 +1,47 @@
+"""The loops behind the encodings, by one of several backends; plain torch unless another one is handed in.
+
+Only what touches every weight is here; the few numbers beside them (scales of scales, cuts) are plain torch in the
+encodings themselves. A backend gives the bits of `triton_kernels.reference_quantize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from triton_kernels import reference_quantize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arithmetic:
+    """One backend; see the functions of the same names in `triton_kernels.reference_quantize`.
+
+    Args:
+        name: as a user reads it.
+        block_absmax: weight, block -> fp32 [O, N].
+        nf4_codes: weight, absmax [O, N] -> uint8.
+        nf4_decode: codes, scales, groups, phase, out.
+        int8_codes, fp8_codes: weight, absmax [O] -> codes.
+        row_decode: codes, scales [O], out.
+    """
+
+    name: str
+    block_absmax: Callable[[Tensor, int], Tensor]
+    nf4_codes: Callable[[Tensor, Tensor], Tensor]
+    nf4_decode: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    int8_codes: Callable[[Tensor, Tensor], Tensor]
+    fp8_codes: Callable[[Tensor, Tensor], Tensor]
+    row_decode: Callable[[Tensor, Tensor, Tensor], None]
+
+
+PLAIN = Arithmetic(
+    name="reference",
+    block_absmax=reference_quantize.block_absmax,
+    nf4_codes=reference_quantize.nf4_codes,
+    nf4_decode=reference_quantize.nf4_decode,
+    int8_codes=reference_quantize.int8_codes,
+    fp8_codes=reference_quantize.fp8_codes,
+    row_decode=reference_quantize.row_decode,
+)

@@ -1,0 +1,114 @@
+"""What every encoding of a frozen weight can do, and the ones there are.
+
+A weight is one logical matrix [rows, columns]. It becomes a few tensors, its parts, each of which has the matrix's rows
+as its first dimension. So a cut along rows is a slice of each part, and matrices stacked by rows in one storage
+(q, k, v; gate, up) are their parts stacked: what the numbers mean is recorded row by row.
+
+Scales look at more than a shard: at the whole row (int8, fp8_row), at the whole matrix (fp8), or, for the scales of its
+scales, at the whole matrix too (nf4). A shard therefore gets its parts in one of two ways, with the same bits:
+
+    cut(encode(whole), rows, columns)                          the whole matrix is here
+    encode(shard, Whole(absmax=..., first_row, first_column))  only its block maxima are: join() of what absmax() gave
+
+Nothing here communicates or knows of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
+from engine.quantization.arithmetic import PLAIN, Arithmetic
+from engine.quantization.fp8 import fp8
+from engine.quantization.int8 import int8
+from engine.quantization.nf4 import Nf4
+from engine.quantization.parts import Whole
+
+
+class Encoding(Protocol):
+    """One way to store a matrix.
+
+    Attributes:
+        name: as a user asks for it.
+        block: columns of a row that share a scale, which no cut may divide; 0 where the row or the matrix shares it
+            and a cut may fall anywhere.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def block(self) -> int: ...
+
+    def parts(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each stored tensor; the first dimension of all is `rows`."""
+
+    def bytes_per_parameter(self, rows: int, columns: int) -> float:
+        """Bytes of all parts over rows * columns."""
+
+    def absmax(self, weight: Tensor) -> Tensor:
+        """What of a shard the whole matrix's scales are made from, fp32 [rows, n].
+
+        Args:
+            weight: [rows, columns], any float dtype and strides.
+
+        Raises:
+            UserError: a number is not finite.
+        """
+
+    def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        """`absmax` of a matrix from those of its shards along rows (0) or columns (1), in order."""
+
+    def encode(self, weight: Tensor, whole: Whole | None = None) -> dict[str, Tensor]:
+        """The parts, on the weight's device.
+
+        Args:
+            weight: [rows, columns], any float dtype and strides.
+            whole: the matrix that it is a shard of; None where it is the whole matrix.
+
+        Raises:
+            UserError: a number is not finite, or the shard begins inside a block.
+        """
+
+    def cut(self, parts: Mapping[str, Tensor], rows: slice, columns: slice) -> dict[str, Tensor]:
+        """The parts of weight[rows, columns], copies or views.
+
+        Args:
+            rows, columns: with start and stop, without a step.
+
+        Raises:
+            UserError: the cut divides a block.
+        """
+
+    def decode(self, parts: Mapping[str, Tensor], out: Tensor) -> None:
+        """Writes the weights.
+
+        Args:
+            out: [rows, columns], any float dtype; rows may lie any distance apart, columns have no gaps.
+        """
+
+
+ENCODING_NAMES = ("nf4", "int8", "fp8", "fp8_row")
+
+
+def encoding(name: str, arithmetic: Arithmetic = PLAIN) -> Encoding:
+    """The encoding called `name`.
+
+    Args:
+        name: one of ENCODING_NAMES.
+        arithmetic: the backend of its loops.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if name == "nf4":
+        return Nf4(arithmetic)
+    if name == "int8":
+        return int8(arithmetic)
+    if name in ("fp8", "fp8_row"):
+        return fp8(arithmetic, per_matrix=name == "fp8")
+    raise UserError(f"there is no encoding {name!r}: choose one of {', '.join(ENCODING_NAMES)}.")

@@ -1,0 +1,21 @@
+"""int8 with one scale a row, symmetric: code = round(127 w / max |w|), halves to even."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.quantization.arithmetic import PLAIN, Arithmetic
+from engine.quantization.rowwise import RowwiseEncoding
+from triton_kernels.reference_quantize import INT8_LARGEST
+
+
+def int8(arithmetic: Arithmetic = PLAIN) -> RowwiseEncoding:
+    """The encoding "int8"."""
+    return RowwiseEncoding(
+        name="int8",
+        dtype=torch.int8,
+        largest=INT8_LARGEST,
+        per_matrix=False,
+        codes=arithmetic.int8_codes,
+        arithmetic=arithmetic,
+    )

@@ -1,0 +1,52 @@
+"""What the encodings share: the record of a shard's matrix, sizes, slices, and the refusal of what is not a number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whole:
+    """The matrix that a shard is cut from.
+
+    Args:
+        absmax: fp32 [all rows, n], what `Encoding.absmax` gives for the whole matrix.
+        first_row, first_column: where the shard begins in it.
+    """
+
+    absmax: Tensor
+    first_row: int = 0
+    first_column: int = 0
+
+
+def part_bytes(parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """Bytes of the tensors that `Encoding.parts` describes."""
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in parts.values())
+
+
+def require_finite(absmax: Tensor, encoding: str) -> None:
+    """Refuses a matrix with a NaN or an infinity, told by its maxima [rows, n].
+
+    Raises:
+        UserError: names the first such row.
+    """
+    bad = ~torch.isfinite(absmax).all(1)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0, 0])
+        raise UserError(
+            f"a weight that is to be stored as {encoding} has a number that is not finite in row {row}: "
+            "repair the checkpoint, or set model.base_dtype to bf16."
+        )
+
+
+def bounds(part: slice, length: int) -> tuple[int, int]:
+    """Start and stop of a slice without a step, within `length`."""
+    start, stop, step = part.indices(length)
+    assert step == 1, part
+    return start, max(start, stop)

@@ -1,0 +1,73 @@
+"""Encodings whose scale belongs to a row or to the matrix: what int8 and fp8 share.
+
+A scale is stored for every row, also where the whole matrix has one: 4 bytes a row, for which stacks and shards need
+nothing but their own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.quantization.arithmetic import PLAIN, Arithmetic
+from engine.quantization.parts import Whole, bounds, part_bytes, require_finite
+from triton_kernels.reference_quantize import row_scales
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowwiseEncoding:
+    """Parts: `codes` [rows, columns]; `scales` fp32 [rows], what a code of 1 means.
+
+    Args:
+        name: as a user asks for it.
+        dtype: of the codes.
+        largest: the largest code.
+        per_matrix: one scale for the whole matrix, equal in all rows.
+        codes: the backend's function that makes the codes: weight, absmax [rows].
+        arithmetic: the backend.
+    """
+
+    name: str
+    dtype: torch.dtype
+    largest: float
+    per_matrix: bool
+    codes: Callable[[Tensor, Tensor], Tensor]
+    arithmetic: Arithmetic = PLAIN
+
+    @property
+    def block(self) -> int:
+        return 0
+
+    def parts(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"codes": ((rows, columns), self.dtype), "scales": ((rows,), torch.float32)}
+
+    def bytes_per_parameter(self, rows: int, columns: int) -> float:
+        return part_bytes(self.parts(rows, columns)) / (rows * columns)
+
+    def absmax(self, weight: Tensor) -> Tensor:
+        """[rows, 1], or [rows, 0] of a matrix without columns."""
+        absmax = self.arithmetic.block_absmax(weight, 0)
+        require_finite(absmax, self.name)
+        return absmax
+
+    def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        return torch.cat(tuple(shards)) if dim == 0 else torch.cat(tuple(shards), 1).amax(1, keepdim=True)
+
+    def encode(self, weight: Tensor, whole: Whole | None = None) -> dict[str, Tensor]:
+        absmax = self.absmax(weight)
+        whole = Whole(absmax=absmax) if whole is None else whole
+        largest = absmax.new_zeros(weight.shape[0])
+        if whole.absmax.numel():
+            rows = whole.absmax[whole.first_row : whole.first_row + weight.shape[0]].amax(1)
+            largest = whole.absmax.amax().expand(weight.shape[0]) if self.per_matrix else rows
+        return {"codes": self.codes(weight, largest), "scales": row_scales(largest, self.largest).contiguous()}
+
+    def cut(self, parts: Mapping[str, Tensor], rows: slice, columns: slice) -> dict[str, Tensor]:
+        start, stop = bounds(columns, parts["codes"].shape[1])
+        return {"codes": parts["codes"][rows, start:stop], "scales": parts["scales"][rows]}
+
+    def decode(self, parts: Mapping[str, Tensor], out: Tensor) -> None:
+        self.arithmetic.row_decode(parts["codes"], parts["scales"], out)

@@ -11,16 +11,18 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.checkpoint.checksum import Checksum
+from engine.checkpoint.safetensors_header import read_header, refuse
 from engine.errors import UserError
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -38,6 +40,7 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_BLOCK_BYTES = 4 << 20
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -100,6 +103,9 @@ class SafetensorsWriter:
         path: file to create; an existing one is replaced.
         declared: name -> (dtype, shape) of everything that will be written.
         metadata: text pairs kept in the header.
+
+    Raises:
+        UserError: the file cannot be written.
     """
 
     def __init__(
@@ -112,32 +118,50 @@ class SafetensorsWriter:
         self._declared = dict(declared)
         self._pending = set(self._declared)
         header, self._offsets, self._size = file_header(self._declared, metadata)
-        self._file: IO[bytes] = open(path, "wb")  # noqa: SIM115 - closed by close()
-        self._file.write(header)
-        self._file.truncate(self._size)
+        with writing(path):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            try:
+                _write_at(self._descriptor, memoryview(header), 0)
+                os.ftruncate(self._descriptor, self._size)
+            except OSError:
+                self._abandon()
+                raise
 
     def write(self, name: str, tensor: Tensor) -> str:
         """Writes a declared tensor.
 
         Returns:
             The checksum of its bytes.
+
+        Raises:
+            UserError: the disk does not take it.
         """
         dtype, shape = self._declared[name]
         assert tensor.dtype == dtype and tuple(tensor.shape) == shape, (name, tensor.dtype, tensor.shape, dtype, shape)
         self._pending.remove(name)
-        data = raw_bytes(tensor)
-        self._file.seek(self._offsets[name])
-        self._file.write(data)
-        found = Checksum()
-        found.update(data)
+        data, found = raw_bytes(tensor), Checksum()
+        with writing(self.path):
+            for first in range(0, len(data), _BLOCK_BYTES):
+                block = data[first : first + _BLOCK_BYTES]
+                found.update(block)  # while it is in the processor's cache
+                _write_at(self._descriptor, block, self._offsets[name] + first)
         return found.text()
 
     def close(self) -> None:
-        """Flushes to the disk; every declared tensor must have been written."""
+        """Flushes to the disk; every declared tensor must have been written.
+
+        Raises:
+            UserError: the disk does not take it.
+        """
         assert not self._pending, f"never written: {sorted(self._pending)[:4]}"
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with writing(self.path):
+            try:
+                os.fsync(self._descriptor)
+            finally:
+                self._abandon()
+
+    def _abandon(self) -> None:
+        os.close(self._descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -148,7 +172,28 @@ class SafetensorsWriter:
         if kind is None:
             self.close()
         else:
-            self._file.close()
+            self._abandon()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what the system says while `path` is written into a sentence.
+
+    Raises:
+        UserError: the disk is full, read-only, gone and the like.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}): make room or mend the disk, or use a folder on another one."
+        ) from error
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
 
 
 class SafetensorsReader:
@@ -162,32 +207,29 @@ class SafetensorsReader:
         self.path = path
         if not path.is_file():
             raise UserError(f"{path} is missing: copy the checkpoint again, with all of its files.")
+        self._header = read_header(path)
         try:
             self._file = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{path} is damaged or truncated ({error}): expected a whole safetensors file, copy it again."
-            ) from error
-        self._names = frozenset(self._file.keys())
-        self._offsets: dict[str, int] = {}
+            refuse(path, str(error))
 
     @property
     def metadata(self) -> dict[str, str]:
-        return dict(self._file.metadata() or {})
+        return dict(self._header.metadata)
 
     def names(self) -> list[str]:
         """Names of the tensors in the file, sorted."""
-        return sorted(self._names)
+        return sorted(self._header.tensors)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
+        return name in self._header.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file.get_slice(name).get_shape())
+        return self._header.tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Raises UserError where torch has no such dtype here."""
-        stored = self._file.get_slice(name).get_dtype()
+        stored = self._header.tensors[name].dtype
         dtype = dtype_from_name(stored)
         if dtype is None:
             raise UserError(
@@ -198,13 +240,7 @@ class SafetensorsReader:
 
     def offset(self, name: str) -> int:
         """Where in the file the tensor's bytes begin."""
-        if not self._offsets:  # the library has checked the header, and keeps this to itself
-            with open(self.path, "rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            self._offsets = {key: 8 + length + entry["data_offsets"][0] for key, entry in header.items()}
-        return self._offsets[name]
+        return self._header.tensors[name].begin
 
     def view(self, name: str) -> Tensor:
         """The tensor as a view of the mapped file; bytes are read from the disk as they are looked at."""

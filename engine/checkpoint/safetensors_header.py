@@ -1,0 +1,129 @@
+"""The header of a safetensors file, checked in full before anything it says is believed.
+
+A file is eight bytes with the length of the header, the header (JSON), and the tensors' bytes. Everything is compared
+with the file's real size before memory is taken for it: no tensor reaches beyond the file, none shares a byte with
+another, and no byte belongs to none.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine.checkpoint.strict_json import JsonFlaw, parse_json, shown
+from engine.errors import UserError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The stock library's limit too."""
+_MAX_DIMS = 16
+_MAX_SIZE = 1 << 48
+_METADATA = "__metadata__"
+
+DTYPE_BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+"""Bits of an element of each dtype that the format knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a file.
+
+    Args:
+        dtype: the format's name, such as BF16.
+        shape: of the tensor.
+        begin, end: the bytes [begin, end) of the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What a file says of itself, found to be true of its size."""
+
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """Reads and checks the header of `path`, which must be a regular file.
+
+    Raises:
+        UserError: the file is no safetensors file, or is damaged; the sentence names it.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            if len(start) < 8:
+                raise JsonFlaw(f"it has {size} bytes, fewer than a header's length takes")
+            (length,) = struct.unpack("<Q", start)
+            if length > size - 8:
+                raise JsonFlaw(f"its header would take {length} bytes, and it has {size}")
+            if length > MAX_HEADER_BYTES:
+                raise JsonFlaw(f"its header would take {length} bytes, more than {MAX_HEADER_BYTES}")
+            text = file.read(length)
+        return _parse(text, size - 8 - length)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): see to the disk or use another copy.") from error
+    except JsonFlaw as flaw:
+        refuse(path, str(flaw))
+
+
+def refuse(path: Path, why: str) -> NoReturn:
+    """Raises the sentence about a file that is not taken."""
+    raise UserError(
+        f"{path} is damaged or truncated ({why}): expected a whole safetensors file, copy it again."
+    ) from None
+
+
+def _parse(text: bytes, data_bytes: int) -> Header:
+    if not text.startswith(b"{"):
+        raise JsonFlaw("its header does not begin with a brace")
+    content = parse_json(text)
+    metadata = content.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise JsonFlaw(f"{_METADATA} is {shown(metadata)} where texts were expected")
+    first = 8 + len(text)
+    tensors = {name: _entry(name, entry, first) for name, entry in content.items()}
+    position = first
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if tensor.begin != position:
+            where = "overlaps with" if tensor.begin < position else "leaves a hole after"
+            raise JsonFlaw(f"{shown(name)} {where} what lies before it")
+        position = tensor.end
+    if position != first + data_bytes:
+        raise JsonFlaw(f"its tensors take {position - first} bytes, and {data_bytes} are there")
+    return Header(tensors=tensors, metadata=metadata)
+
+
+def _entry(name: str, entry: Any, first: int) -> StoredTensor:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise JsonFlaw(f"{shown(name)} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise JsonFlaw(f"{shown(name)} has the unknown dtype {shown(dtype)}")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(_is_size(size) for size in shape):
+        raise JsonFlaw(f"{shown(name)} has the impossible shape {shown(shape)}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+        raise JsonFlaw(f"{shown(name)} has data_offsets {shown(offsets)}")
+    begin, end = offsets
+    bits = DTYPE_BITS[dtype]
+    for size in shape:
+        bits *= size
+    if begin > end or bits != 8 * (end - begin):
+        raise JsonFlaw(f"{shown(name)} is {dtype} {shown(shape)} but lies at bytes [{begin}, {end})")
+    return StoredTensor(dtype, tuple(shape), first + begin, first + end)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_SIZE

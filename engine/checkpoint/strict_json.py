@@ -1,0 +1,50 @@
+"""JSON from files that may be damaged or hostile: what is ambiguous or excessive is refused, never repaired."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+_SHOWN = 80
+
+
+class JsonFlaw(Exception):
+    """Says in a few words why the text is not accepted."""
+
+
+def parse_json(data: bytes) -> Any:
+    """Parses UTF-8 text that holds one JSON value.
+
+    The caller bounds the size. Beyond the standard library's checks, names must not be given twice in a mapping,
+    and NaN and Infinity are no numbers.
+
+    Raises:
+        JsonFlaw: it is not such a text, or nests too deeply.
+    """
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_mapping, parse_constant=_no_number)
+    except RecursionError:
+        raise JsonFlaw("it nests too deeply") from None
+    except ValueError as error:  # not UTF-8, not JSON, or a number with thousands of digits
+        raise JsonFlaw(" ".join(str(error).split())) from None
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise JsonFlaw(f"{shown(name)} is given twice")
+            seen.add(name)
+    return found
+
+
+def _no_number(text: str) -> NoReturn:
+    raise JsonFlaw(f"{text} is not a number")
+
+
+def shown(value: object) -> str:
+    """A value from such a file as an error sentence shows it: on one line, in print, and short."""
+    text = ascii(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -8,7 +8,9 @@ Legend: B rows (micro-batch), S columns (row length), T = B * S, D documents.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,28 @@ from engine.zigzag import ContextPlan
 
 IGNORE_LABEL = -100
 """Label of a position that carries no loss."""
+
+Record = TypeVar("Record", "Answers", "Batch")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """The answers of a micro-batch whose likelihoods are compared, numbered in the order of the documents they are in.
+
+    Args:
+        ids_BS: int64 number of the answer whose document each token belongs to; what padding says does not matter,
+            because its weight is 0.
+        signs: float32 [N]: 1 for an answer that was preferred, -1 for one that was not. In pairs the two alternate.
+        lengths: float32 [N], target tokens of each answer, over whole rows.
+        documents: number of each in the data set, on the host.
+        reference_logps: float32 [N], log-likelihoods under the reference; None where they are not known beforehand.
+    """
+
+    ids_BS: Tensor
+    signs: Tensor
+    lengths: Tensor
+    documents: tuple[int, ...]
+    reference_logps: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +63,7 @@ class Batch:
         context_plan: which tokens this rank holds and who attends to whom, where rows are split over context-parallel
             ranks; None where they are whole.
         embeddings_TH: optional input embeddings that replace the embedding lookup.
+        answers: who is compared with whom, where the objective compares answers; None otherwise.
     """
 
     tokens_BS: Tensor
@@ -50,6 +75,7 @@ class Batch:
     document_lengths: tuple[int, ...]
     context_plan: ContextPlan | None = None
     embeddings_TH: Tensor | None = None
+    answers: Answers | None = None
 
     @property
     def num_rows(self) -> int:
@@ -65,9 +91,18 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`; copies are asynchronous where the source is pinned."""
-        moved = {
-            field.name: value.to(device, non_blocking=True)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return replace(self, **moved)
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with `change` applied to each of its tensors."""
+        moved = _changed(self, change)
+        return replace(moved, answers=None if self.answers is None else _changed(self.answers, change))
+
+
+def _changed(record: Record, change: Callable[[Tensor], Tensor]) -> Record:
+    changed = {
+        field.name: change(value)
+        for field in fields(record)
+        if isinstance(value := getattr(record, field.name), Tensor)
+    }
+    return replace(record, **changed)

@@ -12,8 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from engine.batch import IGNORE_LABEL, Batch
+from engine.batch import IGNORE_LABEL, Answers, Batch
 from engine.data.dataset import TokenDataset
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
@@ -70,6 +72,29 @@ def build_batch(
         loss_weights_BS=torch.from_numpy((labels_BS != IGNORE_LABEL).astype(np.float32)),
         document_offsets=torch.from_numpy(np.cumsum([0, *document_lengths], dtype=np.int32)),
         document_lengths=tuple(document_lengths),
+        answers=_answers(dataset, rows, length, labels_BS) if dataset.group > 1 else None,
+    )
+
+
+def _answers(dataset: TokenDataset, rows: Sequence[int | None], length: int, labels_BS: NDArray[np.int64]) -> Answers:
+    """Which answer each token belongs to, where documents are answers in groups."""
+    ids_BS = np.zeros((len(rows), length), dtype=np.int64)
+    documents: list[int] = []
+    for b, row in enumerate(rows):
+        start = 0
+        for document in () if row is None else dataset.rows.row(row).tolist():
+            end = start + int(dataset.offsets[document + 1] - dataset.offsets[document])
+            ids_BS[b, start:end] = len(documents)
+            documents.append(document)
+            start = end
+    learnt = labels_BS != IGNORE_LABEL
+    known = dataset.reference_logps
+    return Answers(
+        ids_BS=torch.from_numpy(ids_BS),
+        signs=torch.from_numpy(dataset.signs[documents]),
+        lengths=torch.from_numpy(np.bincount(ids_BS[learnt], minlength=len(documents)).astype(np.float32)),
+        documents=tuple(documents),
+        reference_logps=None if known is None else torch.from_numpy(known[documents]),
     )
 
 
@@ -85,17 +110,12 @@ def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
         name: getattr(batch, name)[:, columns]
         for name in ("tokens_BS", "labels_BS", "positions_BS", "token_index_BS", "loss_weights_BS")
     }
-    return replace(batch, context_plan=make_plan(layout, rank), **held)
+    answers = batch.answers
+    if answers is not None:
+        answers = replace(answers, ids_BS=answers.ids_BS[:, columns])
+    return replace(batch, context_plan=make_plan(layout, rank), answers=answers, **held)
 
 
 def pin(batch: Batch) -> Batch:
     """The same batch in page-locked memory, so that copies to a CUDA device do not block."""
-    return replace(
-        batch,
-        tokens_BS=batch.tokens_BS.pin_memory(),
-        labels_BS=batch.labels_BS.pin_memory(),
-        positions_BS=batch.positions_BS.pin_memory(),
-        token_index_BS=batch.token_index_BS.pin_memory(),
-        loss_weights_BS=batch.loss_weights_BS.pin_memory(),
-        document_offsets=batch.document_offsets.pin_memory(),
-    )
+    return batch.map(Tensor.pin_memory)

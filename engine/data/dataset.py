@@ -45,6 +45,7 @@ class DatasetReport:
         truncated: documents cut off at the row length.
         dropped_overlong: documents left out because they are longer than a row.
         dropped_without_target: documents left out because nothing in them (or in what truncation left) is learnt.
+        dropped_alike: pairs left out because both answers are the same.
         packing_efficiency: tokens over rows times row length, or None without packing.
         seconds: time it took.
     """
@@ -57,12 +58,13 @@ class DatasetReport:
     truncated: int = 0
     dropped_overlong: int = 0
     dropped_without_target: int = 0
+    dropped_alike: int = 0
     packing_efficiency: float | None = None
     seconds: float = 0.0
 
     @property
     def dropped(self) -> int:
-        return self.dropped_overlong + self.dropped_without_target
+        return self.dropped_overlong + self.dropped_without_target + self.dropped_alike
 
     def summary(self) -> str:
         """One line for a log."""
@@ -76,6 +78,8 @@ class DatasetReport:
             parts.append(f"{self.dropped_overlong:,} dropped as too long")
         if self.dropped_without_target:
             parts.append(f"{self.dropped_without_target:,} dropped with nothing left to learn")
+        if self.dropped_alike:
+            parts.append(f"{self.dropped_alike:,} dropped with two equal answers")
         if self.packing_efficiency is not None:
             parts.append(f"{self.rows:,} packs {self.packing_efficiency:.1%} full")
         return ", ".join(parts) + f", in {self.seconds:.1f} s"
@@ -90,7 +94,12 @@ class TokenDataset:
         offsets: int64 [D + 1], where documents begin; none is empty or longer than `seq_length`.
         seq_length: tokens of a row.
         packing: whether rows hold several documents.
+        group: documents that belong together and lie side by side in one row: 2 for pairs of answers, else 1.
+        signs: float32 [D], which documents of a group are preferred (1) and which are not (-1); None where `group`
+            is 1.
         report: what is known of the records so far; completed here.
+
+    A row's weight in the loss (`target_counts`) is its learnt tokens, or, where documents come in groups, its groups.
     """
 
     def __init__(
@@ -101,9 +110,12 @@ class TokenDataset:
         *,
         seq_length: int,
         packing: bool,
+        group: int = 1,
+        signs: NDArray[np.float32] | None = None,
         report: DatasetReport | None = None,
     ) -> None:
         lengths = np.diff(offsets)
+        assert len(lengths) % group == 0 and (group == 1 or signs is not None), (len(lengths), group)
         assert len(tokens) == len(targets) == offsets[-1] and offsets[0] == 0, (len(tokens), len(targets))
         assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= seq_length, (lengths, seq_length)
         assert not targets[offsets[:-1]].any(), "the first token of a document has nothing to be predicted from"
@@ -114,11 +126,19 @@ class TokenDataset:
         self.offsets = offsets
         self.seq_length = seq_length
         self.packing = packing
-        self.rows: Packs = _pack(lengths, seq_length) if packing else one_each(len(lengths))
+        self.group = group
+        self.signs = np.ones(len(lengths), dtype=np.float32) if signs is None else signs
+        self.reference_logps: NDArray[np.float32] | None = None
+        """float32 [D], log-likelihood of each answer under the reference, where it is known beforehand."""
+        together = lengths.reshape(-1, group).sum(axis=1)
+        packs = _pack(together, seq_length) if packing else one_each(len(together))
+        self.rows: Packs = packs.of_groups(group)
         sums = np.zeros(len(tokens) + 1, dtype=np.int64)
         np.cumsum(targets, out=sums[1:])
         in_row_order = (sums[offsets[1:]] - sums[offsets[:-1]])[self.rows.documents]
-        self.target_counts: NDArray[np.int64] = _sum_rows(in_row_order, self.rows.offsets)
+        self.target_counts: NDArray[np.int64] = (
+            _sum_rows(in_row_order, self.rows.offsets) if group == 1 else np.diff(packs.offsets)
+        )
         self.row_lengths: NDArray[np.int64] = _sum_rows(lengths[self.rows.documents], self.rows.offsets)
         self.report = replace(
             report or DatasetReport(),
@@ -142,13 +162,14 @@ class TokenDataset:
     @cached_property
     def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
-        for array in (self.tokens, self.targets, self.offsets, self.rows.documents, self.rows.offsets):
+        arrays = (self.tokens, self.targets, self.offsets, self.rows.documents, self.rows.offsets)
+        for array in arrays if self.group == 1 else (*arrays, self.signs):
             digest.update(f"{array.dtype.str}{len(array)};".encode())
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
     def fingerprint(self) -> str:
-        """A hash of everything that training reads: tokens, targets, documents and rows."""
+        """A hash of everything that training reads: tokens, targets, documents, rows and what is preferred."""
         return self._digest
 
     @classmethod

@@ -114,10 +114,12 @@ def parse_record(place: Place, record: Record, data_format: str) -> Sample:
         if record.get(field):
             raise place.error(f"field '{field}' is not supported; remove it or leave such records out of the data.")
     if data_format == "text":
-        return TextSample(place, _string(place, record, "text", data_format))
+        return TextSample(place, string_field(place, record, "text", data_format))
     if data_format == "completion":
         return CompletionSample(
-            place, _string(place, record, "prompt", data_format), _string(place, record, "completion", data_format)
+            place,
+            string_field(place, record, "prompt", data_format),
+            string_field(place, record, "completion", data_format),
         )
     if data_format == "alpaca":
         return _alpaca(place, record)
@@ -133,7 +135,16 @@ def _detect(place: Place, record: Record) -> str:
     raise place.error(f"the record has the fields {found}, expected those of one format: {expected}; rename them.")
 
 
-def _string(place: Place, record: Mapping[str, Any], field: str, data_format: str, prefix: str = "") -> str:
+def string_field(place: Place, record: Mapping[str, Any], field: str, data_format: str, prefix: str = "") -> str:
+    """The text in a field.
+
+    Args:
+        data_format: how a message calls the format.
+        prefix: of the field's name in a message.
+
+    Raises:
+        UserError: the field is missing or is no text.
+    """
     if field not in record:
         raise place.error(
             f"field '{prefix}{field}' is missing, which the format {data_format} needs; add it or change data.format."
@@ -162,10 +173,10 @@ def _kind(value: object) -> str:
 def _alpaca(place: Place, record: Record) -> CompletionSample:
     if record.get("system"):
         raise place.error("field 'system' is not part of the format alpaca; use messages or put it into instruction.")
-    instruction = _string(place, record, "instruction", "alpaca")
-    output = _string(place, record, "output", "alpaca")
+    instruction = string_field(place, record, "instruction", "alpaca")
+    output = string_field(place, record, "output", "alpaca")
     # Many sets write null or leave the field out where there is no input.
-    given = _string(place, record, "input", "alpaca") if record.get("input") is not None else ""
+    given = string_field(place, record, "input", "alpaca") if record.get("input") is not None else ""
     # One pass of str.format each: braces in the record's own text stay as they are.
     prompt = ALPACA_PROMPT_WITH_INPUT if given else ALPACA_PROMPT
     return CompletionSample(place, prompt.format(instruction=instruction, input=given) + ALPACA_RESPONSE, output)
@@ -173,41 +184,54 @@ def _alpaca(place: Place, record: Record) -> CompletionSample:
 
 def _conversation(place: Place, record: Record, data_format: str) -> ChatSample:
     field = _FIELDS[data_format][0]
+    messages = conversation_turns(place, record, field, data_format)
+    if all(message["role"] != "assistant" for message in messages):
+        raise place.error(
+            f"field '{field}' has no turn of the assistant, so there is nothing to learn; add its answer."
+        )
+    return ChatSample(place, messages)
+
+
+def conversation_turns(place: Place, record: Record, field: str, data_format: str | None = None) -> tuple[Message, ...]:
+    """The turns in a field, with roles as chat templates call them.
+
+    Args:
+        data_format: "sharegpt" or "messages"; None looks at each turn.
+
+    Raises:
+        UserError: the field is no list of turns, or a turn is malformed.
+    """
     turns = record.get(field)
     if not isinstance(turns, list) or not turns:
         given = "missing" if field not in record else "empty" if turns == [] else _kind(turns)
         raise place.error(f"field '{field}' is {given}, expected a list of turns; correct it or change data.format.")
     messages: list[Message] = []
     if data_format == "sharegpt" and record.get("system") is not None:
-        messages.append({"role": "system", "content": _string(place, record, "system", data_format)})
+        messages.append({"role": "system", "content": string_field(place, record, "system", data_format)})
     for index, turn in enumerate(turns):
         prefix = f"{field}[{index}]"
         if not isinstance(turn, dict):
             raise place.error(f"field '{prefix}' is {_kind(turn)}, expected an object with a role and content.")
-        if data_format == "sharegpt":
+        if data_format == "sharegpt" or (data_format is None and "from" in turn):
             messages.append(_sharegpt_turn(place, turn, prefix + "."))
         else:
             messages.append(_message_turn(place, turn, prefix + "."))
-    if all(message["role"] != "assistant" for message in messages):
-        raise place.error(
-            f"field '{field}' has no turn of the assistant, so there is nothing to learn; add its answer."
-        )
-    return ChatSample(place, tuple(messages))
+    return tuple(messages)
 
 
 def _sharegpt_turn(place: Place, turn: dict[str, Any], prefix: str) -> Message:
     role_field, text_field = ("from", "value") if "from" in turn else ("role", "content")
-    role = _string(place, turn, role_field, "sharegpt", prefix)
+    role = string_field(place, turn, role_field, "sharegpt", prefix)
     if role not in _ROLES:
         raise place.error(f"field '{prefix}{role_field}' is '{role}', expected one of {', '.join(_ROLES)}; rename it.")
-    return {"role": _ROLES[role], "content": _string(place, turn, text_field, "sharegpt", prefix)}
+    return {"role": _ROLES[role], "content": string_field(place, turn, text_field, "sharegpt", prefix)}
 
 
 def _message_turn(place: Place, turn: dict[str, Any], prefix: str) -> Message:
-    role = _string(place, turn, "role", "messages", prefix)
+    role = string_field(place, turn, "role", "messages", prefix)
     if role not in _MESSAGE_ROLES:
         raise place.error(f"field '{prefix}role' is '{role}', expected one of {', '.join(_MESSAGE_ROLES)}; rename it.")
     # A turn that only calls tools may have no content.
     if not (turn.get("tool_calls") and turn.get("content") is None):
-        _string(place, turn, "content", "messages", prefix)
+        string_field(place, turn, "content", "messages", prefix)
     return turn

@@ -38,6 +38,13 @@ class Packs:
         """The documents of one row."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
+    def of_groups(self, size: int) -> Packs:
+        """The same rows, told by documents, where what was packed are groups of `size` consecutive documents."""
+        if size == 1:
+            return self
+        documents = (self.documents[:, None] * size + np.arange(size)).ravel()
+        return Packs(offsets=self.offsets * size, documents=documents)
+
 
 def one_each(count: int) -> Packs:
     """Rows that hold one document each, in order."""

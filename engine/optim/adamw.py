@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter, arXiv 1711.05101) on flat fp32 buffers, without host synchronisation.
 
-The learning rate, the step count, the clip factor and the non-finite flag are device tensors. A step whose gradient is
-not finite leaves weights, moments and the step count as they were.
+The learning rate, the step count, the clip factor and the non-finite flag are device tensors. A step whose gradient or
+loss is not finite, or lies above a limit, leaves weights, moments and the step count as they were.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from engine.distributed.mesh import Mesh
 from engine.distributed.sharding import NamedShard
-from engine.optim.backends import TORCH, AdamWState, OptimizerBackend
+from engine.optim.backends import TORCH, AdamWState, OptimizerBackend, Update
 from engine.optim.flat import FlatParameters
+from engine.optim.offload import PIECE_ELEMENTS, StreamedUpdate
 from engine.optim.reduce import gradient_norm
 
 
@@ -26,6 +27,7 @@ class FlatAdamW:
         betas, eps, weight_decay: of AdamW; decay is decoupled and skips vectors (norm weights and biases).
         clip_grad_norm: largest L2 norm of the gradient; 0 turns clipping off.
         backend: how the buffers are updated.
+        piece_elements: of masters that wait in host memory and are updated together.
     """
 
     def __init__(
@@ -38,47 +40,67 @@ class FlatAdamW:
         weight_decay: float,
         clip_grad_norm: float,
         backend: OptimizerBackend = TORCH,
+        piece_elements: int = PIECE_ELEMENTS,
     ) -> None:
         self.flat, self._mesh, self._clip, self._backend = flat, mesh, clip_grad_norm, backend
-        device = flat.master.device
-        self.exp_avg = torch.zeros_like(flat.master)
-        self.exp_avg_sq = torch.zeros_like(flat.master)
+        device = flat.gradient.device
+        self.exp_avg = flat.state()
+        self.exp_avg_sq = flat.state()
         self.updates = torch.zeros((), dtype=torch.float32, device=device)
         """Updates applied so far: AdamW's t."""
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self.non_finite = torch.zeros((), dtype=torch.float32, device=device)
-        """1 where the last gradient was not finite."""
+        """1 where the last gradient or loss was not finite or above its limit, so that nothing was updated."""
+        self.norm_limit = torch.full_like(self.lr, torch.finfo(torch.float32).max)
+        """A step whose gradient norm, before clipping, is larger is skipped; the largest number where there is no
+        limit."""
+        self.loss_limit = self.norm_limit.clone()
+        """A step whose loss is larger is skipped."""
         self.skipped = torch.zeros((), dtype=torch.float32, device=device)
         """Steps skipped so far."""
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.float32, device=device)
+        """Steps skipped since the last update."""
+        self.most_skipped_in_a_row = torch.zeros((), dtype=torch.float32, device=device)
+        """The longest that this has been so far in this process."""
         self._clip_factor = torch.ones_like(self.lr) if clip_grad_norm > 0 else None
-        self._update = backend.bind(
-            AdamWState(
-                flat=flat,
-                exp_avg=self.exp_avg,
-                exp_avg_sq=self.exp_avg_sq,
-                lr=self.lr,
-                updates=self.updates,
-                clip=self._clip_factor,
-                non_finite=self.non_finite,
-                betas=betas,
-                eps=eps,
-                weight_decay=weight_decay,
-            )
+        state = AdamWState(
+            flat=flat,
+            exp_avg=self.exp_avg,
+            exp_avg_sq=self.exp_avg_sq,
+            lr=self.lr,
+            updates=self.updates,
+            clip=self._clip_factor,
+            non_finite=self.non_finite,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
         )
+        self._update: Update
+        if flat.host is None:
+            self._update = backend.bind(state)
+        else:
+            self._update = StreamedUpdate(state, backend, elements=piece_elements)
 
-    def step(self, lr: float | Tensor) -> Tensor:
+    def step(self, lr: float | Tensor, loss: Tensor | None = None) -> Tensor:
         """One update from the summed gradient; the gradient is zeroed for the next one.
 
         Args:
             lr: learning rate of this step; a number, or a 0-dim tensor on the device.
+            loss: 0-dim fp32, equal on all ranks; None where it has no say in whether the step is skipped.
 
         Returns:
             0-dim fp32 gradient norm before clipping.
         """
         self.lr.fill_(lr)
         norm = gradient_norm(self.flat, self._mesh, self._backend.square_sum)
-        self.non_finite.copy_(~torch.isfinite(norm))
+        # written so that what is not a number is skipped, too
+        applies = norm <= self.norm_limit
+        if loss is not None:
+            applies = applies & (loss <= self.loss_limit)
+        self.non_finite.copy_(~applies)
         self.skipped.add_(self.non_finite)
+        self.skipped_in_a_row.add_(1.0).mul_(self.non_finite)
+        torch.maximum(self.most_skipped_in_a_row, self.skipped_in_a_row, out=self.most_skipped_in_a_row)
         if self._clip_factor is not None:
             # as torch.nn.utils.clip_grad_norm_ does it
             self._clip_factor.copy_((self._clip / (norm + 1e-6)).clamp(max=1.0))

@@ -21,10 +21,24 @@ from engine.errors import UserError
 from engine.ops.apex import apex_status, fused_adam
 from engine.ops.native.adamw import adamw_step, square_sum
 from engine.ops.native.loader import native_status
-from engine.optim.flat import FlatParameters
+from engine.optim.flat import FlatParameters, Span
 from engine.optim.layout import ALIGNMENT, Region, Slot
 from engine.optim.publish import CopyAll
 from engine.optim.reduce import plain_square_sum
+
+
+class Buffers(Protocol):
+    """As much of `FlatParameters` as an update needs where it does not write weights itself."""
+
+    master: Tensor
+    gradient: Tensor
+    spans: tuple[Span, ...]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the masters are not those of whole parameters."""
+
+    def publish_until_read(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +46,8 @@ class AdamWState:
     """What an update reads and writes.
 
     Args:
-        flat: masters, gradients, and where they lie; the gradient is summed over all ranks. `flat.spans` is what this
-            rank updates: all of it, or its own part.
+        flat: masters, gradients, and where they lie; the gradient is summed over all ranks. `flat.spans` is what is
+            updated: all of it, this rank's own part, or a piece of that.
         exp_avg, exp_avg_sq: fp32 moments, flat like the masters.
         lr: fp32 0-dim learning rate.
         updates: fp32 0-dim count of updates before this one; not changed by the update.
@@ -42,7 +56,7 @@ class AdamWState:
         betas, eps, weight_decay: of AdamW; vectors do not decay.
     """
 
-    flat: FlatParameters
+    flat: Buffers
     exp_avg: Tensor
     exp_avg_sq: Tensor
     lr: Tensor
@@ -151,14 +165,15 @@ class NativeUpdate:
                 decay = state.decay(span.decays)
                 self._spans.append(_Span(start=span.start, stop=span.stop, gradient=span.gradient, decay=decay))
             return
+        flat = state.flat
+        assert isinstance(flat, FlatParameters)
         left: list[Slot] = []
-        for region in state.flat.regions:
-            left += self._split(region)
-        self._publish = CopyAll(left, state.flat.master).start
+        for region in flat.regions:
+            left += self._split(region, flat)
+        self._publish = CopyAll(left, flat.master, [flat.home(slot) for slot in left]).start
 
-    def _split(self, region: Region) -> list[Slot]:
+    def _split(self, region: Region, flat: FlatParameters) -> list[Slot]:
         """Cuts a region at the parameters that the kernel writes itself; returns the others."""
-        flat = self._state.flat
         start, left = region.start, []
 
         def add(stop: int, published: Tensor | None = None) -> None:
@@ -167,7 +182,7 @@ class NativeUpdate:
                 self._spans.append(_Span(start=start, stop=stop, gradient=gradient, decay=decay, published=published))
 
         for slot in region.slots:
-            parameter = slot.entry.parameter.data
+            parameter = flat.home(slot)
             dense = parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
             if not dense or slot.size < _SMALLEST_WRITTEN:
                 left.append(slot)

@@ -2,7 +2,7 @@
 
 Each treatment (which ranks still have to be summed, who counts in the norm, whether weights decay) is one operation on
 one slice; `engine.optim.layout` says where everything lies. With a `Sharding` the masters, and further on the gradient,
-are this rank's own part alone.
+are this rank's own part alone. With `HostMemory` the masters wait there; the gradient never does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 from engine.distributed.parts import part_shards
 from engine.distributed.sharding import NamedShard
 from engine.layers.module import ShardEntry
+from engine.layers.offload import HostMemory
 from engine.optim.layout import ALIGNMENT, OwnRun, Region, Slot, own_runs, plan_buckets, plan_regions
-from engine.optim.publish import CopyAll, GatherParts, Publish, SendToKeepers
+from engine.optim.publish import CopyAll, GatherParts, Publish, SendToKeepers, home
 from engine.optim.sharding import Sharding
 
 __all__ = ["ALIGNMENT", "FlatParameters", "Region", "Slot", "Span"]
@@ -50,19 +51,30 @@ class FlatParameters:
         entries: of the model, in forward order; frozen ones are passed over.
         device: of the buffers.
         sharding: what of them is spread over ranks; None for nothing.
+        host: where masters, and what lies like them, wait between updates; None keeps them on the device.
     """
 
     def __init__(
-        self, entries: Iterable[ShardEntry], device: torch.device, *, sharding: Sharding | None = None
+        self,
+        entries: Iterable[ShardEntry],
+        device: torch.device,
+        *,
+        sharding: Sharding | None = None,
+        host: HostMemory | None = None,
     ) -> None:
-        self.sharding = sharding or Sharding()
+        self.sharding, self.host = sharding or Sharding(), host
         size = self.sharding.size
         trainable = [entry for entry in entries if entry.sink is not None]
         self.regions = plan_regions(trainable, size=size, bucket_elements=self.sharding.bucket_elements)
         buckets = plan_buckets(self.regions, self.sharding.bucket_elements) if size > 1 else []
         self._runs: list[OwnRun] = own_runs(buckets, rank=self.sharding.rank, size=size)
         total = self.regions[-1].stop if self.regions else 0
-        self.master = torch.zeros(total // size, dtype=torch.float32, device=device)
+        self._num_own, self._device = total // size, device
+        self.master = self.state()
+        self.rounded: Tensor | None = None
+        """Own masters in the weights' dtype, on the device: what is sent where sharded masters are in host memory."""
+        if host is not None and size > 1 and trainable:
+            self.rounded = torch.zeros(self._num_own, dtype=trainable[0].parameter.dtype, device=device)
         self.gradient = torch.zeros(
             total // size if self.sharding.spreads_gradients else total, dtype=torch.float32, device=device
         )
@@ -76,15 +88,26 @@ class FlatParameters:
         """Those that divide over the ranks; empty where nothing is sharded."""
         self.spans = tuple(self._make_spans())
         self._publish: Publish
+        source = self.master if self.rounded is None else self.rounded
         if size == 1:
-            self._publish = CopyAll(self.slots, self.master)
+            self._publish = CopyAll(self.slots, self.master, [self.home(slot) for slot in self.slots])
         elif self._weights_are_spread:
             assert self.sharding.weights is not None
-            self._publish = SendToKeepers(self.buckets, self.master, self.sharding.weights)
+            self._publish = SendToKeepers(self.buckets, source, self.sharding.weights)
         else:
-            self._publish = GatherParts(self.buckets, self.master, self.sharding.axis, self.sharding.weights)
+            self._publish = GatherParts(self.buckets, source, self.sharding.axis, self.sharding.weights)
         if not self._weights_are_spread:
             self._start_from_parameters()
+
+    def state(self) -> Tensor:
+        """Zeros that lie like the masters and where they do: fp32, 1-dimensional."""
+        if self.host is not None:
+            return self.host.zeros(self._num_own, torch.float32)
+        return torch.zeros(self._num_own, dtype=torch.float32, device=self._device)
+
+    def home(self, slot: Slot) -> Tensor:
+        """Where a parameter's weights are written; where they are not spread."""
+        return home(slot, self.sharding.weights)
 
     @property
     def is_sharded(self) -> bool:
@@ -119,18 +142,25 @@ class FlatParameters:
         if not self.is_sharded:
             if self.slots:  # a pipeline rank may hold frozen parameters alone
                 masters = [slot.view(self.master) for slot in self.slots]
-                torch._foreach_copy_(masters, [slot.entry.parameter.data for slot in self.slots])
+                torch._foreach_copy_(masters, [self.home(slot) for slot in self.slots])
             return
         for run in self._runs:
-            self.master[run.place].copy_(run.slot.entry.parameter.data.reshape(-1)[run.first : run.last])
+            self.master[run.place].copy_(self.home(run.slot).reshape(-1)[run.first : run.last])
 
     def publish(self) -> None:
         """Writes the masters into the parameters the model computes with, rounding once. Collective where sharded."""
+        if self.host is not None:
+            self.host.settle()
+        if self.rounded is not None:
+            self.rounded.copy_(self.master)
         self._publish.start()
         self._publish.finish()
 
     def publish_until_read(self) -> None:
-        """As `publish`, but parameters may get their new values as late as the next forward reads them."""
+        """As `publish`, but parameters may get their new values as late as the next forward reads them.
+
+        Where masters are in host memory, `rounded` holds what they have become.
+        """
         self._publish.start()
 
     def shards(self, prefix: str, flat: Tensor) -> list[NamedShard]:
@@ -151,6 +181,8 @@ class FlatParameters:
         return [NamedShard(slot.entry.name, slot.view(self.gradient), slot.entry.spec) for slot in self.slots]
 
     def _named(self, prefix: str, flat: Tensor) -> list[NamedShard]:
+        if self.host is not None:
+            self.host.settle()  # whoever asks will read or write
         if not self.is_sharded:
             return [NamedShard(prefix + slot.entry.name, slot.view(flat), slot.entry.spec) for slot in self.slots]
         shards: list[NamedShard] = []

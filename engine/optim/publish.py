@@ -34,10 +34,15 @@ class Publish(Protocol):
 
 
 class CopyAll:
-    """Each rank has all masters."""
+    """Each rank has all masters.
 
-    def __init__(self, slots: Sequence[Slot], master: Tensor) -> None:
-        self._weights = [slot.entry.parameter.data for slot in slots]
+    Args:
+        slots: of `master`.
+        weights: where each slot's weights are written.
+    """
+
+    def __init__(self, slots: Sequence[Slot], master: Tensor, weights: Sequence[Tensor]) -> None:
+        self._weights = list(weights)
         self._masters = [slot.view(master) for slot in slots]
 
     def start(self) -> None:
@@ -51,10 +56,10 @@ class CopyAll:
 class _Arrival:
     """One bucket's weights, gathered by the first forward that reads them."""
 
-    def __init__(self, bucket: Bucket, master: Tensor, axis: Axis) -> None:
+    def __init__(self, bucket: Bucket, master: Tensor, axis: Axis, weights: SpreadWeights | None) -> None:
         self._bucket, self._axis = bucket, axis
         self._master = master[bucket.own(axis.size)]
-        self.weights = [slot.entry.parameter.data for slot in bucket.slots]
+        self.weights = [home(slot, weights) for slot in bucket.slots]
         self._is_due = False
         self._sent: tuple[Tensor, Tensor, Handle] | None = None
         """This rank's part, which must live until it has left; what arrives; and when."""
@@ -90,7 +95,7 @@ class GatherParts:
 
     Args:
         buckets: all of them; the axis's ranks have one part of each.
-        master: this rank's own masters.
+        master: this rank's own masters, or what they have been rounded to.
         axis: the ranks.
         weights: their stops wait for what they read, so that it travels while those before them compute; None gathers
             all at once.
@@ -99,10 +104,10 @@ class GatherParts:
     def __init__(self, buckets: Sequence[Bucket], master: Tensor, axis: Axis, weights: SpreadWeights | None) -> None:
         self._weights = weights
         # buckets lie in backward order
-        self._arrivals = [_Arrival(bucket, master, axis) for bucket in reversed(buckets)]
+        self._arrivals = [_Arrival(bucket, master, axis, weights) for bucket in reversed(buckets)]
         if weights is not None:
-            for arrival in self._arrivals:
-                weights.attach(arrival.weights, arrival)
+            for bucket, arrival in zip(reversed(buckets), self._arrivals, strict=True):
+                weights.attach([slot.entry.parameter for slot in bucket.slots], arrival)
 
     def start(self) -> None:
         for arrival in self._arrivals:
@@ -127,7 +132,7 @@ class SendToKeepers:
 
     Args:
         buckets: all of them; the ranks have one part of each.
-        master: this rank's own masters.
+        master: this rank's own masters, or what they have been rounded to.
         weights: who keeps what. What it does not spread, every rank gets.
     """
 
@@ -169,6 +174,22 @@ class SendToKeepers:
         pass
 
 
+def home(slot: Slot, weights: SpreadWeights | None) -> Tensor:
+    """Where this rank writes a parameter's new weights, all of them."""
+    parameter = slot.entry.parameter
+    return parameter.data if weights is None else weights.home(parameter)
+
+
+def runs_of(view: Tensor, first: int, last: int) -> list[Tensor]:
+    """Elements [first, last) of a tensor of one or two dimensions, whose rows may lie apart: views of it, in order."""
+    shape = tuple(view.shape)
+    elements = view.untyped_storage().nbytes() // view.element_size()
+    memory = view.as_strided((elements,), (1,), 0)
+    whole = ShardSpec(global_shape=shape, local_shape=shape)
+    shards = part_shards("", whole, first, last, memory, first=view.storage_offset(), stride=view.stride(0))
+    return [shard.tensor for shard in shards]
+
+
 def _kept(slot: Slot, weights: SpreadWeights, rank: int) -> tuple[int, int]:
     """Which elements of the parameter `rank` keeps."""
     parameter = slot.entry.parameter
@@ -179,10 +200,8 @@ def _kept(slot: Slot, weights: SpreadWeights, rank: int) -> tuple[int, int]:
 def _targets(slot: Slot, weights: SpreadWeights, first: int, last: int) -> list[Tensor]:
     """Where elements [first, last) of the parameter lie on this rank: a few tensors, in that order."""
     view = slot.entry.parameter.data
-    whole = ShardSpec(global_shape=tuple(view.shape), local_shape=tuple(view.shape))
     storage = weights.storage(view)
     if storage is None:
-        shards = part_shards("", whole, first, last, view.view(-1), first=0)
-    else:
-        shards = storage.shards("", view, whole, first, last)
-    return [shard.tensor for shard in shards]
+        return runs_of(view, first, last)
+    whole = ShardSpec(global_shape=tuple(view.shape), local_shape=tuple(view.shape))
+    return [shard.tensor for shard in storage.shards("", view, whole, first, last)]

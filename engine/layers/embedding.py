@@ -65,8 +65,9 @@ class VocabParallelEmbedding(ShardedModule):
             sequence_parallel=layout.sequence_parallel,
         )
 
-    def forward(self, ids_T: Tensor) -> Tensor:
-        return embedding(ids_T, self.operands, tuple(self._leaves))
+    def forward(self, ids_T: Tensor, *, adapters: bool = True) -> Tensor:
+        operands = self.operands if adapters else replace(self.operands, a_RV=None, b_HR=None)
+        return embedding(ids_T, operands, tuple(self._leaves))
 
 
 class TiedHeadWeight(ShardedModule):

@@ -268,7 +268,7 @@ class Decoder(nn.Module):
             **common,
         )
 
-    def context(self, batch: Batch, step: Tensor, *, training: bool) -> TokenContext:
+    def context(self, batch: Batch, step: Tensor, *, training: bool, adapters: bool = True) -> TokenContext:
         """Token coordinates of a batch, shared by all layers.
 
         Raises:
@@ -297,6 +297,7 @@ class Decoder(nn.Module):
             step=step,
             training=training,
             document_offsets=batch.document_offsets,
+            adapters=adapters,
         )
 
     def _check_row_length(self, length: int) -> None:
@@ -320,11 +321,11 @@ class Decoder(nn.Module):
         cos, sin = zip(*tables, strict=True)
         return torch.cat(cos), torch.cat(sin)
 
-    def embed(self, batch: Batch) -> Tensor:
+    def embed(self, batch: Batch, *, adapters: bool = True) -> Tensor:
         """The residual stream that enters the first layer. Embeddings that are handed in are it already."""
         if batch.embeddings_TH is None:
             assert self.embedding is not None
-            x = self._embedding_stop.run(self.embedding, batch.tokens_BS.flatten())
+            x = self._embedding_stop.run(partial(self.embedding, adapters=adapters), batch.tokens_BS.flatten())
             return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
         x = batch.embeddings_TH
         return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x

@@ -25,6 +25,7 @@ class TokenContext:
             without).
         step: int64 0-dim device tensor, the optimizer step; the fourth dropout coordinate.
         training: False turns dropout off.
+        adapters: False computes with the base alone, as if there were no adapters; for passes without gradients.
         document_offsets: int32 [D + 1] cumulative document lengths on the device; see engine.ops.attention.Documents.
     """
 
@@ -39,6 +40,7 @@ class TokenContext:
     step: Tensor
     training: bool
     document_offsets: Tensor | None = None
+    adapters: bool = True
 
     @property
     def documents(self) -> Documents:

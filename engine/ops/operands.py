@@ -92,6 +92,12 @@ class LinearOperands:
             torch.mm(factor.columns(dy_TO), factor.b_OR, out=factor.rows(both[:, self.in_features :]))
         return both
 
+    def in_context(self, context: TokenContext) -> LinearOperands:
+        """These, or without the adapters where `context` says so."""
+        if context.adapters or self.low_rank is None:
+            return self
+        return replace(self, low_rank=None, folded=False)
+
     def without_rows(self) -> LinearOperands:
         """The same linear with no output features, on an axis of its own."""
         low_rank = self.low_rank

@@ -64,6 +64,7 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, *leaves: Tensor
     ) -> Tensor:
+        operands = operands.in_context(context)
         axis = operands.axis
         gathers = operands.sequence_parallel and axis.size > 1
         mask = operands.mask(context, context.local_token_index if gathers else context.token_index)
@@ -171,6 +172,7 @@ class _RowLinear(torch.autograd.Function):
     def forward(
         ctx: Any, u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, *leaves: Tensor
     ) -> Tensor:
+        operands = operands.in_context(context)
         axis = operands.axis
         scatters = operands.sequence_parallel and axis.size > 1
         mask = operands.mask(context, context.token_index)

@@ -13,6 +13,7 @@ from engine.data.collate import context_part
 from engine.distributed.mesh import Axis, Mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard, ShardSpec
+from engine.layers.offload import host_memory
 from engine.layers.plan import TensorLayout
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.sharded_storage import SpreadWeights
@@ -33,6 +34,8 @@ CPU = torch.device("cpu")
 LEVELS: tuple[ShardLevel, ...] = ("none", "optimizer", "gradients", "parameters")
 BUCKET_ELEMENTS = 700
 """So that a run has several buckets, most of several parameters, and rows and parameters are cut."""
+PIECE_ELEMENTS = 96
+"""Of offloaded state, updated together: so that parameters and rows are cut here, too."""
 GLOBAL_ROWS = 8
 SEQ_LENGTH = 24
 CLIP = 0.3
@@ -95,6 +98,10 @@ class Run:
         level: ShardLevel,
         *,
         backend: OptimizerBackend = TORCH,
+        offload_weights: bool = False,
+        offload_optimizer: bool = False,
+        clip: float = CLIP,
+        eps: float = 1e-8,
     ) -> None:
         case = CASES[layout.case]
         case = replace(case, sequence_parallel=layout.sequence, dropout=layout.dropout)
@@ -106,7 +113,10 @@ class Run:
             tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,
             pp_ends=Axis("pp_ends") if stage_rank[0] == stage_rank[-1] else mesh.pp_ends,
         )  # fmt: skip
-        self.kept = SpreadWeights(mesh.dp_cp if level == "parameters" else Axis("dp_cp"))
+        host = host_memory(CPU)
+        self.kept = SpreadWeights(
+            mesh.dp_cp if level == "parameters" else Axis("dp_cp"), host=host if offload_weights else None
+        )
         stages: dict[int, ModelStage] = {}
         step, embedding, first = torch.zeros((), dtype=torch.int64), None, 0
         for number, count in enumerate(layout.layers):
@@ -126,13 +136,14 @@ class Run:
         self.stages = Stages(stages, mesh.pp, choice)
         sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=BUCKET_ELEMENTS, weights=self.kept)
         self.entries = self.stages.entries()
-        self.flat = FlatParameters(self.entries, CPU, sharding=sharding)
+        self.flat = FlatParameters(self.entries, CPU, sharding=sharding, host=host if offload_optimizer else None)
         _fill([shard for entry in self.entries if entry.sink is None for shard in self.kept.parts(entry)])
         _fill(self.flat.master_shards())
         self.flat.publish()
         self.optimizer = FlatAdamW(
-            self.flat, mesh, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01, clip_grad_norm=CLIP, backend=backend
-        )
+            self.flat, mesh, betas=(0.9, 0.99), eps=eps, weight_decay=0.01, clip_grad_norm=clip, backend=backend,
+            piece_elements=PIECE_ELEMENTS,
+        )  # fmt: skip
         self.reducer = GradientReducer(self.flat, mesh, bucket_bytes=4 * BUCKET_ELEMENTS)
         self.step = TrainStep(self.stages, self.reducer, self.optimizer, mesh)
 

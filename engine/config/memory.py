@@ -24,6 +24,11 @@ class MemoryOptions:
             "attention" or "full"; the others are "selective". null means all of them.
         offload_activations: Keep what layers leave for backward in host memory, and bring it back one layer ahead of
             its use. Needs a GPU.
+        offload_weights: Keep frozen weights in host memory, and fetch each layer's while the layer before it computes,
+            for the forward pass and again for the backward pass. Of the frozen weights, two layers' are on the device
+            at a time.
+        offload_optimizer: Keep the fp32 weights and both moments of AdamW in host memory, and bring them to the device
+            a piece at a time when they are updated.
         activation_dtype: Precision in which activations are kept for backward: "bfloat16", or "float8" (e4m3 with one
             scale a token). null keeps them as they are. The rounding error is reported after the first step.
         cuda_graph: What is recorded after a few steps and replayed from then on, so that the GPU does not wait for the
@@ -38,6 +43,8 @@ class MemoryOptions:
     recompute: Recompute = "selective"
     recompute_layers: int | None = None
     offload_activations: bool = False
+    offload_weights: bool = False
+    offload_optimizer: bool = False
     activation_dtype: ActivationDType | None = None
     cuda_graph: CudaGraph = "none"
     graph_documents: int | None = None

@@ -21,6 +21,8 @@ class OptimOptions:
         eps: Added to the square root in the denominator of the update.
         weight_decay: Decoupled weight decay.
         clip_grad_norm: Gradients are scaled down to this norm where theirs is larger; 0 switches clipping off.
+        max_skipped_steps: A step whose gradient is not finite changes nothing and is counted; after so many of them in
+            a row the run stops. 1 stops at the first.
         schedule: Course of the learning rate after the warm-up. "linear" and "cosine" fall to optim.min_lr at the
             last step; "constant" stays.
         warmup_steps: Steps over which the learning rate rises linearly from 0 to optim.lr.
@@ -33,6 +35,7 @@ class OptimOptions:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad_norm: float = 1.0
+    max_skipped_steps: int = 10
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: int = 0
     min_lr: float = 0.0
@@ -48,6 +51,7 @@ class OptimOptions:
         require_positive("optim.eps", self.eps, "use for example 1e-8")
         require_not_negative("optim.weight_decay", self.weight_decay, "use 0 for none")
         require_not_negative("optim.clip_grad_norm", self.clip_grad_norm, "use 0 to switch clipping off")
+        require_at_least("optim.max_skipped_steps", self.max_skipped_steps, 1, "use 1 to stop at the first")
         require_choice("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
         require_at_least("optim.warmup_steps", self.warmup_steps, 0, "use 0 for no warm-up")
         require_not_negative("optim.min_lr", self.min_lr, "use 0 to end at zero")

@@ -27,10 +27,12 @@ def check_config(config: RunConfig) -> None:
     check_lora_reduce(config)
     check_activation_dtype(config)
     check_cuda_graph(config)
+    check_offloaded_weights(config)
     check_warmup(config)
     check_evaluation(config)
     check_sequence_split(config)
     check_context_split(config)
+    check_objective(config)
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
@@ -169,6 +171,10 @@ def check_cuda_graph(config: RunConfig) -> None:
          "which tokens meet: set parallel.context to 1"),
         (memory.offload_activations, "memory.offload_activations is true, whose copies to host memory wait for events "
          "outside of a graph: set memory.offload_activations to false"),
+        (memory.offload_weights, "memory.offload_weights is true, where weights come and go between layers: set "
+         "memory.offload_weights to false"),
+        (memory.offload_optimizer, "memory.offload_optimizer is true, whose copies to host memory wait for events "
+         "outside of a graph: set memory.offload_optimizer to false"),
         (step and parallel.pipeline > 1, f"parallel.pipeline is {parallel.pipeline}, whose sends and receives both "
          "ends would have to capture and replay together: set memory.cuda_graph to layer"),
         (layer and parallel.schedule in ("zb_h1", "zb_v"), f"parallel.schedule is {parallel.schedule}, which puts "
@@ -183,6 +189,15 @@ def check_cuda_graph(config: RunConfig) -> None:
     )  # fmt: skip
     for clash, sentence in clashes:
         require(not clash, f"memory.cuda_graph is {graph} and {sentence}, or memory.cuda_graph to none.")
+
+
+def check_offloaded_weights(config: RunConfig) -> None:
+    """Weights wait in one place."""
+    require(
+        not config.memory.offload_weights or config.parallel.shard != "parameters",
+        "memory.offload_weights is true and parallel.shard is parameters, which keeps the weights on the other ranks "
+        "already: set parallel.shard to gradients, or memory.offload_weights to false.",
+    )
 
 
 def check_warmup(config: RunConfig) -> None:
@@ -206,10 +221,10 @@ def check_evaluation(config: RunConfig) -> None:
 
 def check_sequence_split(config: RunConfig) -> None:
     """Sequence parallelism divides the tokens of a micro-batch evenly."""
-    tensor, rows, length = config.parallel.tensor, config.train.micro_batch_size, config.data.seq_length
+    tensor, rows, length = config.parallel.tensor, config.train.micro_batch_size, config.row_length
     require(
         not config.parallel.sequence_parallel or config.parallel.context > 1 or rows * length % tensor == 0,
-        f"data.seq_length {length} times train.micro_batch_size {rows} is {rows * length} tokens, which do not divide "
+        f"{length} tokens a row (data.seq_length) times train.micro_batch_size {rows} is {rows * length} tokens, which do not divide "
         f"over parallel.tensor {tensor} with sequence parallelism: make data.seq_length a multiple of {tensor}, or set "
         "parallel.sequence to false.",
     )
@@ -217,14 +232,44 @@ def check_sequence_split(config: RunConfig) -> None:
 
 def check_context_split(config: RunConfig) -> None:
     """Each context rank holds two pieces of every row, with as many tokens on each tensor rank."""
-    context, length = config.parallel.context, config.data.seq_length
+    context, length = config.parallel.context, config.row_length
     if context == 1:
         return
     unit = 2 * context * (config.parallel.tensor if config.parallel.sequence_parallel else 1)
     require(
         length >= 2 * context and (length % unit == 0 or not config.parallel.sequence_parallel),
-        f"data.seq_length is {length} and parallel.context {context} with parallel.tensor {config.parallel.tensor} "
+        f"rows (data.seq_length) have {length} tokens and parallel.context {context} with parallel.tensor {config.parallel.tensor} "
         f"divides each row into {unit} pieces: make data.seq_length a multiple of {unit}.",
+    )
+
+
+def check_objective(config: RunConfig) -> None:
+    """Pairs of answers, and what they are compared with."""
+    objective, data = config.objective, config.data
+    if not objective.compares_answers:
+        return
+    require(
+        data.format == "auto" and data.mask_prompt,
+        f"objective.name is {objective.name}, whose records are pairs of answers, and data.format is {data.format} and "
+        f"data.mask_prompt {str(data.mask_prompt).lower()}: leave both out, pairs are recognised by their fields and "
+        "only answers are compared.",
+    )
+    require(
+        config.memory.cuda_graph != "step",
+        f"objective.name is {objective.name} and memory.cuda_graph is step, but which answers a step compares is known on "
+        "the host only: set memory.cuda_graph to layer or none.",
+    )
+    if not objective.has_reference or objective.reference == "initial":
+        return
+    require(
+        not config.trainable,
+        f"objective.reference is base and trainable is {list(config.trainable)}, so that the model without adapters would "
+        "change with training: set objective.reference to initial.",
+    )
+    require(
+        config.lora.init_from is None,
+        f"objective.reference is base and lora.init_from is {config.lora.init_from}: set objective.reference to initial "
+        "to compare with the adapter that the run starts from, or merge it into the model first to compare with that.",
     )
 
 

@@ -12,6 +12,7 @@ from engine.config.log import LogOptions
 from engine.config.lora import LoraOptions
 from engine.config.memory import MemoryOptions
 from engine.config.model import ModelOptions
+from engine.config.objective import ObjectiveOptions
 from engine.config.optim import OptimOptions
 from engine.config.parallel import ParallelOptions
 from engine.config.train import TrainOptions
@@ -27,6 +28,7 @@ class RunConfig:
             embed_tokens, layers.*.mlp.*, or * for everything.
         parallel: How the model is divided over the ranks.
         lora: The adapters.
+        objective: What is minimised.
         data: Which text, and how it becomes rows of tokens.
         optim: AdamW and its schedule.
         train: How long, in which batches.
@@ -40,6 +42,7 @@ class RunConfig:
     trainable: tuple[str, ...] = ()
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
+    objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     data: DataOptions = field(default_factory=DataOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
@@ -57,3 +60,8 @@ class RunConfig:
             all(self.trainable),
             "trainable contains an empty name, but names of modules are expected: remove the empty one.",
         )
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row, at most. Pairs of answers lie side by side in one, each of up to data.seq_length."""
+        return self.data.seq_length * (2 if self.objective.compares_answers else 1)

@@ -199,3 +199,36 @@ def row_decode(codes_OI: Tensor, scales_O: Tensor, out_OI: Tensor) -> None:
     """code * scale in fp32, for int8 and fp8, rounded once to the dtype of `out`, rows any distance apart."""
     for part in _row_chunks(*out_OI.shape):
         out_OI[part].copy_(codes_OI[part].float().mul_(scales_O[part, None]))
+
+
+def quantize_rows(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """An operand of an FP8 product with one scale a row.
+
+    Args:
+        x_TF: any float dtype; rows any distance apart.
+        column_scale_F: fp32, multiplied in first, or None.
+
+    Returns:
+        float8_e4m3fn [T, F] and fp32 [T, 1]: x times the column scales is about codes * scale. A row with a NaN or an
+        infinity has such a scale.
+    """
+    wide = x_TF.float() if column_scale_F is None else x_TF.float() * column_scale_F
+    largest = wide.abs().amax(1, keepdim=True) if wide.shape[1] else wide.new_zeros(wide.shape[0], 1)
+    return _scaled_codes(wide, largest)
+
+
+def quantize_matrix(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `quantize_rows` with one scale for all, fp32 []."""
+    wide = x_TF.float() if column_scale_F is None else x_TF.float() * column_scale_F
+    return _scaled_codes(wide, wide.abs().amax() if wide.numel() else wide.new_zeros(()))
+
+
+def _scaled_codes(wide: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    largest = largest.clamp(min=SMALLEST_ROW)
+    codes = (wide * (FP8_LARGEST / largest)).clamp_(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+    return codes, largest / FP8_LARGEST
+
+
+def transpose_codes(codes_OI: Tensor) -> Tensor:
+    """[I, O] without gaps, of one-byte codes."""
+    return codes_OI.view(torch.uint8).t().contiguous().view(codes_OI.dtype)

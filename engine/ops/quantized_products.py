@@ -1,0 +1,167 @@
+"""Products with frozen weights that are stored in fewer bytes: y = x W^T and dX = dY W. There is no dW.
+
+nf4 and int8 are decoded into a scratch of the compute dtype and multiplied by the vendor's product. The scratch may be
+[W | B], with adapters folded beside the weight: B is the caller's, W is written here.
+
+e4m3 weights are multiplied as they are, by torch's `_scaled_mm`; x and dY become e4m3 on the way, scaled by row or as a
+whole as the weight is:
+
+    forward          y = (q(x) q(W)^T) s_x s_W           the scale of W belongs to y's columns
+    input gradient  dX = (q(dY s_W) q(W)) s_dY           and to the summed dimension here, so it is in dY beforehand
+
+The matrix units of a Hopper GPU read both operands along the summed dimension. Forward has that in W as it is stored;
+backward needs W^T, which is made for the call: one stored copy, and O * I bytes for as long as the product runs.
+There the sizes of W must divide by 16, and the row-wise product gives bf16. torch's CPU products have no such limits.
+
+Legend: T tokens, I input features, O output features of this rank, E columns folded beside the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
+from engine.quantization.encoding import Encoding
+from triton_kernels import reference_quantize
+
+FP8_MULTIPLE = 16
+"""What both sizes of an e4m3 weight divide by on a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperandKernels:
+    """How operands of an FP8 product are made; see `triton_kernels.reference_quantize`.
+
+    Args:
+        quantize_rows, quantize_matrix: x [T, F], fp32 column scales [F] or None -> codes, scale [T, 1] or [].
+        transpose: codes [O, I] -> [I, O] without gaps.
+    """
+
+    quantize_rows: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    quantize_matrix: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    transpose: Callable[[Tensor], Tensor]
+
+
+REFERENCE_OPERANDS = OperandKernels(
+    quantize_rows=reference_quantize.quantize_rows,
+    quantize_matrix=reference_quantize.quantize_matrix,
+    transpose=reference_quantize.transpose_codes,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedWeight:
+    """A frozen weight of this rank, several matrices stacked by rows where they share an input.
+
+    Args:
+        encoding: how it is stored.
+        parts: its parts, stacked.
+        in_features: I.
+        sections: rows of each stacked matrix; their sum is O.
+        operands: how e4m3 operands are made.
+    """
+
+    encoding: Encoding
+    parts: Mapping[str, Tensor]
+    in_features: int
+    sections: tuple[int, ...]
+    operands: OperandKernels = REFERENCE_OPERANDS
+
+    @property
+    def out_features(self) -> int:
+        """O."""
+        return sum(self.sections)
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether products need the weight in the compute dtype first, and so may have adapters folded in."""
+        return self.encoding.name in ("nf4", "int8")
+
+    def decode(self, out_OI: Tensor) -> Tensor:
+        """Writes the weight into `out` [O, I], rows any distance apart, and returns it."""
+        self.encoding.decode(self.parts, out_OI)
+        return out_OI
+
+
+def require_product_sizes(encoding: str, rows: int, columns: int, device: torch.device, what: str) -> None:
+    """Refuses a weight that the GPU's FP8 products cannot take.
+
+    Args:
+        rows, columns: of this rank's weight, or of one of its stacked matrices.
+        what: its name.
+
+    Raises:
+        UserError: a size does not divide by FP8_MULTIPLE.
+    """
+    if encoding.startswith("fp8") and device.type == "cuda" and (rows % FP8_MULTIPLE or columns % FP8_MULTIPLE):
+        raise UserError(
+            f"{what} is {rows} x {columns} on each rank, and FP8 products on a GPU need multiples of {FP8_MULTIPLE}: "
+            "use a smaller parallel.tensor, or model.base_dtype int8."
+        )
+
+
+def product(x_TK: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | None = None) -> Tensor:
+    """y = x W^T, [T, O] in x's dtype; with a scratch [W | B], [x | H] [W | B]^T.
+
+    Args:
+        x_TK: [T, I], or [T, I + E] where the scratch is that wide.
+        weight: the frozen weight.
+        scratch_OK: [O, I + E] in x's dtype, whose first I columns are overwritten; new, without E, where None. Not
+            used by e4m3 weights.
+    """
+    if weight.is_decoded:
+        return x_TK @ _decoded(weight, x_TK, scratch_OK).t()
+    codes, scales = weight.parts["codes"], weight.parts["scales"]
+    if weight.encoding.name == "fp8_row":
+        q, scale = weight.operands.quantize_rows(x_TK, None)
+        return _scaled_product(q, codes.t(), scale, scales[None, :], x_TK.dtype, fast=True)
+    q, scale = weight.operands.quantize_matrix(x_TK, None)
+    y, first = x_TK.new_empty(x_TK.shape[0], weight.out_features), 0
+    for rows in weight.sections:
+        last = first + rows
+        # on the device: nobody waits for the number
+        y[:, first:last] = _scaled_product(q, codes[first:last].t(), scale, scales[first], x_TK.dtype, fast=True)
+        first = last
+    return y
+
+
+def input_gradient(dy_TO: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | None = None) -> Tensor:
+    """dX = dY W, [T, I] in dY's dtype; with a scratch [W | B], dY [W | B].
+
+    Args:
+        dy_TO: [T, O].
+        weight, scratch_OK: as in `product`.
+    """
+    if weight.is_decoded:
+        return dy_TO @ _decoded(weight, dy_TO, scratch_OK)
+    codes, scales = weight.parts["codes"], weight.parts["scales"]
+    by_row = weight.encoding.name == "fp8_row"
+    quantize = weight.operands.quantize_rows if by_row else weight.operands.quantize_matrix
+    q, scale = quantize(dy_TO, scales)
+    transposed = weight.operands.transpose(codes)
+    one = torch.ones((1, weight.in_features) if by_row else (), dtype=torch.float32, device=dy_TO.device)
+    return _scaled_product(q, transposed.t(), scale, one, dy_TO.dtype, fast=False)
+
+
+def _decoded(weight: QuantizedWeight, like: Tensor, scratch_OK: Tensor | None) -> Tensor:
+    if scratch_OK is None:
+        scratch_OK = like.new_empty(weight.out_features, weight.in_features)
+    weight.decode(scratch_OK[:, : weight.in_features])
+    return scratch_OK
+
+
+def _scaled_product(
+    a_TK: Tensor, b_KN: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool
+) -> Tensor:
+    """a b in fp32, scaled, rounded to `dtype`; `fast` lets a GPU sum with fewer bits, as is usual in forward."""
+    if a_TK.shape[0] == 0:
+        return torch.empty(0, b_KN.shape[1], dtype=dtype, device=a_TK.device)  # torch refuses scales of no rows
+    by_row_on_gpu = scale_a.dim() == 2 and a_TK.device.type == "cuda"
+    out_dtype = torch.bfloat16 if by_row_on_gpu else dtype
+    scale_b = scale_b.contiguous()
+    y = torch._scaled_mm(a_TK, b_KN, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=fast)
+    return y.to(dtype)

@@ -102,11 +102,11 @@ def _after_zero_bytes(registers: Words, count: int) -> Words:
 def _half_tables() -> tuple[Words, Words]:
     """What four zero bytes make of each lower and each upper half of a register."""
     halves = np.arange(1 << 16, dtype=np.uint32)
-    return _after_zero_bytes(halves, 4), _after_zero_bytes(halves << 16, 4)
+    return _after_zero_bytes(halves, 4), _after_zero_bytes(halves << np.uint32(16), 4)
 
 
 @cache
 def _shift_tables() -> list[list[int]]:
     """What a lane of zero bytes makes of each byte of a register, by the byte's place."""
-    places = (np.arange(256, dtype=np.uint32) << shift for shift in (0, 8, 16, 24))
+    places = (np.arange(256, dtype=np.uint32) << np.uint32(shift) for shift in (0, 8, 16, 24))
     return [_after_zero_bytes(values, _LANE_BYTES).tolist() for values in places]

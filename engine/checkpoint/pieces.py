@@ -93,6 +93,7 @@ class PieceReader(TensorReader):
         self.manifest = read_manifest(folder) if manifest is None else manifest
         self._always_verify = always_verify
         self._files: dict[str, SafetensorsReader] = {}
+        self._listed: dict[str, set[str]] = {}
         self._verified: set[tuple[str, str]] = set()
 
     @property
@@ -146,7 +147,7 @@ class PieceReader(TensorReader):
     def _open(self, piece: PieceRecord, record: TensorRecord) -> Tensor:
         reader = self._files.get(piece.file)
         if reader is None:
-            reader = self._files[piece.file] = SafetensorsReader(self.folder / piece.file)
+            reader = self._files[piece.file] = self._open_file(piece.file)
         shape = piece.box.shape(record.shape)
         if piece.key not in reader:
             raise UserError(f"{reader.path} lacks {piece.key}, which the manifest places there: use another copy.")
@@ -157,6 +158,16 @@ class PieceReader(TensorReader):
                 f"{list(shape)}: use another copy of the checkpoint."
             )
         return reader.view(piece.key)
+
+    def _open_file(self, file: str) -> SafetensorsReader:
+        reader = SafetensorsReader(self.folder / file)
+        if not self._listed:
+            for record in self.manifest.tensors.values():
+                for piece in record.pieces:
+                    self._listed.setdefault(piece.file, set()).add(piece.key)
+        if strange := sorted(set(reader.names()) - self._listed[file]):
+            raise UserError(f"{reader.path} has {strange[0]}, of which the manifest says nothing: use another copy.")
+        return reader
 
     def _verify(self, piece: PieceRecord, tensor: Tensor) -> None:
         if (piece.file, piece.key) in self._verified:

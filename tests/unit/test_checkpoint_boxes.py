@@ -84,9 +84,11 @@ def test_flaws_are_found(tiling: tuple[tuple[int, ...], list[Box]], data: st.Dat
 
 
 def _manifest(boxes: list[Box]) -> Manifest:
-    pieces = tuple(PieceRecord(box=box, file="a.safetensors", key=f"{i}", checksum="0") for i, box in enumerate(boxes))
+    pieces = tuple(
+        PieceRecord(box=box, file="a.safetensors", key=f"{i}", checksum="00000000") for i, box in enumerate(boxes)
+    )
     record = TensorRecord(shape=(4, 6), dtype="F32", pieces=pieces)
-    return Manifest(kind="training", engine_version="0", tensors={"x": record}, files={"a.safetensors": 8})
+    return Manifest(kind="training", engine_version="0", tensors={"x": record}, files={"a.safetensors": 96})
 
 
 GOOD = [Box(0, 0, 2), Box(0, 2, 1, ((1, 0, 4),)), Box(0, 2, 1, ((1, 4, 2),)), Box(0, 3, 1)]

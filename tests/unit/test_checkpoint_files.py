@@ -104,13 +104,13 @@ def test_truncated_files_are_named(tmp_path: Path, keep: int) -> None:
 def record(**changes: Any) -> dict[str, Any]:
     """A valid manifest as JSON, with `changes` to its one tensor."""
     pieces = tuple(
-        PieceRecord(box=Box(0, start, 4), file=f"{start}.safetensors", key="x", checksum="0") for start in (0, 4)
+        PieceRecord(box=Box(0, start, 4), file=f"{start}.safetensors", key="x", checksum="00000000") for start in (0, 4)
     )
     manifest = Manifest(
         kind="base",
         engine_version="1",
         tensors={"x": TensorRecord(shape=(8, 2), dtype="F32", pieces=pieces)},
-        files={"0.safetensors": 10, "4.safetensors": 10},
+        files={"0.safetensors": 40, "4.safetensors": 40},
     )
     data = json.loads(json.dumps(manifest.to_json()))
     data["tensors"]["x"].update(changes)
@@ -136,7 +136,8 @@ def test_manifest_round_trip() -> None:
     [
         ([], "not a manifest"),
         (changed("format", to="other"), "not a manifest"),
-        (changed("version", to=2), "version 2"),
+        (changed("version", to=1), "version 1"),
+        (changed("version", to=True), "version True"),
         (changed("kind", to="thing"), "kind 'thing'"),
         (changed("checksum_algorithm", to="md5"), "md5"),
         (changed("tensors", "x", "pieces", 1, "offset", to=5), "outside"),
@@ -171,9 +172,9 @@ def test_files_are_checked_on_opening(tmp_path: Path) -> None:
     write(tmp_path, manifest_from_json(record(), Path("m")))
     with pytest.raises(UserError, match=r"0\.safetensors is missing"):
         read_manifest(tmp_path)
-    (tmp_path / "0.safetensors").write_bytes(b"0" * 10)
-    (tmp_path / "4.safetensors").write_bytes(b"0" * 9)
-    with pytest.raises(UserError, match=r"4\.safetensors has 9 bytes, but manifest.json says 10"):
+    (tmp_path / "0.safetensors").write_bytes(b"0" * 40)
+    (tmp_path / "4.safetensors").write_bytes(b"0" * 39)
+    with pytest.raises(UserError, match=r"4\.safetensors has 39 bytes, but manifest.json says 40"):
         read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read"):

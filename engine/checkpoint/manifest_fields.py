@@ -1,0 +1,212 @@
+"""A manifest's JSON, checked before anything it says is believed.
+
+One that arrives from elsewhere must not name files outside its folder, claim bytes that its files do not have, leave
+holes, or keep a reader busy for ever. What is checked here is the manifest alone; that the files are as it says is seen
+when they are opened.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from engine.checkpoint.checksum import ALGORITHM
+from engine.checkpoint.manifest_records import FORMAT, VERSION, Kind, Manifest, PieceRecord, TensorRecord
+from engine.checkpoint.reshard import Box, find_flaw, find_gap
+from engine.checkpoint.safetensors_file import dtype_from_name
+from engine.checkpoint.strict_json import shown
+from engine.errors import UserError
+
+_MAX_ELEMENTS = 1 << 48
+_MAX_DIMS = 16
+_MAX_NAME = 512
+_MAX_PIECES = 1 << 14
+"""Of one tensor: comparing them with each other must come to an end."""
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_CHECKSUM = re.compile(r"[0-9a-f]{8}")
+
+
+def require_readable(data: object, path: Path) -> dict[str, Any]:
+    """The JSON as a mapping, once it is known to be a manifest that this engine can read.
+
+    Args:
+        path: for the error sentences only.
+
+    Raises:
+        UserError: it is something else, or of another version.
+    """
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise UserError(f"{path} is not a manifest of this engine: expected format {FORMAT!r}, use another folder.")
+    if data.get("version") != VERSION or isinstance(data["version"], bool):
+        raise UserError(
+            f"{path} has version {shown(data.get('version'))}, but this engine reads {VERSION}: "
+            "use the engine that wrote it, or convert the model again."
+        )
+    if data.get("checksum_algorithm") != ALGORITHM:
+        raise UserError(
+            f"{path} uses checksums {shown(data.get('checksum_algorithm'))}, but this engine reads {ALGORITHM}: "
+            "use the engine that wrote it."
+        )
+    return data
+
+
+def manifest_from_json(content: object, path: Path) -> Manifest:
+    """Validates parsed JSON; `path` only serves the error sentences.
+
+    Raises:
+        UserError: it is not a manifest, of another version, or inconsistent; the sentence names the file.
+    """
+    data = require_readable(content, path)
+    if data.get("kind") not in ("base", "training"):
+        raise UserError(
+            f"{path} has kind {shown(data.get('kind'))}: expected base or training, use another checkpoint."
+        )
+    reader = _Fields(path)
+    files = reader.mapping(data, "files")
+    tensors = reader.mapping(data, "tensors")
+    layout = reader.mapping(data, "layout")
+    for name, size in files.items():
+        reader.file_name(name)
+        reader.whole_number(size, f"the size of {name}")
+    for name, size in layout.items():
+        reader.whole_number(size, f"layout {shown(name)}")
+    manifest = Manifest(
+        kind=cast(Kind, data["kind"]),
+        engine_version=reader.text(data, "engine_version"),
+        model=reader.mapping(data, "model"),
+        layout=layout,
+        fingerprint=None if data.get("fingerprint") is None else reader.text(data, "fingerprint"),
+        training=reader.mapping(data, "training"),
+        files=files,
+        tensors={name: reader.tensor(name, record, files) for name, record in tensors.items()},
+    )
+    reader.backing(manifest)
+    return manifest
+
+
+class _Fields:
+    """Typed access to the JSON of one manifest; each refusal names the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def fail(self, what: str) -> UserError:
+        return UserError(f"{self._path} is damaged: {what}; use another copy of the checkpoint.")
+
+    def mapping(self, data: Mapping[str, Any], key: str) -> dict[str, Any]:
+        value = data.get(key)
+        if not isinstance(value, dict):
+            raise self.fail(f"{key} is {type(value).__name__} where a mapping was expected")
+        return value
+
+    def text(self, data: Mapping[str, Any], key: str) -> str:
+        value = data.get(key)
+        if not isinstance(value, str):
+            raise self.fail(f"{key} is {shown(value)} where a text was expected")
+        return value
+
+    def name(self, value: str) -> str:
+        if not 0 < len(value) <= _MAX_NAME or not value.isprintable():
+            raise self.fail(f"it has the impossible name {shown(value)}")
+        return value
+
+    def whole_number(self, value: object, what: str) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_ELEMENTS:
+            raise self.fail(f"{what} is {shown(value)} where a number from 0 to 2^48 was expected")
+        return value
+
+    def file_name(self, name: str) -> str:
+        # A name, not a path: what it opens must lie in the checkpoint's own folder.
+        if not _FILE_NAME.fullmatch(name):
+            raise self.fail(f"it names the file {shown(name)}, which is not a plain file name inside the folder")
+        return name
+
+    def tensor(self, name: str, data: object, files: Mapping[str, Any]) -> TensorRecord:
+        self.name(name)
+        if not isinstance(data, dict) or not isinstance(data.get("shape"), list):
+            raise self.fail(f"the record of {name} has no shape")
+        if len(data["shape"]) > _MAX_DIMS:
+            raise self.fail(f"{name} has {len(data['shape'])} dimensions, more than {_MAX_DIMS}")
+        shape = tuple(self.whole_number(size, f"a size of {name}") for size in data["shape"])
+        if math.prod(shape) >= _MAX_ELEMENTS or 0 in shape:
+            raise self.fail(f"{name} has the impossible shape {list(shape)}")
+        dtype = self.text(data, "dtype")
+        if dtype_from_name(dtype) is None:
+            raise self.fail(f"{name} has the unknown dtype {shown(dtype)}")
+        if (encoding := self.text(data, "encoding")) != "plain":
+            raise self.fail(f"{name} has encoding {shown(encoding)}, and this engine reads plain")
+        if not isinstance(data.get("pieces"), list) or not data["pieces"]:
+            raise self.fail(f"{name} has no pieces")
+        if len(data["pieces"]) > _MAX_PIECES:
+            raise self.fail(f"{name} has {len(data['pieces'])} pieces, more than {_MAX_PIECES}")
+        pieces = tuple(self.piece(name, shape, piece, files) for piece in data["pieces"])
+        self.coverage(name, shape, pieces)
+        return TensorRecord(shape=shape, dtype=dtype, encoding=encoding, pieces=pieces)
+
+    def piece(self, name: str, shape: tuple[int, ...], data: object, files: Mapping[str, Any]) -> PieceRecord:
+        if not isinstance(data, dict):
+            raise self.fail(f"a piece of {name} is not a mapping")
+        box = Box()
+        if data.get("dim") is not None:
+            first = self.run(name, shape, (data["dim"], data.get("offset"), data.get("length")))
+            others = data.get("others", [])
+            if not isinstance(others, list) or not all(isinstance(run, list) and len(run) == 3 for run in others):
+                raise self.fail(
+                    f"others of a piece of {name} is {shown(others)} where lists of three numbers were expected"
+                )
+            box = Box(*first, tuple(self.run(name, shape, tuple(run)) for run in others))
+            if len({first[0], *(run[0] for run in box.others)}) <= len(others):
+                raise self.fail(f"a piece of {name} names a dimension twice")
+        file = self.file_name(self.text(data, "file"))
+        if file not in files:
+            raise self.fail(f"a piece of {name} lies in {file}, which files does not list")
+        checksum = self.text(data, "checksum")
+        if not _CHECKSUM.fullmatch(checksum):
+            raise self.fail(f"a piece of {name} has checksum {shown(checksum)} where eight digits were expected")
+        return PieceRecord(box=box, file=file, key=self.name(self.text(data, "key")), checksum=checksum)
+
+    def run(self, name: str, shape: tuple[int, ...], values: tuple[object, ...]) -> tuple[int, int, int]:
+        """Dimension, offset and length of a run inside the tensor."""
+        dim = self.whole_number(values[0], f"a dimension of {name}")
+        offset = self.whole_number(values[1], f"an offset of {name}")
+        length = self.whole_number(values[2], f"a length of {name}")
+        if dim >= len(shape) or length == 0 or offset + length > shape[dim]:
+            place = f"[{offset}, {offset + length}) of dimension {dim}"
+            raise self.fail(f"a piece of {name} lies at {place}, outside the tensor")
+        return dim, offset, length
+
+    def coverage(self, name: str, shape: tuple[int, ...], pieces: tuple[PieceRecord, ...]) -> None:
+        dims = {piece.box.dim for piece in pieces}
+        if any(piece.box.others for piece in pieces):
+            if flaw := find_flaw(shape, [piece.box for piece in pieces]):
+                raise self.fail(f"the pieces of {name} have {flaw}")
+            return
+        if len(dims) != 1:
+            raise self.fail(f"the pieces of {name} are split along different dimensions")
+        dim = dims.pop()
+        if dim is None:
+            if len(pieces) != 1:
+                raise self.fail(f"{name} is stored whole more than once")
+            return
+        if gap := find_gap(shape[dim], [(piece.box.offset, piece.box.length) for piece in pieces]):
+            raise self.fail(f"the pieces of {name} have {gap} along dimension {dim}")
+
+    def backing(self, manifest: Manifest) -> None:
+        """Each piece has bytes of its own in its file."""
+        claimed: Counter[str] = Counter()
+        keys: set[tuple[str, str]] = set()
+        for name, record in manifest.tensors.items():
+            dtype = dtype_from_name(record.dtype)
+            assert dtype is not None, record.dtype
+            for piece in record.pieces:
+                if (piece.file, piece.key) in keys:
+                    raise self.fail(f"{piece.key} of {piece.file} is a piece of {name} and of something else too")
+                keys.add((piece.file, piece.key))
+                claimed[piece.file] += math.prod(piece.box.shape(record.shape)) * dtype.itemsize
+        for file, size in claimed.items():
+            if size > manifest.files[file]:
+                raise self.fail(f"{file} would hold {size} bytes of tensors, and it has {manifest.files[file]}")

@@ -1,0 +1,91 @@
+"""What a manifest is made of: records of pieces, of tensors, of a whole checkpoint, and their JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.checkpoint.checksum import ALGORITHM
+from engine.checkpoint.reshard import Box
+
+FORMAT = "engine-checkpoint"
+VERSION = 2
+
+Kind = Literal["base", "training"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceRecord:
+    """One stored piece: its place in the whole, and the file and key that hold it."""
+
+    box: Box
+    file: str
+    key: str
+    checksum: str
+
+    def to_json(self) -> dict[str, Any]:
+        place: dict[str, Any] = {} if self.box.dim is None else {"offset": self.box.offset, "length": self.box.length}
+        if self.box.others:
+            place["others"] = [list(other) for other in self.box.others]
+        return {"dim": self.box.dim, **place, "file": self.file, "key": self.key, "checksum": self.checksum}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRecord:
+    """One logical tensor: what it is as a whole, and its pieces in the order of their offsets.
+
+    Args:
+        shape: global shape, without padding.
+        dtype: the safetensors name, such as BF16.
+        encoding: how the bytes mean numbers; "plain" today.
+        pieces: cover the tensor exactly.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    encoding: str = "plain"
+    pieces: tuple[PieceRecord, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        pieces = [piece.to_json() for piece in self.pieces]
+        return {"shape": list(self.shape), "dtype": self.dtype, "encoding": self.encoding, "pieces": pieces}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """A checkpoint directory's table of contents.
+
+    Args:
+        kind: "base" (a model's weights) or "training" (what a run needs to go on).
+        engine_version: the engine that wrote it.
+        model: Hugging Face config, decoder config and name prefixes.
+        layout: sizes of the mesh that wrote it; information only, any layout reads any other.
+        tensors: logical name -> record.
+        files: name -> bytes of every file with tensors.
+        fingerprint: identity of the weights, of a base.
+        training: step, data cursor, base, adapter settings, of a training checkpoint.
+    """
+
+    kind: Kind
+    engine_version: str
+    tensors: dict[str, TensorRecord]
+    files: dict[str, int]
+    model: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, int] = field(default_factory=dict)
+    fingerprint: str | None = None
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "kind": self.kind,
+            "engine_version": self.engine_version,
+            "fingerprint": self.fingerprint,
+            "checksum_algorithm": ALGORITHM,
+            "layout": self.layout,
+            "model": self.model,
+            "training": self.training,
+            "files": self.files,
+            "tensors": {name: record.to_json() for name, record in sorted(self.tensors.items())},
+        }

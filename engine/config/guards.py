@@ -45,9 +45,9 @@ class GuardOptions:
 
     def __post_init__(self) -> None:
         require(
-            self.liveness_steps == 0 or self.liveness_steps >= 2,
-            f"guards.liveness_steps is {self.liveness_steps}, but an adapter's first factor has no gradient before the "
-            "second step: use 2 or more, or 0 to look at nothing.",
+            self.liveness_steps == 0 or self.liveness_steps >= 3,
+            f"guards.liveness_steps is {self.liveness_steps}, but an adapter's factor A has no gradient before the "
+            "second update and is looked at after the third: use 3 or more, or 0 to look at nothing.",
         )
         require_at_least("guards.replicas_every", self.replicas_every, 0, "use for example 100, or 0 for never")
         require_at_least("guards.spike_window", self.spike_window, 8, "use for example 64")

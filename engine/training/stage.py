@@ -56,6 +56,17 @@ class ModelStage:
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         """Sum of this rank's weighted token losses since `load`; stays 0 but on the last stage."""
 
+    def without_graphs(self) -> ModelStage:
+        """A stage of the same part of the model whose layers run one by one."""
+        return ModelStage(
+            self.model,
+            self._objective,
+            self._device,
+            trains=self._trains,
+            gives_gradient=self._gives_gradient,
+            step=self.step,
+        )
+
     def load(self, batches: list[Batch], target_count: Tensor | float, *, training: bool = True) -> None:
         """Takes this rank's micro-batches of a step.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,10 @@ class Stages:
     def whole(cls, stage: ModelStage) -> Stages:
         """One stage that is the whole model."""
         return cls({0: stage})
+
+    def rebuilt(self, make: Callable[[ModelStage], Any]) -> Stages:
+        """The same schedule over what `make` makes of each stage: something that can be used like one."""
+        return Stages({number: make(stage) for number, stage in self._stages.items()}, self._axis, self._choice)
 
     @property
     def step(self) -> Tensor:

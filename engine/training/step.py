@@ -39,6 +39,15 @@ class TrainStep:
         self._target_count = torch.ones((), dtype=torch.float32, device=stages.step.device)
         self._lr = torch.zeros_like(self._target_count)
 
+    @property
+    def stages(self) -> Stages:
+        """What forward and backward go through."""
+        return self._stages
+
+    def with_stages(self, stages: Stages) -> TrainStep:
+        """The same step through other stages of the same model."""
+        return TrainStep(stages, self._reducer, self._optimizer, self._mesh)
+
     def gradients(self, batches: list[Batch], target_count: float) -> Tensor:
         """Leaves the global batch's summed gradient in the flat buffer.
 
@@ -74,6 +83,6 @@ class TrainStep:
     def on_device(self, batches: list[Batch]) -> StepResult:
         """The step that was prepared."""
         loss = self._gradients(batches)
-        norm = self._optimizer.step(self._lr)
+        norm = self._optimizer.step(self._lr, loss)
         self._stages.step.add_(1)
         return StepResult(loss, norm)

@@ -1,0 +1,193 @@
+"""Whether every adapter learns: both factors had a gradient, the masters moved, and the model computes with what moved.
+
+Nothing is added to the step for it. AdamW's first moment is zero exactly as long as no finite gradient but zeros has
+arrived, and one of an earlier run would fall by beta1 a step; so two looks at it tell, whoever computed the gradients
+and whether or not a graph replayed them. The gradient of A is exactly zero while B is, which is why nothing is judged
+before the third update with a learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.distributed.collectives import all_reduce, gather_objects
+from engine.distributed.mesh import Axis, Mesh
+from engine.layers.module import ShardEntry
+from engine.optim.adamw import FlatAdamW
+from engine.training.guards.fingerprint import Fingerprints
+from engine.training.guards.replicas import NAMED, ReplicaGuard
+
+FACTORS = (".lora_A", ".lora_B")
+_SAME = 1e-4
+"""Of the first moment of an earlier run: it fell by beta1 a step and nothing else, within rounding."""
+
+
+class Dead(NamedTuple):
+    """An adapter's factor that does not learn."""
+
+    name: str
+    what: str
+    rank: int
+
+
+class Look(NamedTuple):
+    """Every factor at one time, all on the device.
+
+    Args:
+        size: fp32 [factors] largest element of the first moment.
+        master: int64 [factors] fingerprint of what this rank has of the masters.
+        published: int64 [factors] fingerprint of the weight that the model reads.
+        updates: 0-dim fp32 updates applied so far.
+    """
+
+    size: Tensor
+    master: Tensor
+    published: Tensor
+    updates: Tensor
+
+
+class LivenessGuard:
+    """Looks at the adapters three times: before training, and twice when the time has come.
+
+    Args:
+        entries: parameters of this rank.
+        optimizer: of the run, whose state is that of the first step to come.
+        replicas: knows where a parameter's numbers are.
+        mesh, world: the axes, and all ranks of the run.
+        fingerprints: how bits are compared.
+        beta1: of AdamW.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[ShardEntry],
+        optimizer: FlatAdamW,
+        replicas: ReplicaGuard,
+        mesh: Mesh,
+        world: Axis,
+        fingerprints: Fingerprints,
+        *,
+        beta1: float,
+    ) -> None:
+        self._optimizer, self._replicas, self._mesh, self._world = optimizer, replicas, mesh, world
+        self._fingerprints, self._beta1 = fingerprints, beta1
+        adapters = [entry for entry in entries if entry.name.endswith(FACTORS)]
+        adapters = [one for one in adapters if one.spec.dim is None or one.spec.pieces]  # padding has nothing to learn
+        self._frozen = [one.name for one in adapters if one.sink is None]
+        self._factors = [one for one in adapters if one.sink is not None]
+        self._first = self._look()
+        self._begun = self._first.updates
+        self._middle: Look | None = None
+        self._last: Look | None = None
+
+    @torch.no_grad()
+    def _look(self) -> Look:
+        optimizer, flat = self._optimizer, self._optimizer.flat
+        place = {entry.name: index for index, entry in enumerate(self._factors)}
+        sizes: list[list[Tensor]] = [[] for _ in self._factors]
+        masters: list[list[Tensor]] = [[] for _ in self._factors]
+        moments = [shard for shard in flat.shards("", optimizer.exp_avg) if shard.name[1:] in place]
+        norms = torch._foreach_norm([shard.tensor for shard in moments], float("inf")) if moments else []
+        for shard, norm in zip(moments, norms, strict=True):
+            sizes[place[shard.name[1:]]].append(norm.to(self._fingerprints.device))
+        for shard in flat.master_shards():
+            if shard.name in place:
+                masters[place[shard.name]].append(shard.tensor)
+        zero = torch.zeros((), dtype=torch.float32, device=self._fingerprints.device)
+        dtypes = [entry.parameter.dtype for entry in self._factors]
+        return Look(
+            size=_stacked([torch.stack([zero, *found]).max() for found in sizes], zero),
+            master=_stacked(
+                [
+                    self._fingerprints.of([part.to(dtype) for part in parts])
+                    for parts, dtype in zip(masters, dtypes, strict=True)
+                ],
+                zero.long(),
+            ),
+            published=_stacked(
+                [self._fingerprints.of(self._replicas.tensors(entry)) for entry in self._factors], zero.long()
+            ),
+            updates=optimizer.updates.clone(),
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the second look has been taken."""
+        return self._last is not None
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """The first step with a learning rate was launched; earlier looks are forgotten."""
+        self._begun = self._optimizer.updates.clone()
+        self._middle = self._last = None
+
+    def look(self) -> None:
+        """Takes the next look; launches work and waits for nothing. The second is a step or more after the first."""
+        if self._middle is None:
+            self._middle = self._look()
+        else:
+            self._last = self._look()
+
+    @torch.no_grad()
+    def verdict(self) -> list[Dead] | None:
+        """What does not learn anywhere in the run, the same list on all ranks; None where fewer than two updates were
+        applied between the first step with a learning rate and the first look, so that nothing can be said.
+        Collective; waits for the device.
+        """
+        first, middle, last = self._first, self._middle, self._last
+        assert middle is not None and last is not None
+        if int(middle.updates - self._begun) < 2:
+            return None
+        updates = int(last.updates - first.updates)
+        flags = torch.stack(
+            (
+                last.size,
+                first.size,
+                (middle.master != first.master).float(),
+                (last.published != first.published).float(),
+            )
+        )
+        if self._optimizer.flat.is_sharded:  # a factor's state is spread over these ranks
+            all_reduce(flags, self._mesh.dp_cp, dist.ReduceOp.MAX)
+        # a rank's rows of the vocabulary may not occur in the data
+        together = all_reduce(flags.clone(), self._mesh.tp, dist.ReduceOp.MAX)
+        here, together = flags.T.tolist(), together.T.tolist()
+        dead = [Dead(name, "is not among the trained parameters", self._world.rank) for name in self._frozen]
+        for place, entry in enumerate(self._factors):
+            embeds = entry.name.startswith("embed_tokens.")
+            size, before, moved, read = together[place] if embeds else here[place]
+            left = 0.0 if embeds else before * self._beta1**updates
+            if abs(size - left) <= _SAME * left:
+                dead.append(Dead(entry.name, "had no gradient but zeros", self._world.rank))
+            elif not moved:
+                dead.append(Dead(entry.name, "had a gradient and was not updated", self._world.rank))
+            elif not read:
+                dead.append(Dead(entry.name, "was updated, but the model still computes with its first value",
+                                 self._world.rank))  # fmt: skip
+        everyones: list[Dead] = []
+        for found in gather_objects(dead, self._world):
+            assert isinstance(found, list)
+            everyones += (Dead(*one) for one in found)
+        return everyones
+
+
+def _stacked(values: list[Tensor], zero: Tensor) -> Tensor:
+    return torch.stack(values) if values else zero.new_zeros(0)
+
+
+def sentence(step: int, dead: Sequence[Dead]) -> str:
+    """What the looks saw."""
+    by_fault: dict[tuple[str, str], list[int]] = {}
+    for one in dead:
+        by_fault.setdefault((one.name, one.what), []).append(one.rank)
+    texts = [
+        f"{name} {what} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+        for (name, what), ranks in by_fault.items()
+    ]
+    more = f"; and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
+    return f"up to step {step}, {'; '.join(texts[:NAMED])}{more}"

@@ -1,0 +1,187 @@
+"""Whether ranks that hold copies of a tensor hold the same bits.
+
+Who holds copies of what is read off each parameter's ShardSpec; what is not spread over them is a copy on all ranks of
+dp x cp, too. Fingerprints of all parameters and of the run's own numbers (steps, data cursor, tokens, loss, norm)
+travel in one small all-gather an axis. Whether any rank of the whole run saw a difference is one more number, so that
+all ranks learn of it together; only then do they talk about which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.distributed.collectives import Handle, all_gather_async, all_reduce_async, gather_objects
+from engine.distributed.mesh import Axis, Mesh
+from engine.layers.module import ShardEntry
+from engine.layers.sharded_storage import SpreadWeights
+from engine.training.guards.fingerprint import Fingerprints
+
+NAMED = 3
+"""Differences that a sentence names."""
+
+
+class Difference(NamedTuple):
+    """What copies of one thing look like.
+
+    Args:
+        what: a parameter, or a number of the run.
+        axis: over which it should be the same.
+        ranks: global ranks, those with equal copies together, the largest set first.
+    """
+
+    what: str
+    axis: str
+    ranks: tuple[tuple[int, ...], ...]
+
+    def text(self) -> str:
+        sets = " / ".join(", ".join(map(str, ranks)) for ranks in self.ranks)
+        return f"{self.what} over {self.axis} (ranks with equal copies: {sets})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gathered:
+    """Fingerprints of one axis: `whole` [ranks, things]."""
+
+    axis: Axis
+    things: tuple[str, ...]
+    whole: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingComparison:
+    """A comparison under way.
+
+    Args:
+        step: after which it was started.
+        num_different: 0-dim int64; on all ranks the same once `handle` is waited for.
+    """
+
+    step: int
+    gathered: tuple[_Gathered, ...]
+    num_different: Tensor
+    handle: Handle
+
+
+class ReplicaGuard:
+    """Compares copies.
+
+    Args:
+        entries: parameters of this rank, all of them.
+        weights: says what is spread; None where nothing is.
+        mesh: the axes.
+        world: all ranks of the run.
+        fingerprints: how.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[ShardEntry],
+        weights: SpreadWeights | None,
+        mesh: Mesh,
+        world: Axis,
+        fingerprints: Fingerprints,
+    ) -> None:
+        self._weights, self._mesh, self._world, self._fingerprints = weights, mesh, world, fingerprints
+        self._axes = {
+            axis.name: axis for axis in (mesh.tp, mesh.kv_replica, mesh.pp_ends, mesh.dp_cp, mesh.pp) if axis.size > 1
+        }
+        self._held: dict[str, list[ShardEntry]] = {name: [] for name in self._axes}
+        for entry in entries:
+            for name in self._axes:
+                if name in entry.spec.replicated or (name == "dp_cp" and not self._is_spread(entry)):
+                    self._held[name].append(entry)
+
+    @property
+    def compares(self) -> bool:
+        """Whether there is another rank to compare with."""
+        return bool(self._axes)
+
+    def _is_spread(self, entry: ShardEntry) -> bool:
+        return self._weights is not None and self._weights.storage(entry.parameter) is not None
+
+    def tensors(self, entry: ShardEntry) -> list[Tensor]:
+        """What of the parameter lies on this rank."""
+        return [entry.parameter.data] if self._weights is None else [part.tensor for part in self._weights.parts(entry)]
+
+    @torch.no_grad()
+    def start(
+        self, step: int, *, frozen: bool, numbers: Mapping[str, Tensor], shared_data: Sequence[str] = ()
+    ) -> PendingComparison:
+        """Starts a comparison; nothing is waited for but, with Gloo, the other ranks. Collective.
+
+        Args:
+            step: steps taken.
+            frozen: compare frozen parameters, too.
+            numbers: what of the run must be the same on all ranks, 0-dim int64 each.
+            shared_data: those of `numbers` that differ over dp x cp.
+        """
+        prints: dict[int, Tensor] = {}
+        gathered: list[_Gathered] = []
+        device = self._fingerprints.device
+        different = torch.zeros((), dtype=torch.int64, device=device)
+        for name, axis in self._axes.items():
+            things, values = [], []
+            for entry in self._held[name]:
+                if entry.sink is None and not frozen:
+                    continue
+                key = id(entry.parameter)
+                if key not in prints:
+                    prints[key] = self._fingerprints.of(self.tensors(entry))
+                things.append(entry.name)
+                values.append(prints[key])
+            for what, number in numbers.items():
+                if name != "dp_cp" or what not in shared_data:
+                    things.append(what)
+                    values.append(number.to(device, non_blocking=True))
+            whole, handle = all_gather_async(torch.stack(values), axis)
+            handle.wait()
+            whole = whole.view(axis.size, len(things))
+            different += (whole != whole[0]).any(0).sum()
+            gathered.append(_Gathered(axis=axis, things=tuple(things), whole=whole))
+        different, handle = all_reduce_async(different, self._world, dist.ReduceOp.MAX)
+        return PendingComparison(step=step, gathered=tuple(gathered), num_different=different, handle=handle)
+
+    def finish(self, pending: PendingComparison) -> list[Difference]:
+        """What differs anywhere in the run, the same list on all ranks. Collective where something does."""
+        pending.handle.wait()
+        if not int(pending.num_different):
+            return []
+        mine = [difference for gathered in pending.gathered for difference in self._differences(gathered)]
+        everyones = {}
+        for found in gather_objects(mine, self._world):
+            assert isinstance(found, list)
+            everyones |= {Difference(*one): None for one in found}
+        return sorted(everyones, key=lambda one: (one.ranks[0][0], one.axis))
+
+    def _differences(self, gathered: _Gathered) -> list[Difference]:
+        axis = gathered.axis
+        ranks = dist.get_process_group_ranks(axis.group)
+        found = []
+        for thing, values in zip(gathered.things, gathered.whole.T.tolist(), strict=True):
+            sets: dict[int, list[int]] = {}
+            for rank, value in zip(ranks, values, strict=True):
+                sets.setdefault(value, []).append(rank)
+            if len(sets) > 1:
+                ordered = sorted(map(tuple, sets.values()), key=lambda one: (-len(one), one))
+                found.append(Difference(thing, self._label(axis.name), tuple(ordered)))
+        return found
+
+    def _label(self, name: str) -> str:
+        grid = self._mesh.grid
+        if name != "dp_cp":
+            return name
+        return "dp" if grid.cp == 1 else "cp" if grid.dp == 1 else "dp x cp"
+
+
+def sentence(step: int, differences: Sequence[Difference]) -> str:
+    """What a comparison saw."""
+    named = "; ".join(difference.text() for difference in differences[:NAMED])
+    more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
+    when = "before the first step" if step == 0 else f"after step {step}"
+    return f"{when} ranks that should hold the same numbers do not: {named}{more}"

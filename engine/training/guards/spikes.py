@@ -1,0 +1,65 @@
+"""Leaps of the loss and of the gradient norm, judged against the median of the steps before.
+
+The limits are numbers of the host, made of figures that have been read, and lie in 0-dim tensors on the device, where
+the optimizer compares each step's loss and norm with them. So a step is left out without anybody waiting for it; the
+host compares the same fp32 numbers when it reads them, one report later, and says what was done.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import deque
+from statistics import median
+
+LEAST_LOSS = 1.0
+"""Nats above the median that a loss may always be."""
+LEAST_NORM = 4.0
+"""Times the median that a norm may always be."""
+NO_LIMIT = 3.4028234663852886e38
+"""The largest fp32 number: only what is not finite lies above it."""
+_ROBUST = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
+
+def as_float32(value: float) -> float:
+    """The fp32 number next to `value`, which is what the device compares with."""
+    return float(struct.unpack("f", struct.pack("f", min(value, NO_LIMIT)))[0])
+
+
+class RunningLimit:
+    """The median of recent figures, and how far above it one may lie.
+
+    Args:
+        window: figures that are remembered; at least half as many are needed before there is a limit.
+        deviations: robust standard deviations above the median.
+        least: what is allowed in any case: added to the median, or, for logarithms, a factor on it.
+        logarithms: judge the logarithm, as suits figures that vary by factors.
+    """
+
+    def __init__(self, *, window: int, deviations: float, least: float, logarithms: bool) -> None:
+        self._figures: deque[float] = deque(maxlen=window)
+        self._needed, self._deviations = window // 2, deviations
+        self._logarithms, self._least = logarithms, math.log(least) if logarithms else least
+
+    def add(self, figure: float) -> None:
+        """Takes one more figure; what is not finite says nothing about the usual. A spike counts as well, so that a
+        level that stays becomes the usual one."""
+        if math.isfinite(figure) and (figure > 0 or not self._logarithms):
+            self._figures.append(math.log(figure) if self._logarithms else figure)
+
+    def middle(self) -> float:
+        """The median."""
+        value = median(self._figures)
+        return math.exp(value) if self._logarithms else value
+
+    def limit(self) -> float:
+        """Above this a figure is a spike; an fp32 number, the largest one while there are too few figures."""
+        if len(self._figures) < self._needed:
+            return NO_LIMIT
+        middle = median(self._figures)
+        spread = _ROBUST * median(abs(figure - middle) for figure in self._figures)
+        value = middle + max(self._deviations * spread, self._least)
+        if self._logarithms:
+            value = math.exp(value) if value < math.log(NO_LIMIT) else NO_LIMIT
+        return as_float32(value)

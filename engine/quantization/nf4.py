@@ -127,6 +127,37 @@ def nested_statistics(absmax: Tensor, offset: Tensor | None = None) -> tuple[Ten
     return codes.view(absmax.shape), largest, offset
 
 
+def from_flat(
+    codes: Tensor, scales: Tensor, largest: Tensor, offset: Tensor, shape: tuple[int, int]
+) -> dict[str, Tensor]:
+    """The parts of a whole matrix from the state that bitsandbytes keeps of it, with its bits.
+
+    Args:
+        codes: uint8, of any shape, two weights each.
+        scales: uint8 [blocks], the codes of the scales.
+        largest: fp32, one for NF4_GROUP scales.
+        offset: fp32 [].
+        shape: rows and columns.
+
+    Raises:
+        UserError: the columns do not divide by NF4_BLOCK, so that blocks run on into the next row.
+    """
+    rows, columns = shape
+    if columns % NF4_BLOCK:
+        raise UserError(
+            f"bitsandbytes' blocks of {NF4_BLOCK} run over the ends of rows of {columns} columns, which nf4 here does "
+            "not store: quantise from the 16-bit weights instead."
+        )
+    blocks = columns // NF4_BLOCK
+    groups, phase = _row_groups(largest, offset, torch.Size((rows, blocks)), blocks, 0, 0)
+    return {
+        "codes": codes.view(rows, columns // 2),
+        "scales": scales.view(rows, blocks),
+        "groups": groups,
+        "phase": phase,
+    }
+
+
 def _first_block(column: int) -> int:
     if column % NF4_BLOCK:
         raise UserError(_inside(column))

@@ -1,42 +1,40 @@
-"""Between Hugging Face folders and partitioned base checkpoints, tensor by tensor, both ways.
+"""Between Hugging Face folders and partitioned base checkpoints, both ways, by the bytes.
 
-Neither direction holds a model in memory, and each writes beside its destination and renames at the end. What is
-written is opened again and compared before it takes its name.
+Neither direction holds a model in memory, and each writes beside its destination and renames at the end. A conversion
+that was killed goes on from what it had written. What is written is opened again before it takes its name; reading
+all of its bytes back is asked for by `verify`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import copyfile
+from typing import Literal
 
-import torch
-from torch import Tensor
-
-from engine.checkpoint.folder import CONFIG, staged_folder
+from engine.checkpoint.contents import Content, Joined
+from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.hf_tensors import INDEX, SINGLE, HfTensors
 from engine.checkpoint.manifest import ENGINE_VERSION, Manifest, PieceRecord, write_manifest
-from engine.checkpoint.pieces import (
-    PieceReader,
-    PlannedPiece,
-    WrittenTensor,
-    join_records,
-    plan_pieces,
-    written_tensor,
-)
+from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
 from engine.checkpoint.reshard import Box, box_spec
-from engine.checkpoint.safetensors_file import SafetensorsWriter, checksum, num_bytes
+from engine.checkpoint.resumable import Written, resumable_folder
 from engine.checkpoint.source import OUTSIDE, ModelFolder, WeightSource, open_source
+from engine.checkpoint.streaming import Piece, PlannedFile, Streaming, compare_files, write_files
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 from engine.models.describe import parameter_specs
-from engine.models.names import NameMap, part_rows
+from engine.models.families import FAMILIES
+from engine.models.names import FUSED, QKV, NameMap, part_rows
 
 Progress = Callable[[int], None]
-Declared = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Proof = Callable[[Path], str]
+"""Tries a finished folder before it takes its name; gives the sentence to tell, or raises UserError."""
+
+Fusing = Literal["keep", "split", "qkv", "all"]
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
@@ -48,22 +46,49 @@ class ConversionReport:
         out: the folder.
         files: its weight files.
         num_tensors, num_bytes: of the weights.
+        seconds: spent writing them, until they were on the disk.
+        kept_bytes: of them, what a killed conversion had written and this one only compared.
+        verified: whether all bytes were read back.
         notes: sentences that the user should read.
+        rounding: of a merge, logical name -> what rounding the sum did; see `engine.checkpoint.merge.Rounding`.
     """
 
     out: Path
     files: tuple[str, ...]
     num_tensors: int
     num_bytes: int
+    seconds: float = 0.0
+    kept_bytes: int = 0
+    verified: bool = False
     notes: tuple[str, ...] = field(default=())
+    rounding: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def _ignore(num_bytes: int) -> None:
-    return None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """How a conversion works, whatever it makes.
+
+    Args:
+        overwrite: replace an existing model at the destination.
+        verify: read everything back from the disk and compare.
+        threads: None for as many as there are processors.
+        progress: called with bytes as they are written.
+    """
+
+    overwrite: bool = False
+    verify: bool = False
+    threads: int | None = None
+    progress: Progress | None = None
 
 
 def import_checkpoint(
-    source: WeightSource, out: Path, *, tensor: int, overwrite: bool = False, progress: Progress | None = None
+    source: WeightSource,
+    out: Path,
+    *,
+    tensor: int,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    work: Work | None = None,
 ) -> ConversionReport:
     """Writes a base checkpoint partitioned for `tensor` tensor-parallel ranks, one file each.
 
@@ -73,16 +98,26 @@ def import_checkpoint(
         source: the weights, at any layout.
         out: folder to make.
         tensor: number of partitions.
-        overwrite: replace an existing checkpoint at `out`.
-        progress: called with the bytes of each tensor written.
+        overwrite, progress: as in `Work`, for callers that want no more of it.
+        work: how.
 
     Raises:
         UserError: the model does not fit `tensor` ranks, or `out` cannot be used.
     """
+    work = work or Work(overwrite=overwrite, progress=progress)
     specs = _specs_per_rank(source, tensor)
-    with staged_folder(out, overwrite=overwrite, inputs=[source.model.path], num_bytes=source.total_bytes()) as staging:
-        files = [f"tensor_{rank:02d}_of_{tensor:02d}.safetensors" for rank in range(tensor)]
-        written = _write_partitions(source, [staging / file for file in files], specs, progress or _ignore)
+    files = _planned_partitions(source, specs)
+    names = [file.name for file in files]
+    plan = {"import": tensor, "version": ENGINE_VERSION, "files": names}
+    total = sum(file.num_bytes for file in files)
+    inputs = [source.model.path]
+    with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=total) as (
+        staging,
+        journal,
+    ):
+        begin = time.monotonic()
+        streamed = write_files(staging, files, journal, threads=work.threads, progress=work.progress)
+        seconds = time.monotonic() - begin
         for path in source.model.auxiliary_files():
             copyfile(path, staging / path.name)
         manifest = Manifest(
@@ -90,14 +125,30 @@ def import_checkpoint(
             engine_version=ENGINE_VERSION,
             model=_model_record(source),
             layout={"tensor": tensor},
-            tensors=join_records(written),
-            files={file: (staging / file).stat().st_size for file in files},
+            tensors=join_records(_records(source, specs, names, streamed.written)),
+            files={name: (staging / name).stat().st_size for name in names},
             fingerprint=source.fingerprint(),
         )
         write_manifest(staging, manifest)
-        _verify_import(staging, source)
+        written = open_source(staging)
+        assert written.tensor_names() == source.tensor_names()
+        assert written.computed_fingerprint() == source.fingerprint(), "the import reads back as another model"
+        if work.verify:
+            compare_files(staging, files, streamed.written)
+    return _report(out, files, streamed, seconds, work, num_tensors=len(manifest.tensors))
+
+
+def _report(
+    out: Path, files: Sequence[PlannedFile], streamed: Streaming, seconds: float, work: Work, *, num_tensors: int
+) -> ConversionReport:
     return ConversionReport(
-        out=out, files=tuple(files), num_tensors=len(manifest.tensors), num_bytes=sum(manifest.files.values())
+        out=out,
+        files=tuple(file.name for file in files),
+        num_tensors=num_tensors,
+        num_bytes=sum(file.num_bytes for file in files),
+        seconds=seconds,
+        kept_bytes=streamed.kept_bytes,
+        verified=work.verify,
     )
 
 
@@ -108,55 +159,57 @@ def _specs_per_rank(source: WeightSource, tensor: int) -> list[dict[str, ShardSp
     return [parameter_specs(decoder, tensor_rank=rank, tensor_size=tensor) for rank in range(tensor)]
 
 
-def _write_partitions(
-    source: WeightSource, paths: list[Path], specs: list[dict[str, ShardSpec]], report: Progress
-) -> list[WrittenTensor]:
-    """Writes every rank's file in one pass over the source; what is outside the language model goes to rank 0's.
+def _planned_partitions(source: WeightSource, specs: list[dict[str, ShardSpec]]) -> list[PlannedFile]:
+    """A file for each rank, what is outside the language model in rank 0's.
 
-    Ranks that own nothing (more ranks than rows) still get a file, so that the layout shows in the folder.
+    Tensors are written in the source's order, all ranks' parts of one together: parts that share rows of what is
+    stored then read them while the system still holds them in memory.
     """
-    outside = source.outside_names()
-    with ExitStack() as stack:
-        writers = []
-        for rank, path in enumerate(paths):
-            plan = [piece for name, spec in specs[rank].items() for piece in plan_pieces(name, spec)]
-            declared = _declare(source, plan, [] if rank else outside)
-            writers.append(stack.enter_context(SafetensorsWriter(path, declared)))
-        written = [
-            _write_pieces(source, name, rank_specs[name], writer, report)
-            for name in source.tensor_names()
-            for writer, rank_specs in zip(writers, specs, strict=True)
-            if rank_specs[name].owner
+    files = []
+    for rank, rank_specs in enumerate(specs):
+        pieces = [
+            Piece(
+                key=planned.key,
+                dtype=source.dtype(name),
+                shape=planned.box.shape(source.shape(name)),
+                content=source.content(name, planned.box),
+                order=order,
+            )
+            for order, name in enumerate(source.tensor_names())
+            for planned in plan_pieces(name, rank_specs[name])
         ]
-        return written + [_write_outside(source, name, writers[0], report) for name in outside]
+        if rank == 0:
+            pieces += [_outside_piece(source, name, OUTSIDE) for name in source.outside_names()]
+        files.append(PlannedFile(name=f"tensor_{rank:02d}_of_{len(specs):02d}.safetensors", pieces=tuple(pieces)))
+    return files
 
 
-def _declare(source: WeightSource, plan: list[PlannedPiece], outside: list[str]) -> Declared:
-    declared = {piece.key: (source.dtype(piece.name), piece.box.shape(source.shape(piece.name))) for piece in plan}
-    for name in outside:
-        tensor = source.read_outside(name)
-        declared[OUTSIDE + name] = (tensor.dtype, tuple(tensor.shape))
-    return declared
+def _outside_piece(source: WeightSource, name: str, prefix: str = "") -> Piece:
+    view = source.read_outside(name)
+    content = source.outside_content(name)
+    return Piece(key=prefix + name, dtype=view.dtype, shape=tuple(view.shape), content=content)
 
 
-def _write_pieces(
-    source: WeightSource, name: str, spec: ShardSpec, writer: SafetensorsWriter, report: Progress
-) -> WrittenTensor:
+def _records(
+    source: WeightSource,
+    specs: list[dict[str, ShardSpec]],
+    files: list[str],
+    written: dict[tuple[str, str], Written],
+) -> list[WrittenTensor]:
     records = []
-    for piece in plan_pieces(name, spec):
-        tensor = source.read(name, box_spec(spec.global_shape, piece.box))
-        digest = writer.write(piece.key, tensor)
-        records.append(PieceRecord(box=piece.box, file=writer.path.name, key=piece.key, checksum=digest))
-        report(tensor.nbytes)
-    return written_tensor(name, spec, source.dtype(name), records)
-
-
-def _write_outside(source: WeightSource, name: str, writer: SafetensorsWriter, report: Progress) -> WrittenTensor:
-    tensor = source.read_outside(name)
-    digest = writer.write(OUTSIDE + name, tensor)
-    report(tensor.nbytes)
-    record = PieceRecord(box=Box(), file=writer.path.name, key=OUTSIDE + name, checksum=digest)
-    return written_tensor(OUTSIDE + name, box_spec(tuple(tensor.shape), Box()), tensor.dtype, [record])
+    for file, rank_specs in zip(files, specs, strict=True):
+        for name in source.tensor_names():
+            pieces = [
+                PieceRecord(box=piece.box, file=file, key=piece.key, checksum=written[file, piece.key].checksum)
+                for piece in plan_pieces(name, rank_specs[name])
+            ]
+            if pieces:
+                records.append(written_tensor(name, rank_specs[name], source.dtype(name), pieces))
+    for name in source.outside_names():
+        view, key = source.read_outside(name), OUTSIDE + name
+        piece = PieceRecord(box=Box(), file=files[0], key=key, checksum=written[files[0], key].checksum)
+        records.append(written_tensor(key, box_spec(tuple(view.shape), Box()), view.dtype, [piece]))
+    return records
 
 
 def _model_record(source: WeightSource) -> dict[str, object]:
@@ -172,15 +225,6 @@ def _model_record(source: WeightSource) -> dict[str, object]:
     }
 
 
-def _verify_import(folder: Path, source: WeightSource) -> None:
-    """Reads every piece back against its checksum, and the identity of the whole."""
-    for _ in PieceReader(folder, always_verify=True).verify_all():
-        pass
-    written = open_source(folder)
-    assert written.tensor_names() == source.tensor_names()
-    assert written.computed_fingerprint() == source.fingerprint(), "the import reads back as another model"
-
-
 def export_hf(
     source: WeightSource,
     out: Path,
@@ -189,6 +233,9 @@ def export_hf(
     overwrite: bool = False,
     inputs: tuple[Path, ...] = (),
     progress: Progress | None = None,
+    fusing: Fusing = "keep",
+    work: Work | None = None,
+    proof: Proof | None = None,
 ) -> ConversionReport:
     """Writes a Hugging Face folder: the tensors under their family's names, config and tokenizer files beside them.
 
@@ -196,37 +243,41 @@ def export_hf(
         source: the weights; a `MergedSource` gives a merged or trained model.
         out: folder to make.
         max_shard_bytes: start a new file before one grows past this.
-        overwrite: replace an existing model at `out`.
         inputs: further folders that are read meanwhile.
-        progress: called with the bytes of each tensor written.
+        overwrite, progress: as in `Work`, for callers that want no more of it.
+        fusing: query, key and value, and gate and up, as the base has them ("keep"), apart ("split"), query, key and
+            value as one matrix ("qkv"), or both ("all").
+        work: how.
+        proof: tries the folder before it takes its name.
 
     Raises:
-        UserError: `out` cannot be used, or a trained value is not finite.
+        UserError: `out` cannot be used, a value is not finite, or a changed matrix is all zero.
     """
-    parts = _hf_parts(source)
-    shards = _split_into_shards(source, parts, max_shard_bytes)
-    files = (
-        [SINGLE]
-        if len(shards) == 1
-        else [f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))]
-    )
-    checksums: dict[str, str] = {}
-    total = sum(num_bytes(dtype, shape) for shard in shards for dtype, shape in shard.values())
+    work = work or Work(overwrite=overwrite, progress=progress)
+    parts = _hf_parts(source, hf_names(source.model, fusing))
+    files = _planned_shards(source, parts, max_shard_bytes)
+    plan = {"export": [[file.name, [piece.key for piece in file.pieces]] for file in files], **source.identity()}
+    total = sum(file.num_bytes for file in files)
     inputs = (source.model.path, *inputs)
-    with staged_folder(out, overwrite=overwrite, inputs=inputs, num_bytes=total) as staging:
-        for file, declared in zip(files, shards, strict=True):
-            with SafetensorsWriter(staging / file, declared, {"format": "pt"}) as writer:
-                for name in declared:
-                    tensor = _assemble(source, name, parts)
-                    checksums[name] = writer.write(name, tensor)
-                    (progress or _ignore)(tensor.nbytes)
-        if len(shards) > 1:
-            _write_index(staging / INDEX, files, shards, total)
+    with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=total) as (
+        staging,
+        journal,
+    ):
+        begin = time.monotonic()
+        streamed = write_files(staging, files, journal, scan=True, threads=work.threads, progress=work.progress)
+        seconds = time.monotonic() - begin
+        notes = [*source.notes, *_refuse_bad_values(source, parts, streamed)]
+        if len(files) > 1:
+            _write_index(staging / INDEX, files, total)
         _copy_auxiliary(source, staging)
-        _verify_export(staging, source, checksums)
-    return ConversionReport(
-        out=out, files=tuple(files), num_tensors=len(checksums), num_bytes=total, notes=tuple(source.notes)
-    )
+        _check_names(staging, source, files)
+        if work.verify:
+            compare_files(staging, files, streamed.written)
+        rounding = source.write_report(staging, [written.facts for written in streamed.written.values()])
+        if proof is not None:
+            notes.append(proof(staging))
+    report = _report(out, files, streamed, seconds, work, num_tensors=len(streamed.written))
+    return replace(report, notes=tuple(notes), rounding=rounding)
 
 
 def stored_names(model: ModelFolder) -> NameMap:
@@ -236,9 +287,27 @@ def stored_names(model: ModelFolder) -> NameMap:
     return replace(model.names, rows=part_rows(model.decoder)).fuse(model.manifest.model.get("fused", ()))
 
 
-def _hf_parts(source: WeightSource) -> dict[str, list[str]]:
+def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
+    """Where an export places tensors.
+
+    Raises:
+        UserError: the family knows only one way.
+    """
+    stored = stored_names(model)
+    if fusing == "keep":
+        return stored
+    family = FAMILIES[model.decoder.family]
+    if family.fused and fusing != "all":
+        raise UserError(
+            f"--fused {fusing} is not how a {model.decoder.family} model is stored, which has "
+            f"{' and '.join(name.rpartition('.')[2] for name in family.fused)}: leave --fused out."
+        )
+    plain = replace(family.names, body=stored.body, head=stored.head, rows=part_rows(model.decoder))
+    return plain.fuse({"split": (), "qkv": (QKV,), "all": tuple(FUSED)}[fusing])
+
+
+def _hf_parts(source: WeightSource, names: NameMap) -> dict[str, list[str]]:
     """Hugging Face name -> the logical tensors that make it up, in the order of their rows."""
-    names = stored_names(source.model)
     located = [(names.to_hf(name), name) for name in source.tensor_names()]
     parts: dict[str, list[tuple[int, str]]] = {}
     for location, name in located:
@@ -248,36 +317,62 @@ def _hf_parts(source: WeightSource) -> dict[str, list[str]]:
     return {hf_name: [name for _, name in sorted(members)] for hf_name, members in parts.items()}
 
 
-def _split_into_shards(source: WeightSource, parts: dict[str, list[str]], max_shard_bytes: int) -> list[Declared]:
-    declared = {}
-    for hf_name, members in parts.items():
-        shape = source.shape(members[0])
-        rows = sum(source.shape(name)[0] for name in members)
-        declared[hf_name] = (source.dtype(members[0]), (rows, *shape[1:]))
-    for name in source.outside_names():
-        tensor = source.read_outside(name)
-        declared[name] = (tensor.dtype, tuple(tensor.shape))
-    shards: list[Declared] = [{}]
+def _planned_shards(source: WeightSource, parts: dict[str, list[str]], max_shard_bytes: int) -> list[PlannedFile]:
+    pieces = [_assembled(source, hf_name, members) for hf_name, members in parts.items()]
+    pieces += [_outside_piece(source, name) for name in source.outside_names()]
+    shards: list[list[Piece]] = [[]]
     filled = 0
-    for name, (dtype, shape) in declared.items():
-        size = num_bytes(dtype, shape)
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append({})
+    for piece in pieces:
+        if shards[-1] and filled + piece.num_bytes > max_shard_bytes:
+            shards.append([])
             filled = 0
-        shards[-1][name] = (dtype, shape)
-        filled += size
-    return shards
+        shards[-1].append(piece)
+        filled += piece.num_bytes
+    files = [f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))]
+    if len(shards) == 1:
+        files = [SINGLE]
+    metadata = {"format": "pt"}
+    return [
+        PlannedFile(name=file, pieces=tuple(replace(piece, order=index) for piece in shard), metadata=metadata)
+        for index, (file, shard) in enumerate(zip(files, shards, strict=True))
+    ]
 
 
-def _assemble(source: WeightSource, hf_name: str, parts: dict[str, list[str]]) -> Tensor:
-    if hf_name not in parts:
-        return source.read_outside(hf_name)
-    members = [source.read_whole(name) for name in parts[hf_name]]
-    return members[0] if len(members) == 1 else torch.cat(members)
+def _assembled(source: WeightSource, hf_name: str, members: list[str]) -> Piece:
+    contents: list[Content] = [source.content(name, Box()) for name in members]
+    shape = source.shape(members[0])
+    if len(members) > 1:
+        shape = (sum(source.shape(name)[0] for name in members), *shape[1:])
+    content = contents[0] if len(contents) == 1 else Joined(contents)
+    return Piece(key=hf_name, dtype=source.dtype(members[0]), shape=shape, content=content)
 
 
-def _write_index(path: Path, files: list[str], shards: list[Declared], total: int) -> None:
-    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+def _refuse_bad_values(source: WeightSource, parts: dict[str, list[str]], streamed: Streaming) -> list[str]:
+    """Refuses values that no model has; what the base itself has of zeros is said.
+
+    A matrix of zeros that nobody changed is the base's own affair: some have biases or whole matrices of them.
+    """
+    changed, zeros = set(source.changed_names()), []
+    for (_, key), written in streamed.written.items():
+        trained = any(name in changed for name in parts.get(key, ()))
+        if not written.facts.get("finite", True):
+            if trained:
+                raise UserError(
+                    f"{key} is not finite after training, so nothing was exported: use an earlier step (--step)."
+                )
+            raise UserError(f"{key} of {source.label} has values that are not finite: use another copy of the model.")
+        matrix = any(len(source.shape(name)) > 1 for name in parts.get(key, ()))
+        if matrix and written.facts.get("zero", False):
+            if trained:
+                raise UserError(
+                    f"{key} is all zero after training, so nothing was exported: use an earlier step (--step)."
+                )
+            zeros.append(key)
+    return [f"all zero, as in {source.label}: {', '.join(sorted(zeros))}"] if zeros else []
+
+
+def _write_index(path: Path, files: Sequence[PlannedFile], total: int) -> None:
+    weight_map = {piece.key: file.name for file in files for piece in file.pieces}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -290,20 +385,8 @@ def _copy_auxiliary(source: WeightSource, folder: Path) -> None:
         (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def _verify_export(folder: Path, source: WeightSource, checksums: dict[str, str]) -> None:
-    """Opens the result as a user would: no missing or unexpected names, the bytes that were meant, finite values."""
-    tensors = HfTensors(folder)
-    assert set(tensors.names()) == set(checksums), set(tensors.names()) ^ set(checksums)
-    for name, digest in checksums.items():
-        if checksum(tensors.view(name)) != digest:
-            raise UserError(
-                f"{name} reads back from {folder.parent} with other bytes than were written: the disk is faulty, "
-                "give a folder on another one."
-            )
-    written = open_source(folder)
-    assert set(written.tensor_names()) == set(source.tensor_names())
-    for name in source.changed_names():
-        if not torch.isfinite(written.read_whole(name)).all():
-            raise UserError(
-                f"{name} is not finite after training, so nothing was exported: use an earlier step (--step)."
-            )
+def _check_names(folder: Path, source: WeightSource, files: Sequence[PlannedFile]) -> None:
+    """Opens the result as a reader would: no missing or unexpected name, every shape as the config has it."""
+    found, meant = set(HfTensors(folder).names()), {piece.key for file in files for piece in file.pieces}
+    assert found == meant, found ^ meant
+    assert set(open_source(folder).tensor_names()) == set(source.tensor_names())

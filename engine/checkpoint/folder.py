@@ -17,6 +17,8 @@ from engine.errors import UserError
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+MERGE_REPORT = "merge_report.json"
+"""What a merge's rounding did; about the folder it lies in, so it does not travel with the model."""
 
 _AUXILIARY_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".md", ".py")
 _AUXILIARY_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
@@ -98,6 +100,6 @@ def auxiliary_files(folder: Path) -> list[Path]:
 
 
 def _is_auxiliary(name: str) -> bool:
-    if name == MANIFEST or name.endswith(".index.json") or name.startswith((".", "adapter_")):
+    if name in (MANIFEST, MERGE_REPORT) or name.endswith(".index.json") or name.startswith((".", "adapter_")):
         return False
     return name.endswith(_AUXILIARY_SUFFIXES) or name.startswith(_AUXILIARY_NAMES)

@@ -1,7 +1,8 @@
 """A base model with trained values in place: adapters added into the weights, fully trained tensors replaced.
 
-Seen from outside it is one more source of weights, so an export treats it as any other. Tensors are merged one at a
-time when they are read: W + s * B A in fp32, rounded once to the base's dtype.
+Seen from outside it is one more source of weights, so an export treats it as any other. Tensors are merged when they
+are read or, for an export, a few rows at a time (`engine.checkpoint.merging`): W + s * B A in fp32, rounded once to the
+base's dtype.
 
 An adapter on one side of a tied matrix makes the two sides differ: the result has a head of its own and a config that
 says so.
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoint.contents import Content
+from engine.checkpoint.merging import LowRank, MergedRows, write_rounding
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.source import TIED_HEAD, ModelFolder, WeightSource
@@ -128,9 +131,36 @@ class MergedSource(WeightSource):
             value = self._base.read_whole(base_name)
         module = self._module(name)
         if module in self._adapter_of:
-            factors = read_factors(self._trained, self._adapter_of[module], self.model.decoder)
-            value = _add_low_rank(value, *factors[module], self._scale, transposed=module == "embed_tokens")
+            value = self._factors(module).added_to(value.float(), 0)
         return value.to(self.dtype(name))
+
+    def content(self, name: str, box: Box) -> Content:
+        base_name, module = self._base_name(name), self._module(name)
+        assert box == Box(), box
+        adapted = module in self._adapter_of
+        if base_name not in self._full and not adapted:
+            assert self._base is not None, name
+            return self._base.content(base_name, box)
+        factors = self._factors(module) if adapted and module is not None else None
+        if base_name in self._full:
+            return MergedRows(name, self._trained, base_name, self.dtype(name), factors)
+        base = self._base
+        assert base is not None, name
+        return MergedRows(name, base, base_name, self.dtype(name), factors, lambda: base.check_tensor(base_name))
+
+    def _factors(self, module: str) -> LowRank:
+        a, b = read_factors(self._trained, self._adapter_of[module], self.model.decoder)[module]
+        return LowRank(a.float(), b.float(), self._scale, transposed=module == "embed_tokens")
+
+    def identity(self) -> dict[str, Any]:
+        return {"scale": self._scale}
+
+    def write_report(self, folder: Path, facts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+        return write_rounding(folder, facts, self._scale)
+
+    def outside_content(self, name: str) -> Content:
+        assert self._base is not None
+        return self._base.outside_content(name)
 
     def outside_names(self) -> list[str]:
         return [] if self._base is None else self._base.outside_names()
@@ -161,12 +191,6 @@ class MergedSource(WeightSource):
             raise UserError(
                 f"{folder} was opened without weights, and {untrained[0]} was not trained: give the base with --base."
             )
-
-
-def _add_low_rank(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool) -> Tensor:
-    """weight + scale * B A in fp32; an embedding [vocab, hidden] takes (B A) transposed."""
-    delta = b.float() @ a.float()
-    return torch.add(weight.float(), delta.T if transposed else delta, alpha=scale)
 
 
 def _untied(model: ModelFolder) -> ModelFolder:

@@ -7,8 +7,8 @@ one) are passed through conversions untouched, under their own names.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoint.contents import Content, Run, StoredBytes
+from engine.checkpoint.fingerprint import fingerprint_of
 from engine.checkpoint.folder import CONFIG, auxiliary_files
 from engine.checkpoint.hf_tensors import HfTensors
 from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from engine.checkpoint.pieces import PieceReader
-from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
-from engine.checkpoint.safetensors_file import dtype_name, raw_bytes
+from engine.checkpoint.stored import StoredTensors
 from engine.errors import UserError
 from engine.models.config import DecoderConfig
 from engine.models.describe import parameter_specs
@@ -37,9 +38,6 @@ TIED_HEAD = "lm_head.weight"
 
 # Buffers that old checkpoints carry and every reader computes for itself.
 _HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
-_FINGERPRINT_ROW_BYTES = 4096
-# What a config says about who wrote it or how it was used, not about the model.
-_COSMETIC_KEYS = ("transformers_version", "_name_or_path", "use_cache", "architectures", "torch_dtype", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +146,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-class WeightSource(TensorReader):
+class WeightSource(StoredTensors):
     """The weights of a base model by logical name.
 
     Tied embeddings appear once, as `embed_tokens.weight`.
@@ -186,12 +184,24 @@ class WeightSource(TensorReader):
         """Tensors whose values are not the stored base's."""
         return []
 
+    def identity(self) -> dict[str, Any]:
+        """What, beside the files read, decides the values: JSON."""
+        return {}
+
+    def write_report(self, folder: Path, facts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+        """Writes down what was found out while the tensors were written; nothing where they were only copied."""
+        return {}
+
     def outside_names(self) -> list[str]:
         """Names, as stored, of tensors that are not the language model's."""
         raise NotImplementedError
 
     def read_outside(self, name: str) -> Tensor:
         """A whole tensor of `outside_names`."""
+        raise NotImplementedError
+
+    def outside_content(self, name: str) -> Content:
+        """What a tensor of `outside_names` holds."""
         raise NotImplementedError
 
     def fingerprint(self) -> str:
@@ -206,18 +216,7 @@ class WeightSource(TensorReader):
 
     def computed_fingerprint(self) -> str:
         """The fingerprint, from the tensors themselves."""
-        digest = hashlib.blake2b(digest_size=16)
-        config = {key: value for key, value in self.model.hf_config.items() if key not in _COSMETIC_KEYS}
-        digest.update(json.dumps(config, sort_keys=True).encode())
-        for name in sorted(self.tensor_names()):
-            shape = self.shape(name)
-            digest.update(f"{name} {list(shape)} {dtype_name(self.dtype(name))}".encode())
-            for row in [self.read_whole(name)] if len(shape) < 2 else self._end_rows(name, shape[0]):
-                digest.update(raw_bytes(row)[:_FINGERPRINT_ROW_BYTES])
-        return digest.hexdigest()
-
-    def _end_rows(self, name: str, num_rows: int) -> list[Tensor]:
-        return [self.read_rows(name, row, row + 1) for row in (0, num_rows - 1)]
+        return fingerprint_of(self, self.model.hf_config)
 
 
 class HfSource(WeightSource):
@@ -258,6 +257,16 @@ class HfSource(WeightSource):
         if location.num_rows is None:
             return tensor
         return tensor.narrow(0, location.row_offset, location.num_rows)
+
+    def stored_at(self, name: str, index: int) -> tuple[Path, int]:
+        location = self._locations[name]
+        path, offset = self._tensors.stored_at(location.name)
+        row_bytes = math.prod(self._shapes[name][1:]) * self.dtype(name).itemsize
+        return path, offset + location.row_offset * row_bytes
+
+    def outside_content(self, name: str) -> Content:
+        tensor = self._tensors.view(name)
+        return StoredBytes([Run(*self._tensors.stored_at(name), tensor.nbytes)])
 
     def outside_names(self) -> list[str]:
         return self._outside
@@ -341,6 +350,20 @@ class PartitionedSource(WeightSource):
 
     def view(self, name: str, index: int, *, whole: bool) -> Tensor:
         return self.pieces.view(name, index, whole=whole)
+
+    def stored_at(self, name: str, index: int) -> tuple[Path, int]:
+        return self.pieces.stored_at(name, index)
+
+    def piece_checksum(self, name: str, index: int) -> str:
+        return self.pieces.manifest.tensors[name].pieces[index].checksum
+
+    def check_piece(self, name: str, index: int) -> None:
+        self.pieces.view(name, index, whole=True)
+
+    def outside_content(self, name: str) -> Content:
+        stored = OUTSIDE + name
+        run = Run(*self.pieces.stored_at(stored, 0), self.read_outside(name).nbytes, self.piece_checksum(stored, 0))
+        return StoredBytes([run])
 
     def outside_names(self) -> list[str]:
         return [name.removeprefix(OUTSIDE) for name in self.pieces.tensor_names() if name.startswith(OUTSIDE)]

@@ -1,0 +1,162 @@
+"""Adding an adapter into a weight a few rows at a time, and what rounding the sum costs.
+
+W + s * B A is computed in fp32 (fp64 where W is) and rounded once to W's dtype. The part of the sum that rounding takes
+away is measured as it happens: an adapter whose update is small beside the weights can lose much of itself in 16 bits,
+and nothing else would say so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.contents import Content, block_tensor, row_blocks
+from engine.checkpoint.folder import MERGE_REPORT
+from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.safetensors_file import raw_bytes
+from engine.distributed.sharding import Piece, ShardSpec
+
+_BLOCK_BYTES = 1 << 20
+"""Of the result: the fp32 blocks beside it then still fit a processor's cache."""
+
+ROUNDING = "rounding"
+"""Key of a tensor's `Rounding` among the facts of its content."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An update s * B A, or its transpose, of a weight.
+
+    Args:
+        a: fp32 [r, in].
+        b: fp32 [out, r].
+        scale: s.
+        transposed: the weight is [in, out], as an embedding's is.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    transposed: bool = False
+
+    def added_to(self, rows: Tensor, first: int) -> Tensor:
+        """`rows` [n, columns], rows `first` and on of the weight, with the update added in place."""
+        last = first + rows.shape[0]
+        left, right = (self.a[:, first:last].T, self.b.T) if self.transposed else (self.b[first:last], self.a)
+        return rows.addmm_(left.to(rows.dtype), right.to(rows.dtype), alpha=self.scale)
+
+    def norm(self) -> float:
+        """Frobenius norm of the update, from the factors alone."""
+        a, b = self.a.double(), self.b.double()
+        return abs(self.scale) * math.sqrt(max(0.0, float(((b.T @ b) * (a @ a.T)).sum())))
+
+
+@dataclass(slots=True)
+class Rounding:
+    """What rounding did to one tensor, block by block.
+
+    `max_error` is the largest absolute difference of a stored value from the exact sum; `relative_error` the norm of
+    all differences over that of the exact sums; `error_of_update` the same over the norm of what was added, so that 1
+    means an update lost altogether.
+    """
+
+    max_error: float = 0.0
+    squared_error: float = 0.0
+    squared_value: float = 0.0
+
+    def add(self, exact: Tensor, rounded: Tensor, scratch: Tensor) -> None:
+        """Counts a block; `scratch` has the shape and dtype of `exact`."""
+        error = scratch.copy_(rounded).sub_(exact).view(-1)
+        values = exact.view(-1)
+        low, high = torch.aminmax(error)
+        self.max_error = max(self.max_error, -float(low), float(high))
+        self.squared_error += float(torch.dot(error, error))
+        self.squared_value += float(torch.dot(values, values))
+
+    def to_json(self, update_norm: float | None) -> dict[str, float]:
+        error, value = math.sqrt(self.squared_error), math.sqrt(self.squared_value)
+        found = {"max_error": self.max_error, "relative_error": error / value if value else 0.0}
+        if update_norm is not None:
+            found |= {"update_norm": update_norm, "error_of_update": error / update_norm if update_norm else 0.0}
+        return found
+
+
+class MergedRows(Content):
+    """A trained tensor as it will be stored.
+
+    Args:
+        name: logical name, for the report.
+        start: where the weight is read, under `start_name`: the base, or the values trained in full.
+        dtype: of the result.
+        update: added to it; None where all of it was trained.
+        check: called before anything is read; raises where what is stored is damaged.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start: TensorReader,
+        start_name: str,
+        dtype: torch.dtype,
+        update: LowRank | None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self._name, self._start, self._start_name = name, start, start_name
+        self._dtype, self._update, self._check = dtype, update, check
+        self._rounding = Rounding()
+
+    def blocks(self, buffer: Tensor) -> Iterator[memoryview]:
+        if self._check is not None:
+            self._check()
+        shape, stored = self._start.shape(self._start_name), self._start.dtype(self._start_name)
+        exact_dtype = torch.float64 if torch.float64 in (stored, self._dtype) else torch.float32
+        scratch: list[Tensor] = []
+        for first, last in row_blocks(shape, self._dtype.itemsize, _BLOCK_BYTES):
+            local = (last - first, *shape[1:])
+            if not scratch or scratch[0].shape != local:
+                scratch = [torch.empty(local, dtype=exact_dtype), torch.empty(local, dtype=exact_dtype)]
+            exact, spare = scratch
+            self._start.read(self._start_name, _rows(shape, first, last), out=exact)
+            if self._update is not None:
+                self._update.added_to(exact, first)
+            rounded = block_tensor(buffer, self._dtype, local).copy_(exact)
+            self._rounding.add(exact, rounded, spare)
+            yield raw_bytes(rounded)
+
+    def facts(self) -> dict[str, Any]:
+        norm = None if self._update is None else self._update.norm()
+        return {f"{ROUNDING}/{self._name}": self._rounding.to_json(norm)}
+
+
+def _rows(shape: tuple[int, ...], first: int, last: int) -> ShardSpec:
+    pieces = (Piece(first, 0, last - first),)
+    return ShardSpec(global_shape=shape, local_shape=(last - first, *shape[1:]), dim=0, pieces=pieces)
+
+
+def write_rounding(folder: Path, facts: Sequence[Mapping[str, Any]], scale: float) -> dict[str, dict[str, float]]:
+    """Writes merge_report.json: logical name -> `Rounding`'s values; gives them back."""
+    prefix = ROUNDING + "/"
+    found = {key.removeprefix(prefix): value for each in facts for key, value in each.items() if key.startswith(prefix)}
+    report = {"scale": scale, "tensors": {name: found[name] for name in sorted(found)}}
+    (folder / MERGE_REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return report["tensors"]
+
+
+def summary(rounding: Mapping[str, Mapping[str, float]]) -> str:
+    """One sentence about a merge."""
+    name, worst = max(rounding.items(), key=lambda each: each[1]["max_error"])
+    text = f"{len(rounding)} tensors merged; rounding changed values by at most {worst['max_error']:.2e} ({name})"
+    relative = max(each["relative_error"] for each in rounding.values())
+    text += f", by at most {relative:.1e} of a tensor's norm"
+    lost = {name: each["error_of_update"] for name, each in rounding.items() if "error_of_update" in each}
+    if lost:
+        most = max(lost, key=lambda each: lost[each])
+        text += f" and {lost[most]:.1e} of its update's ({most})"
+    return f"{text}: {MERGE_REPORT}"

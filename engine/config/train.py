@@ -22,6 +22,9 @@ class TrainOptions:
         eval_samples: Evaluate only the first so many validation samples; null evaluates all of them.
         collective_timeout: Seconds that ranks wait for one that does not answer before the run stops; more than the
             longest time that one rank may be behind the others, such as rank 0 while it writes a file.
+        hang_report_after: Seconds without any progress after which the run says which ranks wait in what and which
+            never came, and each rank's stack is written to the run's folder; less than train.collective_timeout, null
+            takes half of it.
     """
 
     steps: int | None = None
@@ -33,6 +36,7 @@ class TrainOptions:
     eval_every: int = 0
     eval_samples: int | None = None
     collective_timeout: float = 600.0
+    hang_report_after: float | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -54,6 +58,19 @@ class TrainOptions:
         if self.eval_samples is not None:
             require_at_least("train.eval_samples", self.eval_samples, 1, "use null for all samples")
         require_positive("train.collective_timeout", self.collective_timeout, "use for example 600")
+        if self.hang_report_after is not None:
+            require_positive("train.hang_report_after", self.hang_report_after, "use for example 60")
+            require(
+                self.hang_report_after < self.collective_timeout,
+                f"train.hang_report_after is {self.hang_report_after:g}, but train.collective_timeout ends the run "
+                f"after {self.collective_timeout:g} s, before there would be a report: use for example "
+                f"{self.collective_timeout / 2:g}, or null.",
+            )
+
+    @property
+    def hang_report_seconds(self) -> float:
+        """Seconds without progress after which there is a report."""
+        return self.collective_timeout / 2 if self.hang_report_after is None else self.hang_report_after
 
     @property
     def num_epochs(self) -> float | None:

@@ -2,13 +2,14 @@
 
 Each `*_async` returns (tensor, Handle); the caller waits as late as it can, in the same function. On an axis of size 1
 nothing is sent and the handle is already done. Starting and waiting raise `CommunicationError` where a rank is gone or
-does not answer; see `engine.distributed.failures`. torch renamed two of the primitives in 2.13; the new names are used
-where they exist, so that no deprecation warning reaches a user.
+does not answer; see `engine.distributed.failures`. Both are noted in `engine.distributed.operations`. torch renamed two
+of the primitives in 2.13; the new names are used where they exist, so that no deprecation warning reaches a user.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from engine.distributed.failures import communicating, raise_if_lost
 from engine.distributed.mesh import Axis
+from engine.distributed.operations import LOG
 
 _all_gather: Callable[..., Any] = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -26,8 +28,9 @@ _reduce_scatter: Callable[..., Any] = (
 )
 
 
-_Part = tuple[Any, str, Axis, int | None]
-"""A piece of work and what is said where it fails, see `raise_if_lost`: its operation, axis, and peer if it has one."""
+_Part = tuple[Any, str, Axis, int | None, int]
+"""A piece of work and what is said where it fails, see `raise_if_lost`: its operation, axis, and peer if it has one;
+and its number in the log of operations, 0 where it is not one operation."""
 
 
 class Handle:
@@ -53,23 +56,28 @@ class Handle:
         Raises:
             CommunicationError: another rank is gone or does not answer.
         """
-        for work, operation, axis, peer in self._parts:
+        for work, operation, axis, peer, number in self._parts:
+            if number:
+                LOG.waiting(operation, axis.name, axis.group, peer, number)
             try:
                 work.wait()
             except RuntimeError as error:
                 raise_if_lost(error, operation, axis=axis.name, group=axis.group, peer=peer)
                 raise
+            finally:
+                LOG.went_on()
         self._parts = ()
 
 
 def _start(operation: str, primitive: Callable[..., Any], axis: Axis, *arguments: Any, **options: Any) -> Handle:
     """A collective of torch's on the axis, called by the name it is known by here."""
+    number = LOG.began(operation, axis.name, axis.group)
     try:
         work = primitive(*arguments, **options, group=axis.group, async_op=True)
     except RuntimeError as error:
         raise_if_lost(error, operation, axis=axis.name, group=axis.group)
         raise
-    return Handle((work, operation, axis, None))
+    return Handle((work, operation, axis, None, number))
 
 
 def _start_transfers(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis) -> list[_Part]:
@@ -82,6 +90,7 @@ def _start_transfers(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis)
         dist.P2POp(dist.isend if is_send else dist.irecv, tensor, group=axis.group, group_peer=peer)
         for is_send, tensor, peer in operations
     ]
+    numbers = [LOG.began(_transfer(is_send), axis.name, axis.group, peer) for is_send, _, peer in operations]
     try:
         works = dist.batch_isend_irecv(posts) if posts else []
     except RuntimeError as error:
@@ -90,9 +99,12 @@ def _start_transfers(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis)
         operation = " and ".join(sorted({_transfer(is_send) for is_send, _, _ in operations}))
         raise_if_lost(error, operation, axis=axis.name, group=axis.group, peer=peers.pop() if len(peers) == 1 else None)
         raise
-    if len(works) != len(posts):
-        return [(work, "send and receive", axis, None) for work in works]
-    return [(work, _transfer(is_send), axis, peer) for work, (is_send, _, peer) in zip(works, operations, strict=True)]
+    if len(works) != len(posts):  # one for all of them, which does not block
+        return [(work, "send and receive", axis, None, 0) for work in works]
+    return [
+        (work, _transfer(is_send), axis, peer, number)
+        for work, (is_send, _, peer), number in zip(works, operations, numbers, strict=True)
+    ]
 
 
 def _transfer(is_send: bool) -> str:
@@ -206,12 +218,19 @@ def local_part(tensor: Tensor, axis: Axis) -> Tensor:
     return tensor[axis.rank * length : (axis.rank + 1) * length]
 
 
+@contextmanager
+def _blocking(operation: str, axis: str | None = None, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Around a call that returns when all have come; everybody's where no axis is given."""
+    with LOG.blocking(operation, axis or "world", group), communicating(operation, axis=axis, group=group):
+        yield
+
+
 def gather_objects(value: object, axis: Axis) -> list[object]:
     """Python objects of all ranks on the axis, in rank order. For small records outside the step."""
     if axis.size == 1:
         return [value]
     values: list[object] = [None] * axis.size
-    with communicating("all_gather of records", axis=axis.name, group=axis.group):
+    with _blocking("all_gather of records", axis.name, axis.group):
         dist.all_gather_object(values, value, group=axis.group)
     return values
 
@@ -221,7 +240,7 @@ def broadcast_object(value: object) -> object:
     if not dist.is_initialized():
         return value
     box = [value]
-    with communicating("broadcast of a record"):
+    with _blocking("broadcast of a record"):
         dist.broadcast_object_list(box, src=0)
     return box[0]
 
@@ -229,7 +248,7 @@ def broadcast_object(value: object) -> object:
 def barrier() -> None:
     """Waits for every rank of the default group."""
     if dist.is_initialized():
-        with communicating("barrier"):
+        with _blocking("barrier"):
             dist.barrier()
 
 

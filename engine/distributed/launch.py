@@ -11,8 +11,10 @@ import os
 import signal
 import sys
 import time
+import zlib
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,65 @@ def world_size_from_environment() -> int:
 def rank_from_environment() -> int:
     """This process's global rank; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launcher:
+    """torchrun, as its ranks see it.
+
+    Args:
+        restart: how many times it has started the ranks anew.
+        max_restarts: how many times it may.
+        nodes: machines of the run.
+        key: the same after each restart on this machine, and different for each torchrun; None where the system does
+            not tell.
+    """
+
+    restart: int
+    max_restarts: int
+    nodes: int
+    key: str | None
+
+    @classmethod
+    def from_environment(cls) -> Launcher | None:
+        """None without torchrun."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return None
+        number = os.getppid()
+        try:
+            began = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+            key = f"{zlib.crc32(f'{boot} {number} {began}'.encode()):08x}"
+        except OSError:
+            key = None
+        return cls(
+            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            max_restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+            nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+            key=key,
+        )
+
+
+def connect_to_store(launch: Launch, timeout_seconds: float = 30.0) -> dist.Store | None:
+    """A connection of one's own to the store at which the ranks met, for what passes between ranks beside training.
+
+    Returns:
+        A store whose keys are those of this start of the ranks; None where there is but one rank.
+
+    Raises:
+        CommunicationError: who holds the store does not answer.
+    """
+    if launch.world_size == 1:
+        return None
+    with communicating("connecting to the store"):
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    return dist.PrefixStore(f"beside/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

@@ -57,7 +57,7 @@ class _Log(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def start(self, part: Any) -> None:
-        work, operation, axis, _ = part
+        work, operation, axis, *_ = part
         if any(work is known for known in self.works):  # one handle made of two
             return
         self.works.append(work)

@@ -1,0 +1,172 @@
+"""A scheduler's SIGTERM or SIGUSR1: all ranks stop after the same step, which is then saved.
+
+A rank may get the signal while others are steps ahead on the host, or wait for it inside of a step. So nobody stops at
+once. The first to know leaves word in the store; a thread of each rank, which runs whatever its main thread waits for,
+then holds the main thread at its next place between two steps and says which place that is. The furthest of these is
+where all stop: nobody is past it, and everybody can still reach it. Until there is a signal this costs a lock a step.
+
+Places are counted, not steps, because an evaluation has some too: it is left where it stands, so that the time that a
+scheduler gives goes to the save. A signal during a save is answered after it.
+
+A launcher forwards what the scheduler may have sent to everybody already, so signals close together are one. A later
+one ends the process at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import torch.distributed as dist
+
+from engine.distributed.failures import CommunicationError
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SAME_SECONDS = 3.0
+"""Signals so close to the first are the first, forwarded."""
+ANSWER_SECONDS = 15.0
+"""After which a rank that does not say where it is counts as lost; torchrun kills after 30 s."""
+_LEAVE_SECONDS = 5.0
+
+
+class Preemption:
+    """Of one rank. `tick` belongs to the main thread, `poll` to the thread that has the store.
+
+    Args:
+        rank, world_size: among all ranks.
+        say: prints a line, whatever the rank.
+    """
+
+    def __init__(self, *, rank: int, world_size: int, say: Callable[[str], None]) -> None:
+        self._rank, self._world_size, self._say = rank, world_size, say
+        self._lock, self._agreed = threading.Lock(), threading.Event()
+        self._passed = 0
+        """Places that the main thread has passed."""
+        self._held = False
+        self._stop_at: int | None = None
+        self._lost: str | None = None
+        self._wanted: str | None = None
+        """What this rank was sent, for the others."""
+        self._told, self._held_since = False, 0.0
+        self._old: dict[signal.Signals, object] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._old_wakeup = -1
+        self.reason: str | None = None
+        """What all stop for; set when `tick` has said so."""
+
+    def listen(self) -> None:
+        """From now on the signals stop the run. In the main thread only."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        self._pipe = reader, writer
+        # The interpreter runs handlers in the main thread, which may be waiting in a library. The number is written to
+        # the pipe at once, by whichever thread the system interrupts.
+        self._old_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            self._old[number] = signal.signal(number, _nothing)
+        threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
+
+    def close(self) -> None:
+        """The signals do again what they did before. In the main thread only."""
+        if self._pipe is None:
+            return
+        for number, handler in self._old.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._old_wakeup)
+        os.close(self._pipe[1])  # which ends the thread
+        self._pipe = None
+
+    def tick(self) -> bool:
+        """Passes a place where the run may stop; every rank passes the same places in the same order.
+
+        Returns:
+            Whether the run stops here.
+
+        Raises:
+            CommunicationError: a rank does not answer, so that nothing can be saved together.
+        """
+        with self._lock:
+            here = self._passed
+            if not self._held:
+                self._passed += 1
+                return False
+        self._agreed.wait()
+        if self._lost is not None:
+            raise CommunicationError(self._lost, timed_out=False)
+        assert self._stop_at is not None
+        self._passed += 1
+        return here >= self._stop_at
+
+    def poll(self, store: dist.Store) -> None:
+        """Asks and answers the other ranks; to be called every now and then."""
+        if self._agreed.is_set():
+            return
+        if self._wanted is not None and not self._told:
+            self._told = True
+            store.compare_set("stop/reason", "", self._wanted)
+        if not self._held:
+            if not store.check(["stop/reason"]):
+                return
+            self.reason = store.get("stop/reason").decode()
+            self._held_since = time.monotonic()
+            store.set(f"stop/{self._rank}", str(self._hold()))
+            store.add("stop/answers", 1)
+            if self._rank == 0:
+                self._announce()
+        if store.add("stop/answers", 0) == self._world_size:
+            self._stop_at = max(int(store.get(f"stop/{rank}")) for rank in range(self._world_size))
+            self._agreed.set()
+        elif time.monotonic() - self._held_since > ANSWER_SECONDS:
+            missing = [rank for rank in range(self._world_size) if not store.check([f"stop/{rank}"])]
+            self._give_up(missing)
+
+    def request(self, reason: str) -> None:
+        """What a signal does: `reason` says which, and to which rank."""
+        if self._wanted is not None:
+            return
+        self._wanted = reason
+        if self._world_size == 1:
+            self.reason, self._stop_at = reason, self._hold()
+            self._announce()
+            self._agreed.set()
+
+    def _hold(self) -> int:
+        """Has the main thread wait at its next place; returns which that is."""
+        with self._lock:
+            self._held = True
+            return self._passed
+
+    def _announce(self) -> None:
+        self._say(f"{self.reason}: the run stops after the step under way and saves; a second signal ends it at once")
+
+    def _give_up(self, missing: list[int]) -> None:
+        ranks = ", ".join(map(str, missing))
+        self._lost = (
+            f"rank {self._rank} could not agree with rank{'s' if len(missing) > 1 else ''} {ranks} where to stop "
+            f"({self.reason}; no answer for {ANSWER_SECONDS:g} s)"
+        )
+        self._agreed.set()
+        time.sleep(_LEAVE_SECONDS)  # the main thread ends the process, unless it waits for what does not come
+        os._exit(2)
+
+    def _listen(self, reader: int) -> None:
+        first: float | None = None
+        while (sent := os.read(reader, 1)) and sent[0] != 0:
+            if sent[0] not in SIGNALS:
+                continue
+            name, now = signal.Signals(sent[0]).name, time.monotonic()
+            if first is None:
+                first = now
+                self.request(f"{name} to rank {self._rank}")
+            elif now - first > SAME_SECONDS:
+                self._say(f"a second signal, {name} to rank {self._rank}: ended at once, the step under way is lost")
+                os._exit(128 + sent[0])
+        os.close(reader)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """The pipe has it already."""

@@ -1,0 +1,93 @@
+"""The run's folder: its name, its lock, and what the run goes on from."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from engine.checkpoint.training_state import latest_checkpoint, open_run
+from engine.config.checkpoint import CheckpointOptions
+from engine.distributed.collectives import broadcast_object
+from engine.distributed.launch import Launch, Launcher
+from engine.errors import UserError
+from engine.training.run_lock import RunLock
+
+RUNS = Path("runs")
+"""Where folders are made for runs that are given none."""
+
+
+class RunFolder:
+    """Collective: every rank makes one; rank 0 holds the lock.
+
+    Args:
+        options: where the run is kept.
+        launch: this rank.
+
+    Raises:
+        UserError: another run is in the folder, or what the options say cannot be.
+    """
+
+    def __init__(self, options: CheckpointOptions, launch: Launch) -> None:
+        self._options, self._launcher = options, Launcher.from_environment()
+        name = options.dir
+        if name is None:
+            _check_name_is_found_again(self._launcher)
+            name = str(broadcast_object(str(_own_name(self._launcher))))
+        self.path = Path(name)
+        self._lock = RunLock(self.path, _say) if launch.rank == 0 else None
+
+    def resume_path(self) -> Path | None:
+        """The checkpoint to go on from; None to start from the beginning.
+
+        Raises:
+            UserError: checkpoint.resume is none and the folder holds an earlier run, or there is nothing at its path.
+        """
+        present = latest_checkpoint(self.path)
+        if self._launcher is not None and self._launcher.restart > 0 and present is not None:
+            return present  # of the same job, whatever it was told to start from
+        if self._options.resume == "auto":
+            return present
+        if self._options.resume == "none":
+            if present is not None:
+                raise UserError(
+                    f"checkpoint.resume is none, but {self.path} already holds {present.name} of an earlier run: "
+                    "choose another checkpoint.dir, or set checkpoint.resume auto to go on from it."
+                )
+            return None
+        return open_run(self._options.resume).folder
+
+    def require_own(self) -> None:
+        """To be called before the folder is written.
+
+        Raises:
+            UserError: another run has taken the folder over.
+        """
+        if self._lock is not None:
+            self._lock.require_own()
+
+    def close(self) -> None:
+        """Lets others in."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _check_name_is_found_again(launcher: Launcher | None) -> None:
+    if launcher is not None and launcher.max_restarts > 0 and (launcher.nodes > 1 or launcher.key is None):
+        raise UserError(
+            f"checkpoint.dir is null and torchrun may restart the run {launcher.max_restarts} times, but a restarted "
+            "run could not find a folder that has no fixed name here: give checkpoint.dir."
+        )
+
+
+def _own_name(launcher: Launcher | None) -> Path:
+    """runs/<time>; under torchrun with a key of it behind, by which the ranks that it restarts find it."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    if launcher is None or launcher.key is None:
+        return RUNS / now
+    found = sorted(RUNS.glob(f"*-{launcher.key}")) if launcher.restart > 0 else []
+    return found[-1] if found else RUNS / f"{now}-{launcher.key}"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

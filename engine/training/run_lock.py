@@ -1,0 +1,265 @@
+"""A lock that keeps two runs out of one folder, also on stores without locks of their own.
+
+The file is made exclusively and names its holder: host, process, when that started. Whoever finds one there decides
+whether the holder is alive by the best means there is:
+
+- it holds a lock of the system (flock) on the file as long as it lives: alive at once, where the store carries these;
+- on the same host, where process ids mean the same, a process of that number and start time is alive or not;
+- from another host, the holder touches the file every few seconds. A file that does not change while it is watched for
+  several times as long belongs to nobody any more. No clocks are compared.
+
+A file whose holder is gone is taken over, with a line in the log. Two that take over at once see afterwards whose name
+is in the file. A holder that was taken for dead, because it was suspended, finds another's name there and must stop.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine.errors import UserError
+
+NAME = "run.lock"
+TOUCH_SECONDS = 5.0
+WATCH_SECONDS = 4 * TOUCH_SECONDS
+_SETTLE_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """Who holds a lock.
+
+    Args:
+        token: of this lock and no other.
+        host: its name, for people.
+        machine: the same where process ids mean the same: one boot of one system, seen from one container.
+        pid, started: the process, and its start in ticks of the machine; -1 where the system does not tell.
+        since: local time at which it was taken, for people.
+    """
+
+    token: str
+    host: str
+    machine: str
+    pid: int
+    started: int
+    since: str
+
+    @classmethod
+    def of_this_process(cls) -> Holder:
+        return cls(
+            token=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=os.getpid(),
+            started=process_start(os.getpid()),
+            since=time.strftime("%Y-%m-%d %H:%M:%S"),
+        )
+
+    def says(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+def process_start(pid: int) -> int:
+    """Ticks since the machine's start at which a process began; -1 where there is no /proc, or no such process."""
+    fields = _process_fields(pid)
+    return -1 if fields is None else int(fields[19])
+
+
+def _process_fields(pid: int) -> list[str] | None:
+    """Of /proc/PID/stat from the state on, which is what follows the name; None where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _machine() -> str:
+    parts = [socket.gethostname()]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    except OSError:
+        parts.append("unknown")
+    return " ".join(parts)
+
+
+class RunLock:
+    """Held from construction to `release`, or to the end of the process.
+
+    Args:
+        folder: to be locked; made where it is missing.
+        say: prints a line.
+
+    Raises:
+        UserError: another run holds it, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self._folder, self._path, self._say = folder, folder / NAME, say
+        self._me = Holder.of_this_process()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._take()
+        except OSError as error:
+            raise UserError(
+                f"the run's folder {folder} cannot be written ({error.strerror}): give another checkpoint.dir."
+            ) from None
+        self._closed = threading.Event()
+        threading.Thread(target=self._touch, name="run lock", daemon=True).start()
+
+    def _take(self) -> int:
+        while True:
+            made = self._make()
+            if made is not None:
+                return made
+            before = self._read()
+            if before is None:  # just released, or just being written
+                self._take_over_unreadable()
+                continue
+            holder, file = before
+            try:
+                self._refuse_if_alive(holder, file)
+                if (status := self._look()) is None or status[0] != os.fstat(file).st_ino:
+                    continue  # another was quicker
+                self._say(f"{self._path} was left by {holder.says()}, which has ended: taken over")
+                taken = self._replace()
+            finally:
+                os.close(file)
+            if taken is not None:
+                return taken
+
+    def _make(self) -> int | None:
+        """A new file, where there is none."""
+        try:
+            file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+        except FileExistsError:
+            return None
+        return self._fill(file)
+
+    def _fill(self, file: int) -> int:
+        _flock(file)
+        os.write(file, json.dumps(asdict(self._me)).encode())
+        os.fsync(file)
+        return file
+
+    def _read(self) -> tuple[Holder, int] | None:
+        """The holder and the open file; None where it is gone or not whole."""
+        try:
+            file = os.open(self._path, os.O_RDWR)
+        except FileNotFoundError:
+            return None
+        try:
+            return Holder(**json.loads(os.read(file, 65536))), file
+        except (ValueError, TypeError):
+            os.close(file)
+            return None
+
+    def _take_over_unreadable(self) -> None:
+        """A file that stays without a holder's name was cut off when it was written."""
+        for _ in range(20):
+            time.sleep(0.1)
+            if (now := self._read()) is not None:
+                os.close(now[1])
+                return
+            if not self._path.exists():
+                return
+        self._say(f"{self._path} names no holder: removed")
+        self._path.unlink(missing_ok=True)
+
+    def _refuse_if_alive(self, holder: Holder, file: int) -> None:
+        if _flock(file) is False:
+            now = self._read()  # it may be about to change hands
+            self._refuse(holder if now is None else now[0])
+        if holder.machine == self._me.machine and holder.started >= 0:
+            fields = _process_fields(holder.pid)
+            if fields is not None and fields[0] not in "ZX" and int(fields[19]) == holder.started:
+                self._refuse(holder)
+            return
+        self._say(f"{self._path} names {holder.says()}: watching for {WATCH_SECONDS:g} s whether it is alive")
+        seen, deadline = self._look(), time.monotonic() + WATCH_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, TOUCH_SECONDS / 5))
+            if self._look() != seen:
+                self._refuse(holder)
+
+    def _look(self) -> tuple[int, int] | None:
+        """What changes when the file is touched or replaced; opened anew, so that a network's cache asks its server."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def _refuse(self, holder: Holder) -> None:
+        raise UserError(
+            f"the run's folder {self._folder} is in use by {holder.says()}: wait until that has ended, end it, or give "
+            "another checkpoint.dir."
+        )
+
+    def _replace(self) -> int | None:
+        """This process's name in the place of one that is gone; None where another was quicker."""
+        own = self._path.with_name(f".{NAME}.{self._me.token}")
+        file = self._fill(os.open(own, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644))
+        os.replace(own, self._path)
+        time.sleep(_SETTLE_SECONDS)
+        if self.is_own():
+            return file
+        os.close(file)
+        return None
+
+    def is_own(self) -> bool:
+        """Whether the file still names this process."""
+        try:
+            return Holder(**json.loads(self._path.read_bytes())).token == self._me.token
+        except (OSError, ValueError, TypeError):
+            return False
+
+    def require_own(self) -> None:
+        """To be called before the folder is written.
+
+        Raises:
+            UserError: the lock was lost.
+        """
+        if not self.is_own():
+            now = self._read()
+            who = "nobody" if now is None else now[0].says()
+            raise UserError(
+                f"the run's folder {self._folder} was taken over from this run, {self._path} names {who} now: this run "
+                "was suspended for too long, or the file was removed; start it again once the other has ended."
+            )
+
+    def _touch(self) -> None:
+        while not self._closed.wait(TOUCH_SECONDS):
+            try:
+                os.utime(self._file)
+            except OSError:
+                continue  # a store that is away for a moment; `require_own` finds what is not
+
+    def release(self) -> None:
+        """Lets others in."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self.is_own():
+            self._path.unlink(missing_ok=True)
+        os.close(self._file)
+
+
+def _flock(file: int) -> bool | None:
+    """Takes the system's lock: whether it was free; None where the store has none."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

@@ -1,0 +1,135 @@
+"""Where ranks agree to stop, played through with threads for ranks; and the signals themselves, in a process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from engine.distributed.failures import CommunicationError
+from engine.training import preemption
+from engine.training.preemption import Preemption
+from tests.commands import REPOSITORY
+
+WORLD = 3
+
+
+class _Ranks:
+    """Ranks that meet once in every step, as training does; each has a thread that polls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, silent: tuple[int, ...] = ()) -> None:
+        self.said: list[str] = []
+        self.ranks = [Preemption(rank=rank, world_size=WORLD, say=self.said.append) for rank in range(WORLD)]
+        self.stopped: dict[int, int | str] = {}
+        self._meet = threading.Barrier(WORLD)
+        self._store, self._end = dist.HashStore(), threading.Event()
+        self._pollers = [
+            threading.Thread(target=self._poll, args=(one,))
+            for rank, one in enumerate(self.ranks)
+            if rank not in silent
+        ]
+        self._mains = [threading.Thread(target=self._train, args=(rank,)) for rank in range(WORLD)]
+
+    def _poll(self, one: Preemption) -> None:
+        while not self._end.wait(0.005):
+            one.poll(self._store)
+
+    def _train(self, rank: int) -> None:
+        for step in range(10**6):
+            try:
+                if self.ranks[rank].tick():
+                    self.stopped[rank] = step
+                    return
+                self._meet.wait(20)
+            except CommunicationError as error:
+                self.stopped[rank] = str(error)
+                self._meet.abort()
+                return
+            except threading.BrokenBarrierError:
+                return
+
+    def run(self, request: Callable[[list[Preemption]], None]) -> dict[int, int | str]:
+        for thread in self._pollers + self._mains:
+            thread.start()
+        time.sleep(0.05)
+        request(self.ranks)
+        for thread in self._mains:
+            thread.join(30)
+        self._end.set()
+        for thread in self._pollers:
+            thread.join()
+        return self.stopped
+
+
+@pytest.mark.parametrize("senders", [(0,), (2,), (0, 1, 2)])
+def test_all_ranks_stop_at_one_place(senders: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(ranks: list[Preemption]) -> None:
+        for sender in senders:
+            ranks[sender].request(f"SIGTERM to rank {sender}")
+
+    ranks = _Ranks(monkeypatch)
+    stopped = ranks.run(ask)
+    assert set(stopped) == {0, 1, 2} and len(set(stopped.values())) == 1, stopped
+    assert {one.reason for one in ranks.ranks} <= {f"SIGTERM to rank {sender}" for sender in senders}
+    assert len({one.reason for one in ranks.ranks}) == 1 and len(ranks.said) == 1
+
+
+def test_a_rank_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = threading.Event()
+    monkeypatch.setattr(preemption, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(preemption, "_LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(preemption.os, "_exit", lambda status: left.set())
+    stopped = _Ranks(monkeypatch, silent=(1,)).run(lambda ranks: ranks[0].request("SIGTERM to rank 0"))
+    words = [text for text in stopped.values() if isinstance(text, str)]
+    assert words and "could not agree with rank 1 where to stop (SIGTERM to rank 0; no answer for 0.3 s)" in words[0]
+    assert left.wait(5)
+
+
+SCRIPT = """
+import sys, time
+from engine.training import preemption
+preemption.SAME_SECONDS = 0.5
+one = preemption.Preemption(rank=0, world_size=1, say=lambda line: print(line, flush=True))
+one.listen()
+print("ready", flush=True)
+while not one.tick():
+    time.sleep({pause})
+one.close()
+print("stopped", flush=True)
+"""
+
+
+def _start(pause: float) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(pause=pause)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", preemption.SIGNALS)
+def test_one_signal_stops_in_order(number: signal.Signals) -> None:
+    process = _start(0.01)
+    process.send_signal(number)
+    process.send_signal(number)  # forwarded by the launcher
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert output.splitlines()[0].startswith(f"{number.name} to rank 0: the run stops after the step under way")
+    assert output.splitlines()[1:] == ["stopped"]
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    process = _start(60)  # a long step
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout is not None and "stops after" in process.stdout.readline()
+    time.sleep(0.7)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=5)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert output.startswith("a second signal, SIGTERM to rank 0: ended at once")

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
 
 from engine.checkpoint.reader import TensorReader
 from engine.distributed.sharding import NamedShard
+from engine.layers.encoded_storage import EncodedEntry, fill_encoded
 
 
 def load_parameters(
@@ -31,3 +36,34 @@ def load_parameters(
         if progress is not None:
             progress(tensor.nbytes)
     return count
+
+
+def load_encoded(
+    entries: Iterable[EncodedEntry],
+    source: TensorReader,
+    *,
+    holding: Callable[[Tensor], AbstractContextManager[None]],
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Encodes stored weights, as they are stored, one at a time: no more than one of them is held beside the codes.
+
+    Collective over the tensor-parallel ranks; ranks over which the codes are spread each read the whole of their shard.
+
+    Args:
+        entries: of the model on this rank.
+        source: where the weights are stored, at any layout.
+        holding: see `fill_encoded`.
+        progress: called with the bytes of each weight as stored, once it is read.
+
+    Raises:
+        UserError: a tensor is absent from the source, has another shape, is damaged, or is not finite.
+    """
+
+    def read(entry: EncodedEntry) -> Tensor:
+        weight = torch.empty(entry.spec.local_shape, dtype=source.dtype(entry.name), device=entry.memory.device)
+        source.read(entry.name, entry.spec, out=weight)
+        if progress is not None:
+            progress(weight.nbytes)
+        return weight
+
+    fill_encoded(entries, read, holding=holding)

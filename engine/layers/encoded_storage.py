@@ -1,35 +1,39 @@
 """Frozen weights of a linear, stored encoded: fewer bytes a number than the model computes with.
 
 Each section of a linear (q, k, v; gate, up) is encoded by itself, so that its parts (codes, scales) depend on its own
-tensor alone. All parts of a linear lie in one piece of memory, which can be spread over ranks like any storage. They
-are no parameters: nothing trains or initialises them, and no checkpoint writes them. What fills them is the tensor
-that the shard record names, read as it is stored, encoded and dropped, one at a time.
+tensor alone, and lies in rows of its own in the parts of the linear, which one product reads. All parts of a linear
+are views of one piece of memory, which can be spread over ranks or wait elsewhere like any storage. They are no
+parameters: nothing trains or initialises them, and no checkpoint writes them. What fills them is the tensor that the
+shard record names, read as it is stored, encoded and dropped, one at a time.
 
-Sections are encoded as cut over the tensor-parallel ranks, with the numbers that the whole would have: scales of a
-block of columns need cuts between blocks, and scales of a row or of the tensor need the largest magnitude over all
-ranks, which is asked for here.
+A rank encodes its own cut of a tensor, with the bits that cutting the encoded whole would give: what the whole's scales
+are made from is gathered over the tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.distributed.collectives import all_reduce
+from engine.distributed.collectives import all_gather
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
-from engine.ops.encoded_weight import BaseEncoding, EncodedRows, EncodedWeight, Encoding
+from engine.layers.module import ShardEntry
+from engine.ops.encoded_weight import BaseEncoding, EncodedWeight
+from engine.ops.quantized_products import QuantizedWeight, require_product_sizes
+from engine.quantization.encoding import Encoding, Whole
 
 ALIGNMENT = 256
 """Bytes; every part begins at a multiple of it, as kernels like it."""
+ENCODED_AT_ONCE = 1 << 24
+"""Numbers; bounds the memory that encoding takes beside the weight and its parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,14 +63,19 @@ class EncodedEntry:
 
     @torch.no_grad()
     def encode(self, weight: Tensor) -> None:
-        """Fills the parts. Collective over `tp` where a scale spans the cut.
+        """Fills the parts. Collective over `tp` where the weight is cut.
 
         Args:
             weight: [spec.local_shape], any float dtype.
         """
-        parts = self._encoded(weight)
-        for name, part in self.parts.items():
-            part.copy_(parts[name])
+        rows, columns = self.spec.local_shape
+        height = max(1, ENCODED_AT_ONCE // columns)
+        runs = [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
+        whole = self._whole(self.encoding.join([self.encoding.absmax(weight[run]) for run in runs], 0))
+        for run in runs:
+            here = replace(whole, first_row=whole.first_row + run.start)
+            for name, encoded in self.encoding.encode(weight[run], here).items():
+                self.parts[name][run].copy_(encoded)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """The numbers that the parts mean, [spec.local_shape]."""
@@ -74,31 +83,17 @@ class EncodedEntry:
         self.encoding.decode(self.parts, out)
         return out
 
-    def _encoded(self, weight: Tensor) -> Mapping[str, Tensor]:
-        if self.tp.size == 1 or not _spans_cut(self.encoding, self.spec):
-            return self.encoding.encode(weight)
-        # a column with the largest magnitude of the whole row, or tensor, makes the scale that of the whole
-        rows, columns = self.spec.local_shape
-        largest = weight.abs().amax(1, keepdim=True).float()
-        if _has_one_scale(self.encoding):
-            largest = largest.amax().expand(rows, 1).contiguous()
-        all_reduce(largest, self.tp, dist.ReduceOp.MAX)
-        parts = self.encoding.encode(torch.cat((weight, largest.to(weight.dtype)), 1))
-        return {
-            name: part[:, :columns] if tuple(part.shape) == (rows, columns + 1) else part
-            for name, part in parts.items()
-        }
-
-
-def _has_one_scale(encoding: Encoding) -> bool:
-    return any(prod(shape) == 1 for shape, _ in encoding.parts(2, 128).values())
-
-
-def _spans_cut(encoding: Encoding, spec: ShardSpec) -> bool:
-    """Whether a scale covers what lies on several tensor-parallel ranks."""
-    if encoding.block or spec.dim is None:
-        return False
-    return spec.dim == 1 or _has_one_scale(encoding)
+    def _whole(self, here: Tensor) -> Whole:
+        """The whole matrix, from what this rank's cut of it adds to its scales."""
+        dim = self.spec.dim
+        if self.tp.size == 1 or dim is None:
+            return Whole(absmax=here)
+        first = self.spec.pieces[0].global_offset
+        shards = all_gather(here, self.tp).chunk(self.tp.size)
+        # ranks that hold the same rows are neighbours: each of them once
+        copies = self.tp.size * self.spec.local_shape[dim] // self.spec.global_shape[dim]
+        absmax = self.encoding.join(shards[::copies], dim)
+        return Whole(absmax=absmax, first_row=0 if dim else first, first_column=first if dim else 0)
 
 
 class EncodedStorage(nn.Module):
@@ -111,57 +106,65 @@ class EncodedStorage(nn.Module):
         device: of the memory.
 
     Raises:
-        UserError: a cut between ranks goes through columns that share a scale.
+        UserError: a cut between ranks goes through columns that share a scale, or the device's products do not take
+            matrices of these sizes.
     """
 
     def __init__(
-        self, sections: Iterable[tuple[str, ShardSpec]], base: BaseEncoding, *, tp: Axis, device: torch.device
+        self, sections: Sequence[tuple[str, ShardSpec]], base: BaseEncoding, *, tp: Axis, device: torch.device
     ) -> None:
         super().__init__()
-        encoding, places, num_bytes = base.encoding, [], 0
+        encoding = base.encoding
         for name, spec in sections:
             _check_columns(name, spec, encoding, tp)
-            shapes = {}
-            for part, (shape, dtype) in encoding.parts(*spec.local_shape).items():
-                shapes[part] = num_bytes, shape, dtype
-                num_bytes += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-            places.append((name, spec, shapes))
+            require_product_sizes(encoding.name, *spec.local_shape, device, name)
+        rows, columns = sum(spec.local_shape[0] for _, spec in sections), sections[0][1].local_shape[1]
+        places, num_bytes = {}, 0
+        for part, (shape, dtype) in encoding.parts(rows, columns).items():
+            places[part] = num_bytes, shape, dtype
+            num_bytes += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.register_buffer("memory", memory, persistent=False)
-        self._base = base
-        self.entries = tuple(
-            EncodedEntry(
-                name=f"{name}.weight",
-                spec=replace(spec, encoding=encoding.name),
-                parts={part: _view(memory, *place) for part, place in shapes.items()},
-                encoding=encoding,
-                memory=memory,
-                tp=tp,
-            )
-            for name, spec, shapes in places
+        self.entry = ShardEntry(
+            name=f"{sections[0][0]}.encoded",
+            parameter=nn.Parameter(memory, requires_grad=False),
+            spec=ShardSpec(global_shape=(num_bytes,), local_shape=(num_bytes,)),
+            sink=None,
         )
+        """The memory as a parameter like any other, for who moves memory around."""
+        parts = {part: _view(memory, *place) for part, place in places.items()}
+        heights = tuple(spec.local_shape[0] for _, spec in sections)
+        self._scratch = base.scratch
+        self.weight = QuantizedWeight(
+            encoding=encoding, parts=parts, in_features=columns, sections=heights, operands=base.operands
+        )
+        entries, first = [], 0
+        for name, spec in sections:
+            count = spec.local_shape[0]
+            entries.append(
+                EncodedEntry(
+                    name=f"{name}.weight",
+                    spec=replace(spec, encoding=encoding.name),
+                    parts={part: whole[first : first + count] for part, whole in parts.items()},
+                    encoding=encoding,
+                    memory=memory,
+                    tp=tp,
+                )
+            )
+            first += count
+        self.entries = tuple(entries)
 
-    def weight(self, in_features: int, dtype: torch.dtype, extra: int) -> EncodedWeight:
+    def operand(self, dtype: torch.dtype, extra: int) -> EncodedWeight:
         """What products read.
 
         Args:
-            in_features: I.
             dtype: of the decoded numbers.
             extra: E, the columns of folded adapters.
         """
-        rows, first = [], 0
-        for entry in self.entries:
-            count = entry.spec.local_shape[0]
-            rows.append(EncodedRows(first=first, count=count, parts=entry.parts))
-            first += count
-        self._base.scratch.announce((first, in_features + extra), dtype)
-        return EncodedWeight(
-            encoding=self._base.encoding,
-            sections=tuple(rows),
-            in_features=in_features,
-            dtype=dtype,
-            scratch=self._base.scratch,
-        )
+        weight = self.weight
+        if weight.is_decoded:
+            self._scratch.announce((weight.out_features, weight.in_features + extra), dtype)
+        return EncodedWeight(weight=weight, dtype=dtype, scratch=self._scratch)
 
 
 def _view(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -183,6 +186,13 @@ def encoded_entries(module: nn.Module) -> Iterator[EncodedEntry]:
     for child in module.modules():
         if isinstance(child, EncodedStorage):
             yield from child.entries
+
+
+def encoded_memories(module: nn.Module) -> Iterator[ShardEntry]:
+    """The memory of every linear's encoded weights, in forward order."""
+    for child in module.modules():
+        if isinstance(child, EncodedStorage):
+            yield child.entry
 
 
 def fill_encoded(

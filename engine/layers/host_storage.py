@@ -56,6 +56,10 @@ class HostStorage:
         """Gives the storage memory, whose numbers are still to come."""
         self._storage.resize_(self.num_bytes)
 
+    def keep(self) -> None:
+        """Takes the frozen numbers from the whole, which is here."""
+        self.host.copy_(self.whole)
+
     def free(self) -> None:
         self._storage.resize_(0)
 

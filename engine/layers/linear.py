@@ -86,19 +86,19 @@ class _ParallelLinear(ShardedModule):
         self._leaves: list[Tensor] = []
         rows = sum(section.rows for section in sections)
         rank = sum(slot.settings.rank for slot in slots)
-        encodes = layout.base is not None and shared is None and not any(plan.trains(one.name) for one in sections)
+        self.encoded = None
+        if layout.base is not None and shared is None and not any(plan.trains(section.name) for section in sections):
+            weights = [(section.name, section.spec) for section in sections]
+            self.encoded = EncodedStorage(weights, layout.base, tp=layout.tp, device=device)
+            may_fold = may_fold and self.encoded.weight.is_decoded
         may_fold = may_fold and layout.fold and layout.kernels.folds(self.in_features, rows)
         folded = bool(slots) and may_fold and shared is None
         extra = -(-rank // FOLD_MULTIPLE) * FOLD_MULTIPLE if folded else 0
-        self.encoded = None
-        if shared is not None:
-            self._share(shared, rows)
-        elif layout.base is not None and encodes:
-            weights = [(section.name, section.spec) for section in sections]
-            self.encoded = EncodedStorage(weights, layout.base, tp=layout.tp, device=device)
-            self.storage = empty((rows, self.in_features + extra), dtype, torch.device("meta"))
+        if shared is None:
+            memory = device if self.encoded is None else torch.device("meta")
+            self.storage = empty((rows, self.in_features + extra), dtype, memory)
         else:
-            self.storage = empty((rows, self.in_features + extra), dtype, device)
+            self._share(shared, rows)
         self.bias_storage = empty((rows,), dtype, device) if bias else None
         first = 0
         for section in sections:
@@ -117,7 +117,7 @@ class _ParallelLinear(ShardedModule):
             sequence_parallel=layout.sequence_parallel,
             joint=joint,
             kernels=layout.kernels,
-            encoded=self.encoded.weight(self.in_features, dtype, extra) if self.encoded is not None else None,
+            encoded=self.encoded.operand(dtype, extra) if self.encoded is not None else None,
         )
 
     def weight_view(self) -> Tensor:

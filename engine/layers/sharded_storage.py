@@ -15,7 +15,8 @@ where each rank has all weights, lets them arrive at the stops of the next forwa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from engine.distributed.collectives import Handle, all_gather_async
 from engine.distributed.mesh import Axis
 from engine.distributed.parts import part_shards
 from engine.distributed.sharding import NamedShard, ShardSpec
+from engine.layers.encoded_storage import encoded_memories
 from engine.layers.host_storage import Fetch, HostStorage, is_kept_in_host_memory
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.offload import HostMemory
@@ -65,6 +67,10 @@ class SpreadStorage:
     def make(self) -> None:
         """Gives the storage memory, whose numbers are still to come."""
         self._storage.resize_(self.num_bytes)
+
+    def keep(self) -> None:
+        """Takes this rank's part from the whole, which is here."""
+        self.part.copy_(self.whole[self._axis.rank * self.length : (self._axis.rank + 1) * self.length])
 
     def free(self) -> None:
         self._storage.resize_(0)
@@ -184,7 +190,7 @@ class SpreadWeights:
         again: bool,
         is_end: bool = False,
     ) -> Stop:
-        """Puts the storages of a module's parameters where they wait, and makes a stop of it.
+        """Puts the storages of a module's parameters, encoded ones too, where they wait, and makes a stop of it.
 
         Args:
             module: its weights lie in storages of their own.
@@ -194,7 +200,7 @@ class SpreadWeights:
             again: whether its backward reads weights that are not always there.
             is_end: whether the model ends with it.
         """
-        entries = (*also, *shard_entries(module))
+        entries = (*also, *shard_entries(module), *encoded_memories(module))
         stop = Stop(
             route=self._route,
             keys=frozenset(_key(entry.parameter) for entry in (*entries, *whole)),
@@ -217,19 +223,22 @@ class SpreadWeights:
                 known[id(self._memory[key])] = self._memory[key]
             else:
                 new.setdefault(key, []).append(entry)
-        made: _Gather | Fetch | None = None
+        made: list[tuple[Iterable[int], _Gather | Fetch]] = []
         if self.is_spread:
             storages = {key: SpreadStorage(held[0].parameter.data, self.axis) for key, held in new.items()}
             self._storages.update(storages)
-            made = _Gather(list(storages.values()), self.axis) if storages else None
+            for dtype in {one.whole.dtype: None for one in storages.values()}:
+                alike = {key: one for key, one in storages.items() if one.whole.dtype == dtype}
+                made.append((alike, _Gather(list(alike.values()), self.axis)))
         elif self._host is not None:
             new = {key: held for key, held in new.items() if is_kept_in_host_memory(held)}
             away = {key: HostStorage(held, self._host) for key, held in new.items()}
             self._away.update(away)
-            made = Fetch(list(away.values()), self._host) if away else None
-        if made is not None:
-            self._memory.update(dict.fromkeys(new, made))
-            known[-1] = made
+            if away:
+                made.append((away, Fetch(list(away.values()), self._host)))
+        for keys, memory in made:
+            self._memory.update(dict.fromkeys(keys, memory))
+            known[id(memory)] = memory
         return list(known.values())
 
     def attach(self, parameters: Iterable[Tensor], coming: Coming) -> None:
@@ -272,6 +281,17 @@ class SpreadWeights:
         if storage is None:
             return [entry.shard]
         return storage.shards(entry.name, view, entry.spec, *storage.run(view, self.axis.rank))
+
+    @contextmanager
+    def filling(self, view: Tensor) -> Iterator[None]:
+        """Memory for the whole storage of a frozen `view`, to be written within; what waits is kept from it then."""
+        storage = self._storages.get(_key(view)) or self._away.get(_key(view))
+        if storage is not None:
+            storage.make()
+        yield
+        if storage is not None:
+            storage.keep()
+            storage.free()
 
     def drop(self) -> None:
         """Gives up all memory but this rank's parts; to be called before these change."""

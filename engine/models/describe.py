@@ -11,14 +11,20 @@ from engine.layers.module import shard_entries
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
+from engine.ops.encoded_weight import BaseEncoding
 
 
 def meta_model(
-    config: DecoderConfig, *, tensor_rank: int = 0, tensor_size: int = 1, plan: TrainingPlan | None = None
+    config: DecoderConfig,
+    *,
+    tensor_rank: int = 0,
+    tensor_size: int = 1,
+    plan: TrainingPlan | None = None,
+    base: BaseEncoding | None = None,
 ) -> Decoder:
     """The model of one tensor-parallel rank on the meta device: shapes, names and specs, no memory."""
     mesh = shape_mesh(RankGrid(tp=tensor_size), tensor_rank, config.num_kv_heads)
-    layout = TensorLayout(tp=mesh.tp, kv_replica=mesh.kv_replica)
+    layout = TensorLayout(tp=mesh.tp, kv_replica=mesh.kv_replica, base=base)
     return Decoder(config, layout=layout, plan=plan or TrainingPlan(), device=torch.device("meta"), dtype=torch.float32)
 
 

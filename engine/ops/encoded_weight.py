@@ -2,34 +2,27 @@
 
 The numbers are decoded into memory that all matrices of a device share, once for the forward product and once more for
 the input's gradient. Folded adapters' B are copied beside them there, so that base and adapters stay one product. An
-encoding that computes with its codes (FP8) has products of its own and decodes nothing; its adapters are not folded,
+encoding that computes with its codes (FP8, see quantized_products) needs no such memory; its adapters are not folded,
 for the product would round B and H as it rounds its operands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.ops.low_rank import LowRank
-
-
-class Encoding(Protocol):
-    """How parts mean numbers."""
-
-    name: str
-    block: int
-
-    def parts(self, rows: int, columns: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]: ...
-
-    def encode(self, weight: Tensor) -> Mapping[str, Tensor]: ...
-
-    def decode(self, parts: Mapping[str, Tensor], out: Tensor) -> None: ...
+from engine.ops.quantized_products import (
+    REFERENCE_OPERANDS,
+    OperandKernels,
+    QuantizedWeight,
+    input_gradient,
+    product,
+)
+from engine.quantization.encoding import Encoding
 
 
 @dataclass(slots=True)
@@ -54,61 +47,52 @@ class Scratch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseEncoding:
-    """How a model's frozen weights are stored, and where they are decoded to."""
+    """How a model's frozen weights are stored, where they are decoded to, and how FP8 operands are made."""
 
     encoding: Encoding
     scratch: Scratch = field(default_factory=Scratch)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodedRows:
-    """The parts of the output rows [first, first + count)."""
-
-    first: int
-    count: int
-    parts: Mapping[str, Tensor]
+    operands: OperandKernels = REFERENCE_OPERANDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedWeight:
-    """[O, I] in sections of rows, each encoded by itself.
+    """The base weight of a linear, [O, I].
 
     Args:
-        encoding: how the parts mean numbers.
-        sections: together all rows, in order.
-        in_features: I.
+        weight: as it is stored.
         dtype: of the decoded numbers, and of what they are multiplied with.
         scratch: where they are decoded to.
     """
 
-    encoding: Encoding
-    sections: tuple[EncodedRows, ...]
-    in_features: int
+    weight: QuantizedWeight
     dtype: torch.dtype
     scratch: Scratch
 
     @property
-    def num_rows(self) -> int:
-        return sum(section.count for section in self.sections)
-
-    @property
     def device(self) -> torch.device:
-        return next(iter(self.sections[0].parts.values())).device
+        return next(iter(self.weight.parts.values())).device
 
-    def decode(self, low_rank: LowRank | None, num_columns: int) -> Tensor:
-        """[W | B] as `LinearOperands.extended_OE` describes it, in the scratch; W alone with `num_columns` I.
+    def product(self, x: Tensor, low_rank: LowRank | None) -> Tensor:
+        """[T, O]: x W^T, or [x | H] [W | B]^T for an x [T, I + E].
 
         Args:
-            low_rank: the adapters whose B are written beside W, where there are columns for them.
-            num_columns: I + E.
+            low_rank: the adapters whose B stand beside W, where there are columns for them.
         """
-        out = self.scratch.take((self.num_rows, num_columns), self.dtype, self.device)
-        for section in self.sections:
-            rows = out.narrow(0, section.first, section.count)
-            self.encoding.decode(section.parts, rows[:, : self.in_features])
-        if num_columns > self.in_features:
+        return product(x, self.weight, self._memory(low_rank, x.shape[1]))
+
+    def input_gradient(self, dy_TO: Tensor, low_rank: LowRank | None, num_columns: int) -> Tensor:
+        """[T, num_columns]: dY W, or dY [W | B] for num_columns I + E."""
+        return input_gradient(dy_TO, self.weight, self._memory(low_rank, num_columns))
+
+    def _memory(self, low_rank: LowRank | None, num_columns: int) -> Tensor | None:
+        """[O, num_columns] with B in its place, and W still to be decoded; None where products need no numbers."""
+        weight = self.weight
+        if not weight.is_decoded:
+            return None
+        out = self.scratch.take((weight.out_features, num_columns), self.dtype, self.device)
+        if num_columns > weight.in_features:
             assert low_rank is not None
-            beside = out[:, self.in_features :]
+            beside = out[:, weight.in_features :]
             beside.zero_()  # another matrix was here before
             for factor in low_rank.factors:
                 rows = beside.narrow(0, factor.first_column, factor.num_columns)

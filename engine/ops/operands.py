@@ -67,19 +67,22 @@ class LinearOperands:
     def trains_weight(self) -> bool:
         return any(sink.weight is not None for sink in self.sinks)
 
-    def _matrix(self) -> Tensor:
-        """What products multiply with: [W | B] where folded, else W."""
-        if self.encoded is not None:
-            return self.encoded.decode(self.low_rank, self.extended_OE.shape[1] if self.folded else self.in_features)
-        return self.extended_OE if self.folded else self.weight_OI
+    @property
+    def _num_columns(self) -> int:
+        """Of what products multiply with: [W | B] where folded, else W."""
+        return self.extended_OE.shape[1] if self.folded else self.in_features
 
     def product(self, x: Tensor) -> Tensor:
         """[T, O]: [x | H] [W | B]^T where folded, else x W^T."""
-        return x @ self._matrix().t()
+        if self.encoded is not None:
+            return self.encoded.product(x, self.low_rank)
+        return x @ self.extended_OE[:, : self._num_columns].t()
 
     def input_gradient(self, dy_TO: Tensor) -> Tensor:
         """[dX_base | dH / s | padding] where folded, else dX_base."""
-        return dy_TO @ self._matrix()
+        if self.encoded is not None:
+            return self.encoded.input_gradient(dy_TO, self.low_rank, self._num_columns)
+        return dy_TO @ self.extended_OE[:, : self._num_columns]
 
     def projection_alone(self, dy_TO: Tensor) -> Tensor:
         """As `input_gradient` where folded, with zeros for dX_base."""

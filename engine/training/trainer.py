@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from math import ceil, isfinite
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -28,13 +28,11 @@ from engine.training.build import Training, build_training
 from engine.training.cuda_graph.static_batch import most_in_a_row
 from engine.training.data import RunData, build_data
 from engine.training.evaluate import evaluate
+from engine.training.guards.guards import StepSeen, build_guards
 from engine.training.source import check_model, model_source
 from engine.training.state import load_state, save_state
 from engine.training.step import StepResult
 from engine.training.summary import RunSummary, announce
-
-MAX_SKIPPED_IN_A_ROW = 10
-"""Steps with a non-finite gradient after which a run stops."""
 
 
 @dataclass(slots=True)
@@ -73,7 +71,7 @@ class Trainer:
         self._metrics = self._open_metrics()
         self._progress = TrainProgress(log, self._total, self.step)
         self._pending: _Record | None = None
-        self._skipped_in_a_row = 0
+        self._guards = build_guards(config, self._training, launch, say=self._progress.info)
         self._tokens, self._report_tokens = 0, 0
         self._paused, self._report_clock = 0.0, 0.0
         self._losses: list[float] = []
@@ -89,6 +87,7 @@ class Trainer:
             self._evaluate()
         begin = self._report_clock = self._now()
         saved = None
+        self._guards.begin(self.step, self._consumed)
         take_step = self._training.step if self._training.graphs is None else self._training.graphs
         for batches in loader.stream(self._consumed, self._total - self.step):
             lr = self._learning_rate()
@@ -100,12 +99,14 @@ class Trainer:
                 if (report := part.saved.take_report()) is not None:  # in the first step, if ever
                     self._progress.info(f"step {self.step}: {report.line()}")
             self._consumed += loader.global_batch_size
+            self._guards.after(StepSeen(self.step, batches, targets, lr, self._consumed, result))
             self._report(_Record(self.step, result, lr, tokens, self._now()))
             if config.train.eval_every and self.step % config.train.eval_every == 0 and self.step < self._total:
                 self._evaluate()
             if config.checkpoint.every and self.step % config.checkpoint.every == 0:
                 saved = self._save()
         self._report(None)
+        self._guards.finish(self.step, self._consumed)
         seconds = self._now() - begin
         if self.step > started_at:
             self._evaluate()
@@ -167,20 +168,7 @@ class Trainer:
         self._report_clock, self._report_tokens = ready.finished, 0
         self._metrics.train(**figures)
         self._progress.update(**figures)
-        self._watch(ready.step, loss, norm)
-
-    def _watch(self, step: int, loss: float, norm: float) -> None:
-        """A non-finite gradient was skipped by the optimizer; say so, and stop when it does not pass."""
-        if isfinite(norm) and isfinite(loss):
-            self._skipped_in_a_row = 0
-            return
-        self._skipped_in_a_row += 1
-        self._progress.info(f"step {step}: loss {loss}, gradient norm {norm}: not finite, the update was skipped")
-        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise UserError(
-                f"the last {MAX_SKIPPED_IN_A_ROW} reported steps up to step {step} had a non-finite loss or gradient "
-                "and were skipped: lower optim.lr, set optim.clip_grad_norm, or look at the data around this step."
-            )
+        self._guards.read(ready.step, loss, norm)
 
     def _evaluate(self) -> None:
         if self._data.validation is None:

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.config.guards import GuardOptions
+from engine.config.run import RunConfig
+from engine.distributed.launch import Launch
 from engine.distributed.mesh import Axis, Mesh
 from engine.errors import UserError
 from engine.optim.adamw import FlatAdamW
+from engine.training.build import Training
 from engine.training.guards import liveness, replicas
 from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.liveness import LivenessGuard
@@ -39,7 +42,7 @@ KEPT_BATCHES = 16
 """Unread steps whose micro-batches are kept for that."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepSeen:
     """A step that was handed to the device.
 
@@ -317,3 +320,21 @@ class Guards:
                     "or set guards.liveness_policy to warn."
                 )
             self._say(f"warning: {text}")
+
+
+def build_guards(config: RunConfig, training: Training, launch: Launch, *, say: Callable[[str], None]) -> Guards:
+    """The guards of a run whose weights and state are loaded.
+
+    Args:
+        say: prints a line on the rank that prints.
+    """
+    return Guards(
+        config.guards,
+        training.step,
+        training.optimizer,
+        training.mesh,
+        Axis("world", launch.world_size, launch.rank),
+        beta1=config.optim.betas[0],
+        seed=config.train.seed,
+        say=say,
+    )

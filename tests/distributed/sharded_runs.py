@@ -41,6 +41,8 @@ SEQ_LENGTH = 24
 CLIP = 0.3
 
 SMALL = small_config(num_layers=2)
+WIDE = small_config(num_layers=3, hidden=96, intermediate=160, vocab_size=259)
+"""So wide that padding is less than a hundredth of what a rank holds."""
 CASES = {
     "adapters": Case(config=SMALL, adapters=EVERY_LINEAR),
     "everything": Case(config=replace(SMALL, qkv_bias=True, qk_norm=True), trained=".*"),
@@ -51,6 +53,8 @@ CASES = {
     "deep, layers": Case(config=small_config(num_layers=4), adapters=r"layers\..*_proj"),
     "deep, everything": Case(config=small_config(num_layers=4), trained=".*"),
     "deep, tied": Case(config=small_config(num_layers=4, tied_embeddings=True), trained=".*"),
+    "wide, everything": Case(config=WIDE, trained=".*"),
+    "wide, adapters": Case(config=WIDE, adapters=EVERY_LINEAR),
 }
 
 
@@ -100,6 +104,7 @@ class Run:
         backend: OptimizerBackend = TORCH,
         offload_weights: bool = False,
         offload_optimizer: bool = False,
+        bucket_elements: int = BUCKET_ELEMENTS,
         clip: float = CLIP,
         eps: float = 1e-8,
     ) -> None:
@@ -134,7 +139,7 @@ class Run:
             gives_gradient = number > 0
             stages[number] = ModelStage(model, LanguageModeling(), CPU, gives_gradient=gives_gradient, step=step)
         self.stages = Stages(stages, mesh.pp, choice)
-        sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=BUCKET_ELEMENTS, weights=self.kept)
+        sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=bucket_elements, weights=self.kept)
         self.entries = self.stages.entries()
         self.flat = FlatParameters(self.entries, CPU, sharding=sharding, host=host if offload_optimizer else None)
         _fill([shard for entry in self.entries if entry.sink is None for shard in self.kept.parts(entry)])
@@ -144,7 +149,7 @@ class Run:
             self.flat, mesh, betas=(0.9, 0.99), eps=eps, weight_decay=0.01, clip_grad_norm=clip, backend=backend,
             piece_elements=PIECE_ELEMENTS,
         )  # fmt: skip
-        self.reducer = GradientReducer(self.flat, mesh, bucket_bytes=4 * BUCKET_ELEMENTS)
+        self.reducer = GradientReducer(self.flat, mesh, bucket_bytes=4 * bucket_elements)
         self.step = TrainStep(self.stages, self.reducer, self.optimizer, mesh)
 
     def batches(self, step: int) -> tuple[list[Batch], float]:

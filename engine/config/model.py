@@ -8,6 +8,7 @@ from typing import Literal
 from engine.config.checks import require, require_choice
 
 DType = Literal["float32", "bfloat16", "float16"]
+BaseDType = Literal["nf4", "int8", "fp8", "fp8_row"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +19,11 @@ class ModelOptions:
         path: Folder of the model, either a Hugging Face checkpoint or a partitioned one made by tools/convert.py.
         dtype: Arithmetic of the forward and backward pass; masters, gradients and optimizer state are always float32.
             float16 is refused for now because it needs loss scaling.
+        base_dtype: How linear weights of the layers that do not train are stored; null for model.dtype. "nf4" is 4 bits
+            a weight with one scale for 64, as QLoRA has it (arXiv 2305.14314); "int8" is 8 bits with one scale a row;
+            "fp8" is e4m3 with one scale a matrix and "fp8_row" with one a row, and both also round what the weights
+            are multiplied with to 8 bits. Weights are encoded while they are read. Embedding, head, norms and whatever
+            trains stay in model.dtype; an export has the base as it was read.
         kernels: Arithmetic behind the layers. "auto" takes the fastest that can run here and says which. "reference" is
             plain torch. "native" are the compiled CPU kernels, in float32. "triton" are the GPU kernels, on a CPU only
             for tests: in float32 with TRITON_INTERPRET=1 set. "apex" is "auto" with the norms of NVIDIA apex, on a GPU.
@@ -27,12 +33,15 @@ class ModelOptions:
 
     path: str
     dtype: DType = "float32"
+    base_dtype: BaseDType | None = None
     init: Literal["checkpoint", "random"] = "checkpoint"
     kernels: Literal["auto", "reference", "native", "triton", "apex"] = "auto"
 
     def __post_init__(self) -> None:
         require(bool(self.path), "model.path is empty, but the folder of a model is expected: set model.path.")
         require_choice("model.dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        if self.base_dtype is not None:
+            require_choice("model.base_dtype", self.base_dtype, ("nf4", "int8", "fp8", "fp8_row"))
         require_choice("model.init", self.init, ("checkpoint", "random"))
         require_choice("model.kernels", self.kernels, ("auto", "reference", "native", "triton", "apex"))
         require(

@@ -21,7 +21,8 @@ from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
 from engine.models.plain_torch import plain_torch_parts
-from engine.objectives.language_modeling import LanguageModeling
+from engine.objectives.build import build_objective
+from engine.objectives.objective import Objective
 from engine.ops.attention_blocks import REFERENCE_BLOCKS, choose_attention_blocks
 from engine.ops.backends import choose_kernels
 from engine.ops.varlen_attention import choose_attention
@@ -31,6 +32,7 @@ from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.optim.sharding import Sharding
 from engine.telemetry.log import Log
+from engine.training.base_encoding import base_encoding, fill_base
 from engine.training.cuda_graph.build import Graphs, build_graphs, check_graphs, graphs_sentence
 from engine.training.partition import Partition, plan_partition
 from engine.training.source import ModelSource
@@ -55,6 +57,7 @@ class Training:
     """The model, or under pipeline parallelism this rank's parts of it."""
     optimizer: FlatAdamW
     stages: Stages
+    objective: Objective
     step: TrainStep
     graphs: Graphs | None = None
     """What the loop calls in place of `step`, where graphs are asked for."""
@@ -95,10 +98,12 @@ def build_training(
     layout = _layout(config, launch, mesh, partition, decoder, log)
     log.info(choice)
     weights = SpreadWeights(mesh.dp_cp if config.parallel.shard == "parameters" else Axis("dp_cp"))
-    stages = _build_stages(config, launch, decoder, plan, partition, layout, mesh, weights)
+    objective = build_objective(config.objective, cp=mesh.cp)
+    stages = _build_stages(config, launch, decoder, plan, partition, layout, mesh, weights, objective)
     entries = stages.entries()
     flat = FlatParameters(entries, launch.device, sharding=_sharding(config, mesh, weights, log))
     fill_parameters(config, source, plan, entries, flat, weights, log)
+    fill_base(config, source.model, source.weights, stages.models(), weights, log)
     optimizer = FlatAdamW(
         flat,
         mesh,
@@ -129,6 +134,7 @@ def build_training(
         parts=stages.models(),
         optimizer=optimizer,
         stages=stages,
+        objective=objective,
         step=step,
         graphs=graphs,
     )
@@ -159,7 +165,7 @@ def _layout(
     kernels, choice = choose_kernels(config.model.kernels, device=launch.device, dtype=dtype)
     log.info(choice)
     attention = choose_attention(
-        kernels, device=launch.device, dtype=dtype, head_dim=decoder.head_dim, packed=config.data.packing
+        kernels, device=launch.device, dtype=dtype, head_dim=decoder.head_dim, packed=config.data.packing or config.objective.compares_answers
     )
     check_graphs(config, launch.device, attention, decoder)
     log.info(attention.sentence)
@@ -181,12 +187,13 @@ def _layout(
         cp=mesh.cp,
         context_method=config.parallel.context_method,
         attention_blocks=blocks,
+        base=base_encoding(config),
     )
 
 
 def _build_stages(
     config: RunConfig, launch: Launch, decoder: DecoderConfig, plan: TrainingPlan, partition: Partition,
-    layout: TensorLayout, mesh: Mesh, weights: SpreadWeights,
+    layout: TensorLayout, mesh: Mesh, weights: SpreadWeights, objective: Objective,
 ) -> Stages:  # fmt: skip
     """This rank's parts of the model, still empty, as stages."""
     first_trained = partition.choice.first_trainable_stage
@@ -208,7 +215,7 @@ def _build_stages(
             embedding_weight = model.embedding.weight
         stages[number] = ModelStage(
             model,
-            LanguageModeling(),
+            objective,
             launch.device,
             trains=number >= first_trained,
             gives_gradient=number > first_trained,

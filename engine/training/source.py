@@ -9,6 +9,7 @@ from engine.config.run import RunConfig
 from engine.layers.plan import TrainingPlan
 from engine.models.describe import meta_model
 from engine.ops.ulysses_attention import check_context_heads
+from engine.training.base_encoding import check_base
 from engine.training.partition import plan_partition
 from engine.training.plan import training_plan
 
@@ -46,11 +47,12 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> T
     """What each module of the model does, once it is known that the model fits the layout.
 
     Raises:
-        UserError: a pattern that matches nothing, sizes that do not divide over the ranks, or layers that cannot be
-            split into the stages asked for.
+        UserError: a pattern that matches nothing, sizes that do not divide over the ranks, layers that cannot be
+            split into the stages asked for, or a base_dtype that has nothing to encode or does not fit the ranks.
     """
     plan = training_plan(config, model.decoder, model.names)
     meta_model(model.decoder, tensor_size=config.parallel.tensor, plan=plan)
+    check_base(config, model.decoder, plan)
     plan_partition(config, model, plan, world_size)
     parallel, decoder = config.parallel, model.decoder
     if parallel.context > 1 and parallel.context_method == "ulysses":

@@ -1,0 +1,103 @@
+"""A frozen base in fewer bytes: what is encoded in a run, whether it can be, and what fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.loading import load_encoded
+from engine.checkpoint.source import ModelFolder, WeightSource
+from engine.config.run import RunConfig
+from engine.distributed.sharding import NamedShard
+from engine.errors import UserError
+from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded
+from engine.layers.plan import TrainingPlan
+from engine.layers.sharded_storage import SpreadWeights
+from engine.models.config import DecoderConfig
+from engine.models.decoder import Decoder
+from engine.models.describe import meta_model
+from engine.models.initialise import initialise_weights
+from engine.ops.encoded_weight import BaseEncoding
+from engine.quantization.encoding import encoding
+from engine.telemetry.format import format_bytes
+from engine.telemetry.log import Log
+from engine.telemetry.progress import Progress
+
+
+def base_encoding(config: RunConfig) -> BaseEncoding | None:
+    """How `model.base_dtype` stores weights that do not train; None where they keep model.dtype."""
+    name = config.model.base_dtype
+    return None if name is None else BaseEncoding(encoding=encoding(name))
+
+
+def check_base(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan) -> None:
+    """Whether `model.base_dtype` can do what is asked of it in this model.
+
+    Raises:
+        UserError: every linear of the layers trains, or ranks would cut through numbers that share a scale.
+    """
+    base = base_encoding(config)
+    if base is None:
+        return
+    model = meta_model(decoder, tensor_size=config.parallel.tensor, plan=plan, base=base)
+    if not any(True for _ in encoded_entries(model)):
+        raise UserError(
+            f"model.base_dtype is {config.model.base_dtype} and trainable is {list(config.trainable)}, which trains "
+            "every linear of the layers, so that nothing frozen is left to encode: set model.base_dtype to null, or "
+            "train less."
+        )
+
+
+def fill_base(
+    config: RunConfig,
+    model: ModelFolder,
+    source: WeightSource | None,
+    parts: Iterable[Decoder],
+    weights: SpreadWeights,
+    log: Log,
+) -> None:
+    """Encodes the frozen weights of this rank's parts of the model as they are read (or drawn), one at a time.
+
+    Collective over the tensor-parallel ranks.
+
+    Args:
+        config: of the run.
+        model, source: what they are; None as source draws them.
+        parts: of the model on this rank.
+        weights: where encoded weights are while nobody computes with them.
+        log: says how many bytes they take.
+
+    Raises:
+        UserError: a weight is absent, damaged or not finite.
+    """
+    entries = [entry for part in parts for entry in encoded_entries(part)]
+    if not entries:
+        return
+    if source is None:
+        std = float(model.hf_config.get("initializer_range", 0.02))
+
+        def draw(entry: EncodedEntry) -> Tensor:
+            weight = torch.empty(entry.spec.local_shape, dtype=torch.float32, device=entry.memory.device)
+            initialise_weights([NamedShard(entry.name, weight, entry.spec)], config.train.seed, std)
+            return weight
+
+        fill_encoded(entries, draw, holding=weights.filling)
+    else:
+        total = sum(prod(entry.spec.local_shape) * source.dtype(entry.name).itemsize for entry in entries)
+        with Progress(log, f"encoding weights as {config.model.base_dtype}", total, "bytes") as progress:
+            load_encoded(entries, source, holding=weights.filling, progress=progress.advance)
+    log.info(_sentence(config, entries))
+
+
+def _sentence(config: RunConfig, entries: list[EncodedEntry]) -> str:
+    numbers = sum(prod(entry.spec.local_shape) for entry in entries)
+    encoded = sum(entry.num_bytes for entry in entries)
+    plain = numbers * (4 if config.model.dtype == "float32" else 2)
+    return (
+        f"frozen base: {len(entries)} weights of the layers in {config.model.base_dtype}, {format_bytes(encoded)} on "
+        f"this rank ({8 * encoded / numbers:.2f} bits a number) instead of {format_bytes(plain)}; the rest in "
+        f"{config.model.dtype}"
+    )

@@ -1,10 +1,14 @@
-"""Converts checkpoints: import a Hugging Face model, export a model or an adapter, look into either.
+"""Converts checkpoints: import a Hugging Face model, export a model or an adapter, merge, reshard, look into either.
 
 python tools/convert.py import --source HF_DIR --out CKPT_DIR --tensor 2
+python tools/convert.py reshard --source CKPT_DIR --out OTHER_DIR --tensor 4
 python tools/convert.py export --source RUN_DIR --out ADAPTER_DIR --format peft
 python tools/convert.py export --source RUN_DIR --out HF_DIR --format hf --merge
 python tools/convert.py export --source CKPT_DIR --out HF_DIR --format hf
+python tools/convert.py merge --base HF_DIR --adapter ADAPTER_DIR --out MERGED_DIR
 python tools/convert.py inspect DIR
+
+A conversion that was killed goes on where it stopped when the same command is given again.
 """
 
 from __future__ import annotations
@@ -24,21 +28,28 @@ def build_parser() -> argparse.ArgumentParser:
 
     importing = commands.add_parser("import", help="partition a Hugging Face model for tensor parallelism")
     importing.add_argument("--source", required=True, type=Path, help="Hugging Face folder, or a partitioned base")
-    importing.add_argument("--out", required=True, type=Path, help="folder to make")
     importing.add_argument("--tensor", type=int, default=1, help="number of partitions (default 1)")
-    importing.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
+    _add_common(importing)
+
+    resharding = commands.add_parser("reshard", help="write a partitioned base again for another number of ranks")
+    resharding.add_argument("--source", required=True, type=Path, help="a partitioned base")
+    resharding.add_argument("--tensor", required=True, type=int, help="number of partitions")
+    _add_common(resharding)
 
     exporting = commands.add_parser("export", help="give back a PEFT adapter or a Hugging Face model")
     exporting.add_argument("--source", required=True, type=Path, help="folder of a run, of a checkpoint, or of a base")
-    exporting.add_argument("--out", required=True, type=Path, help="folder to make")
     exporting.add_argument("--format", required=True, choices=("peft", "hf"), help="an adapter, or a whole model")
     exporting.add_argument("--merge", action="store_true", help="with hf: put trained adapters into the weights")
     exporting.add_argument("--base", type=Path, help="the base of a run, where it has moved")
     exporting.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest)")
-    exporting.add_argument(
-        "--max-shard-gb", type=float, default=5.0, help="with hf: largest weight file, in GB (default 5)"
-    )
-    exporting.add_argument("--overwrite", action="store_true", help="replace an existing model or adapter")
+    _add_model_options(exporting)
+    _add_common(exporting)
+
+    merging = commands.add_parser("merge", help="put a PEFT adapter into the weights of its base")
+    merging.add_argument("--base", required=True, type=Path, help="Hugging Face folder, or a partitioned base")
+    merging.add_argument("--adapter", required=True, type=Path, help="folder of a PEFT LoRA adapter")
+    _add_model_options(merging)
+    _add_common(merging)
 
     inspecting = commands.add_parser("inspect", help="say what a folder holds")
     inspecting.add_argument("folder", type=Path, help="a run, a checkpoint, or a model")
@@ -47,26 +58,55 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, type=Path, help="folder to make")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing model, adapter or checkpoint")
+    parser.add_argument("--verify", action="store_true", help="read everything back from the disk and compare")
+    parser.add_argument("--threads", type=int, help="that read and write (default: one a processor, at most 8)")
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest weight file, in GB (default 5)")
+    parser.add_argument(
+        "--fused",
+        choices=("keep", "split", "qkv", "all"),
+        default="keep",
+        help="query, key and value, and gate and up: as the base has them (default), apart, query-key-value as one "
+        "qkv_proj, or both fused",
+    )
+
+
 def main() -> None:
     arguments = build_parser().parse_args()
     # Imported after the command line is known to be sound: torch takes seconds to load.
     from engine.checkpoint import commands
 
+    if arguments.command == "inspect":
+        commands.run_inspect(arguments.folder, step=arguments.step, verify=arguments.verify)
+        return
+    out, given = arguments.out, vars(arguments)
+    model = {}
+    if "fused" in given:
+        model = {"max_shard_bytes": int(arguments.max_shard_gb * 1e9), "fusing": arguments.fused}
+    options = commands.Options(
+        overwrite=arguments.overwrite, verify=arguments.verify, threads=arguments.threads, **model
+    )
     if arguments.command == "import":
-        commands.run_import(arguments.source, arguments.out, tensor=arguments.tensor, overwrite=arguments.overwrite)
-    elif arguments.command == "export":
+        commands.run_import(arguments.source, out, tensor=arguments.tensor, options=options)
+    elif arguments.command == "reshard":
+        commands.run_reshard(arguments.source, out, tensor=arguments.tensor, options=options)
+    elif arguments.command == "merge":
+        commands.run_merge(arguments.base, arguments.adapter, out, options=options)
+    else:
         commands.run_export(
             arguments.source,
-            arguments.out,
+            out,
             form=arguments.format,
             merge=arguments.merge,
             base=arguments.base,
             step=arguments.step,
-            max_shard_bytes=int(arguments.max_shard_gb * 1e9),
-            overwrite=arguments.overwrite,
+            options=options,
         )
-    else:
-        commands.run_inspect(arguments.folder, step=arguments.step, verify=arguments.verify)
 
 
 if __name__ == "__main__":

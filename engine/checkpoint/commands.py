@@ -7,9 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from engine.checkpoint.convert import ConversionReport, export_hf, import_checkpoint
+from engine.checkpoint.convert import (
+    DEFAULT_SHARD_BYTES,
+    ConversionReport,
+    Fusing,
+    Work,
+    export_hf,
+    import_checkpoint,
+)
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.merge import MergedSource, adapted_modules, fully_trained
+from engine.checkpoint.merging import summary
+from engine.checkpoint.peft_read import AdapterSource
 from engine.checkpoint.peft_write import export_peft
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reader import TensorReader
@@ -41,15 +50,55 @@ class TrainedModel:
         return float(lora["alpha"]) / (lora["rank"] ** 0.5 if lora["rslora"] else lora["rank"])
 
 
-def run_import(source: Path, out: Path, *, tensor: int, overwrite: bool) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What every conversion can be asked.
+
+    Args:
+        overwrite: replace an existing model or adapter.
+        verify: read what was written back from the disk and compare.
+        threads: that read and write; None for one a processor.
+        max_shard_bytes: of a Hugging Face weight file.
+        fusing: see `export_hf`.
+        proof: compare the logits of what was written with the engine's.
+    """
+
+    overwrite: bool = False
+    verify: bool = False
+    threads: int | None = None
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    fusing: Fusing = "keep"
+    proof: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_shard_bytes <= 0:
+            raise UserError(f"--max-shard-gb gives {self.max_shard_bytes} bytes: expected more than 0, use e.g. 5.")
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"--threads is {self.threads}: expected at least 1.")
+
+    def work(self, progress: Progress) -> Work:
+        return Work(overwrite=self.overwrite, verify=self.verify, threads=self.threads, progress=progress.advance)
+
+
+def run_import(source: Path, out: Path, *, tensor: int, options: Options) -> None:
     """Partitions a model. See `import_checkpoint`."""
     log = Log()
     weights = open_source(source)
     with Progress(log, f"importing {source}", weights.total_bytes(), "bytes") as progress:
-        report = import_checkpoint(weights, out, tensor=tensor, overwrite=overwrite, progress=progress.advance)
+        report = import_checkpoint(weights, out, tensor=tensor, work=options.work(progress))
     if outside := weights.outside_names():
         log.info(f"{len(outside)} tensors outside the language model are kept as they are")
     _say(log, report)
+
+
+def run_reshard(source: Path, out: Path, *, tensor: int, options: Options) -> None:
+    """Writes a partitioned base again for another number of ranks."""
+    if _is_training(source) or open_model(source).manifest is None:
+        raise UserError(
+            f"{source} is not a partitioned base, and reshard is for one: use import for a Hugging Face model; "
+            "a run's checkpoint opens at any layout as it is."
+        )
+    run_import(source, out, tensor=tensor, options=options)
 
 
 def run_export(
@@ -60,8 +109,7 @@ def run_export(
     merge: bool,
     base: Path | None,
     step: int | None,
-    max_shard_bytes: int,
-    overwrite: bool,
+    options: Options,
 ) -> None:
     """Writes a PEFT adapter or a Hugging Face model from a run, a checkpoint or a base.
 
@@ -69,10 +117,8 @@ def run_export(
         UserError: the options do not fit what `source` is.
     """
     log = Log()
-    if max_shard_bytes <= 0:
-        raise UserError(f"--max-shard-gb gives {max_shard_bytes} bytes: expected more than 0, use for example 5.")
     if not _is_training(source):
-        _export_base(source, out, form, merge or base is not None or step is not None, max_shard_bytes, overwrite, log)
+        _export_base(source, out, form, merge or base is not None or step is not None, options, log)
         return
     trained = open_trained(open_run(source, step=step), base)
     values = trained.checkpoint.trained()
@@ -80,40 +126,55 @@ def run_export(
         if merge:
             raise UserError("--format peft writes the adapter by itself, and --merge asks for a whole model: use one.")
         report = export_peft(
-            values, trained.checkpoint.lora, trained.model, out, overwrite=overwrite, inputs=[trained.checkpoint.folder]
+            values,
+            trained.checkpoint.lora,
+            trained.model,
+            out,
+            overwrite=options.overwrite,
+            inputs=[trained.checkpoint.folder],
         )
-    else:
-        if adapted_modules(values.tensor_names()) and not merge:
-            raise UserError(
-                f"{source} has adapters, and --format hf writes a whole model: add --merge to put them into its "
-                "weights, or use --format peft."
-            )
-        merged = MergedSource(trained.model, trained.weights, values, scale=trained.scale)
-        with Progress(log, f"exporting {trained.checkpoint.folder}", merged.total_bytes(), "bytes") as progress:
-            report = export_hf(
-                merged,
-                out,
-                max_shard_bytes=max_shard_bytes,
-                overwrite=overwrite,
-                inputs=(trained.checkpoint.folder,),
-                progress=progress.advance,
-            )
+        _say(log, report)
+        return
+    if adapted_modules(values.tensor_names()) and not merge:
+        raise UserError(
+            f"{source} has adapters, and --format hf writes a whole model: add --merge to put them into its "
+            "weights, or use --format peft."
+        )
+    merged = MergedSource(trained.model, trained.weights, values, scale=trained.scale)
+    _export_weights(merged, trained.checkpoint.folder, out, options, log)
+
+
+def run_merge(base: Path, adapter: Path, out: Path, *, options: Options) -> None:
+    """Writes a base model with a PEFT adapter added into its weights.
+
+    Raises:
+        UserError: the adapter does not belong to the base.
+    """
+    weights = open_source(base)
+    factors = AdapterSource(adapter, names=weights.model.names, decoder=weights.model.decoder, with_saved_modules=True)
+    merged = MergedSource(weights.model, weights, factors, scale=factors.settings.scale)
+    _export_weights(merged, adapter, out, options, Log())
+
+
+def _export_weights(weights: WeightSource, read: Path, out: Path, options: Options, log: Log) -> None:
+    with Progress(log, f"exporting {read}", weights.total_bytes(), "bytes") as progress:
+        report = export_hf(
+            weights,
+            out,
+            max_shard_bytes=options.max_shard_bytes,
+            inputs=() if read == weights.model.path else (read,),
+            fusing=options.fusing,
+            work=options.work(progress),
+        )
     _say(log, report)
 
 
-def _export_base(
-    source: Path, out: Path, form: str, has_run_options: bool, max_shard_bytes: int, overwrite: bool, log: Log
-) -> None:
+def _export_base(source: Path, out: Path, form: str, has_run_options: bool, options: Options, log: Log) -> None:
     if form == "peft":
         raise UserError(f"{source} is a base model without adapters: give a run, or use --format hf.")
     if has_run_options:
         raise UserError(f"{source} is a base model, and --merge, --base and --step are for runs: leave them out.")
-    weights = open_source(source)
-    with Progress(log, f"exporting {source}", weights.total_bytes(), "bytes") as progress:
-        report = export_hf(
-            weights, out, max_shard_bytes=max_shard_bytes, overwrite=overwrite, progress=progress.advance
-        )
-    _say(log, report)
+    _export_weights(open_source(source), source, out, options, log)
 
 
 def _is_training(folder: Path) -> bool:
@@ -151,9 +212,15 @@ def open_trained(checkpoint: TrainingCheckpoint, base: Path | None = None) -> Tr
 def _say(log: Log, report: ConversionReport) -> None:
     for note in report.notes:
         log.info(f"note: {note}")
+    if report.rounding:
+        log.info(summary(report.rounding))
     files = "1 file" if len(report.files) == 1 else f"{len(report.files)} files"
-    size = format_bytes(report.num_bytes)
-    print(f"wrote {report.out}: {report.num_tensors} tensors, {size} in {files}, read back and compared")
+    text = f"wrote {report.out}: {report.num_tensors} tensors, {format_bytes(report.num_bytes)} in {files}"
+    if report.kept_bytes:
+        text += f", {format_bytes(report.kept_bytes)} of them by an earlier call and compared"
+    if report.seconds:
+        text += f", {format_bytes(report.num_bytes / report.seconds)}/s"
+    print(text + (", read back and compared" if report.verified else ""))
 
 
 def run_inspect(folder: Path, *, step: int | None, verify: bool) -> None:

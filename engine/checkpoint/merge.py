@@ -85,7 +85,7 @@ class MergedSource(WeightSource):
         # Module whose weight changes -> module whose adapter changes it.
         self._adapter_of = {part: module for module in adapted_modules(names) for part in unfused_modules(module)}
         ends = {"embed_tokens", "lm_head"} & set(self._adapter_of)
-        self._unties = model.decoder.tied_embeddings and bool(ends)
+        self._unties = model.decoder.tied_embeddings and (bool(ends) or TIED_HEAD in self._full)
         has_tied_head = not self._unties and base is not None and base.has_tied_head
         super().__init__(_untied(model) if self._unties else model, has_tied_head=has_tied_head)
         self._shapes = self.model.expected_shapes()
@@ -100,7 +100,7 @@ class MergedSource(WeightSource):
         if not self._unties:
             return []
         return [
-            "the base ties its head to its embedding, and an adapter on one of them makes them differ: both are "
+            "the base ties its head to its embedding, and training one of them makes them differ: both are "
             "written, and tie_word_embeddings is false in config.json"
         ]
 
@@ -117,7 +117,10 @@ class MergedSource(WeightSource):
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.model.config_dtype() if self._base is None else self._base.dtype(self._base_name(name))
+        if self._base is None:
+            return self.model.config_dtype()
+        base_name = self._base_name(name)
+        return self._base.dtype(base_name if base_name in self._base else "embed_tokens.weight")
 
     def boxes(self, name: str) -> Sequence[Box]:
         return (Box(),)
@@ -170,8 +173,9 @@ class MergedSource(WeightSource):
         return self._base.read_outside(name)
 
     def _base_name(self, name: str) -> str:
-        """The head that untying makes starts from the shared matrix."""
-        return "embed_tokens.weight" if name == TIED_HEAD and name not in self._base_shapes else name
+        """The head that untying makes starts from the shared matrix, unless it was trained in full."""
+        made = name == TIED_HEAD and name not in self._base_shapes and name not in self._full
+        return "embed_tokens.weight" if made else name
 
     @staticmethod
     def _module(name: str) -> str | None:
@@ -180,13 +184,13 @@ class MergedSource(WeightSource):
 
     def _check(self, folder: Path) -> None:
         modules = {self._module(name) for name in self._shapes}
-        if strange := sorted((self._full - set(self._base_shapes)) | (set(self._adapter_of) - modules)):
+        if strange := sorted((self._full - set(self._shapes)) | (set(self._adapter_of) - modules)):
             raise UserError(
                 f"{self._trained.label} trains {strange[0]}, which the model in {folder} does not have: "
                 "give the base that it was trained on with --base."
             )
         for name in self._full:
-            self._trained.require(name, self._base_shapes[name])
+            self._trained.require(name, self._shapes[name])
         if self._base is None and (untrained := sorted(set(self._base_shapes) - self._full)):
             raise UserError(
                 f"{folder} was opened without weights, and {untrained[0]} was not trained: give the base with --base."

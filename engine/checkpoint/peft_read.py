@@ -76,14 +76,23 @@ class AdapterSource(TensorReader):
         names: of the base, whose modules the adapter sits on.
         decoder: of the base.
         fused_qkv: present adapters of query, key and value as the one at `...qkv_proj`; needs equal A factors.
+        with_saved_modules: take modules that were trained in full (`modules_to_save`) too, as `<module>.weight`.
 
     Raises:
         UserError: the folder is not a LoRA adapter for this model, or uses a PEFT feature that is not supported.
     """
 
-    def __init__(self, folder: str | Path, *, names: NameMap, decoder: DecoderConfig, fused_qkv: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        names: NameMap,
+        decoder: DecoderConfig,
+        fused_qkv: bool = False,
+        with_saved_modules: bool = False,
+    ) -> None:
         self.folder = Path(folder)
-        self.settings = _read_settings(self.folder)
+        self.settings = _read_settings(self.folder, with_saved_modules)
         if (self.folder / "adapter_model.bin").is_file() and not (self.folder / ADAPTER_WEIGHTS).is_file():
             raise UserError(
                 f"{self.folder} holds adapter_model.bin, a pickle, which is never opened here: "
@@ -93,8 +102,13 @@ class AdapterSource(TensorReader):
         present = [fused for fused in FUSED if any(f".{_leaf(fused)}.lora_" in key for key in self._file.names())]
         names = replace(names, rows=part_rows(decoder)).fuse(present)
         self._places: dict[str, tuple[_Place, ...]] = {
-            _logical_name(key, names, self._file.path): (_Place(key),) for key in self._file.names()
+            _logical_name(key, names, self._file.path, with_saved_modules): (_Place(key),) for key in self._file.names()
         }
+        if decoder.tied_embeddings and "embed_tokens.weight" in self:
+            raise UserError(
+                f"{self.folder} saves an embedding that the base ties to its head, and does not say which of the two "
+                "it means: train with ensure_weight_tying, or save the head."
+            )
         self._decoder = decoder
         for module in self.modules():
             self._split(module, keep_qkv=fused_qkv)
@@ -255,7 +269,10 @@ def _show(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 
-def _logical_name(key: str, names: NameMap, path: Path) -> str:
+def _logical_name(key: str, names: NameMap, path: Path, with_saved_modules: bool) -> str:
+    saved, _, leaf = key.removeprefix(KEY_PREFIX).rpartition(".")
+    if with_saved_modules and leaf in ("weight", "bias") and ".lora_" not in key and names.module_from_hf(saved):
+        return f"{names.module_from_hf(saved)}.{leaf}"
     match = _KEY.match(key)
     module = names.module_from_hf(match[1]) if match else None
     if match is None or module is None:
@@ -266,7 +283,7 @@ def _logical_name(key: str, names: NameMap, path: Path) -> str:
     return f"{module}.{match[2] or 'lora_' + match[3]}"
 
 
-def _read_settings(folder: Path) -> PeftSettings:
+def _read_settings(folder: Path, with_saved_modules: bool) -> PeftSettings:
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise UserError(f"{folder} has no {ADAPTER_CONFIG}: expected the folder of a PEFT LoRA adapter, mend the path.")
@@ -277,7 +294,7 @@ def _read_settings(folder: Path) -> PeftSettings:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise UserError(f"{path} has peft_type {kind!r}: expected LORA, use a LoRA adapter.")
-    _refuse_unsupported(path, config)
+    _refuse_unsupported(path, config, {"modules_to_save"} if with_saved_modules else set())
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)):
         raise UserError(f"{path} has r {rank!r} and lora_alpha {alpha!r}: expected a positive number each, mend them.")
@@ -289,10 +306,10 @@ def _read_settings(folder: Path) -> PeftSettings:
     )
 
 
-def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
+def _refuse_unsupported(path: Path, config: dict[str, Any], also: set[str]) -> None:
     if (bias := config.get("bias", "none")) != "none":
         raise UserError(f"{path} has bias {bias!r}, which is not supported: use an adapter with bias none.")
-    known = {"rank_pattern", "alpha_pattern"} if _has_block_patterns(config) else set()
+    known = also | ({"rank_pattern", "alpha_pattern"} if _has_block_patterns(config) else set())
     for key, value in sorted(config.items()):
         if key not in _HARMLESS_KEYS and key not in known and value:
             raise UserError(f"{path} has {key} {value!r}, which is not supported: use a plain LoRA adapter.")

@@ -83,6 +83,7 @@ def export_peft(
         files=(ADAPTER_WEIGHTS,),
         num_tensors=len(tensors),
         num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        verified=True,
         notes=tuple(_notes(modules, parts, model)),
     )
 

@@ -76,14 +76,14 @@ def refuse(*arguments: object, run: Callable[..., Ended] = convert) -> str:
 @pytest.mark.parametrize("size", [2, 4])
 def test_real_weights_there_and_back(tmp_path: Path, stories_dir: Path, size: int) -> None:
     importing = ("import", "--source", stories_dir, "--out", tmp_path / "parts", "--tensor", size)
-    output = succeed(*importing, run=convert_apart)
-    assert f"in {size} files, read back and compared" in output
+    output = succeed(*importing, "--verify", run=convert_apart)
+    assert f"in {size} files, " in output and "read back and compared" in output
     original = load_file(stories_dir / "model.safetensors")
     matrices = {name: tensor.numel() for name, tensor in original.items() if tensor.dim() == 2}
     for path in (tmp_path / "parts").glob("*.safetensors"):
         largest = {name: tensor.numel() for name, tensor in load_file(path).items() if tensor.dim() == 2}
         assert largest and all(numel * size == matrices[hf_name(name)] for name, numel in largest.items())
-    output = succeed("export", "--source", tmp_path / "parts", "--out", tmp_path / "back", "--format", "hf")
+    output = succeed("export", "--source", tmp_path / "parts", "--out", tmp_path / "back", "--format", "hf", "--verify")
     assert "read back and compared" in output
     for path in stories_dir.iterdir():
         assert path.read_bytes() == (tmp_path / "back" / path.name).read_bytes(), path.name

@@ -29,7 +29,7 @@ class GuardOptions:
             median absolute deviation); see also the least leaps in the documentation.
         spike_window: Steps that the median is taken of; nothing is a leap in the first half of them.
         non_finite_policy: What follows where the loss or the gradient is not finite: "skip" leaves the update out,
-            and stops after ten such steps in a row; "stop" stops at the first.
+            and stops after optim.max_skipped_steps of them in a row; "stop" stops at the first.
         locate_non_finite: Compute such a step again to name the module where it began, at most three times in a run.
     """
 

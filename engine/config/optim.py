@@ -21,8 +21,8 @@ class OptimOptions:
         eps: Added to the square root in the denominator of the update.
         weight_decay: Decoupled weight decay.
         clip_grad_norm: Gradients are scaled down to this norm where theirs is larger; 0 switches clipping off.
-        max_skipped_steps: A step whose gradient is not finite changes nothing and is counted; after so many of them in
-            a row the run stops. 1 stops at the first.
+        max_skipped_steps: A step whose loss or gradient is not finite, or leaps where guards.spike_policy is skip,
+            changes nothing and is counted; after so many of them in a row the run stops. 1 stops at the first.
         schedule: Course of the learning rate after the warm-up. "linear" and "cosine" fall to optim.min_lr at the
             last step; "constant" stays.
         warmup_steps: Steps over which the learning rate rises linearly from 0 to optim.lr.

@@ -58,10 +58,6 @@ class FlatAdamW:
         """A step whose loss is larger is skipped."""
         self.skipped = torch.zeros((), dtype=torch.float32, device=device)
         """Steps skipped so far."""
-        self.skipped_in_a_row = torch.zeros((), dtype=torch.float32, device=device)
-        """Steps skipped since the last update."""
-        self.most_skipped_in_a_row = torch.zeros((), dtype=torch.float32, device=device)
-        """The longest that this has been so far in this process."""
         self._clip_factor = torch.ones_like(self.lr) if clip_grad_norm > 0 else None
         state = AdamWState(
             flat=flat,
@@ -99,8 +95,6 @@ class FlatAdamW:
             applies = applies & (loss <= self.loss_limit)
         self.non_finite.copy_(~applies)
         self.skipped.add_(self.non_finite)
-        self.skipped_in_a_row.add_(1.0).mul_(self.non_finite)
-        torch.maximum(self.most_skipped_in_a_row, self.skipped_in_a_row, out=self.most_skipped_in_a_row)
         if self._clip_factor is not None:
             # as torch.nn.utils.clip_grad_norm_ does it
             self._clip_factor.copy_((self._clip / (norm + 1e-6)).clamp(max=1.0))

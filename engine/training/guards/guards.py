@@ -30,8 +30,6 @@ from engine.training.guards.replicas import PendingComparison, ReplicaGuard
 from engine.training.guards.spikes import LEAST_LOSS, LEAST_NORM, NO_LIMIT, RunningLimit
 from engine.training.step import StepResult, TrainStep
 
-MAX_SKIPPED_IN_A_ROW = 10
-"""Steps left out one after the other after which a run stops."""
 FROZEN_EVERY = 10
 """Comparisons of replicas from one of frozen parameters to the next."""
 EARLY_COMPARISON = 2
@@ -77,6 +75,7 @@ class Guards:
         world: all ranks of the run.
         beta1: of AdamW.
         seed: of the run.
+        max_skipped_steps: left out one after the other, after which the run stops.
         say: prints a line.
     """
 
@@ -90,6 +89,7 @@ class Guards:
         *,
         beta1: float,
         seed: int,
+        max_skipped_steps: int,
         say: Callable[[str], None],
     ) -> None:
         self._options, self._step, self._optimizer, self._say = options, step, optimizer, say
@@ -99,7 +99,7 @@ class Guards:
         self._replicas = ReplicaGuard(self._entries, optimizer.flat.sharding.weights, mesh, world, self._prints)
         self._locator = Locator(step, optimizer.flat, self._entries, self._replicas, world)
         self._unread: deque[StepSeen] = deque()
-        self._skipped_in_a_row, self._located = 0, 0
+        self._max_skipped_steps, self._skipped_in_a_row, self._located = max_skipped_steps, 0, 0
         limits = {"window": options.spike_window, "deviations": options.spike_deviations}
         self._losses = RunningLimit(**limits, least=LEAST_LOSS, logarithms=False)
         self._norms = RunningLimit(**limits, least=LEAST_NORM, logarithms=True)
@@ -189,11 +189,11 @@ class Guards:
             self._say_spike(seen, loss, norm, skipped=skipped)
         self._losses.add(loss)
         self._norms.add(norm)
-        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        if self._skipped_in_a_row >= self._max_skipped_steps:
             raise UserError(
-                f"the last {MAX_SKIPPED_IN_A_ROW} steps up to step {seen.step} had a loss or gradient that is not "
+                f"the last {self._max_skipped_steps} steps up to step {seen.step} had a loss or gradient that is not "
                 "finite or far above those before, and were skipped: lower optim.lr, set optim.clip_grad_norm, or look "
-                "at the data around this step."
+                "at the data around this step; optim.max_skipped_steps says how many may follow each other."
             )
 
     def _say_not_finite(self, seen: StepSeen, loss: float, norm: float) -> None:
@@ -336,5 +336,6 @@ def build_guards(config: RunConfig, training: Training, launch: Launch, *, say: 
         Axis("world", launch.world_size, launch.rank),
         beta1=config.optim.betas[0],
         seed=config.train.seed,
+        max_skipped_steps=config.optim.max_skipped_steps,
         say=say,
     )

@@ -34,6 +34,7 @@ from engine.optim.sharding import Sharding
 from engine.telemetry.log import Log
 from engine.training.base_encoding import base_encoding, fill_base
 from engine.training.cuda_graph.build import Graphs, build_graphs, check_graphs, graphs_sentence
+from engine.training.host_places import host_places, host_sentence
 from engine.training.partition import Partition, plan_partition
 from engine.training.source import ModelSource
 from engine.training.stage import ModelStage
@@ -97,11 +98,14 @@ def build_training(
     backend, choice = choose_backend(config.optim.backend, device=launch.device)  # refused before a weight is read
     layout = _layout(config, launch, mesh, partition, decoder, log)
     log.info(choice)
-    weights = SpreadWeights(mesh.dp_cp if config.parallel.shard == "parameters" else Axis("dp_cp"))
+    places = host_places(config.memory, launch.device)
+    weights = SpreadWeights(mesh.dp_cp if config.parallel.shard == "parameters" else Axis("dp_cp"), host=places.weights)
     objective = build_objective(config.objective, cp=mesh.cp)
     stages = _build_stages(config, launch, decoder, plan, partition, layout, mesh, weights, objective)
     entries = stages.entries()
-    flat = FlatParameters(entries, launch.device, sharding=_sharding(config, mesh, weights, log))
+    flat = FlatParameters(entries, launch.device, sharding=_sharding(config, mesh, weights, log), host=places.state)
+    if (sentence := host_sentence(places, weights, flat)) is not None:
+        log.info(sentence)
     fill_parameters(config, source, plan, entries, flat, weights, log)
     fill_base(config, source.model, source.weights, stages.models(), weights, log)
     optimizer = FlatAdamW(
@@ -164,9 +168,8 @@ def _layout(
     dtype = DTYPES[config.model.dtype]
     kernels, choice = choose_kernels(config.model.kernels, device=launch.device, dtype=dtype)
     log.info(choice)
-    attention = choose_attention(
-        kernels, device=launch.device, dtype=dtype, head_dim=decoder.head_dim, packed=config.data.packing or config.objective.compares_answers
-    )
+    packed = config.data.packing or config.objective.compares_answers
+    attention = choose_attention(kernels, device=launch.device, dtype=dtype, head_dim=decoder.head_dim, packed=packed)
     check_graphs(config, launch.device, attention, decoder)
     log.info(attention.sentence)
     if (sentence := plain_torch_parts(decoder)) is not None:

@@ -224,9 +224,9 @@ def check_sequence_split(config: RunConfig) -> None:
     tensor, rows, length = config.parallel.tensor, config.train.micro_batch_size, config.row_length
     require(
         not config.parallel.sequence_parallel or config.parallel.context > 1 or rows * length % tensor == 0,
-        f"{length} tokens a row (data.seq_length) times train.micro_batch_size {rows} is {rows * length} tokens, which do not divide "
-        f"over parallel.tensor {tensor} with sequence parallelism: make data.seq_length a multiple of {tensor}, or set "
-        "parallel.sequence to false.",
+        f"data.seq_length {config.data.seq_length} and train.micro_batch_size {rows} make {rows * length} tokens, "
+        f"which do not divide over parallel.tensor {tensor} with sequence parallelism: make data.seq_length a "
+        f"multiple of {tensor}, or set parallel.sequence to false.",
     )
 
 
@@ -238,8 +238,9 @@ def check_context_split(config: RunConfig) -> None:
     unit = 2 * context * (config.parallel.tensor if config.parallel.sequence_parallel else 1)
     require(
         length >= 2 * context and (length % unit == 0 or not config.parallel.sequence_parallel),
-        f"rows (data.seq_length) have {length} tokens and parallel.context {context} with parallel.tensor {config.parallel.tensor} "
-        f"divides each row into {unit} pieces: make data.seq_length a multiple of {unit}.",
+        f"data.seq_length {config.data.seq_length} makes rows of {length} tokens, and parallel.context {context} with "
+        f"parallel.tensor {config.parallel.tensor} divides each row into {unit} pieces: make data.seq_length a "
+        f"multiple of {unit}.",
     )
 
 
@@ -256,20 +257,21 @@ def check_objective(config: RunConfig) -> None:
     )
     require(
         config.memory.cuda_graph != "step",
-        f"objective.name is {objective.name} and memory.cuda_graph is step, but which answers a step compares is known on "
-        "the host only: set memory.cuda_graph to layer or none.",
+        f"objective.name is {objective.name} and memory.cuda_graph is step, but which answers a step compares is known "
+        "on the host only: set memory.cuda_graph to layer or none.",
     )
     if not objective.has_reference or objective.reference == "initial":
         return
     require(
         not config.trainable,
-        f"objective.reference is base and trainable is {list(config.trainable)}, so that the model without adapters would "
-        "change with training: set objective.reference to initial.",
+        f"objective.reference is base and trainable is {list(config.trainable)}, so that the model without adapters "
+        "would change with training: set objective.reference to initial.",
     )
     require(
         config.lora.init_from is None,
-        f"objective.reference is base and lora.init_from is {config.lora.init_from}: set objective.reference to initial "
-        "to compare with the adapter that the run starts from, or merge it into the model first to compare with that.",
+        f"objective.reference is base and lora.init_from is {config.lora.init_from}: set objective.reference to "
+        "initial to compare with the adapter that the run starts from, or merge it into the model first to compare "
+        "with that.",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.objectives.objective import ObjectiveSums
 
 
 class LanguageModeling:
@@ -14,6 +15,11 @@ class LanguageModeling:
     mean over target tokens, whatever the number of micro-batches and ranks.
     """
 
+    metrics: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+    loss_at_chance: float | None = None
+    compares_with_base = False
+
     def loss_sum(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
         """0-dim fp32 sum over the micro-batch.
 
@@ -22,3 +28,12 @@ class LanguageModeling:
             batch: their labels and weights.
         """
         return (token_losses_T * batch.loss_weights_BS.flatten()).sum()
+
+    def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
+        """Never asked for: nothing is compared."""
+        raise NotImplementedError
+
+    def sums(self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None) -> ObjectiveSums:
+        """See engine.objectives.objective.Objective."""
+        loss = self.loss_sum(token_losses_T, batch)
+        return ObjectiveSums(loss, loss.detach()[None])

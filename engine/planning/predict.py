@@ -38,7 +38,7 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         dtype=_DTYPES[config.model.dtype],
         micro_batch=config.train.micro_batch_size,
         global_batch=config.train.global_batch_size,
-        seq_length=config.data.seq_length,
+        seq_length=config.row_length,
         kernels=kernels,
         finds_done=device_type == "cuda",
         square_sum_writes=not native,

@@ -52,6 +52,7 @@ class MetricsWriter:
         tokens: int,
         seconds: float,
         memory: int,
+        **more: Value,
     ) -> None:
         """Write the record of one training step.
 
@@ -63,6 +64,7 @@ class MetricsWriter:
             tokens: tokens in the global batch.
             seconds: wall time of the step.
             memory: peak bytes held so far.
+            more: further figures of it.
         """
         self.write(
             {
@@ -74,6 +76,7 @@ class MetricsWriter:
                 "seconds": seconds,
                 "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
                 "memory": memory,
+                **more,
             }
         )
 
@@ -123,6 +126,13 @@ class MetricsWriter:
         os.replace(temporary, self._path)
         self._file = _open_append(self._path)
         return len(lines) - len(kept)
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the file, whose lines are whole, holds an evaluation after `step` steps; False without a file."""
+        if self._path is None:
+            return False
+        records = map(json.loads, self._path.read_text(encoding="utf-8").splitlines())
+        return any(record["step"] == step and "eval_loss" in record for record in records)
 
     def close(self) -> None:
         """Close the files; nothing can be written afterwards."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -154,7 +154,16 @@ class TrainProgress:
         self._step = start_step
 
     def update(
-        self, *, step: int, loss: float, lr: float, grad_norm: float, tokens: int, seconds: float, memory: int
+        self,
+        *,
+        step: int,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        tokens: int,
+        seconds: float,
+        memory: int,
+        more: Mapping[str, float] | None = None,
     ) -> None:
         """Show the state after `step`.
 
@@ -166,10 +175,11 @@ class TrainProgress:
             tokens: tokens since the report before.
             seconds: wall time since the report before.
             memory: peak bytes held so far.
+            more: further figures to show, by name.
         """
         self._recent.append((seconds, tokens, step - self._step))
         self._step = step
-        text = self._text(step, loss, lr, grad_norm, memory)
+        text = self._text(step, loss, lr, grad_norm, memory, more or {})
         self._line.show(text, last=self._total is not None and step >= self._total)
 
     def info(self, message: str) -> None:
@@ -180,13 +190,14 @@ class TrainProgress:
         """Leave the line as it stands."""
         self._line.end()
 
-    def _text(self, step: int, loss: float, lr: float, grad_norm: float, memory: int) -> str:
+    def _text(self, step: int, loss: float, lr: float, grad_norm: float, memory: int, more: Mapping[str, float]) -> str:
         seconds = sum(entry[0] for entry in self._recent)
         tokens = sum(entry[1] for entry in self._recent)
         steps = sum(entry[2] for entry in self._recent)
         parts = [
             f"step {step}" if self._total is None else f"step {step}/{self._total}",
             f"loss {loss:.4f}",
+            *(f"{name} {value:.3g}" for name, value in more.items()),
             f"lr {lr:.3g}",
             f"grad norm {grad_norm:.3g}",
         ]

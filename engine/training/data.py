@@ -8,6 +8,7 @@ from engine.config.rules import data_parallel_size
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
+from engine.data.preference import build_pairs
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.distributed.launch import Launch
 from engine.errors import UserError
@@ -43,15 +44,9 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
     data_rank = launch.rank // (tensor * context) % data_size
     assert config.data.train is not None
     train = _dataset(config, config.data.train, tokenizer, decoder, log, "training")
-    common = {
-        "seq_length": config.data.seq_length,
-        "micro_batch_size": config.train.micro_batch_size,
-        "data_rank": data_rank,
-        "data_size": data_size,
-        "pad_multiple": tensor * (2 * context if context > 1 else 1) if config.parallel.sequence_parallel else 1,
-        "context_rank": launch.rank // tensor % context,
-        "context_size": context,
-    }
+    common = loader_options(
+        config, data_rank=data_rank, data_size=data_size, context_rank=launch.rank // tensor % context
+    )
     loader = DataLoader(
         train,
         global_batch_size=config.train.global_batch_size,
@@ -67,6 +62,20 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
     return RunData(tokenizer=tokenizer, train=loader, validation=validation)
 
 
+def loader_options(config: RunConfig, *, data_rank: int, data_size: int, context_rank: int) -> dict[str, int]:
+    """What all loaders of a run have in common."""
+    tensor, context = config.parallel.tensor, config.parallel.context
+    return {
+        "seq_length": config.row_length,
+        "micro_batch_size": config.train.micro_batch_size,
+        "data_rank": data_rank,
+        "data_size": data_size,
+        "pad_multiple": tensor * (2 * context if context > 1 else 1) if config.parallel.sequence_parallel else 1,
+        "context_rank": context_rank,
+        "context_size": context,
+    }
+
+
 def _dataset(
     config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log, what: str
 ) -> TokenDataset:
@@ -78,16 +87,18 @@ def _dataset(
             progress.advance(count - done)
             done = count
 
-        dataset = TokenDataset.build(
-            path,
-            tokenizer=tokenizer,
-            data_format=config.data.format,
-            seq_length=config.data.seq_length,
-            packing=config.data.packing,
-            overlong=config.data.overlong,
-            mask_prompt=config.data.mask_prompt,
-            progress=advance,
-        )
+        common = {
+            "tokenizer": tokenizer,
+            "seq_length": config.data.seq_length,
+            "packing": config.data.packing,
+            "overlong": config.data.overlong,
+            "progress": advance,
+        }
+        if config.objective.compares_answers:
+            dataset = build_pairs(path, **common)
+        else:
+            data = config.data
+            dataset = TokenDataset.build(path, data_format=data.format, mask_prompt=data.mask_prompt, **common)
     if dataset.max_token >= decoder.vocab_size:
         raise UserError(
             f"{path} has token id {dataset.max_token}, but the model's vocabulary has {decoder.vocab_size} entries: "

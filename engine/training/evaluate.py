@@ -1,11 +1,11 @@
-"""Evaluation: mean loss over the target tokens of a data set, dropout off, no gradients."""
+"""Evaluation: mean loss over the targets of a data set, dropout off, no gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-import torch
+from torch import Tensor
 
 from engine.batch import Batch
 from engine.data.loader import EvalLoader
@@ -15,19 +15,20 @@ from engine.training.stages import Stages
 
 
 def evaluate(
-    stages: Stages, loader: EvalLoader, mesh: Mesh, device: torch.device, progress: Callable[[int], None] | None = None
-) -> float:
-    """Mean loss over all target tokens of the loader's data set, equal on every rank.
+    stages: Stages, loader: EvalLoader, mesh: Mesh, progress: Callable[[int], None] | None = None
+) -> list[float]:
+    """Means of the loss and the objective's metrics over all targets of the loader's data set, equal on every rank.
 
     Args:
         progress: called after each group of micro-batches with their number.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total: Tensor | float = 0.0
     for group in _groups(loader, 4 * mesh.pp.size if mesh.pp.size > 1 else 1):
-        total += stages.losses(group)
+        total = total + stages.figures(group).double()
         if progress is not None:
             progress(len(group))
-    return float(all_reduce(total, mesh.dp_cp)) / max(loader.target_count(), 1.0)
+    assert isinstance(total, Tensor), "a data set without rows"
+    return (all_reduce(total, mesh.dp_cp) / max(loader.target_count(), 1.0)).tolist()
 
 
 def _groups(loader: EvalLoader, size: int) -> Iterator[list[Batch]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
-from engine.objectives.language_modeling import LanguageModeling
+from engine.objectives.objective import Objective
 from engine.pipeline.schedule import Kind
 from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.layer_graphs import StageGraphs
@@ -33,7 +33,7 @@ class ModelStage:
     def __init__(
         self,
         model: Decoder,
-        objective: LanguageModeling,
+        objective: Objective,
         device: torch.device,
         *,
         trains: bool = True,
@@ -49,12 +49,15 @@ class ModelStage:
         self._deferred: dict[int, list[Callable[[], None]]] = {}
         self._graphs: StageGraphs | None = None
         self._start_reduction: Callable[[Iterable[ShardEntry]], None] | None = None
-        self._training = True
+        self._training = self._adapters = True
+        self._collects = False
         self._scale = torch.ones((), dtype=torch.float32, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device) if step is None else step
         """Optimizer steps taken; the dropout coordinate, on the device so that a graph can replay it."""
-        self.loss_sum = torch.zeros((), dtype=torch.float32, device=device)
-        """Sum of this rank's weighted token losses since `load`; stays 0 but on the last stage."""
+        self.sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float32, device=device)
+        """fp32 [1 + metrics]: this rank's loss and metrics, added up since `load`; 0 but on the last stage."""
+        self.references: dict[int, Tensor] = {}
+        """By micro-batch; empty but on the last stage."""
 
     def without_graphs(self) -> ModelStage:
         """A stage of the same part of the model whose layers run one by one."""
@@ -67,7 +70,25 @@ class ModelStage:
             step=self.step,
         )
 
-    def load(self, batches: list[Batch], target_count: Tensor | float, *, training: bool = True) -> None:
+    @property
+    def loss_sum(self) -> Tensor:
+        """0-dim fp32, this rank's loss since `load`."""
+        return self.sums[0]
+
+    @property
+    def compares_with_base(self) -> bool:
+        """Whether micro-batches go through the model without adapters first."""
+        return self._objective.compares_with_base
+
+    def load(
+        self,
+        batches: list[Batch],
+        target_count: Tensor | float,
+        *,
+        training: bool = True,
+        adapters: bool = True,
+        collects: bool = False,
+    ) -> None:
         """Takes this rank's micro-batches of a step.
 
         Args:
@@ -75,12 +96,15 @@ class ModelStage:
             target_count: sum of the loss weights over the *global* batch; gradients are divided by it. A number, or a
                 0-dim fp32 tensor on the device.
             training: False switches dropout and gradients off.
+            adapters: False leaves the adapters out; not in training.
+            collects: keep in `references` what the objective compares with, instead of a loss; the next `load` of the
+                same micro-batches uses it.
         """
-        self._batches, self._training = batches, training
+        self._batches, self._training, self._adapters, self._collects = batches, training, adapters, collects
         if not isinstance(target_count, Tensor):
-            target_count = torch.full_like(self.loss_sum, target_count)
+            target_count = torch.full_like(self.sums[0], target_count)
         self._scale = target_count.clamp(min=1.0).reciprocal()
-        self.loss_sum.zero_()
+        self.sums.zero_()
 
     def forward(self, microbatch: int, activation: Tensor | None = None) -> Tensor | None:
         """See engine.pipeline.runner.Stage."""
@@ -89,19 +113,28 @@ class ModelStage:
         if activation is not None and keeps and self._gives_gradient:
             activation.requires_grad_()
         with nullcontext() if keeps else torch.no_grad():
-            x = model.embed(batch) if activation is None else activation
+            x = model.embed(batch, adapters=self._adapters) if activation is None else activation
             slot = self._graphs.take(microbatch, batch) if keeps and self._graphs is not None else None
             if slot is None:
-                context = model.context(batch, self.step, training=self._training)
+                context = model.context(batch, self.step, training=self._training, adapters=self._adapters)
                 out = model.run_layers(x, context)
             else:
                 context, out = slot.context, slot.run_layers(x)
             if model.head is not None:
-                out = self._objective.loss_sum(model.token_losses(out, batch, context), batch)
-                self.loss_sum.add_(out.detach())
+                out = self._loss(microbatch, model.token_losses(out, batch, context))
         if keeps:
             self._alive[microbatch] = activation, out
         return None if model.head is not None else out.detach()
+
+    def _loss(self, microbatch: int, token_losses_T: Tensor) -> Tensor:
+        """0-dim loss of a micro-batch, or what it will be compared with."""
+        batch = self._batches[microbatch]
+        if self._collects:
+            self.references[microbatch] = self._objective.reference(token_losses_T, batch)
+            return self.references[microbatch]
+        loss, figures = self._objective.sums(token_losses_T, batch, self.references.pop(microbatch, None))
+        self.sums.add_(figures)
+        return loss
 
     def backward(
         self, microbatch: int, gradient: Tensor | None = None, *, defer_weights: bool = False

@@ -104,20 +104,30 @@ class Stages:
             before_last_backward: called with a stage's parameters before the last backward of that stage.
 
         Returns:
-            0-dim fp32 sum of this rank's weighted token losses: 0 where it has no last stage.
+            fp32 [1 + metrics], this rank's sums of the loss and the objective's metrics: 0 where it has no last stage.
         """
-        self._load(batches, target_count, training=True)
+        moved = self._moved(batches)
+        for stage in self._stages.values():
+            stage.load(moved, target_count)
         self._runner(len(batches), training=True).run(
             lambda stage: self._stages[stage].before_last_backward(before_last_backward)
         )
-        return self._loss_sum()
+        return self._sums()
 
     @torch.no_grad()
-    def losses(self, batches: list[Batch]) -> Tensor:
-        """0-dim fp32 sum of the weighted token losses without dropout, equal on all pipeline ranks."""
-        self._load(batches, 1.0, training=False)
-        self._runner(len(batches), training=False).run(lambda stage: None)
-        return all_reduce(self._loss_sum(), self._axis)
+    def figures(self, batches: list[Batch]) -> Tensor:
+        """fp32 [1 + metrics] sums of the loss and the objective's metrics without dropout, equal on all pipeline
+        ranks."""
+        self._forward(self._moved(batches))
+        return all_reduce(self._sums(), self._axis)
+
+    def references(self, batches: list[Batch]) -> list[Tensor] | None:
+        """What the objective compares with, by the model as it is now, of each micro-batch; None where this rank does
+        not have the last stage."""
+        self._forward([batch.to(self.step.device) for batch in batches], collects=True)
+        last = list(self._stages.values())[-1].references
+        found = [last.pop(number) for number in range(len(batches))] if last else None
+        return found
 
     def capture_layers(self, capture: Capture, shape: StaticShape, num_microbatches: int) -> None:
         """Captures the layers of every stage that has a backward. Between two steps.
@@ -130,13 +140,21 @@ class Stages:
             if num_slots := most_alive(actions, number):
                 stage.capture_layers(capture, shape, num_slots)
 
-    def _load(self, batches: list[Batch], target_count: Tensor | float, *, training: bool) -> None:
+    def _moved(self, batches: list[Batch]) -> list[Batch]:
+        """The micro-batches on the device, with what they are compared with computed."""
         moved = [batch.to(self.step.device) for batch in batches]
-        for stage in self._stages.values():
-            stage.load(moved, target_count, training=training)
+        if any(stage.compares_with_base for stage in self._stages.values()):
+            self._forward(moved, adapters=False, collects=True)
+        return moved
 
-    def _loss_sum(self) -> Tensor:
-        return torch.stack([stage.loss_sum for stage in self._stages.values()]).sum()
+    @torch.no_grad()
+    def _forward(self, batches: list[Batch], *, adapters: bool = True, collects: bool = False) -> None:
+        for stage in self._stages.values():
+            stage.load(batches, 1.0, training=False, adapters=adapters, collects=collects)
+        self._runner(len(batches), training=False).run(lambda stage: None)
+
+    def _sums(self) -> Tensor:
+        return torch.stack([stage.sums for stage in self._stages.values()]).sum(dim=0)
 
     def _runner(self, num_microbatches: int, *, training: bool) -> Runner:
         key = num_microbatches, training

@@ -19,12 +19,14 @@ class StepResult(NamedTuple):
     """Device tensors of a step; reading one waits for the device.
 
     Args:
-        loss: 0-dim fp32 mean over the target tokens of the global batch, before the update.
+        loss: 0-dim fp32 mean over the targets of the global batch, before the update.
         grad_norm: 0-dim fp32 norm before clipping.
+        metrics: fp32 means of the objective's metrics.
     """
 
     loss: Tensor
     grad_norm: Tensor
+    metrics: Tensor
 
 
 class TrainStep:
@@ -52,17 +54,18 @@ class TrainStep:
         """Leaves the global batch's summed gradient in the flat buffer.
 
         Returns:
-            0-dim fp32 mean loss over the target tokens of the global batch.
+            0-dim fp32 mean loss over the targets of the global batch.
         """
         self._target_count.fill_(target_count)
-        return self._gradients(batches)
+        return self._gradients(batches)[0]
 
     def _gradients(self, batches: list[Batch]) -> Tensor:
-        loss_sum = self._stages.gradients(batches, self._target_count, before_last_backward=self._reducer.arm)
-        loss, handle = all_reduce_async(loss_sum, self._mesh.dp_cp)  # hidden by the gradients' sum
+        """fp32 [1 + metrics]: means of the loss and the objective's metrics over the global batch."""
+        sums = self._stages.gradients(batches, self._target_count, before_last_backward=self._reducer.arm)
+        figures, handle = all_reduce_async(sums, self._mesh.dp_cp)  # hidden by the gradients' sum
         self._reducer.finish()
         handle.wait()
-        return all_reduce(loss, self._mesh.pp) / self._target_count.clamp(min=1.0)
+        return all_reduce(figures, self._mesh.pp) / self._target_count.clamp(min=1.0)
 
     def __call__(self, batches: list[Batch], target_count: float, lr: float) -> StepResult:
         """One step on this rank's micro-batches.
@@ -82,7 +85,7 @@ class TrainStep:
 
     def on_device(self, batches: list[Batch]) -> StepResult:
         """The step that was prepared."""
-        loss = self._gradients(batches)
-        norm = self._optimizer.step(self._lr, loss)
+        figures = self._gradients(batches)
+        norm = self._optimizer.step(self._lr, figures[0])
         self._stages.step.add_(1)
-        return StepResult(loss, norm)
+        return StepResult(figures[0], norm, figures[1:])

@@ -17,6 +17,7 @@ from engine.distributed.collectives import broadcast_object
 from engine.distributed.failures import CommunicationError
 from engine.distributed.launch import Launch, end_at_once, start, stop, world_size_from_environment
 from engine.errors import UserError
+from engine.objectives.stuck import StuckLoss
 from engine.optim.schedule import learning_rate
 from engine.telemetry.errors import EXIT_USER_ERROR
 from engine.telemetry.format import format_duration
@@ -29,6 +30,7 @@ from engine.training.cuda_graph.static_batch import most_in_a_row
 from engine.training.data import RunData, build_data
 from engine.training.evaluate import evaluate
 from engine.training.guards.guards import StepSeen, build_guards
+from engine.training.reference import know_references
 from engine.training.source import check_model, model_source
 from engine.training.state import load_state, save_state
 from engine.training.step import StepResult
@@ -67,11 +69,15 @@ class Trainer:
         self._data_fingerprint = self._data.train.dataset.fingerprint()
         if resume is not None:
             self._load(resume)
+        know_references(
+            config, self._training, self._data, log, run_dir=self.run_dir, rank=launch.rank, started=self.step > 0
+        )
         self._total = self._total_steps()
         self._metrics = self._open_metrics()
         self._progress = TrainProgress(log, self._total, self.step)
         self._pending: _Record | None = None
         self._guards = build_guards(config, self._training, launch, say=self._progress.info)
+        self._stuck = StuckLoss(self._training.objective.loss_at_chance)
         self._tokens, self._report_tokens = 0, 0
         self._paused, self._report_clock = 0.0, 0.0
         self._losses: list[float] = []
@@ -166,8 +172,12 @@ class Trainer:
             "memory": peak_memory_bytes(),
         }
         self._report_clock, self._report_tokens = ready.finished, 0
-        self._metrics.train(**figures)
-        self._progress.update(**figures)
+        objective = self._training.objective
+        more = dict(zip(objective.metrics, ready.result.metrics.tolist(), strict=True))
+        self._metrics.train(**figures, **more)
+        self._progress.update(**figures, more={name: more[name] for name in objective.shown})
+        if (warning := self._stuck.seen(loss)) is not None:
+            self._progress.info(warning)
         self._guards.read(ready.step, loss, norm)
 
     def _evaluate(self) -> None:
@@ -175,11 +185,13 @@ class Trainer:
             return
         begin = time.monotonic()
         training = self._training
-        loss = evaluate(training.stages, self._data.validation, training.mesh, self._launch.device)
+        loss, *metrics = evaluate(training.stages, self._data.validation, training.mesh)
+        more = dict(zip(training.objective.metrics, metrics, strict=True))
         seconds = time.monotonic() - begin
         self._eval_losses.append(loss)
-        self._metrics.evaluation(step=self.step, eval_loss=loss, seconds=seconds)
-        self._progress.info(f"step {self.step}: evaluation loss {loss:.4f} ({format_duration(seconds)})")
+        self._metrics.evaluation(step=self.step, eval_loss=loss, seconds=seconds, **more)
+        shown = "".join(f", {name} {more[name]:.4g}" for name in training.objective.shown)
+        self._progress.info(f"step {self.step}: evaluation loss {loss:.4f}{shown} ({format_duration(seconds)})")
         self._paused += seconds
 
     def _save(self) -> int:

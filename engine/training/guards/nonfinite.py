@@ -142,9 +142,11 @@ class _WatchedStage:
         self.model, self.entries, self.step = stage.model, stage.entries, stage.step
         self.load, self.before_last_backward = stage.load, stage.before_last_backward
 
+        self.references, self.compares_with_base = stage.references, stage.compares_with_base
+
     @property
-    def loss_sum(self) -> Tensor:
-        return self._stage.loss_sum
+    def sums(self) -> Tensor:
+        return self._stage.sums
 
     def forward(self, microbatch: int, activation: Tensor | None = None) -> Tensor | None:
         watch = self._watch

@@ -1,0 +1,28 @@
+"""From a configuration to the objective."""
+
+from __future__ import annotations
+
+from engine.config.objective import ObjectiveOptions
+from engine.distributed.mesh import Axis
+from engine.objectives.language_modeling import LanguageModeling
+from engine.objectives.objective import Objective
+from engine.objectives.preference import Preference, PreferenceSettings
+
+
+def build_objective(options: ObjectiveOptions, *, cp: Axis) -> Objective:
+    """What the last stage minimises.
+
+    Args:
+        options: of the run.
+        cp: over whose ranks the tokens of each row are split.
+    """
+    if not options.compares_answers:
+        return LanguageModeling()
+    settings = PreferenceSettings(
+        loss="sigmoid" if options.name == "dpo" else options.name,
+        beta=options.beta,
+        label_smoothing=options.label_smoothing,
+        length_normalised=options.length_normalised,
+        margin=options.margin,
+    )
+    return Preference(settings, cp=cp, compares_with_base=options.has_reference and options.reference == "base")

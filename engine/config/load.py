@@ -204,5 +204,7 @@ def _example(option: str, kind: Any) -> str:
     if kind is bool:
         return "true" if default is None else str(default).lower()
     if default in (None, MISSING):
+        if get_origin(kind) is Literal:
+            return str(get_args(kind)[0])
         return {int: "100", float: "1"}.get(kind, "a path in quotes")
     return str(default)

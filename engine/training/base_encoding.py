@@ -89,15 +89,16 @@ def fill_base(
         total = sum(prod(entry.spec.local_shape) * source.dtype(entry.name).itemsize for entry in entries)
         with Progress(log, f"encoding weights as {config.model.base_dtype}", total, "bytes") as progress:
             load_encoded(entries, source, holding=weights.filling, progress=progress.advance)
-    log.info(_sentence(config, entries))
+    log.info(_sentence(config, entries, weights.axis.size))
 
 
-def _sentence(config: RunConfig, entries: list[EncodedEntry]) -> str:
+def _sentence(config: RunConfig, entries: list[EncodedEntry], num_ranks: int) -> str:
     numbers = sum(prod(entry.spec.local_shape) for entry in entries)
     encoded = sum(entry.num_bytes for entry in entries)
     plain = numbers * (4 if config.model.dtype == "float32" else 2)
+    spread = "" if num_ranks == 1 else f", over {num_ranks} ranks"
     return (
-        f"frozen base: {len(entries)} weights of the layers in {config.model.base_dtype}, {format_bytes(encoded)} on "
-        f"this rank ({8 * encoded / numbers:.2f} bits a number) instead of {format_bytes(plain)}; the rest in "
+        f"frozen base: {len(entries)} weights of the layers are {config.model.base_dtype}, {format_bytes(encoded)}"
+        f"{spread} ({8 * encoded / numbers:.2f} bits a number) instead of {format_bytes(plain)}; the rest is "
         f"{config.model.dtype}"
     )

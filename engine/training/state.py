@@ -41,7 +41,11 @@ def save_state(
         "updates": float(optimizer.updates),
         "skipped": float(optimizer.skipped),
     }
-    base = {"path": str(Path(config.model.path).resolve()), "fingerprint": training.source.fingerprint()}
+    base = {
+        "path": str(Path(config.model.path).resolve()),
+        "fingerprint": training.source.fingerprint(),  # of the weights as they were read, not as they are stored
+        "dtype": config.model.base_dtype,
+    }
     path = save_training(
         run_dir,
         step=step,
@@ -78,6 +82,8 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
             f"{path} was trained on a base with fingerprint {checkpoint.base['fingerprint']}, but model.path "
             f"{config.model.path} has {fingerprint}: give the base it was trained on ({checkpoint.base['path']})."
         )
+    # checkpoints from before there was a choice have none
+    _check_same("model", {"base_dtype": checkpoint.base.get("dtype")}, asdict(config.model), path, ("base_dtype",))
     optimizer = training.optimizer
     for name, tensor, spec in optimizer.state_shards():
         checkpoint.read(name, spec, out=tensor)
@@ -93,6 +99,12 @@ def _check_same(section: str, saved: dict[str, Any], now: dict[str, Any], path: 
     for key in keys:
         if saved[key] != now[key]:
             raise UserError(
-                f"{path} was trained with {section}.{key} {saved[key]}, but this run has {now[key]}: set "
-                f"{section}.{key} to {saved[key]}, or start afresh with checkpoint.resume none and another directory."
+                f"{path} was trained with {section}.{key} {_shown(saved[key])}, but this run has {_shown(now[key])}: "
+                f"set {section}.{key} to {_shown(saved[key])}, or start afresh with checkpoint.resume none and another "
+                "directory."
             )
+
+
+def _shown(value: Any) -> str:
+    """As a user writes it."""
+    return "null" if value is None else str(value)

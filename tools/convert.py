@@ -74,6 +74,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help="query, key and value, and gate and up: as the base has them (default), apart, query-key-value as one "
         "qkv_proj, or both fused",
     )
+    parser.add_argument("--no-proof", action="store_true", help="do not compare logits with stock transformers or PEFT")
 
 
 def main() -> None:
@@ -87,7 +88,11 @@ def main() -> None:
     out, given = arguments.out, vars(arguments)
     model = {}
     if "fused" in given:
-        model = {"max_shard_bytes": int(arguments.max_shard_gb * 1e9), "fusing": arguments.fused}
+        model = {
+            "max_shard_bytes": int(arguments.max_shard_gb * 1e9),
+            "fusing": arguments.fused,
+            "proof": not arguments.no_proof,
+        }
     options = commands.Options(
         overwrite=arguments.overwrite, verify=arguments.verify, threads=arguments.threads, **model
     )

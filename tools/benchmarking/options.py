@@ -309,11 +309,37 @@ class TaxOptions:
             read_shapes(self.shapes)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertOptions:
+    """Import, reshard, export and merge of a synthetic checkpoint beside cp, and a kill halfway.
+
+    The disk needs room for four times the checkpoint.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    gb: float = _option(8.0, "GB of the checkpoint, about")
+    hidden: int = _option(4096, "width of the residual stream; a multiple of 512")
+    intermediate: int = _option(11008, "width of the MLP")
+    vocab: int = _option(32000, "vocabulary size")
+    rank: int = _option(16, "rank of the adapter that is merged")
+    folder: str = _option("", "folder to work in; the temporary one where empty")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "hidden", "intermediate", "vocab", "rank")
+        if self.hidden % 512:
+            raise UserError(f"--hidden is {self.hidden}: give a multiple of 512, heads are 128 wide and 4 to a key.")
+        if self.gb <= 0:
+            raise UserError(f"--gb is {self.gb}: give more than 0.")
+
+
 SECTIONS: dict[str, type] = {
     "step": StepOptions,
     "kernels": KernelOptions,
     "lora-tax": TaxOptions,
     "memory": MemoryOptions,
+    "convert": ConvertOptions,
 }
 """Section name, which with _ for - is also its module's name -> its options."""
 

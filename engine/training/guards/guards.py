@@ -108,6 +108,7 @@ class Guards:
         self._comparisons, self._compared = 0, -1
         self._liveness: LivenessGuard | None = None
         self._live_from: int | None = None
+        self._looked_after = 0
         self._begun_at = 0
 
     def begin(self, step: int, consumed: int) -> None:
@@ -156,7 +157,7 @@ class Guards:
             ready.append(self._unread.popleft())
         figures = [(loss, norm)]
         if len(ready) > 1:
-            before = [figure for seen in ready[:-1] for figure in seen.result]
+            before = [figure for seen in ready[:-1] for figure in (seen.result.loss, seen.result.grad_norm)]
             values = torch.stack(before).tolist()
             figures = [*zip(values[::2], values[1::2], strict=True), *figures]
         for seen, (one_loss, one_norm) in zip(ready, figures, strict=True):
@@ -206,7 +207,7 @@ class Guards:
                 text += f"; {found.sentence()}"
         if self._options.non_finite_policy == "stop":
             raise UserError(
-                f"{text}: look at the data or the module named, or set guards.non_finite_policy to skip to go on."
+                f"{text}: look at what is named and at the data of this step, or set guards.non_finite_policy to skip."
             )
         self._say(text)
 
@@ -302,10 +303,11 @@ class Guards:
         # twice, because the model may read a step's update as late as in the next one
         if seen.step >= self._live_from + self._options.liveness_steps - 1:
             guard.look()
+            self._looked_after = seen.step
 
     def _read_liveness(self, step: int) -> None:
-        guard, begin = self._liveness, self._live_from
-        if guard is None or begin is None or not guard.is_over:
+        guard = self._liveness
+        if guard is None or not guard.is_over or step < self._looked_after:
             return
         dead = guard.verdict()
         if dead is None:  # almost all of these steps were skipped
@@ -313,7 +315,7 @@ class Guards:
             return
         self._liveness = None
         if dead:
-            text = liveness.sentence(step, dead)
+            text = liveness.sentence(self._looked_after, dead)
             if self._options.liveness_policy == "stop":
                 raise UserError(
                     f"{text}: the adapter would be exported as it began; take it out of lora.targets if that is meant, "

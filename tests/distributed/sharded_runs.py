@@ -107,6 +107,7 @@ class Run:
         bucket_elements: int = BUCKET_ELEMENTS,
         clip: float = CLIP,
         eps: float = 1e-8,
+        weight_decay: float = 0.01,
     ) -> None:
         case = CASES[layout.case]
         case = replace(case, sequence_parallel=layout.sequence, dropout=layout.dropout)
@@ -146,8 +147,8 @@ class Run:
         _fill(self.flat.master_shards())
         self.flat.publish()
         self.optimizer = FlatAdamW(
-            self.flat, mesh, betas=(0.9, 0.99), eps=eps, weight_decay=0.01, clip_grad_norm=clip, backend=backend,
-            piece_elements=PIECE_ELEMENTS,
+            self.flat, mesh, betas=(0.9, 0.99), eps=eps, weight_decay=weight_decay, clip_grad_norm=clip,
+            backend=backend, piece_elements=PIECE_ELEMENTS,
         )  # fmt: skip
         self.reducer = GradientReducer(self.flat, mesh, bucket_bytes=4 * bucket_elements)
         self.step = TrainStep(self.stages, self.reducer, self.optimizer, mesh)

@@ -170,9 +170,14 @@ def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Ten
         out_OI[part].copy_(wide)
 
 
+def _quotient(numerator: float, denominator: Tensor) -> Tensor:
+    """Rounded once; torch makes `number / tensor` a product with a reciprocal, which is rounded twice."""
+    return torch.full_like(denominator, numerator).div_(denominator)
+
+
 def int8_codes(weight_OI: Tensor, absmax_O: Tensor) -> Tensor:
     """round(weight * (127 / absmax)), halves to even, int8 [O, I]."""
-    inverse = INT8_LARGEST / absmax_O.clamp(min=SMALLEST_ROW)
+    inverse = _quotient(INT8_LARGEST, absmax_O.clamp(min=SMALLEST_ROW))
     codes = torch.empty(weight_OI.shape, dtype=torch.int8, device=weight_OI.device)
     for part in _row_chunks(*weight_OI.shape):
         scaled = weight_OI[part].float() * inverse[part, None]
@@ -182,7 +187,7 @@ def int8_codes(weight_OI: Tensor, absmax_O: Tensor) -> Tensor:
 
 def fp8_codes(weight_OI: Tensor, absmax_O: Tensor) -> Tensor:
     """weight * (448 / absmax) rounded to e4m3, float8_e4m3fn [O, I]."""
-    inverse = FP8_LARGEST / absmax_O.clamp(min=SMALLEST_ROW)
+    inverse = _quotient(FP8_LARGEST, absmax_O.clamp(min=SMALLEST_ROW))
     codes = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn, device=weight_OI.device)
     for part in _row_chunks(*weight_OI.shape):
         scaled = weight_OI[part].float() * inverse[part, None]
@@ -225,7 +230,7 @@ def quantize_matrix(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple
 
 def _scaled_codes(wide: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     largest = largest.clamp(min=SMALLEST_ROW)
-    codes = (wide * (FP8_LARGEST / largest)).clamp_(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+    codes = (wide * _quotient(FP8_LARGEST, largest)).clamp_(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
     return codes, largest / FP8_LARGEST
 
 

@@ -36,7 +36,7 @@ def _random(rows: int, columns: int, seed: int) -> Tensor:
 def _rounded(x: Tensor, by_row: bool) -> Tensor:
     """To e4m3 and back, by torch's own cast, with the largest number at 448; fp64."""
     largest = x.abs().amax(1, keepdim=True) if by_row else x.abs().max()
-    return (x * (448 / largest)).to(torch.float8_e4m3fn).double() * (largest.double() / 448)
+    return (x * torch.div(torch.tensor(448.0), largest)).to(torch.float8_e4m3fn).double() * (largest.double() / 448)
 
 
 @pytest.mark.parametrize("name", ["nf4", "int8"])

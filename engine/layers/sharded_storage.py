@@ -293,6 +293,10 @@ class SpreadWeights:
             storage.keep()
             storage.free()
 
+    def rest(self) -> None:
+        """Backward is over: what its last stop needed is given up. The next forward would do so, too."""
+        self._route.leave_open_stop()
+
     def drop(self) -> None:
         """Gives up all memory but this rank's parts; to be called before these change."""
         self._route.open_stop = None

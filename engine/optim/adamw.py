@@ -88,6 +88,8 @@ class FlatAdamW:
             0-dim fp32 gradient norm before clipping.
         """
         self.lr.fill_(lr)
+        if self.flat.sharding.weights is not None:
+            self.flat.sharding.weights.rest()
         norm = gradient_norm(self.flat, self._mesh, self._backend.square_sum)
         # written so that what is not a number is skipped, too
         applies = norm <= self.norm_limit

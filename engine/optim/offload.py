@@ -119,6 +119,11 @@ class StreamedUpdate:
             yield from (piece.sent for piece in self._pieces[-NUM_SLOTS:])
 
 
+def device_bytes(elements: int, piece: int = PIECE_ELEMENTS) -> int:
+    """What masters and moments of `elements` take on the device while they wait in host memory: the slots."""
+    return NUM_SLOTS * NUM_STATES * 4 * min(_aligned(piece), elements)
+
+
 def _aligned(elements: int) -> int:
     return max(ALIGNMENT, elements // ALIGNMENT * ALIGNMENT)
 

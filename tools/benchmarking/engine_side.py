@@ -102,7 +102,8 @@ class EngineSide:
 
     def step(self, ids_BS: Tensor) -> Outcome:
         targets = ids_BS.shape[0] * (ids_BS.shape[1] - 1)
-        return Outcome(*self._step([self._batch(ids_BS)], float(targets), LEARNING_RATE))
+        result = self._step([self._batch(ids_BS)], float(targets), LEARNING_RATE)
+        return Outcome(result.loss, result.grad_norm)
 
     def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
         batch = self._batch(ids_BS)

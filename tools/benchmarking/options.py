@@ -334,12 +334,42 @@ class ConvertOptions:
             raise UserError(f"--gb is {self.gb}: give more than 0.")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardsOptions(ModelOptions):
+    """What the guards of a run cost, on data-parallel ranks that hold copies of each other's parameters.
+
+    On CPU ranks of this machine, one process each.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    documents: int = _option(4, "documents in a row")
+    ranks: int = _option(2, "processes, which share the machine's cores")
+    repeats: int = _option(30, "timed runs of each work")
+    warmup: int = _option(3, "untimed runs of each work before")
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        _at_least(self, 1, "documents", "repeats")
+        _at_least(self, 2, "ranks")
+        _at_least(self, 0, "warmup")
+        if self.length < 2 * self.documents:
+            raise UserError(
+                f"--length {self.length} leaves documents of less than 2 tokens with --documents {self.documents}: "
+                "give longer rows or fewer documents."
+            )
+
+
 SECTIONS: dict[str, type] = {
     "step": StepOptions,
     "kernels": KernelOptions,
     "lora-tax": TaxOptions,
     "memory": MemoryOptions,
     "convert": ConvertOptions,
+    "guards": GuardsOptions,
 }
 """Section name, which with _ for - is also its module's name -> its options."""
 

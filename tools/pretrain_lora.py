@@ -6,8 +6,10 @@ torchrun --nproc-per-node 2 tools/pretrain_lora.py --config run.yaml --parallel.
 
 from __future__ import annotations
 
+import sys
+
 from engine.config.load import load_config
-from engine.telemetry.errors import run_command
+from engine.telemetry.errors import EXIT_STOPPED, run_command
 
 
 def main() -> None:
@@ -15,7 +17,8 @@ def main() -> None:
     # imported after the configuration is known to be sound: torch takes seconds to load
     from engine.training.trainer import train
 
-    train(config)
+    if train(config).stopped is not None:
+        sys.exit(EXIT_STOPPED)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,9 @@ from engine.errors import UserError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_STOPPED = 75
+"""A scheduler stopped the run, which has saved and can go on: "temporary failure, try again" in sysexits.h. Not 0,
+which schedulers take for the end of the work."""
 _WAIT_SECONDS = 2.0
 _STALE_SECONDS = 3600.0
 

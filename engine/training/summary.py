@@ -28,6 +28,8 @@ class RunSummary:
     memory: int
     graphs: str | None = None
     """What was replayed as a graph and what was not."""
+    stopped: str | None = None
+    """What a scheduler stopped the run with, before its end."""
 
     def lines(self) -> list[str]:
         rows = [("steps", f"{self.steps}")]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.training_state import latest_checkpoint, open_run
 from engine.config.load import to_yaml
 from engine.config.rules import check_world
 from engine.config.run import RunConfig
@@ -31,10 +30,12 @@ from engine.training.data import RunData, build_data
 from engine.training.evaluate import evaluate
 from engine.training.guards.guards import StepSeen, build_guards
 from engine.training.reference import know_references
+from engine.training.run_folder import RunFolder
 from engine.training.source import check_model, model_source
 from engine.training.state import load_state, save_state
 from engine.training.step import StepResult
 from engine.training.summary import RunSummary, announce
+from engine.training.supervision import Preempted, Supervision
 
 
 @dataclass(slots=True)
@@ -59,8 +60,9 @@ class Trainer:
         # everything that can be refused without reading data or weights comes first
         source = model_source(config)
         plan = check_model(config, source.model, launch.world_size)
-        self.run_dir = self._choose_run_dir()
-        resume = self._resume_path()
+        self._folder = RunFolder(config.checkpoint, launch)
+        self.run_dir = self._folder.path
+        resume = self._folder.resume_path()
         self._data: RunData = build_data(config, launch, source.model.decoder, log)
         self._training: Training = build_training(
             config, launch, source, plan, log, documents_per_row=most_in_a_row(self._data.train.dataset)
@@ -73,7 +75,10 @@ class Trainer:
             config, self._training, self._data, log, run_dir=self.run_dir, rank=launch.rank, started=self.step > 0
         )
         self._total = self._total_steps()
-        self._metrics = self._open_metrics()
+        self._metrics = self._open_metrics(self.step if resume is not None else -1)
+        self._saved = self.step
+        self._evaluated = bool(broadcast_object(self._metrics.has_evaluation(self.step)))
+        self._supervision = Supervision(config.train, launch, self.run_dir)
         self._progress = TrainProgress(log, self._total, self.step)
         self._pending: _Record | None = None
         self._guards = build_guards(config, self._training, launch, say=self._progress.info)
@@ -84,18 +89,45 @@ class Trainer:
         self._eval_losses: list[float] = []
 
     def train(self) -> RunSummary:
+        """Steps, evaluations and saves, to the end or until a scheduler wants the run to stop.
+
+        Raises:
+            CommunicationError: another rank is lost.
+            UserError: the run cannot go on.
+        """
+        loader = self._data.train
+        announce(self._config, self._launch, self._training, self._log, num_micro_batches=loader.num_micro_batches)
+        self._log.info(f"run: {self._total} steps, folder {self.run_dir}")
+        begin = self._report_clock = self._now()
+        stopped = None
+        self._supervision.start(self.step)
+        try:
+            try:
+                self._take_steps()
+                self._report(None, last=True)
+                self._guards.finish(self.step, self._consumed)
+                self._evaluate()
+            except Preempted as reason:
+                stopped = str(reason)
+            seconds = self._now() - begin
+            if self._saved != self.step:
+                self._save()
+        finally:
+            self._supervision.close()
+        self._progress.close()
+        self._metrics.close()
+        self._folder.close()
+        return self._summary(seconds, stopped)
+
+    def _take_steps(self) -> None:
         """The loop. Figures of a step are read while the next one already runs."""
         config, loader = self._config, self._data.train
-        announce(config, self._launch, self._training, self._log, num_micro_batches=loader.num_micro_batches)
-        self._log.info(f"run: {self._total} steps, folder {self.run_dir}")
-        started_at = self.step
-        if self.step == 0:
+        if self._is_evaluation_due():
             self._evaluate()
-        begin = self._report_clock = self._now()
-        saved = None
         self._guards.begin(self.step, self._consumed)
         take_step = self._training.step if self._training.graphs is None else self._training.graphs
         for batches in loader.stream(self._consumed, self._total - self.step):
+            self._supervision.check(self.step)
             lr = self._learning_rate()
             targets = loader.target_count(self._consumed)
             tokens = int(loader.dataset.row_lengths[loader.rows(self._consumed)].sum())
@@ -107,26 +139,17 @@ class Trainer:
             self._consumed += loader.global_batch_size
             self._guards.after(StepSeen(self.step, batches, targets, lr, self._consumed, result))
             self._report(_Record(self.step, result, lr, tokens, self._now()))
-            if config.train.eval_every and self.step % config.train.eval_every == 0 and self.step < self._total:
+            self._evaluated = False
+            if self._is_evaluation_due():
                 self._evaluate()
             if config.checkpoint.every and self.step % config.checkpoint.every == 0:
-                saved = self._save()
-        self._report(None)
-        self._guards.finish(self.step, self._consumed)
-        seconds = self._now() - begin
-        if self.step > started_at:
-            self._evaluate()
-            if saved != self.step:
                 self._save()
-        self._progress.close()
-        self._metrics.close()
-        return self._summary(seconds)
 
     def _now(self) -> float:
         """The run's clock: seconds, standing still while the run evaluates or saves."""
         return time.monotonic() - self._paused
 
-    def _summary(self, seconds: float) -> RunSummary:
+    def _summary(self, seconds: float, stopped: str | None) -> RunSummary:
         return RunSummary(
             run_dir=self.run_dir,
             steps=self.step,
@@ -138,6 +161,7 @@ class Trainer:
             seconds=seconds,
             memory=peak_memory_bytes(),
             graphs=self._training.graphs.counts.line() if self._training.graphs is not None else None,
+            stopped=stopped,
         )
 
     def _learning_rate(self) -> float:
@@ -151,14 +175,15 @@ class Trainer:
             total_steps=self._total,
         )
 
-    def _report(self, record: _Record | None) -> None:
-        """Reads and reports the step before `record`; None reads the last one."""
+    def _report(self, record: _Record | None, *, last: bool = False) -> None:
+        """Reads and reports the step before `record`, None the newest one; where log.every leaves it out, only if it is
+        the `last` of the run."""
         ready, self._pending = self._pending, record
         if ready is None:
             return
         self._tokens += ready.tokens
         self._report_tokens += ready.tokens
-        if ready.step % self._config.log.every and record is not None:
+        if ready.step % self._config.log.every and not last:
             return
         loss, norm = float(ready.result.loss), float(ready.result.grad_norm)
         self._losses.append(loss)
@@ -180,21 +205,33 @@ class Trainer:
             self._progress.info(warning)
         self._guards.read(ready.step, loss, norm)
 
+    def _is_evaluation_due(self) -> bool:
+        """Whether this is one of the evaluations before the last."""
+        every = self._config.train.eval_every
+        return self.step < self._total and (self.step == 0 or (every > 0 and self.step % every == 0))
+
     def _evaluate(self) -> None:
-        if self._data.validation is None:
+        if self._data.validation is None or self._evaluated:
             return
         begin = time.monotonic()
         training = self._training
-        loss, *metrics = evaluate(training.stages, self._data.validation, training.mesh)
+        loss, *metrics = evaluate(training.stages, self._data.validation, training.mesh, progress=self._passed_group)
         more = dict(zip(training.objective.metrics, metrics, strict=True))
         seconds = time.monotonic() - begin
+        self._evaluated = True
         self._eval_losses.append(loss)
         self._metrics.evaluation(step=self.step, eval_loss=loss, seconds=seconds, **more)
         shown = "".join(f", {name} {more[name]:.4g}" for name in training.objective.shown)
         self._progress.info(f"step {self.step}: evaluation loss {loss:.4f}{shown} ({format_duration(seconds)})")
         self._paused += seconds
 
-    def _save(self) -> int:
+    def _passed_group(self, _: int) -> None:
+        """An evaluation may be left between two groups of micro-batches."""
+        self._supervision.check(self.step)
+
+    def _save(self) -> None:
+        self._report(None)  # a run that goes on from here reports the steps after this one
+        self._folder.require_own()
         begin = time.monotonic()
         path = save_state(
             self.run_dir,
@@ -208,25 +245,7 @@ class Trainer:
         seconds = time.monotonic() - begin
         self._progress.info(f"step {self.step}: saved {path} ({seconds:.1f} s)")
         self._paused += seconds
-        return self.step
-
-    def _choose_run_dir(self) -> Path:
-        name = self._config.checkpoint.dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"
-        return Path(str(broadcast_object(name)))
-
-    def _resume_path(self) -> Path | None:
-        options = self._config.checkpoint
-        present = latest_checkpoint(self.run_dir)
-        if options.resume == "auto":
-            return present
-        if options.resume == "none":
-            if present is not None:
-                raise UserError(
-                    f"checkpoint.resume is none, but {self.run_dir} already holds {present.name} of an earlier run: "
-                    "choose another checkpoint.dir, or set checkpoint.resume auto to go on from it."
-                )
-            return None
-        return open_run(options.resume).folder
+        self._saved = self.step
 
     def _load(self, path: Path) -> None:
         state = load_state(path, self._config, self._training)
@@ -244,17 +263,17 @@ class Trainer:
         assert train.num_epochs is not None
         return max(1, ceil(train.num_epochs * len(self._data.train.dataset) / train.global_batch_size))
 
-    def _open_metrics(self) -> MetricsWriter:
+    def _open_metrics(self, known: int) -> MetricsWriter:
+        """The records of steps after `known` are written again."""
         if self._launch.rank != 0:
             return MetricsWriter(None)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
         options = self._config.log
         metrics = MetricsWriter(
             self.run_dir / options.metrics if options.metrics else None,
             self.run_dir / "tensorboard" if options.tensorboard else None,
         )
-        metrics.truncate_after(self.step)
+        metrics.truncate_after(known)
         return metrics
 
 
@@ -278,7 +297,10 @@ def train(config: RunConfig) -> RunSummary:
         end_at_once(EXIT_USER_ERROR)
         raise UserError(_lost_rank(error, None if trainer is None else trainer.step, config)) from error
     stop()
-    log.info("done")
+    if summary.stopped is None:
+        log.info("done")
+    else:
+        log.info(f"stopped after step {summary.steps}, {summary.stopped}: the same command goes on from there")
     for line in summary.lines():
         log.info(line)
     return summary

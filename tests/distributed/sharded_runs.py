@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,17 +15,20 @@ from engine.data.collate import context_part
 from engine.distributed.mesh import Axis, Mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard, ShardSpec
+from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.offload import host_memory
 from engine.layers.plan import TensorLayout
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.sharded_storage import SpreadWeights
 from engine.models.decoder import Decoder, Part
 from engine.objectives.language_modeling import LanguageModeling
+from engine.ops.encoded_weight import BaseEncoding
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import TORCH, OptimizerBackend
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.optim.sharding import Sharding, ShardLevel
+from engine.quantization.encoding import encoding
 from engine.training.stage import ModelStage
 from engine.training.stages import ScheduleChoice, Stages
 from engine.training.step import TrainStep
@@ -41,6 +46,8 @@ SEQ_LENGTH = 24
 CLIP = 0.3
 
 SMALL = small_config(num_layers=2)
+BLOCKS = small_config(num_layers=2, hidden=128, intermediate=256, head_dim=16)
+"""Two ranks cut it at multiples of 64."""
 WIDE = small_config(num_layers=3, hidden=96, intermediate=160, vocab_size=259)
 """So wide that padding is less than a hundredth of what a rank holds."""
 CASES = {
@@ -54,6 +61,8 @@ CASES = {
     "deep, everything": Case(config=small_config(num_layers=4), trained=".*"),
     "deep, tied": Case(config=small_config(num_layers=4, tied_embeddings=True), trained=".*"),
     "wide, everything": Case(config=WIDE, trained=".*"),
+    "blocks, adapters": Case(config=BLOCKS, adapters=EVERY_LINEAR),
+    "blocks, part": Case(config=BLOCKS, adapters=r"layers\.1\..*_proj", trained=r"layers\.1\.attention\.q_proj"),
     "wide, adapters": Case(config=WIDE, adapters=EVERY_LINEAR),
 }
 
@@ -69,6 +78,9 @@ class Layout:
         accumulation: micro-batches a step.
         recompute: what backward makes again.
         dtype: of the weights that the model computes with.
+        base: the encoding in which frozen weights of the layers are stored.
+        rounded: frozen weights of the layers have the values that this encoding gives them, but are stored plain.
+        plain: regular expression over the names of weights that are neither encoded nor rounded.
     """
 
     case: str
@@ -80,6 +92,18 @@ class Layout:
     dropout: float = 0.1
     recompute: Level = "selective"
     dtype: torch.dtype = torch.float32
+    base: str | None = None
+    rounded: str | None = None
+    plain: str = ""
+
+    def value(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The whole tensor that a parameter starts with."""
+        whole = whole_tensor(name, shape)
+        if self.rounded is None or not name.endswith("_proj.weight") or re.fullmatch(self.plain, name):
+            return whole
+        decoded = torch.empty_like(whole)
+        encoding(self.rounded).decode(encoding(self.rounded).encode(whole), decoded)
+        return decoded
 
 
 class Trained(NamedTuple):
@@ -118,6 +142,7 @@ class Run:
         tensors = TensorLayout(
             tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,
             pp_ends=Axis("pp_ends") if stage_rank[0] == stage_rank[-1] else mesh.pp_ends,
+            base=None if layout.base is None else BaseEncoding(encoding=encoding(layout.base)),
         )  # fmt: skip
         host = host_memory(CPU)
         self.kept = SpreadWeights(
@@ -143,8 +168,15 @@ class Run:
         sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=bucket_elements, weights=self.kept)
         self.entries = self.stages.entries()
         self.flat = FlatParameters(self.entries, CPU, sharding=sharding, host=host if offload_optimizer else None)
-        _fill([shard for entry in self.entries if entry.sink is None for shard in self.kept.parts(entry)])
-        _fill(self.flat.master_shards())
+        frozen = [shard for entry in self.entries if entry.sink is None for shard in self.kept.parts(entry)]
+        _fill(frozen, layout.value)
+        _fill(self.flat.master_shards(), whole_tensor)
+        self.encoded = [entry for model in self.stages.models() for entry in encoded_entries(model)]
+        fill_encoded(
+            self.encoded,
+            lambda entry: take(whole_tensor(entry.name, entry.spec.global_shape), entry.spec),
+            holding=self.kept.filling,
+        )
         self.flat.publish()
         self.optimizer = FlatAdamW(
             self.flat, mesh, betas=(0.9, 0.99), eps=eps, weight_decay=weight_decay, clip_grad_norm=clip,
@@ -188,7 +220,7 @@ class Run:
         """A run that is interrupted by an evaluation half way."""
         half = num_steps // 2
         first = self.train(1, half)
-        evaluation = self.stages.losses(self.batches(99)[0]).item()
+        evaluation = self.stages.figures(self.batches(99)[0])[0].item()
         second = self.train(half + 1, num_steps)
         masters = [NamedShard(name, tensor.clone(), spec) for name, tensor, spec in self.flat.master_shards()]
         return Trained(first[0] + second[0], first[1] + second[1], evaluation, masters, self.weights())
@@ -198,10 +230,10 @@ def _documents(step: int, slot: int) -> tuple[int, ...]:
     return ((9, 1, 14), (24,), (5, 5, 11), (21,))[(slot + step) % 4]
 
 
-def _fill(shards: list[NamedShard]) -> None:
+def _fill(shards: list[NamedShard], value: Callable[[str, tuple[int, ...]], Tensor]) -> None:
     """From whole tensors, cut as each shard says."""
     for name, tensor, spec in shards:
-        tensor.copy_(take(whole_tensor(name, spec.global_shape), spec))
+        tensor.copy_(take(value(name, spec.global_shape), spec))
 
 
 def take(whole: Tensor, spec: ShardSpec) -> Tensor:

@@ -1,0 +1,185 @@
+"""Runs whose frozen weights are stored encoded, in each layout.
+
+With an encoding that is decoded for each product a run has the bits of one whose weights were replaced by what the
+encoding makes of them and stored plain. Ranks encode their own cut of a weight with the bits of the whole. FP8
+products round their operands too, each rank those that it has, so that ranks which cut a sum differ by that rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.distributed.mesh import build_mesh, single_process_mesh
+from engine.distributed.ranks import RankGrid
+from engine.distributed.sharding import NamedShard
+from engine.layers import host_storage
+from engine.optim.sharding import ShardLevel
+from engine.quantization.encoding import encoding
+from tests.distributed.cases import relative_error, whole_tensor
+from tests.distributed.sharded_runs import BLOCKS, Layout, Run, assemble
+from tests.spawning import spawn
+
+pytestmark = pytest.mark.distributed
+
+NUM_STEPS = 4
+ONE = Layout(case="blocks, adapters", grid=RankGrid())
+LAYOUTS = {
+    "one": ONE,
+    "one, part of a linear trains": replace(
+        # what lies in one linear with a weight that trains stays as it is
+        ONE,
+        case="blocks, part",
+        plain=r"layers\.1\.attention\.[qkv]_proj\.weight",
+    ),
+    "one, all again": replace(ONE, recompute="full"),
+    "one, inputs kept": replace(ONE, recompute="none"),
+    "one, bfloat16": replace(ONE, dtype=torch.bfloat16),
+    "tp2": replace(ONE, grid=RankGrid(tp=2)),
+    "tp2, sequence": replace(ONE, grid=RankGrid(tp=2), sequence=True),
+    "tp2, attention again": replace(ONE, grid=RankGrid(tp=2), sequence=True, recompute="attention"),
+    "pp2": replace(ONE, grid=RankGrid(pp=2), layers=(1, 1)),
+    "cp2": replace(ONE, grid=RankGrid(cp=2)),
+    "dp2": replace(ONE, grid=RankGrid(dp=2)),
+}
+LEVELS: dict[str, tuple[ShardLevel, ...]] = {"dp2": ("none", "optimizer", "gradients", "parameters")}
+DECODED = ("nf4", "int8")
+FP8 = ("fp8", "fp8_row")
+ALL_BASES = ("one", "tp2", "tp2, sequence", "pp2")
+"""Layouts in which every encoding runs; in the others nf4 alone."""
+
+
+def _choices() -> list[tuple[str, ShardLevel, str]]:
+    """Layouts, levels of sharding and encodings that are decoded."""
+    return [
+        (name, level, base)
+        for name in LAYOUTS
+        for level in LEVELS.get(name, ("none",))
+        for base in (DECODED if name in ALL_BASES else ("nf4",))
+    ]
+
+
+class Outcome(NamedTuple):
+    """What is compared."""
+
+    losses: list[float]
+    norms: list[float]
+    evaluation: float
+    masters: list[NamedShard]
+    parts: list[tuple[str, slice, slice, dict[str, Tensor]]]
+    """Of each encoded weight: its name, its rows and columns in the whole, and its parts."""
+
+
+def _outcome(layout: Layout, level: ShardLevel, *, offload: bool = False) -> Outcome:
+    one = layout.grid.world_size == 1
+    mesh = single_process_mesh() if one else build_mesh(layout.grid, device_type="cpu", num_kv_heads=2)
+    run = Run(layout, mesh, level, offload_weights=offload)
+    parts = []
+    for entry in run.encoded:
+        if run.kept.stays(entry.memory):
+            rows, columns = (entry.spec.runs(dim)[0] for dim in (0, 1))
+            parts.append(
+                (
+                    entry.name,
+                    slice(rows.global_offset, rows.global_offset + rows.length),
+                    slice(columns.global_offset, columns.global_offset + columns.length),
+                    {name: part.clone() for name, part in entry.parts.items()},
+                )
+            )
+    trained = run.trained(NUM_STEPS)
+    return Outcome(trained.losses, trained.norms, trained.evaluation, trained.masters, parts)
+
+
+def _outcomes(world: int) -> dict[tuple[str, ShardLevel, str, str], Outcome]:
+    found = {}
+    for name, level, base in [*_choices(), *((name, "none", base) for name in ALL_BASES for base in FP8)]:
+        layout = LAYOUTS[name]
+        if layout.grid.world_size == world:
+            found[name, level, base, "encoded"] = _outcome(replace(layout, base=base), level)
+            found[name, level, base, "plain"] = _outcome(replace(layout, rounded=base), level)
+    return found
+
+
+@functools.cache
+def _ranks(world: int) -> list[dict[tuple[str, ShardLevel, str, str], Outcome]]:
+    return [_outcomes(1)] if world == 1 else spawn(_outcomes, world=world, args=(world,), timeout=110)
+
+
+def _found(name: str, base: str, kind: str = "encoded", level: ShardLevel = "none") -> list[Outcome]:
+    return [rank[name, level, base, kind] for rank in _ranks(LAYOUTS[name].grid.world_size)]
+
+
+@pytest.mark.parametrize(("name", "level", "base"), _choices())
+def test_the_bits_are_those_of_decoded_weights(name: str, level: ShardLevel, base: str) -> None:
+    for found, expected in zip(_found(name, base, level=level), _found(name, base, "plain", level), strict=True):
+        assert found.losses == expected.losses and found.norms == expected.norms
+        assert found.evaluation == expected.evaluation
+        assert len(set(found.losses)) == NUM_STEPS
+        for ours, theirs in zip(found.masters, expected.masters, strict=True):
+            assert ours.name == theirs.name and torch.equal(ours.tensor, theirs.tensor), ours.name
+
+
+@pytest.mark.parametrize(("name", "level", "base"), [one for one in _choices() if not one[0].startswith("one")])
+def test_every_layout_trains_as_one_process_does(name: str, level: ShardLevel, base: str) -> None:
+    """Sums in another order, in fp32."""
+    (alone,) = _found("one", base)
+    ranks = _found(name, base, level=level)
+    for found in ranks:
+        assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+        assert found.norms == pytest.approx(alone.norms, rel=1e-4)
+    ours, theirs = assemble([found.masters for found in ranks]), assemble([alone.masters])
+    assert ours.keys() == theirs.keys()
+    for one in ours:
+        assert relative_error(ours[one], theirs[one]) < 1e-4, one
+
+
+@pytest.mark.parametrize("base", (*DECODED, *FP8))
+@pytest.mark.parametrize("name", ["tp2", "tp2, sequence", "pp2"])
+def test_ranks_encode_as_the_whole(name: str, base: str) -> None:
+    """Encoding a cut gives the bits of cutting what the whole weight is encoded as."""
+    codec, seen = encoding(base), 0
+    for rank in _found(name, base):
+        for weight, rows, columns, parts in rank.parts:
+            layer, _, leaf = weight.removesuffix(".weight").rpartition(".")
+            assert layer.startswith("layers.")
+            expected = codec.cut(codec.encode(whole_tensor(weight, _whole_shape(leaf))), rows, columns)
+            for part, tensor in parts.items():
+                assert torch.equal(tensor.view(torch.uint8), expected[part].contiguous().view(torch.uint8)), weight
+            seen += 1
+    assert seen == 14 * (1 if name == "pp2" else 2)
+
+
+def _whole_shape(leaf: str) -> tuple[int, int]:
+    hidden, wide = BLOCKS.hidden, BLOCKS.intermediate
+    queries, keys = BLOCKS.num_heads * BLOCKS.head_dim, BLOCKS.num_kv_heads * BLOCKS.head_dim
+    return {
+        "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
+        "gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide),
+    }[leaf]  # fmt: skip
+
+
+@pytest.mark.parametrize("base", FP8)
+@pytest.mark.parametrize("name", ["tp2", "tp2, sequence", "pp2"])
+def test_fp8_products_differ_by_their_rounding_alone(name: str, base: str) -> None:
+    """The stages of a pipeline multiply what one process does. Tensor ranks round their own operands, which one process
+    rounds as a whole: two losses that are each off by such roundings, compared with one that is."""
+    (alone,), (plain,) = _found("one", base), _found("one", base, "plain")
+    rounding = max(abs(a - b) for a, b in zip(alone.losses, plain.losses, strict=True))
+    assert 0 < rounding < 0.02
+    for found in _found(name, base):
+        moved = max(abs(a - b) for a, b in zip(found.losses, alone.losses, strict=True))
+        assert moved < (1e-5 if name == "pp2" else 3 * rounding)
+
+
+@pytest.mark.parametrize("base", DECODED)
+def test_encoded_weights_wait_in_host_memory(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_storage, "STAYS_BELOW", 1)
+    found = _outcome(replace(ONE, base=base), "none", offload=True)
+    (expected,) = _found("one", base)
+    assert not found.parts, "some encoded weights never leave the device"
+    assert found.losses == expected.losses and found.norms == expected.norms

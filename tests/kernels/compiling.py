@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from triton_kernels import cross_entropy, dropout, launch, lora, lora_matmul, rmsnorm, rope, swiglu
+from triton_kernels import cross_entropy, dropout, launch, lora, lora_matmul, quantize, rmsnorm, rope, swiglu
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _seen: set[int] = set()
@@ -71,6 +71,7 @@ def _pretend_to_have_a_gpu() -> None:
     options[torch.float32] = {"DOT": launch._TYPES[torch.float32], "PRECISION": "ieee"}
     for module in (lora, lora_matmul):
         module.dot_options = lambda x: options[x.dtype]
+    quantize.casts = lambda x: True
 
 
 def _masks(num_tokens: int, num_features: int, offset: int) -> list[dropout.DropoutMask | None]:
@@ -129,6 +130,21 @@ def _elementwise(dtype: torch.dtype, num_tokens: int, width: int, heads: int, he
     cross_entropy.cross_entropy_backward(x.float(), targets, one, one)
 
 
+def _quantisation(dtype: torch.dtype, rows: int, columns: int) -> None:
+    weight = torch.empty(rows, columns, dtype=dtype)
+    blocks = -(-columns // 64)
+    codes, scales = torch.empty(rows, -(-columns // 2), dtype=torch.uint8), torch.empty(rows, blocks, dtype=torch.uint8)
+    phase = torch.empty(rows, dtype=torch.uint8)
+    quantize.nf4_decode(codes, scales, torch.empty(rows, 3), phase, weight)
+    for code_dtype in (torch.int8, torch.float8_e4m3fn):
+        quantize.row_decode(torch.empty(rows, columns, dtype=code_dtype), torch.empty(rows), weight)
+    for wide in (weight, torch.empty(rows, 5 * columns, dtype=dtype)):
+        for scale in (None, torch.empty(wide.shape[1])):
+            quantize.quantize_rows(wide, scale)
+            quantize.quantize_matrix(wide, scale)
+    quantize.transpose_codes(torch.empty(rows, columns, dtype=torch.float8_e4m3fn))
+
+
 def main(names: list[str]) -> None:
     """`names`: dtypes, and "all" for every mask mode, larger ranks, and sizes of 1 that become constants."""
     warnings.simplefilter("error", UserWarning)
@@ -139,10 +155,12 @@ def main(names: list[str]) -> None:
         if name == "all":
             _adapters(torch.bfloat16, 1, 1, 1, 3, modes=3)
             _elementwise(torch.bfloat16, 1, 1, 1, 2)
+            _quantisation(torch.bfloat16, 1, 1)
             _adapters(torch.bfloat16, 512, 4096, 192, 0, modes=3)
         else:
             _adapters(getattr(torch, name), 256, 4096, 16, 0, modes=1)
             _elementwise(getattr(torch, name), 256, 4096, 16, 128)
+            _quantisation(getattr(torch, name), 256, 4096)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ KERNELS = (
     "swiglu",
     "rope",
     "cross_entropy",
+    "quantize",
 )
 
 

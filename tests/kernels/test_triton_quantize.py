@@ -1,0 +1,122 @@
+"""Quantisation kernels: decoding and operands bit for bit those of the specification, e4m3 those of torch's cast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from engine.quantization.encoding import encoding
+from tests.kernels.comparing import places, random_rows
+from triton_kernels import quantize, reference_quantize
+
+SHAPES = [(5, 123), (1, 1), (40, 200), (0, 64), (3, 64 * 260), (2, 17000)]
+
+
+def _equal(ours: Tensor, theirs: Tensor, name: str) -> None:
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, (name, ours.shape, theirs.shape)
+    # as bytes: e4m3 has no comparison, and scales may be NaN
+    assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)), name
+
+
+def _scaled_rows(place: tuple[str, torch.dtype], rows: int, columns: int, gap: int = 0) -> Tensor:
+    """Rows of sizes from 2^-8 to 2^8, one of zeros."""
+    x = random_rows(place, rows, columns, gap=gap)
+    x *= 2.0 ** (torch.arange(rows, device=x.device) % 17 - 8).to(x.dtype)[:, None]
+    x[rows // 2 : rows // 2 + 1] = 0
+    return x
+
+
+@places
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode(place: tuple[str, torch.dtype], name: str, shape: tuple[int, int]) -> None:
+    _compare_decoding(place, name, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_e4m3(dtype: torch.dtype) -> None:
+    """The interpreter does not read e4m3."""
+    for shape in SHAPES:
+        _compare_decoding(("cuda", dtype), "fp8_row", shape)
+
+
+def _compare_decoding(place: tuple[str, torch.dtype], name: str, shape: tuple[int, int]) -> None:
+    device, dtype = place
+    parts = encoding(name).encode(_scaled_rows(place, *shape).float())
+    out = torch.full((shape[0], shape[1] + 8), torch.nan, dtype=dtype, device=device)
+    expected = torch.empty(shape, dtype=dtype, device=device)
+    if name == "nf4":
+        values = (parts["codes"], parts["scales"], parts["groups"], parts["phase"])
+        quantize.nf4_decode(*values, out[:, : shape[1]])
+        reference_quantize.nf4_decode(*values, expected)
+    else:
+        quantize.row_decode(parts["codes"], parts["scales"], out[:, : shape[1]])
+        reference_quantize.row_decode(parts["codes"], parts["scales"], expected)
+    _equal(out[:, : shape[1]], expected, name)
+    assert bool(out[:, shape[1] :].isnan().all())
+
+
+@places
+def test_decode_of_a_cut(place: tuple[str, torch.dtype]) -> None:
+    """Parts that are slices, and rows that begin anywhere in their group of scales."""
+    code = encoding("nf4")
+    parts = code.cut(code.encode(_scaled_rows(place, 90, 64 * 7).float()), slice(11, 80), slice(64, 384))
+    out, expected = (torch.empty(69, 320, dtype=place[1], device=place[0]) for _ in range(2))
+    values = (parts["codes"], parts["scales"], parts["groups"], parts["phase"])
+    quantize.nf4_decode(*values, out)
+    reference_quantize.nf4_decode(*values, expected)
+    assert len(set(parts["phase"].tolist())) > 1
+    _equal(out, expected, "cut")
+
+
+@places
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_operands(place: tuple[str, torch.dtype], shape: tuple[int, int], scaled: bool) -> None:
+    x = _scaled_rows(place, *shape, gap=3)
+    scale = random_rows((place[0], torch.float32), 1, shape[1], seed=3)[0].abs() if scaled else None
+    for name in ("quantize_rows", "quantize_matrix"):
+        ours, our_scale = getattr(quantize, name)(x, scale)
+        theirs, their_scale = getattr(reference_quantize, name)(x, scale)
+        _equal(our_scale, their_scale, f"{name} scale")
+        _equal(ours, theirs, f"{name} codes")
+
+
+@places
+def test_e4m3_is_torchs_cast(place: tuple[str, torch.dtype]) -> None:
+    """Every code, the middle between each and the next, and the fp32 numbers beside the middles."""
+    device, dtype = place
+    if dtype != torch.float32:
+        pytest.skip("made of fp32 numbers")
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (codes[:-1] + codes[1:]) / 2
+    up, down = torch.nextafter(middles, torch.tensor(1e3)), torch.nextafter(middles, torch.tensor(0.0))
+    x = torch.cat((codes, middles, up, down, torch.tensor([448.0])))
+    x = torch.cat((x, -x))[None].to(device)
+    ours, scale = quantize.quantize_rows(x)
+    assert float(scale) == 1.0
+    _equal(ours, x.to(torch.float8_e4m3fn), "codes")
+
+
+@places
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_in_the_scale(place: tuple[str, torch.dtype], value: float) -> None:
+    x = _scaled_rows(place, 5, 100)
+    x[3, 77] = value
+    assert torch.isfinite(quantize.quantize_rows(x)[1]).flatten().tolist() == [True, True, True, False, True]
+    assert not bool(torch.isfinite(quantize.quantize_matrix(x)[1]))
+
+
+@places
+@pytest.mark.parametrize("shape", [(5, 123), (1, 1), (64, 64), (130, 70), (0, 3)])
+def test_transpose(place: tuple[str, torch.dtype], shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (shape[0], shape[1] + 5), generator=generator, dtype=torch.uint8).to(place[0])
+    given = codes[:, : shape[1]].view(torch.float8_e4m3fn)
+    ours = quantize.transpose_codes(given)
+    assert ours.is_contiguous()
+    _equal(ours, codes[:, : shape[1]].t().view(torch.float8_e4m3fn), "transposed")

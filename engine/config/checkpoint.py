@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config.checks import require, require_at_least
+from engine.config.checks import require, require_at_least, require_positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +15,11 @@ class CheckpointOptions:
         dir: Folder of the run; null makes a fresh runs/<time> folder.
         every: Steps between checkpoints; 0 saves only at the end.
         keep: How many of the newest checkpoints to keep; 0 keeps all.
+        keep_every: Checkpoints of every so many steps are kept for good, beside the newest; 0 for none.
+        asynchronous: Go on training while a checkpoint is written, from a copy of what trains in host memory; false has
+            training wait. The last checkpoint is waited for in any case.
+        timeout: Seconds for which a save waits for the one before it, and rank 0 for the other ranks' parts, before it
+            is given up; on several ranks never more than half of train.collective_timeout.
         resume: "auto" goes on from the newest complete checkpoint in checkpoint.dir where there is one, "none" starts
             afresh, and anything else is the path of a run or of one of its checkpoints to go on from.
     """
@@ -22,12 +27,17 @@ class CheckpointOptions:
     dir: str | None = None
     every: int = 0
     keep: int = 3
+    keep_every: int = 0
+    asynchronous: bool = True
+    timeout: float = 300.0
     resume: str = "auto"
 
     def __post_init__(self) -> None:
         require(self.dir != "", "checkpoint.dir is empty, but a folder is expected: give one, or null for a fresh one.")
         require_at_least("checkpoint.every", self.every, 0, "use 0 to save only at the end")
         require_at_least("checkpoint.keep", self.keep, 0, "use for example 3, or 0 to keep all")
+        require_at_least("checkpoint.keep_every", self.keep_every, 0, "use for example 1000, or 0 for none")
+        require_positive("checkpoint.timeout", self.timeout, "use for example 300")
         require(self.resume != "", "checkpoint.resume is empty, but auto, none or a path is expected: set one of them.")
 
     @property

@@ -1,4 +1,4 @@
-"""Saving a run's training state, and going on from it.
+"""A run's training state: what is saved of it, and going on from what was saved.
 
 A checkpoint holds what training changed (fp32 masters and moments of adapters and trained parameters) and where the
 run stood; the frozen base is referred to by path and fingerprint.
@@ -10,20 +10,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.training_state import TrainingCheckpoint, prune, save_training
+from engine.checkpoint.manifest import MANIFEST
+from engine.checkpoint.save_parts import TrainingContents, owned
+from engine.checkpoint.strict_json import shown
+from engine.checkpoint.training_state import TrainingCheckpoint
 from engine.config.load import to_yaml
 from engine.config.run import RunConfig
-from engine.distributed.collectives import barrier, gather_objects
-from engine.distributed.launch import Launch
-from engine.distributed.mesh import Axis
+from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.training.build import Training
 
 
-def save_state(
-    run_dir: Path, config: RunConfig, training: Training, launch: Launch, *, step: int, consumed: int, data: str
-) -> Path:
-    """Writes the checkpoint of `step`. Collective.
+def state_tensors(training: Training) -> list[NamedShard]:
+    """What this rank saves: masters and moments, in the memory that training changes."""
+    optimizer = training.optimizer
+    # where nothing is sharded, other data-parallel copies hold the same numbers; the first copy writes
+    writes = optimizer.flat.is_sharded or training.mesh.dp_cp.rank == 0
+    return owned(optimizer.state_shards()) if writes else []
+
+
+def state_contents(config: RunConfig, training: Training, *, step: int, consumed: int, data: str) -> TrainingContents:
+    """What a checkpoint holds beside tensors.
 
     Args:
         step: steps taken.
@@ -31,8 +38,6 @@ def save_state(
         data: fingerprint of the training data.
     """
     optimizer, grid = training.optimizer, training.mesh.grid
-    # where nothing is sharded, other data-parallel copies hold the same numbers; the first copy writes
-    writes = optimizer.flat.is_sharded or training.mesh.dp_cp.rank == 0
     state = {
         "step": step,
         "consumed": consumed,
@@ -46,22 +51,14 @@ def save_state(
         "fingerprint": training.source.fingerprint(),  # of the weights as they were read, not as they are stored
         "dtype": config.model.base_dtype,
     }
-    path = save_training(
-        run_dir,
+    return TrainingContents(
         step=step,
-        tensors=optimizer.state_shards() if writes else [],
         state=state,
         run_config=to_yaml(config),
         base=base,
         lora=asdict(config.lora) if config.lora.rank > 0 else {},
         layout={"tensor": grid.tp, "context": grid.cp, "data": grid.dp, "pipeline": grid.pp},
-        rank=launch.rank,
-        gather=lambda value: gather_objects(value, Axis("world", launch.world_size, launch.rank)),
-        barrier=barrier,
     )
-    if launch.rank == 0:
-        prune(run_dir, config.checkpoint.keep)
-    return path
 
 
 def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, Any]:
@@ -74,6 +71,7 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
         UserError: the checkpoint belongs to another base or other adapters.
     """
     checkpoint = TrainingCheckpoint(path)
+    _check_recorded(checkpoint)
     if checkpoint.lora:
         _check_same("lora", checkpoint.lora, asdict(config.lora), path, ("rank", "alpha", "rslora", "fused_qkv"))
     fingerprint = training.source.fingerprint()
@@ -93,6 +91,27 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
     optimizer.skipped.fill_(state["skipped"])
     training.stages.step.fill_(state["step"])
     return state
+
+
+_RECORDED: dict[str, dict[str, tuple[type, ...]]] = {
+    "state": {"step": (int,), "consumed": (int,), "updates": (int, float), "skipped": (int, float), "data": (str,)},
+    "base": {"path": (str,), "fingerprint": (str, type(None))},
+    "lora": {"rank": (int,), "alpha": (int, float), "rslora": (bool,), "fused_qkv": (bool,)},
+}
+"""What is read of a checkpoint's records."""
+
+
+def _check_recorded(checkpoint: TrainingCheckpoint) -> None:
+    """Raises UserError unless the records are of the kinds that were saved; without adapters "lora" is empty."""
+    records = {"state": checkpoint.state, "base": checkpoint.base, "lora": checkpoint.lora}
+    for section, kinds in _RECORDED.items():
+        for key, kind in kinds.items() if records[section] or section != "lora" else ():
+            value = records[section].get(key)
+            if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 1 << 62):
+                raise UserError(
+                    f"{checkpoint.folder / MANIFEST} is damaged: training.{section}.{key} is {shown(value)}; use "
+                    "another checkpoint."
+                )
 
 
 def _check_same(section: str, saved: dict[str, Any], now: dict[str, Any], path: Path, keys: tuple[str, ...]) -> None:

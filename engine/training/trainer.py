@@ -31,11 +31,15 @@ from engine.training.evaluate import evaluate
 from engine.training.guards.guards import StepSeen, build_guards
 from engine.training.reference import know_references
 from engine.training.run_folder import RunFolder
+from engine.training.saving import StateSaver
 from engine.training.source import check_model, model_source
-from engine.training.state import load_state, save_state
+from engine.training.state import load_state
 from engine.training.step import StepResult
 from engine.training.summary import RunSummary, announce
 from engine.training.supervision import Preempted, Supervision
+
+_SECONDS_FOR_A_SAVE = 30.0
+"""What a checkpoint that is being written gets to be finished, where the run ends with an error."""
 
 
 @dataclass(slots=True)
@@ -80,6 +84,15 @@ class Trainer:
         self._evaluated = bool(broadcast_object(self._metrics.has_evaluation(self.step)))
         self._supervision = Supervision(config.train, launch, self.run_dir)
         self._progress = TrainProgress(log, self._total, self.step)
+        self._saver = StateSaver(
+            self.run_dir,
+            config,
+            self._training,
+            launch,
+            data=self._data_fingerprint,
+            say=self._progress.info,
+            metrics=self._metrics,
+        )
         self._pending: _Record | None = None
         self._guards = build_guards(config, self._training, launch, say=self._progress.info)
         self._stuck = StuckLoss(self._training.objective.loss_at_chance)
@@ -111,7 +124,8 @@ class Trainer:
                 stopped = str(reason)
             seconds = self._now() - begin
             if self._saved != self.step:
-                self._save()
+                self._save(last=True)
+            self._saver.finish()
         finally:
             self._supervision.close()
         self._progress.close()
@@ -143,7 +157,8 @@ class Trainer:
             if self._is_evaluation_due():
                 self._evaluate()
             if config.checkpoint.every and self.step % config.checkpoint.every == 0:
-                self._save()
+                self._save(last=self.step == self._total)
+            self._saver.report()
 
     def _now(self) -> float:
         """The run's clock: seconds, standing still while the run evaluates or saves."""
@@ -229,23 +244,15 @@ class Trainer:
         """An evaluation may be left between two groups of micro-batches."""
         self._supervision.check(self.step)
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool) -> None:
         self._report(None)  # a run that goes on from here reports the steps after this one
         self._folder.require_own()
-        begin = time.monotonic()
-        path = save_state(
-            self.run_dir,
-            self._config,
-            self._training,
-            self._launch,
-            step=self.step,
-            consumed=self._consumed,
-            data=self._data_fingerprint,
-        )
-        seconds = time.monotonic() - begin
-        self._progress.info(f"step {self.step}: saved {path} ({seconds:.1f} s)")
-        self._paused += seconds
+        self._paused += self._saver.save(step=self.step, consumed=self._consumed, last=last)
         self._saved = self.step
+
+    def leave(self) -> None:
+        """Where the run ends with an error: a checkpoint that is being written may still be finished."""
+        self._saver.leave(_SECONDS_FOR_A_SAVE)
 
     def _load(self, path: Path) -> None:
         state = load_state(path, self._config, self._training)
@@ -293,6 +300,10 @@ def train(config: RunConfig) -> RunSummary:
         log = Log(launch.rank)
         trainer = Trainer(config, launch, log)
         summary = trainer.train()
+    except (UserError, KeyboardInterrupt):
+        if trainer is not None:
+            trainer.leave()
+        raise
     except CommunicationError as error:
         end_at_once(EXIT_USER_ERROR)
         raise UserError(_lost_rank(error, None if trainer is None else trainer.step, config)) from error

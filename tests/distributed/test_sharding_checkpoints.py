@@ -11,8 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder, save_training
-from engine.distributed.collectives import barrier, gather_objects
-from engine.distributed.mesh import Axis, build_mesh, single_process_mesh
+from engine.distributed.collectives import barrier
+from engine.distributed.mesh import build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
 from engine.optim.sharding import ShardLevel
@@ -58,9 +58,9 @@ def _save(run: Run, folder: Path, step: int) -> None:
         lora={},
         layout={},
         rank=rank,
-        gather=lambda value: gather_objects(value, Axis("world", world, rank)),
-        barrier=barrier,
+        ranks=world,
     )
+    barrier()
 
 
 def _load(run: Run, folder: Path, step: int) -> None:

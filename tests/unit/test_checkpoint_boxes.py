@@ -127,7 +127,6 @@ def test_several_parts_of_a_tensor_from_one_rank(tmp_path: Path) -> None:
     parts = [NamedShard("x", whole[_slices(box, (4, 6))].clone(), box_spec((4, 6), box)) for box in GOOD]
     path = save_training(
         tmp_path, step=1, tensors=parts, state={}, run_config="", base={}, lora={}, layout={}, rank=0,
-        gather=lambda value: [value], barrier=lambda: None,
     )  # fmt: skip
     checkpoint = TrainingCheckpoint(path)
     assert torch.equal(checkpoint.read_whole("x"), whole)

@@ -56,7 +56,6 @@ def trained_run(folder: Path, tensors: dict[str, Tensor], base: Path, **lora: An
     save_training(
         folder, step=1, tensors=shards, state={"step": 1}, run_config="", lora=settings, layout={}, rank=0,
         base={"path": str(base), "fingerprint": open_source(base).fingerprint()},
-        gather=lambda value: [value], barrier=lambda: None,
     )  # fmt: skip
     return folder
 

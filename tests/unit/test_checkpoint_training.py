@@ -77,29 +77,16 @@ def arguments(step: int) -> dict[str, Any]:
 
 def save_alone(run_dir: Path, step: int, tensors: list[NamedShard] | None = None) -> Path:
     shown = shards(0, 1) if tensors is None else tensors
-    return save_training(
-        run_dir, tensors=shown, rank=0, gather=lambda value: [value], barrier=lambda: None, **arguments(step)
-    )
+    return save_training(run_dir, tensors=shown, **arguments(step))
 
 
 def save_together(run_dir: Path, size: int, step: int) -> None:
     """Saves with `size` ranks as threads."""
-    meeting, box, failures = threading.Barrier(size, timeout=20), {}, []
-
-    def gather(rank: int) -> Callable[[object], list[Any] | None]:
-        def collect(value: object) -> list[Any] | None:
-            box[rank] = value
-            meeting.wait()
-            return [box[index] for index in range(size)] if rank == 0 else None
-
-        return collect
+    failures = []
 
     def save(rank: int) -> None:
         try:
-            save_training(
-                run_dir, tensors=shards(rank, size), rank=rank, gather=gather(rank), barrier=meeting.wait,
-                **arguments(step),
-            )  # fmt: skip
+            save_training(run_dir, tensors=shards(rank, size), rank=rank, ranks=size, **arguments(step))
         except BaseException as error:
             failures.append(error)
             raise

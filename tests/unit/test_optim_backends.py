@@ -233,7 +233,6 @@ def _save(optimizer: FlatAdamW, folder: Path) -> Path:
     return save_training(
         folder, step=5, tensors=optimizer.state_shards(), state={"updates": float(optimizer.updates)},
         run_config="train: {}\n", base={"path": "base", "fingerprint": "f"}, lora={}, layout={"tensor": 1}, rank=0,
-        gather=lambda value: [value], barrier=lambda: None,
     )  # fmt: skip
 
 

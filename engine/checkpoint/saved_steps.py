@@ -1,0 +1,177 @@
+"""The checkpoints in a run's folder: where each lies, which are whole, which are deleted.
+
+A checkpoint is a folder `checkpoints/step_00000050` of a run. It is made in a folder of another name that ends in .tmp
+and is renamed when it is whole, so that a folder without a suffix can be opened. Who writes into a temporary folder
+holds a lock on it, which the system lets go of however the process ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.checkpoint.manifest import MANIFEST, sync_folder
+from engine.checkpoint.safetensors_file import writing
+from engine.errors import UserError
+
+CHECKPOINTS = "checkpoints"
+
+_STEP = re.compile(r"^step_(\d{8,})$")
+_KEPT = re.compile(r"^step_(\d{8,})\.old$")
+_LEFTOVER = re.compile(r"^step_\d{8,}(\.[0-9a-z]+-\d+)?\.(tmp|old|deleting)$")
+_UNLOCKABLE_SECONDS = 3600.0
+"""Where the file system knows no locks, a temporary folder untouched for so long is nobody's."""
+
+
+def checkpoint_folder(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies."""
+    return run_dir / CHECKPOINTS / f"step_{step:08d}"
+
+
+def staging_folder(run_dir: Path, step: int, token: str, number: int) -> Path:
+    """Where it is made: by the run that `token` names, which saves for the `number`-th time."""
+    return checkpoint_folder(run_dir, step).with_suffix(f".{token}-{number}.tmp")
+
+
+@contextmanager
+def held(staging: Path) -> Iterator[None]:
+    """Makes the temporary folder, unless another rank has, and keeps it from being taken for a left-over one.
+
+    Raises:
+        UserError: the disk does not take it.
+    """
+    with writing(staging):
+        staging.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(staging, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{staging} is being deleted by another run: start one run at a time there.") from None
+        except OSError:
+            os.utime(staging)  # the file system has no locks; see _is_in_use
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_in_use(staging: Path) -> bool:
+    try:
+        descriptor = os.open(staging, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        newest = max(path.stat().st_mtime for path in (staging, *staging.iterdir()))
+        return time.time() - newest < _UNLOCKABLE_SECONDS
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def move_into_place(staging: Path, out: Path) -> None:
+    """Gives a whole checkpoint its name; one that has it already is replaced.
+
+    Raises:
+        UserError: the disk does not take it.
+    """
+    old = out.with_name(out.name + ".old")
+    with writing(out):
+        if out.exists():
+            # Between the two renames only the ".old" one is there; latest_checkpoint knows that name.
+            discard(old)
+            os.rename(out, old)
+        os.rename(staging, out)
+        sync_folder(out.parent)
+        discard(old)
+
+
+def discard(path: Path) -> None:
+    """Deletes a checkpoint. It loses its name first: a kill while files vanish must not leave what looks whole.
+
+    Raises:
+        OSError: the system does not allow it.
+    """
+    hidden = path.with_name(path.name.partition(".")[0] + ".deleting")
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    if path.exists():
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run, or None. What a kill left behind is passed over.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    steps = list_checkpoints(run_dir)
+    return steps[max(steps)] if steps else None
+
+
+def list_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """Step -> folder of every complete checkpoint of a run.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    folder = run_dir / CHECKPOINTS
+    found: dict[int, Path] = {}
+    try:
+        names = sorted(os.listdir(folder))
+        for pattern in (_KEPT, _STEP):  # a replacement, where it came to be, wins over what it replaced
+            for name in names:
+                if (match := pattern.match(name)) and (folder / name / MANIFEST).is_file():
+                    found[int(match[1])] = folder / name
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read ({error.strerror}): mend that, or give another run.") from error
+    return found
+
+
+def prune(run_dir: Path, keep: int, keep_every: int = 0, *, token: str | None = None) -> list[Path]:
+    """Deletes all but the newest complete checkpoints, and what killed runs left behind.
+
+    To be called by one rank. A temporary folder in which somebody writes is left alone.
+
+    Args:
+        keep: how many of the newest stay; 0 keeps all.
+        keep_every: those of every so many steps stay for good; 0 for none.
+        token: of the run that calls, whose temporary folders stay.
+
+    Returns:
+        The checkpoints deleted.
+
+    Raises:
+        UserError: the system does not allow it.
+    """
+    folder = run_dir / CHECKPOINTS
+    steps = list_checkpoints(run_dir)
+    doomed = [step for step in sorted(steps)[:-keep] if not keep_every or step % keep_every] if keep > 0 else []
+    try:
+        # What a complete checkpoint has replaced goes first, or it would stand in for it once that is deleted.
+        for path in list(folder.iterdir()) if folder.is_dir() else ():
+            own = token is not None and path.suffixes[:1] and path.suffixes[0].startswith(f".{token}-")
+            if not _LEFTOVER.match(path.name) or path in steps.values() or own:
+                continue
+            if path.suffix != ".tmp" or not _is_in_use(path):
+                discard(path)
+        for step in doomed:
+            discard(steps[step])
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or folder} cannot be deleted ({error.strerror}): see whose it is, or set checkpoint.keep "
+            "to 0."
+        ) from error
+    return [steps[step] for step in doomed]

@@ -1,0 +1,240 @@
+"""Saves a run's checkpoints, on one rank, while training goes on.
+
+At a save the training stands still for a copy of its tensors in host memory; a thread then writes the copy. A thread,
+not a process: it spends its time in system calls and compiled code, which leave the interpreter to the training. One
+save runs at a time; the next one waits for it, until the running one has had `timeout` seconds, and is left out then.
+
+A save that fails is reported and harms nothing: neither the training nor the checkpoints that are there. Ranks need not
+agree on whether to save: where one has left a save out, rank 0 finds no part of it and gives that save up.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from engine.checkpoint.safetensors_file import writing
+from engine.checkpoint.save_parts import (
+    TrainingContents,
+    collect,
+    leave_failure,
+    leave_record,
+    owned,
+    publish,
+    require_room,
+    write_part,
+)
+from engine.checkpoint.saved_steps import checkpoint_folder, held, prune, staging_folder
+from engine.checkpoint.snapshot import Snapshot
+from engine.distributed.sharding import NamedShard
+from engine.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveGroup:
+    """The ranks that save together, as one of them sees it.
+
+    Args:
+        run_dir: the run's folder, the same for all.
+        rank: this one.
+        writers: the ranks that have something to write; rank 0, which publishes, may not be among them.
+        num_bytes: of all their tensors.
+        token: letters and digits that name this start of the run, the same for all.
+        timeout: seconds that rank 0 waits for the others, once it has written its own part, and that a save waits for
+            the one before it.
+    """
+
+    run_dir: Path
+    rank: int = 0
+    writers: tuple[int, ...] = (0,)
+    num_bytes: int = 0
+    token: str = "alone"
+    timeout: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveReport:
+    """What became of a save.
+
+    Args:
+        step: that was to be saved.
+        path: of the checkpoint; None where there is none.
+        waited: seconds that the training stood still for the save before.
+        pause: seconds that it stood still in all.
+        seconds: from the snapshot until the checkpoint was whole and durable.
+        num_bytes: of all ranks' tensors.
+        problem: why there is no checkpoint, or what else went wrong, in one sentence.
+    """
+
+    step: int
+    path: Path | None
+    waited: float = 0.0
+    pause: float = 0.0
+    seconds: float = 0.0
+    num_bytes: int = 0
+    problem: str | None = None
+
+
+def save_now(
+    group: SaveGroup,
+    number: int,
+    shards: Sequence[NamedShard],
+    contents: TrainingContents,
+    *,
+    keep: int = 0,
+    keep_every: int = 0,
+) -> SaveReport:
+    """Saves in this thread. Rank 0 returns when the checkpoint is whole, another rank when its part is written.
+
+    Args:
+        group: the ranks.
+        number: counts the saves of the run, the same on all ranks.
+        shards: this rank's tensors; those that it does not own are skipped.
+        contents: the rest.
+        keep, keep_every: see `prune`, which follows.
+
+    Raises:
+        UserError: nothing was saved; what was there before is as it was.
+    """
+    begin = time.monotonic()
+    staging = staging_folder(group.run_dir, contents.step, group.token, number)
+    out = checkpoint_folder(group.run_dir, contents.step)
+    try:
+        with writing(staging), held(staging):
+            require_room(staging, group.num_bytes)
+            if group.rank in group.writers:
+                leave_record(staging, group.rank, write_part(staging, group.rank, owned(shards)))
+            if group.rank != 0:
+                return SaveReport(step=contents.step, path=None, seconds=time.monotonic() - begin)
+            publish(staging, out, contents, collect(staging, group.writers, time.monotonic() + group.timeout))
+    except UserError as error:
+        if group.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        else:
+            leave_failure(staging, group.rank, str(error))
+        raise
+    problem = None
+    try:
+        prune(group.run_dir, keep, keep_every, token=group.token)
+    except UserError as error:  # the checkpoint is there all the same
+        problem = str(error)
+    seconds = time.monotonic() - begin
+    return SaveReport(step=contents.step, path=out, seconds=seconds, num_bytes=group.num_bytes, problem=problem)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A save under way; the outcome is set by the thread that writes."""
+
+    step: int
+    began: float
+    outcome: Future[SaveReport] = field(default_factory=Future)
+
+
+class Saver:
+    """Of one rank of a run.
+
+    Args:
+        group: the ranks.
+        keep, keep_every: which checkpoints stay, see `prune`.
+        snapshot: room for what is written while the training goes on; None has it wait instead.
+    """
+
+    def __init__(self, group: SaveGroup, *, keep: int, keep_every: int, snapshot: Snapshot | None) -> None:
+        self._group, self._keep, self._keep_every, self._snapshot = group, keep, keep_every, snapshot
+        self._number = 0
+        self._running: _Running | None = None
+        self._reports: list[SaveReport] = []
+
+    def save(self, shards: Sequence[NamedShard], contents: TrainingContents, *, last: bool = False) -> float:
+        """Begins a save; finishes it where it is the last, or where there is no snapshot to write from.
+
+        Args:
+            shards: this rank's tensors, in the memory that training changes.
+            contents: the rest.
+            last: training ends here, so nothing is copied, and failing is an error.
+
+        Returns:
+            The seconds for which the training stood still. What became of the save is told by `take_reports`.
+
+        Raises:
+            UserError: the last save failed.
+        """
+        begin = time.monotonic()
+        self._number += 1
+        waited = self.wait()
+        if self._running is not None:
+            problem = (
+                f"the checkpoint of step {self._running.step} is still being written after "
+                f"{time.monotonic() - self._running.began:.0f} s: use a faster disk, or give a slow one more time with "
+                "checkpoint.timeout"
+            )
+            report = SaveReport(step=contents.step, path=None, problem=problem)
+        elif last or self._snapshot is None:
+            report = self._attempt(shards, contents)
+        else:
+            self._begin(self._snapshot.take(owned(shards)), contents, begin, waited)
+            return time.monotonic() - begin
+        pause = time.monotonic() - begin
+        self._reports.append(replace(report, waited=waited, pause=pause))
+        if last and report.path is None and report.problem is not None:
+            raise UserError(f"the last checkpoint, of step {contents.step}, could not be saved: {report.problem}")
+        return pause
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save was under way when this was last looked at."""
+        return self._running is not None
+
+    def wait(self, limit: float | None = None) -> float:
+        """Waits for the save under way until it ends or has had its time.
+
+        Args:
+            limit: seconds to wait at most; None for no limit but that.
+
+        Returns:
+            The seconds waited.
+        """
+        begin = time.monotonic()
+        if self._running is not None:
+            rest = max(0.0, self._running.began + self._group.timeout - begin)
+            wait([self._running.outcome], rest if limit is None else min(rest, limit))
+            self._look()
+        return time.monotonic() - begin
+
+    def take_reports(self) -> list[SaveReport]:
+        """The saves that have ended since this was last called, failed ones included."""
+        self._look()
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _begin(self, copies: list[NamedShard], contents: TrainingContents, begin: float, waited: float) -> None:
+        running = self._running = _Running(contents.step, time.monotonic())
+
+        def write() -> None:
+            try:
+                report = self._attempt(copies, contents)
+                running.outcome.set_result(replace(report, waited=waited, pause=pause))
+            except BaseException as error:  # a defect: raised again by the thread that looks
+                running.outcome.set_exception(error)
+
+        pause = time.monotonic() - begin
+        threading.Thread(target=write, name=f"save-{contents.step}", daemon=True).start()
+
+    def _attempt(self, shards: Sequence[NamedShard], contents: TrainingContents) -> SaveReport:
+        try:
+            return save_now(self._group, self._number, shards, contents, keep=self._keep, keep_every=self._keep_every)
+        except UserError as error:
+            return SaveReport(step=contents.step, path=None, problem=str(error).rstrip("."))
+
+    def _look(self) -> None:
+        """Takes note if the save under way has ended."""
+        running = self._running
+        if running is not None and running.outcome.done():
+            self._running = None
+            self._reports.append(running.outcome.result())

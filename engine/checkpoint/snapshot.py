@@ -1,0 +1,92 @@
+"""A copy of tensors in host memory, taken between two steps, so that they can be written while training changes them.
+
+Tensors that are views of one storage, as masters and moments are, are copied with it in one piece. The memory is taken
+once and kept: touching new pages would cost more than the copy, and so would pinning them for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.distributed.sharding import NamedShard
+
+_RESERVE_BYTES = 1 << 30
+"""Host memory that is left for everything else."""
+
+
+class Snapshot:
+    """Room for one copy of the same tensors, taken again and again.
+
+    Args:
+        shards: the tensors; the memory is taken here.
+    """
+
+    def __init__(self, shards: Sequence[NamedShard]) -> None:
+        self._places = _places(shards)
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._taken: list[NamedShard] = []
+        for source, members in _group(shards):
+            host = torch.zeros(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self._copies.append((host, source))
+            for shard in members:
+                tensor = host
+                if shard.tensor is not source:
+                    tensor = host.as_strided(shard.tensor.shape, shard.tensor.stride(), shard.tensor.storage_offset())
+                self._taken.append(shard._replace(tensor=tensor))
+
+    def take(self, shards: Sequence[NamedShard]) -> list[NamedShard]:
+        """The tensors as they are now, on the host, in some order. Valid until the next call.
+
+        Args:
+            shards: views of the same memory as those that the room was made for; if not, it is made anew.
+        """
+        if _places(shards) != self._places:
+            self.__init__(shards)  # type: ignore[misc]
+        for host, source in self._copies:
+            host.copy_(source, non_blocking=True)
+        if any(source.is_cuda for _, source in self._copies):
+            torch.cuda.current_stream().synchronize()
+        return self._taken
+
+
+def snapshot_bytes(shards: Sequence[NamedShard]) -> int:
+    """Host memory that a snapshot of them takes."""
+    return sum(source.nbytes for source, _ in _group(shards))
+
+
+def fits_in_host_memory(num_bytes: int) -> bool:
+    """Whether so much can be taken now; True where the system does not tell."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return True
+    for line in text.splitlines():
+        if line.startswith("MemAvailable:"):
+            return num_bytes + _RESERVE_BYTES <= int(line.split()[1]) * 1024
+    return True
+
+
+def _places(shards: Sequence[NamedShard]) -> list[tuple[str, int]]:
+    return [(shard.name, shard.tensor.data_ptr()) for shard in shards]
+
+
+def _group(shards: Sequence[NamedShard]) -> list[tuple[Tensor, list[NamedShard]]]:
+    """What is copied in one piece, and the tensors in it: a whole storage where at least half of it is wanted."""
+    by_storage: dict[tuple[int, torch.dtype], list[NamedShard]] = {}
+    for shard in shards:
+        tensor = shard.tensor.detach()
+        key = tensor.untyped_storage().data_ptr(), tensor.dtype
+        by_storage.setdefault(key, []).append(shard._replace(tensor=tensor))
+    groups: list[tuple[Tensor, list[NamedShard]]] = []
+    for members in by_storage.values():
+        first = members[0].tensor
+        whole = first.untyped_storage().nbytes()
+        if 2 * sum(shard.tensor.nbytes for shard in members) >= whole:
+            groups.append((first.as_strided((whole // first.itemsize,), (1,), 0), members))
+        else:
+            groups += [(shard.tensor, [shard]) for shard in members]
+    return groups

@@ -1,0 +1,150 @@
+"""When a run is saved, who writes, and what the person watching hears of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from engine.checkpoint.saved_steps import prune
+from engine.checkpoint.saver import SaveGroup, Saver, SaveReport
+from engine.checkpoint.snapshot import Snapshot, fits_in_host_memory, snapshot_bytes
+from engine.config.run import RunConfig
+from engine.distributed.collectives import gather_objects
+from engine.distributed.launch import Launch
+from engine.distributed.mesh import Axis
+from engine.distributed.sharding import NamedShard
+from engine.errors import UserError
+from engine.telemetry.format import format_bytes
+from engine.telemetry.metrics import MetricsWriter
+from engine.training.build import Training
+from engine.training.state import state_contents, state_tensors
+
+
+class StateSaver:
+    """Saves one run on this rank. Collective: every rank makes one before the first step.
+
+    Left-over temporary folders of earlier runs are deleted here, by rank 0.
+
+    Args:
+        run_dir: the run's folder.
+        config: of the run.
+        training: what is saved.
+        launch: this rank.
+        data: fingerprint of the training data.
+        say: prints a line on rank 0.
+        metrics: gets a record of each checkpoint.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: RunConfig,
+        training: Training,
+        launch: Launch,
+        *,
+        data: str,
+        say: Callable[[str], None],
+        metrics: MetricsWriter,
+    ) -> None:
+        self._config, self._training, self._data = config, training, data
+        self._say, self._metrics, self._is_first = say, metrics, launch.rank == 0
+        self._problems = 0
+        options = config.checkpoint
+        if self._is_first:
+            _remove_leftovers(run_dir, say)
+        tensors = state_tensors(training)
+        mine = sum(shard.tensor.nbytes for shard in tensors), secrets.token_hex(4)
+        everyone = gather_objects(mine, Axis("world", launch.world_size, launch.rank))
+        sizes, tokens = zip(*cast(list[tuple[int, str]], everyone), strict=True)
+        timeout = options.timeout
+        if launch.world_size > 1:  # others wait in collectives meanwhile
+            timeout = min(timeout, config.train.collective_timeout / 2)
+        group = SaveGroup(
+            run_dir=run_dir,
+            rank=launch.rank,
+            writers=tuple(rank for rank, size in enumerate(sizes) if size),
+            num_bytes=sum(sizes),
+            token=tokens[0],
+            timeout=timeout,
+        )
+        snapshot = self._make_room(tensors) if options.asynchronous and options.every else None
+        self._saver = Saver(group, keep=options.keep, keep_every=options.keep_every, snapshot=snapshot)
+
+    def save(self, *, step: int, consumed: int, last: bool = False) -> float:
+        """Saves, or begins to. Every rank calls this after the same step.
+
+        Args:
+            step: steps taken.
+            consumed: samples consumed: the data cursor.
+            last: training ends here.
+
+        Returns:
+            The seconds for which the training stood still.
+
+        Raises:
+            UserError: the last checkpoint could not be saved.
+        """
+        contents = state_contents(self._config, self._training, step=step, consumed=consumed, data=self._data)
+        try:
+            return self._saver.save(state_tensors(self._training), contents, last=last)
+        finally:
+            self.report()
+
+    def finish(self) -> None:
+        """Waits for the save under way, where that was of the last step.
+
+        Raises:
+            UserError: it failed, or does not end.
+        """
+        failed = self._problems
+        self._saver.wait()
+        self.report()
+        if self._saver.is_busy or self._problems > failed:
+            raise UserError("the last checkpoint could not be saved, see above: mend that, and start the run again.")
+
+    def report(self) -> None:
+        """Says what became of saves that have ended; costs nothing where none has."""
+        for report in self._saver.take_reports():
+            if self._is_first:
+                self._tell(report)
+
+    def leave(self, seconds: float) -> None:
+        """Gives a save under way so long to end, where the run ends with an error."""
+        self._saver.wait(seconds)
+        self.report()
+
+    def _make_room(self, tensors: list[NamedShard]) -> Snapshot | None:
+        needed = snapshot_bytes(tensors)
+        if fits_in_host_memory(needed):
+            return Snapshot(tensors)
+        self._say(
+            f"warning: a copy of what trains takes {format_bytes(needed)} of host memory a rank, which is not free: "
+            "training will wait while a checkpoint is written"
+        )
+        return None
+
+    def _tell(self, report: SaveReport) -> None:
+        if report.path is None:
+            self._problems += 1
+            self._say(
+                f"warning: step {report.step} could not be saved: {report.problem}; training goes on, earlier "
+                f"checkpoints are as they were ({self._problems} without success so far)"
+            )
+            return
+        waited = f", {report.waited:.2f} s of them for the one before" if report.waited >= 0.01 else ""
+        self._say(
+            f"step {report.step}: saved {report.path} ({format_bytes(report.num_bytes)} in {report.seconds:.2f} s; "
+            f"training stood still for {report.pause:.3f} s{waited})"
+        )
+        if report.problem is not None:
+            self._say(f"warning: {report.problem}")
+        self._metrics.write({"step": report.step, "save_pause_seconds": report.pause, "save_seconds": report.seconds})
+
+
+def _remove_leftovers(run_dir: Path, say: Callable[[str], None]) -> None:
+    try:
+        prune(run_dir, keep=0)
+    except UserError as error:
+        say(f"warning: {error}")

@@ -84,7 +84,7 @@ class _Rank:
         ]
         world = Axis("world", size, mesh.dp.rank)
         prints = Fingerprints(device)
-        self._replicas = ReplicaGuard(entries, None, mesh, world, prints)
+        self._replicas = ReplicaGuard(entries, (), None, mesh, world, prints)
         self._liveness = LivenessGuard(entries, optimizer, self._replicas, mesh, world, prints, beta1=BETAS[0])
         # what is not done in every step is timed alone
         rarely = replace(GuardOptions(), replicas_every=10**9, spike_policy="skip")

@@ -20,6 +20,7 @@ from engine.config.run import RunConfig
 from engine.distributed.launch import Launch
 from engine.distributed.mesh import Axis, Mesh
 from engine.errors import UserError
+from engine.layers.encoded_storage import encoded_entries
 from engine.optim.adamw import FlatAdamW
 from engine.training.build import Training
 from engine.training.guards import liveness, replicas
@@ -96,7 +97,9 @@ class Guards:
         self._mesh, self._world, self._beta1, self._seed = mesh, world, beta1, seed
         self._entries = step.stages.entries()
         self._prints = Fingerprints(step.stages.step.device)
-        self._replicas = ReplicaGuard(self._entries, optimizer.flat.sharding.weights, mesh, world, self._prints)
+        encoded = [weight for model in step.stages.models() for weight in encoded_entries(model)]
+        weights = optimizer.flat.sharding.weights
+        self._replicas = ReplicaGuard(self._entries, encoded, weights, mesh, world, self._prints)
         self._locator = Locator(step, optimizer.flat, self._entries, self._replicas, world)
         self._unread: deque[StepSeen] = deque()
         self._max_skipped_steps, self._skipped_in_a_row, self._located = max_skipped_steps, 0, 0
@@ -167,11 +170,17 @@ class Guards:
         self._read_liveness(step)
 
     def finish(self, step: int, consumed: int) -> None:
-        """After the loop, before the last checkpoint. Collective; waits for the device.
+        """After the loop, when all figures are read. Collective; waits for the device.
 
         Raises:
             UserError: a guard saw what its policy stops at.
         """
+        guard = self._liveness
+        if guard is not None and self._live_from is not None and not guard.is_over:  # a short run
+            while not guard.is_over:
+                guard.look()
+            self._looked_after = step
+            self._read_liveness(step)
         self._read_comparison()
         if self._compares and self._compared != step:
             self._comparison = self._replicas.start(step, frozen=False, numbers=self._numbers(consumed))

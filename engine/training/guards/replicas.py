@@ -1,9 +1,10 @@
 """Whether ranks that hold copies of a tensor hold the same bits.
 
 Who holds copies of what is read off each parameter's ShardSpec; what is not spread over them is a copy on all ranks of
-dp x cp, too. Fingerprints of all parameters and of the run's own numbers (steps, data cursor, tokens, loss, norm)
-travel in one small all-gather an axis. Whether any rank of the whole run saw a difference is one more number, so that
-all ranks learn of it together; only then do they talk about which.
+dp x cp, too. Encoded weights are compared as they are stored, unless their memory is spread or waits in host memory.
+Fingerprints of all of these and of the run's own numbers (steps, data cursor, tokens, loss, norm) travel in one small
+all-gather an axis. Whether any rank of the whole run saw a difference is one more number, so that all ranks learn of it
+together; only then do they talk about which.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from engine.distributed.collectives import Handle, all_gather_async, all_reduce_async, gather_objects
 from engine.distributed.mesh import Axis, Mesh
+from engine.distributed.sharding import ShardSpec
+from engine.layers.encoded_storage import EncodedEntry
 from engine.layers.module import ShardEntry
 from engine.layers.sharded_storage import SpreadWeights
 from engine.training.guards.fingerprint import Fingerprints
@@ -68,11 +71,21 @@ class PendingComparison:
     handle: Handle
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Held:
+    """A tensor that some other rank has a copy of; compared every time where it is trained."""
+
+    name: str
+    trained: bool
+    tensors: tuple[Tensor, ...]
+
+
 class ReplicaGuard:
     """Compares copies.
 
     Args:
         entries: parameters of this rank, all of them.
+        encoded: frozen weights that are stored encoded.
         weights: says what is spread; None where nothing is.
         mesh: the axes.
         world: all ranks of the run.
@@ -82,6 +95,7 @@ class ReplicaGuard:
     def __init__(
         self,
         entries: Iterable[ShardEntry],
+        encoded: Iterable[EncodedEntry],
         weights: SpreadWeights | None,
         mesh: Mesh,
         world: Axis,
@@ -91,11 +105,19 @@ class ReplicaGuard:
         self._axes = {
             axis.name: axis for axis in (mesh.tp, mesh.kv_replica, mesh.pp_ends, mesh.dp_cp, mesh.pp) if axis.size > 1
         }
-        self._held: dict[str, list[ShardEntry]] = {name: [] for name in self._axes}
+        self._held: dict[str, list[_Held]] = {name: [] for name in self._axes}
         for entry in entries:
-            for name in self._axes:
-                if name in entry.spec.replicated or (name == "dp_cp" and not self._is_spread(entry)):
-                    self._held[name].append(entry)
+            held = _Held(name=entry.name, trained=entry.sink is not None, tensors=tuple(self.tensors(entry)))
+            self._hold(held, entry.spec, everywhere=not self._is_spread(entry))
+        for weight in encoded:
+            if weights is None or weights.stays(weight.memory):
+                held = _Held(name=weight.name, trained=False, tensors=tuple(weight.parts.values()))
+                self._hold(held, weight.spec, everywhere=True)
+
+    def _hold(self, held: _Held, spec: ShardSpec, *, everywhere: bool) -> None:
+        for name, known in self._held.items():
+            if name in spec.replicated or (name == "dp_cp" and everywhere):
+                known.append(held)
 
     @property
     def compares(self) -> bool:
@@ -127,14 +149,13 @@ class ReplicaGuard:
         different = torch.zeros((), dtype=torch.int64, device=device)
         for name, axis in self._axes.items():
             things, values = [], []
-            for entry in self._held[name]:
-                if entry.sink is None and not frozen:
+            for held in self._held[name]:
+                if not held.trained and not frozen:
                     continue
-                key = id(entry.parameter)
-                if key not in prints:
-                    prints[key] = self._fingerprints.of(self.tensors(entry))
-                things.append(entry.name)
-                values.append(prints[key])
+                if id(held) not in prints:
+                    prints[id(held)] = self._fingerprints.of(held.tensors)
+                things.append(held.name)
+                values.append(prints[id(held)])
             for what, number in numbers.items():
                 if name != "dp_cp" or what not in shared_data:
                     things.append(what)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from triton_kernels.launch import num_warps, power_of_2, rows_of
 from triton_kernels.reference_quantize import FP8_LARGEST, NF4_BLOCK, NF4_GROUP, SMALLEST_ROW, dynamic_map, nf4_values
+from triton_kernels.reference_quantize import row_decode as reference_decode
 
 _LONGEST = 16384
 """Features of a row that a program holds at once; longer rows are walked twice, the second time from cache."""
@@ -179,9 +180,15 @@ def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Ten
 
 
 def row_decode(codes_OI: Tensor, scales_O: Tensor, out_OI: Tensor) -> None:
-    """Writes code * scale, for int8 and e4m3; arguments as `triton_kernels.reference_quantize.row_decode`."""
+    """Writes code * scale, for int8 and e4m3; arguments as `triton_kernels.reference_quantize.row_decode`.
+
+    The interpreter does not read e4m3: there torch decodes it.
+    """
     rows, columns = out_OI.shape
     if out_OI.numel() == 0:
+        return
+    if codes_OI.dtype == torch.float8_e4m3fn and not casts(out_OI):
+        reference_decode(codes_OI, scales_O, out_OI)
         return
     width = power_of_2(columns, 16, 1024)
     tile = max(1, 2048 // width)

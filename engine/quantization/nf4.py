@@ -78,10 +78,15 @@ class Nf4:
         absmax = self.absmax(weight)
         if whole is None:
             whole = Whole(absmax=absmax)
-        first_block = _first_block(whole.first_column)
-        scales, largest, offset = nested_statistics(whole.absmax)
-        here = scales[whole.first_row :, first_block:][: absmax.shape[0], : absmax.shape[1]]
-        groups, phase = _row_groups(largest, offset, here.shape, scales.shape[1], whole.first_row, first_block)
+        first_block, all_blocks = _first_block(whole.first_column), whole.absmax.shape[1]
+        # only the groups that these rows touch: a matrix may be encoded a few rows at a time
+        start, stop = whole.first_row * all_blocks, (whole.first_row + weight.shape[0]) * all_blocks
+        before = start % NF4_GROUP
+        flat = whole.absmax.flatten()[start - before : -(-stop // NF4_GROUP) * NF4_GROUP]
+        offset = mean_absmax(whole.absmax)
+        scales, largest = scale_codes(flat, offset)
+        here = scales[before : before + stop - start].view(-1, all_blocks)[:, first_block:][:, : absmax.shape[1]]
+        groups, phase = _row_groups(largest, offset, here.shape, all_blocks, before, first_block)
         return {
             "codes": self.arithmetic.nf4_codes(weight, absmax),
             "scales": here.contiguous(),
@@ -111,20 +116,9 @@ class Nf4:
         self.arithmetic.nf4_decode(parts["codes"], parts["scales"], parts["groups"], parts["phase"], out)
 
 
-def nested_statistics(absmax: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The scales of a whole matrix in 8 bits.
-
-    Args:
-        absmax: fp32 [rows, blocks].
-        offset: fp32 [], their mean; None computes it.
-
-    Returns:
-        uint8 codes [rows, blocks]; fp32 scales of the groups, in the order of the rows; the offset.
-    """
-    if offset is None:
-        offset = absmax.double().mean().float() if absmax.numel() else absmax.new_zeros(())
-    codes, largest = scale_codes(absmax.flatten(), offset)
-    return codes.view(absmax.shape), largest, offset
+def mean_absmax(absmax: Tensor) -> Tensor:
+    """The offset of a whole matrix's scales, fp32 []: their mean, summed in fp64."""
+    return absmax.double().mean().float() if absmax.numel() else absmax.new_zeros(())
 
 
 def from_flat(
@@ -172,11 +166,20 @@ def _inside(column: int) -> str:
 
 
 def _row_groups(
-    largest: Tensor, offset: Tensor, shape: torch.Size, whole_blocks: int, first_row: int, first_block: int
+    largest: Tensor, offset: Tensor, shape: torch.Size, all_blocks: int, before: int, first_block: int
 ) -> tuple[Tensor, Tensor]:
-    """`groups` and `phase` of a shard that begins at (first_row, first_block) of a matrix of `whole_blocks`."""
+    """`groups` and `phase` of a shard.
+
+    Args:
+        largest: fp32, scales of the groups from the one in which the shard's first row of the whole begins.
+        offset: fp32 [].
+        shape: rows and blocks of the shard.
+        all_blocks: blocks of a whole row.
+        before: scales of the first group that belong to earlier rows.
+        first_block: where the shard begins in its rows.
+    """
     rows, blocks = shape
-    flat = (first_row + torch.arange(rows, device=largest.device)) * whole_blocks + first_block
+    flat = before + torch.arange(rows, device=largest.device) * all_blocks + first_block
     local = torch.arange(num_groups(blocks), device=largest.device)
     source = (flat[:, None] // NF4_GROUP + local).clamp(max=max(largest.numel() - 1, 0))
     phase = flat % NF4_GROUP

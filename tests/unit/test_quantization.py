@@ -120,6 +120,15 @@ def test_a_shard_of_the_parts_is_the_parts_of_the_shard(
 
 
 @names
+def test_a_matrix_encoded_a_few_rows_at_a_time(name: str) -> None:
+    """Groups of scales begin before and end after the rows."""
+    code, weight = encoding(name), _weight(50, 64 * 11)
+    absmax, expected = code.absmax(weight), code.encode(weight)
+    runs = [code.encode(weight[first : first + 7], Whole(absmax=absmax, first_row=first)) for first in range(0, 50, 7)]
+    _assert_equal_parts({part: torch.cat([run[part] for run in runs]) for part in expected}, expected, name)
+
+
+@names
 def test_a_cut_of_a_cut(name: str) -> None:
     code, weight = encoding(name), _weight(24, 64 * 30)
     once = code.cut(code.encode(weight), slice(3, 23), slice(64 * 5, 64 * 29))

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from engine.errors import UserError
 from engine.quantization.encoding import encoding
-from engine.quantization.nf4 import from_flat, nested_statistics
-from triton_kernels.reference_quantize import dynamic_map, nf4_values
+from engine.quantization.nf4 import from_flat
+from triton_kernels.reference_quantize import dynamic_map, nf4_values, scale_codes
 
 CPU = torch.device("cpu")
 
@@ -110,9 +110,9 @@ def test_codes_scales_and_weights(functional: ModuleType, shape: tuple[int, int]
     assert torch.equal(absmax.view(-1), functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)[1].absmax)
     # an fp32 sum of n numbers, all of one sign: fewer than log2(n) + 8 roundings deep as torch adds them
     assert abs(float(ours["groups"][0, 0]) - float(state.offset)) <= 16 * 2**-24 * float(state.offset)
-    scales, largest, offset = nested_statistics(absmax, state.offset)
-    assert torch.equal(scales.view(-1), state.absmax) and torch.equal(largest, state.state2.absmax)
-    parts = from_flat(ours["codes"], scales, largest, offset, shape)
+    scales, largest = scale_codes(absmax.view(-1), state.offset)
+    assert torch.equal(scales, state.absmax) and torch.equal(largest, state.state2.absmax)
+    parts = from_flat(ours["codes"], scales, largest, state.offset, shape)
     for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
         state.dtype = out_dtype
         assert torch.equal(_decode(parts, weight.shape, out_dtype), functional.dequantize_4bit(codes, state))

@@ -1,0 +1,52 @@
+"""Which backend encodes and decodes frozen weights and makes the operands of FP8 products, where a model is.
+
+It follows the choice of the other kernels (`ops.backends`), which has refused what cannot run, but for one thing: the
+compiled kernels decode to bf16 as well as to fp32, so they serve models whose other ops are plain torch. All give the
+same bits. Triton is imported only where its kernels are the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.ops.native.loader import native_status
+from engine.ops.native.quantize import NATIVE_ARITHMETIC
+from engine.ops.quantized_products import REFERENCE_OPERANDS, OperandKernels
+from engine.quantization.arithmetic import PLAIN, Arithmetic
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedBackend:
+    """What frozen weights are encoded and decoded by, and what makes FP8 operands."""
+
+    arithmetic: Arithmetic
+    operands: OperandKernels
+
+
+def choose_quantized(wanted: str, device: torch.device) -> QuantizedBackend:
+    """The backend for weights on `device`.
+
+    Args:
+        wanted: `model.kernels`.
+        device: of the weights; "meta" where nothing is computed.
+    """
+    if wanted == "triton" or (wanted != "reference" and device.type == "cuda"):
+        return _triton()
+    native = wanted != "reference" and device.type == "cpu" and native_status().available
+    return QuantizedBackend(arithmetic=NATIVE_ARITHMETIC if native else PLAIN, operands=REFERENCE_OPERANDS)
+
+
+def _triton() -> QuantizedBackend:
+    from triton_kernels import quantize
+
+    return QuantizedBackend(
+        # a weight is encoded once, while it is loaded: torch's ops do that on the GPU
+        arithmetic=replace(PLAIN, name="triton", nf4_decode=quantize.nf4_decode, row_decode=quantize.row_decode),
+        operands=OperandKernels(
+            quantize_rows=quantize.quantize_rows,
+            quantize_matrix=quantize.quantize_matrix,
+            transpose=quantize.transpose_codes,
+        ),
+    )

@@ -1,0 +1,279 @@
+"""A model whose frozen weights are stored encoded: its arithmetic, its bytes, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.checkpoint.loading import load_encoded
+from engine.checkpoint.source import WeightSource, open_source
+from engine.config import ModelOptions, RunConfig
+from engine.distributed.mesh import Axis
+from engine.distributed.sharding import ShardSpec, split_spec
+from engine.errors import UserError
+from engine.layers import encoded_storage
+from engine.layers.encoded_storage import EncodedStorage, encoded_entries, fill_encoded
+from engine.layers.linear import RowParallelLinear
+from engine.layers.module import shard_entries
+from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
+from engine.layers.sharded_storage import SpreadWeights
+from engine.models.decoder import Decoder
+from engine.models.describe import meta_model
+from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.inputs import GivenInput
+from engine.quantization.encoding import encoding
+from engine.training.base_encoding import check_base
+from tests.distributed.cases import Case, cut, make_batch, relative_error, small_config, whole_parameters, whole_tensor
+from tests.distributed.gradient_table import EVERY_LINEAR
+from tests.distributed.plain_decoder import PlainDecoder
+from tools.planning.memory_measure import LiveStorages
+
+CPU = torch.device("cpu")
+CONFIG = small_config(hidden=64, intermediate=172, head_dim=8)
+"""172 columns are two blocks of 64 and a short one."""
+CASE = Case(config=CONFIG, adapters=EVERY_LINEAR)
+NAMES = ("nf4", "int8", "fp8", "fp8_row")
+
+
+def _model(case: Case, base: str | None, *, fold: bool = True) -> Decoder:
+    """With the values that `whole_tensor` gives each name."""
+    layout = TensorLayout(fold=fold, base=None if base is None else BaseEncoding(encoding=encoding(base)))
+    model = Decoder(case.config, layout=layout, plan=case.plan(), device=CPU, dtype=torch.float32)
+    for entry in shard_entries(model):
+        entry.parameter.data.copy_(cut(whole_tensor(entry.name, entry.spec.global_shape), entry.spec))
+    fill_encoded(encoded_entries(model), lambda entry: whole_tensor(entry.name, entry.spec.global_shape))
+    return model
+
+
+def _rounded(weight: Tensor, base: str) -> Tensor:
+    """What the encoding makes of a whole weight: by hand for int8, else by its decoder."""
+    if base == "int8":
+        largest = weight.abs().amax(1, keepdim=True)
+        return (127 * weight.double() / largest).round().float() * (largest / 127)
+    decoded = torch.empty_like(weight)
+    encoding(base).decode(encoding(base).encode(weight), decoded)
+    return decoded
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_losses_and_gradients_are_those_of_rounded_weights_in_plain_torch(base: str, fold: bool) -> None:
+    model = _model(CASE, base, fold=fold)
+    whole = whole_parameters(CASE)
+    for name in whole:
+        if name.endswith("_proj.weight"):
+            whole[name] = _rounded(whole[name], base)
+        if "lora" in name:
+            whole[name].requires_grad_()
+    batch = make_batch([(0, (20,)), (1, (12, 8))], row_length=20, seq_length=20, vocab_size=131, seed=1)
+    plain = PlainDecoder(config=CONFIG, parameters=whole, scale=1.7, dropout=CASE.dropout, seed=11)
+    expected = plain.token_losses(batch, 3)
+    expected.sum().backward()
+    losses = model(batch, torch.tensor(3))
+    losses.sum().backward()
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    for entry in shard_entries(model):
+        if entry.sink is not None:
+            assert relative_error(entry.sink.buffer, whole[entry.name].grad) < 1e-5, entry.name
+    unrounded = PlainDecoder(
+        config=CONFIG, parameters=whole_parameters(CASE), scale=1.7, dropout=CASE.dropout, seed=11
+    ).token_losses(batch, 3)
+    assert (unrounded - expected).abs().max() > 1e-2, "the encoding rounds nothing"
+
+
+def _linear(base: str, weight: Tensor) -> RowParallelLinear:
+    settings = AdapterSettings(rank=4, scale=1.5, dropout=0.0)
+    layout = TensorLayout(base=BaseEncoding(encoding=encoding(base)))
+    linear = RowParallelLinear(
+        "down_proj", weight.shape[1], weight.shape[0], bias=False, site=0, layout=layout,
+        plan=TrainingPlan(adapter=lambda module: settings), device=CPU, dtype=torch.float32,
+    )  # fmt: skip
+    fill_encoded(encoded_entries(linear), lambda entry: weight)
+    for entry in linear.entries:
+        entry.parameter.data.copy_(whole_tensor(entry.name, entry.spec.global_shape))
+    return linear
+
+
+def _e4m3(x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+    largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = largest / 448
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("base", ["fp8", "fp8_row"])
+def test_fp8_products_are_torchs_scaled_product(base: str) -> None:
+    """y = q(x) q(W)^T + H B^T and dX = q(dY s_W) q(W): the adapters see neither rounding."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(32, 64, generator=generator).requires_grad_()
+    weight, dy = torch.randn(48, 64, generator=generator) / 8, torch.randn(32, 48, generator=generator)
+    linear = _linear(base, weight)
+    a, b = (entry.parameter.data for entry in linear.entries)
+    dim = 1 if base == "fp8_row" else None
+    (x_codes, x_scale), (codes, scale) = _e4m3(x.detach(), dim), _e4m3(weight, dim)
+    expected = torch._scaled_mm(
+        x_codes, codes.t(), scale_a=x_scale, scale_b=scale if dim is None else scale.t().contiguous(),
+        out_dtype=torch.float32,
+    )  # fmt: skip
+    batch = make_batch([(0, (32,))], row_length=32, seq_length=32, vocab_size=131, seed=1)
+    y = linear(x, GivenInput(), _model(CASE, None).context(batch, torch.tensor(1), training=True))
+    torch.testing.assert_close(y.detach(), expected + 1.5 * (x.detach() @ a.T) @ b.T, rtol=1e-5, atol=1e-5)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    dy_codes, dy_scale = _e4m3(dy * (scale.flatten() if dim else scale), dim)
+    one = torch.ones(1, 64) if dim else torch.ones(())
+    expected_dx = torch._scaled_mm(
+        dy_codes, codes.t().contiguous().t(), scale_a=dy_scale, scale_b=one, out_dtype=torch.float32
+    )
+    torch.testing.assert_close(dx, expected_dx + 1.5 * (dy @ b) @ a, rtol=1e-5, atol=1e-5)
+    # what rounding both operands to four bits of mantissa costs: half a step of 2^-3 at most, each way
+    exact = x.detach() @ weight.T + 1.5 * (x.detach() @ a.T) @ b.T
+    assert 1e-3 < relative_error(y.detach(), exact) < 2**-4 * math.sqrt(2)
+
+
+@pytest.mark.parametrize("base", NAMES)
+def test_a_weight_encoded_in_pieces_has_the_bits_of_the_whole(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(50, 300, generator=torch.Generator().manual_seed(3))
+    expected = encoding(base).encode(weight)
+    monkeypatch.setattr(encoded_storage, "ENCODED_AT_ONCE", 7 * 300)
+    linear = _linear(base, weight)
+    (entry,) = encoded_entries(linear)
+    assert entry.spec.encoding == base
+    for name, part in entry.parts.items():
+        assert torch.equal(part.view(torch.uint8), expected[name].view(torch.uint8)), name
+
+
+def test_what_is_encoded() -> None:
+    """The layers' linears none of whose weights trains; not the embedding, the head, norms, biases or adapters."""
+    case = Case(
+        config=small_config(qkv_bias=True, tied_embeddings=True), adapters=r".*_proj",
+        trained=r"layers\.0\.mlp\.up_proj|layers\.1\.attention\.k_proj",
+    )  # fmt: skip
+    model = _model(case, "int8")
+    encoded = {entry.name for entry in encoded_entries(model)}
+    plain = {entry.name for entry in shard_entries(model)}
+    beside = [f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")]
+    beside += [f"layers.1.attention.{name}_proj.weight" for name in "qkv"]
+    linears = {name for name in whole_parameters(case) if name.endswith("_proj.weight")}
+    assert encoded == linears - set(beside)
+    assert plain == set(whole_parameters(case)) - encoded
+    assert {"embed_tokens.weight", "norm.weight", "layers.0.attention.q_proj.bias", *beside} <= plain
+
+
+BITS = {
+    "nf4": 4 + 8 / 64 + 8 * 13 / 1024,
+    "int8": 8 + 32 / 1024,
+    "fp8": 8 + 32 / 1024,
+    "fp8_row": 8 + 32 / 1024,
+}
+"""Of a number in a row of 1024: codes, a scale of 8 bits for 64 of them and 13 bytes a row; or one fp32 scale a row."""
+
+
+@pytest.mark.parametrize("base", NAMES)
+def test_bytes_of_the_model(base: str) -> None:
+    """Of every storage that the model holds, each once; parts begin at multiples of 256 bytes."""
+    config = small_config(hidden=1024, intermediate=1024, num_heads=8, num_kv_heads=8, head_dim=128, num_layers=1)
+    model = _model(Case(config=config), base)
+    tensors = [*model.parameters(), *model.buffers()]
+    held = sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values())
+    plain = sum(entry.parameter.nbytes for entry in shard_entries(model))
+    numbers = 7 * 1024 * 1024
+    linears = [entry.memory for entry in encoded_entries(model)]
+    assert held - plain == sum({id(one): one.nbytes for one in linears}.values())
+    padding = 4 * 4 * 256
+    assert BITS[base] * numbers / 8 <= held - plain <= BITS[base] * numbers / 8 + padding
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Llama of one layer, in bfloat16, as transformers writes it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+class _Prepared:
+    """Stored weights that are there before anything is counted, as the pages of a mapped file are."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.weights = {name: source.read_whole(name) for name in source.tensor_names()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.weights[name].dtype
+
+    def read(self, name: str, spec: ShardSpec, out: Tensor) -> None:
+        assert tuple(out.shape) == spec.local_shape
+        out.copy_(self.weights[name])
+
+
+@pytest.mark.parametrize("base", NAMES)
+def test_loading_holds_one_weight_beside_the_model(base: str, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every storage that an operation makes is counted until it is freed."""
+    source = open_source(stored)
+    prepared, decoder = _Prepared(source), source.model.decoder
+    monkeypatch.setattr(encoded_storage, "ENCODED_AT_ONCE", 8 * 1024)
+    with LiveStorages() as live:
+        layout = TensorLayout(base=BaseEncoding(encoding=encoding(base)))
+        model = Decoder(decoder, layout=layout, plan=TrainingPlan(), device=CPU, dtype=torch.float32)
+        built = live.live
+        live.reset()
+        load_encoded(encoded_entries(model), prepared, holding=SpreadWeights(Axis("dp_cp")).filling)
+        left, peak = live.live - built, live.peak - built
+    largest = 512 * 1024 * 2
+    # beside it the maxima of its blocks, and of 8 thousand numbers copies in several dtypes
+    assert left < 8192 and largest <= peak < largest * 1.5, peak / largest
+    entry = next(entry for entry in encoded_entries(model) if entry.name == "layers.1.mlp.down_proj.weight")
+    whole = source.read_whole(entry.name)
+    expected = torch.empty(whole.shape)
+    encoding(base).decode(encoding(base).encode(whole), expected)
+    assert torch.equal(entry.decoded(torch.float32), expected)
+    assert relative_error(expected, whole.float()) < 0.1
+
+
+def _refusal(call) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    message = str(caught.value)
+    assert message.endswith(".") and "\n" not in message
+    return message
+
+
+def test_a_cut_through_a_block_is_refused_with_the_numbers() -> None:
+    base = BaseEncoding(encoding=encoding("nf4"))
+    message = _refusal(lambda: meta_model(CONFIG, tensor_size=2, base=base))
+    assert "parallel.tensor 2 cuts the 64 input features of layers.0.attention.o_proj into 32 a rank" in message
+    assert "a multiple of 64" in message
+    meta_model(CONFIG, tensor_size=2, base=BaseEncoding(encoding=encoding("int8")))
+    meta_model(small_config(hidden=64, intermediate=128, head_dim=16), tensor_size=2, base=base)
+
+
+def test_a_model_that_trains_in_full_is_refused() -> None:
+    config = RunConfig(model=ModelOptions(path="x", base_dtype="nf4"), trainable=("*",))
+    message = _refusal(lambda: check_base(config, CONFIG, TrainingPlan(trains=lambda module: True)))
+    assert (
+        message.startswith("model.base_dtype is nf4 and trainable is ['*']")
+        and "set model.base_dtype to null" in message
+    )
+    check_base(config, CONFIG, TrainingPlan(trains=lambda module: "q_proj" in module))
+    plain = RunConfig(model=ModelOptions(path="x"), trainable=("*",))
+    check_base(plain, CONFIG, TrainingPlan(trains=lambda module: True))
+
+
+def test_names_of_encodings() -> None:
+    message = _refusal(lambda: ModelOptions(path="x", base_dtype="int4"))  # type: ignore[arg-type]
+    assert "model.base_dtype" in message and "nf4, int8, fp8, fp8_row" in message
+
+
+def test_sizes_that_fp8_products_cannot_take_are_refused_on_a_gpu() -> None:
+    base = BaseEncoding(encoding=encoding("fp8"))
+    spec = split_spec((40, 24), 0, rank=0, size=1, what="rows")
+    message = _refusal(lambda: EncodedStorage([("down", spec)], base, tp=Axis("tp"), device=torch.device("cuda")))
+    assert "down is 40 x 24" in message and "multiples of 16" in message

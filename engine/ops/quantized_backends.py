@@ -32,7 +32,7 @@ def choose_quantized(wanted: str, device: torch.device) -> QuantizedBackend:
         wanted: `model.kernels`.
         device: of the weights; "meta" where nothing is computed.
     """
-    if wanted == "triton" or (wanted != "reference" and device.type == "cuda"):
+    if device.type != "meta" and (wanted == "triton" or (wanted != "reference" and device.type == "cuda")):
         return _triton()
     native = wanted != "reference" and device.type == "cpu" and native_status().available
     return QuantizedBackend(arithmetic=NATIVE_ARITHMETIC if native else PLAIN, operands=REFERENCE_OPERANDS)

@@ -21,16 +21,25 @@ from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
 from engine.models.initialise import initialise_weights
 from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.quantized_backends import choose_quantized
 from engine.quantization.encoding import encoding
 from engine.telemetry.format import format_bytes
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 
 
-def base_encoding(config: RunConfig) -> BaseEncoding | None:
-    """How `model.base_dtype` stores weights that do not train; None where they keep model.dtype."""
+def base_encoding(config: RunConfig, device: torch.device) -> BaseEncoding | None:
+    """How `model.base_dtype` stores weights that do not train; None where they keep model.dtype.
+
+    Args:
+        config: of the run.
+        device: of the weights; "meta" where nothing is computed.
+    """
     name = config.model.base_dtype
-    return None if name is None else BaseEncoding(encoding=encoding(name))
+    if name is None:
+        return None
+    backend = choose_quantized(config.model.kernels, device)
+    return BaseEncoding(encoding=encoding(name, backend.arithmetic), operands=backend.operands)
 
 
 def check_base(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan) -> None:
@@ -39,7 +48,7 @@ def check_base(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan) ->
     Raises:
         UserError: every linear of the layers trains, or ranks would cut through numbers that share a scale.
     """
-    base = base_encoding(config)
+    base = base_encoding(config, torch.device("meta"))
     if base is None:
         return
     model = meta_model(decoder, tensor_size=config.parallel.tensor, plan=plan, base=base)

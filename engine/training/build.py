@@ -190,7 +190,7 @@ def _layout(
         cp=mesh.cp,
         context_method=config.parallel.context_method,
         attention_blocks=blocks,
-        base=base_encoding(config),
+        base=base_encoding(config, launch.device),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ from engine.checkpoint.merging import summary
 from engine.checkpoint.peft_read import AdapterSource
 from engine.checkpoint.peft_write import export_peft
 from engine.checkpoint.pieces import PieceReader
+from engine.checkpoint.proof import prove_adapter, prove_model
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import dtype_name
 from engine.checkpoint.source import ModelFolder, WeightSource, open_model, open_source
@@ -125,6 +127,7 @@ def run_export(
     if form == "peft":
         if merge:
             raise UserError("--format peft writes the adapter by itself, and --merge asks for a whole model: use one.")
+        weights = trained.weights
         report = export_peft(
             values,
             trained.checkpoint.lora,
@@ -132,6 +135,9 @@ def run_export(
             out,
             overwrite=options.overwrite,
             inputs=[trained.checkpoint.folder],
+            proof=partial(prove_adapter, base=weights, trained=values, scale=trained.scale)
+            if options.proof and weights is not None
+            else None,
         )
         _say(log, report)
         return
@@ -165,6 +171,7 @@ def _export_weights(weights: WeightSource, read: Path, out: Path, options: Optio
             inputs=() if read == weights.model.path else (read,),
             fusing=options.fusing,
             work=options.work(progress),
+            proof=partial(prove_model, source=weights) if options.proof else None,
         )
     _say(log, report)
 

@@ -1,12 +1,13 @@
 """The bytes of a tensor that is to be written, in blocks, so that a conversion's memory is a few blocks.
 
-Bytes that lie one after another in stored files are read straight into a block; a part of a tensor that is scattered
+Bytes that lie one after another in stored files are handed out as they are mapped; a part of a tensor that is scattered
 over rows is gathered block by block. What changes on the way (a merge) is a content of its own, elsewhere.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,9 @@ from engine.errors import UserError
 
 BLOCK_BYTES = 4 << 20
 """Bytes handled at a time by each thread: large enough for a disk, small enough for a processor's cache."""
+
+_AHEAD_BYTES = 32 << 20
+_MAX_AHEAD = 256 << 20
 
 
 class Content(ABC):
@@ -70,25 +74,39 @@ class StoredBytes(Content):
         if self._check is not None:
             self._check()
         for run in self._runs:
-            yield from _read_run(run, memoryview(buffer.numpy()))
+            if run.length:
+                yield from _read_run(run)
 
 
-def _read_run(run: Run, scratch: memoryview) -> Iterator[memoryview]:
-    found = Checksum()
-    descriptor = os.open(run.path, os.O_RDONLY)
+def read_ahead(path: Path, offset: int, length: int) -> None:
+    """Asks the system to read bytes of a file while something else is done."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        done = 0
+        os.posix_fadvise(descriptor, offset, min(length, _MAX_AHEAD), os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _read_run(run: Run) -> Iterator[memoryview]:
+    """The bytes as they lie in the system's memory: mapped, so that they are copied once, into the file written."""
+    found = Checksum()
+    with open(run.path, "rb") as file:
+        descriptor = file.fileno()
+        if os.fstat(descriptor).st_size < run.offset + run.length:
+            raise UserError(f"{run.path} is shorter than its header says: copy it again.")
+        before = run.offset % mmap.ALLOCATIONGRANULARITY
+        # a private mapping can be handed to torch, which takes no read-only memory; nothing is written to it
+        mapped = mmap.mmap(descriptor, before + run.length, access=mmap.ACCESS_COPY, offset=run.offset - before)
+        data, done, ahead = memoryview(mapped)[before:], 0, 0
         while done < run.length:
-            block = scratch[: min(len(scratch), run.length - done)]
-            count = os.preadv(descriptor, [block], run.offset + done)
-            if count < len(block):
-                raise UserError(f"{run.path} ended while it was read: it was changed meanwhile, or copy it again.")
+            if ahead < done + _AHEAD_BYTES and ahead < run.length:
+                os.posix_fadvise(descriptor, run.offset + ahead, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+                ahead += _AHEAD_BYTES
+            block = data[done : done + BLOCK_BYTES]
             if run.checksum is not None:
                 found.update(block)
             yield block
-            done += count
-    finally:
-        os.close(descriptor)
+            done += len(block)
     if run.checksum is not None and found.text() != run.checksum:
         raise UserError(
             f"{run.path} is damaged: the piece at byte {run.offset} has checksum {found.text()}, "

@@ -73,12 +73,14 @@ class MergedSource(WeightSource):
         trained: trained values by logical name: full tensors, and lora_A / lora_B of adapted modules.
         scale: factor on B A.
 
+    `live_config` is the model that trained: an adapter on one side of a tied matrix leaves it tied.
+
     Raises:
         UserError: a trained tensor does not belong to the model, or values are neither trained nor in a base.
     """
 
     def __init__(self, model: ModelFolder, base: WeightSource | None, trained: TensorReader, *, scale: float) -> None:
-        self._base, self._trained, self._scale = base, trained, scale
+        self.base, self.trained, self.scale = base, trained, scale
         self._base_shapes = model.expected_shapes()
         names = trained.tensor_names()
         self._full = set(fully_trained(names))
@@ -86,9 +88,12 @@ class MergedSource(WeightSource):
         self._adapter_of = {part: module for module in adapted_modules(names) for part in unfused_modules(module)}
         ends = {"embed_tokens", "lm_head"} & set(self._adapter_of)
         self._unties = model.decoder.tied_embeddings and (bool(ends) or TIED_HEAD in self._full)
+        self.live_config = model.decoder
         has_tied_head = not self._unties and base is not None and base.has_tied_head
         super().__init__(_untied(model) if self._unties else model, has_tied_head=has_tied_head)
         self._shapes = self.model.expected_shapes()
+        if TIED_HEAD in self._full:
+            self.live_config = self.model.decoder
         self._check(model.path)
 
     @property
@@ -117,10 +122,10 @@ class MergedSource(WeightSource):
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        if self._base is None:
+        if self.base is None:
             return self.model.config_dtype()
         base_name = self._base_name(name)
-        return self._base.dtype(base_name if base_name in self._base else "embed_tokens.weight")
+        return self.base.dtype(base_name if base_name in self.base else "embed_tokens.weight")
 
     def boxes(self, name: str) -> Sequence[Box]:
         return (Box(),)
@@ -128,10 +133,10 @@ class MergedSource(WeightSource):
     def view(self, name: str, index: int, *, whole: bool) -> Tensor:
         base_name = self._base_name(name)
         if base_name in self._full:
-            value = self._trained.read_whole(base_name)
+            value = self.trained.read_whole(base_name)
         else:
-            assert self._base is not None, name
-            value = self._base.read_whole(base_name)
+            assert self.base is not None, name
+            value = self.base.read_whole(base_name)
         module = self._module(name)
         if module in self._adapter_of:
             value = self._factors(module).added_to(value.float(), 0)
@@ -142,35 +147,35 @@ class MergedSource(WeightSource):
         assert box == Box(), box
         adapted = module in self._adapter_of
         if base_name not in self._full and not adapted:
-            assert self._base is not None, name
-            return self._base.content(base_name, box)
+            assert self.base is not None, name
+            return self.base.content(base_name, box)
         factors = self._factors(module) if adapted and module is not None else None
         if base_name in self._full:
-            return MergedRows(name, self._trained, base_name, self.dtype(name), factors)
-        base = self._base
+            return MergedRows(name, self.trained, base_name, self.dtype(name), factors)
+        base = self.base
         assert base is not None, name
         return MergedRows(name, base, base_name, self.dtype(name), factors, lambda: base.check_tensor(base_name))
 
     def _factors(self, module: str) -> LowRank:
-        a, b = read_factors(self._trained, self._adapter_of[module], self.model.decoder)[module]
-        return LowRank(a.float(), b.float(), self._scale, transposed=module == "embed_tokens")
+        a, b = read_factors(self.trained, self._adapter_of[module], self.model.decoder)[module]
+        return LowRank(a.float(), b.float(), self.scale, transposed=module == "embed_tokens")
 
     def identity(self) -> dict[str, Any]:
-        return {"scale": self._scale}
+        return {"scale": self.scale}
 
     def write_report(self, folder: Path, facts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-        return write_rounding(folder, facts, self._scale)
+        return write_rounding(folder, facts, self.scale)
 
     def outside_content(self, name: str) -> Content:
-        assert self._base is not None
-        return self._base.outside_content(name)
+        assert self.base is not None
+        return self.base.outside_content(name)
 
     def outside_names(self) -> list[str]:
-        return [] if self._base is None else self._base.outside_names()
+        return [] if self.base is None else self.base.outside_names()
 
     def read_outside(self, name: str) -> Tensor:
-        assert self._base is not None
-        return self._base.read_outside(name)
+        assert self.base is not None
+        return self.base.read_outside(name)
 
     def _base_name(self, name: str) -> str:
         """The head that untying makes starts from the shared matrix, unless it was trained in full."""
@@ -186,12 +191,12 @@ class MergedSource(WeightSource):
         modules = {self._module(name) for name in self._shapes}
         if strange := sorted((self._full - set(self._shapes)) | (set(self._adapter_of) - modules)):
             raise UserError(
-                f"{self._trained.label} trains {strange[0]}, which the model in {folder} does not have: "
+                f"{self.trained.label} trains {strange[0]}, which the model in {folder} does not have: "
                 "give the base that it was trained on with --base."
             )
         for name in self._full:
-            self._trained.require(name, self._shapes[name])
-        if self._base is None and (untrained := sorted(set(self._base_shapes) - self._full)):
+            self.trained.require(name, self._shapes[name])
+        if self.base is None and (untrained := sorted(set(self._base_shapes) - self._full)):
             raise UserError(
                 f"{folder} was opened without weights, and {untrained[0]} was not trained: give the base with --base."
             )

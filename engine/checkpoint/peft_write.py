@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.convert import ConversionReport, stored_names
+from engine.checkpoint.convert import ConversionReport, Proof, stored_names
 from engine.checkpoint.folder import ADAPTER_CONFIG, staged_folder
 from engine.checkpoint.merge import adapted_modules, fully_trained, read_factors, unfused_modules
 from engine.checkpoint.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX, block_patterns
@@ -31,6 +31,7 @@ def export_peft(
     *,
     overwrite: bool = False,
     inputs: Sequence[Path] = (),
+    proof: Proof | None = None,
 ) -> ConversionReport:
     """Writes adapter_model.safetensors and adapter_config.json.
 
@@ -45,9 +46,11 @@ def export_peft(
         out: folder to make.
         overwrite: replace an existing adapter at `out`.
         inputs: folders that are read meanwhile.
+        proof: tries the folder before it takes its name.
 
     Raises:
-        UserError: there are no adapters, PEFT cannot express what was trained, or a value is not finite.
+        UserError: there are no adapters, PEFT cannot express what was trained, a value is not finite, or a factor that
+            does not start from zeros is all zero.
     """
     model = replace(model, names=stored_names(model))
     names = trained.tensor_names()
@@ -67,6 +70,7 @@ def export_peft(
     for key, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(f"{key} is not finite, so nothing was exported: use an earlier step (--step).")
+    notes = [*_notes(modules, parts, saved, model), *_refuse_zeros(trained, modules)]
     config = _adapter_config(lora, _target_modules(parts, model), saved, model)
     leaves = {key.split(".")[-3] for key in blocks}
     config |= block_patterns(config["r"], config["lora_alpha"], rslora=config["use_rslora"], leaves=leaves)
@@ -78,13 +82,15 @@ def export_peft(
         text = json.dumps(config, indent=2, sort_keys=True)
         (staging / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
         _verify(staging, tensors)
+        if proof is not None:
+            notes.append(proof(staging))
     return ConversionReport(
         out=out,
         files=(ADAPTER_WEIGHTS,),
         num_tensors=len(tensors),
         num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         verified=True,
-        notes=tuple(_notes(modules, parts, model)),
+        notes=tuple(notes),
     )
 
 
@@ -184,7 +190,29 @@ def _adapter_config(
     }
 
 
-def _notes(modules: list[str], parts: list[str], model: ModelFolder) -> list[str]:
+def _refuse_zeros(trained: TensorReader, modules: list[str]) -> list[str]:
+    """Refuses a factor of nothing but zeros, unless it starts so: then the adapter has not been trained, and is told.
+
+    B starts from zeros, of an embedding's adapter A, as PEFT has it.
+    """
+    untrained = []
+    for module in modules:
+        starts, drawn = ("lora_A", "lora_B") if module == "embed_tokens" else ("lora_B", "lora_A")
+        if not trained.read_whole(f"{module}.{drawn}").any():
+            raise UserError(
+                f"{module}.{drawn} is all zero, so nothing was exported: that adapter can never have learnt, use an "
+                "earlier step (--step)."
+            )
+        if not trained.read_whole(f"{module}.{starts}").any():
+            untrained.append(module)
+    if not untrained:
+        return []
+    if len(untrained) == len(modules):
+        return ["the adapter is untrained: every B is zero, so it changes nothing"]
+    return [f"{len(untrained)} of {len(modules)} adapters are untrained (B is zero): {', '.join(untrained[:3])}"]
+
+
+def _notes(modules: list[str], parts: list[str], saved: list[str], model: ModelFolder) -> list[str]:
     notes = []
     if modules != parts and QKV not in model.names.fused:
         notes.append("fused query-key-value adapters are written as three that share A, which is exact")
@@ -192,6 +220,11 @@ def _notes(modules: list[str], parts: list[str], model: ModelFolder) -> list[str
         notes.append(
             "the base ties its head to its embedding, and the adapter changes one of them: "
             "merge with --format hf --merge, PEFT's own merge would change both"
+        )
+    if saved:
+        notes.append(
+            "modules trained in full are in modules_to_save, which PEFT reads and vLLM and SGLang do not: "
+            "for them merge with --format hf --merge"
         )
     if model.manifest is not None and model.hf_path == model.path:
         notes.append(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
-from engine.checkpoint.contents import Content, GatheredRows, Run, StoredBytes, contiguous_copies, touched
+from engine.checkpoint.contents import Content, GatheredRows, Run, StoredBytes, contiguous_copies, read_ahead, touched
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 
@@ -25,7 +26,7 @@ class StoredTensors(TensorReader):
 
     def check_tensor(self, name: str) -> None:
         """Raises UserError where a piece of the tensor does not have its recorded checksum."""
-        self._check_pieces(name, set(range(len(self.boxes(name)))))
+        self._check_pieces(name, set(range(len(self.boxes(name)))), whole=True)
 
     def content(self, name: str, box: Box) -> Content:
         """What a part of a tensor holds, for writing it elsewhere without holding it."""
@@ -33,7 +34,7 @@ class StoredTensors(TensorReader):
         placed = contiguous_copies(shape, box, boxes)
         if placed is None:
             needed = {copy.source for copy in touched(shape, box, boxes)}
-            return GatheredRows(self, name, box, lambda: self._check_pieces(name, needed))
+            return GatheredRows(self, name, box, lambda: self._check_pieces(name, needed, whole=True))
         runs, partial = [], set()
         for copy in placed:
             if (place := self.stored_at(name, copy.source)) is None:
@@ -45,6 +46,11 @@ class StoredTensors(TensorReader):
             runs.append(Run(path, offset + copy.first * itemsize, copy.num_elements * itemsize, recorded))
         return StoredBytes(runs, lambda: self._check_pieces(name, partial))
 
-    def _check_pieces(self, name: str, indices: set[int]) -> None:
+    def _check_pieces(self, name: str, indices: set[int], *, whole: bool = False) -> None:
+        """Checks pieces; where the `whole` of them is about to be looked at, has them read meanwhile."""
+        shape, boxes, itemsize = self.shape(name), self.boxes(name), self.dtype(name).itemsize
+        for index in sorted(indices) if whole else ():
+            if (place := self.stored_at(name, index)) is not None:
+                read_ahead(*place, math.prod(boxes[index].shape(shape)) * itemsize)
         for index in sorted(indices):
             self.check_piece(name, index)

@@ -151,7 +151,10 @@ class _Fields:
         if not isinstance(data, dict):
             raise self.fail(f"a piece of {name} is not a mapping")
         box = Box()
-        if data.get("dim") is not None:
+        if data.get("dim") is None:
+            if data.keys() & {"offset", "length", "others"}:
+                raise self.fail(f"a piece of {name} is all of it and a part of it")
+        else:
             first = self.run(name, shape, (data["dim"], data.get("offset"), data.get("length")))
             others = data.get("others", [])
             if not isinstance(others, list) or not all(isinstance(run, list) and len(run) == 3 for run in others):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -73,10 +74,13 @@ def run(options: ConvertOptions) -> Table:
     size = data["bytes"] / 1e9
     return Table(
         title=f"Conversions of a {size:.1f} GB bfloat16 checkpoint beside cp and sync of the same folder",
-        columns=("", "s", "MB/s", "cp MB/s", "over cp", "peak RssAnon MiB"),
+        columns=("", "s", "MB/s", "cp MB/s", "over cp", "CPU s", "cp CPU s", "peak RssAnon MiB"),
         rows=tuple(rows),
         findings=(
-            "From the start of the process to its end; files read were not in the system's memory.",
+            "From the start of the process to its end; files read were not in the system's memory. CPU seconds are "
+            "user and system time.",
+            f"Load of the machine (processes that want a processor, a minute's mean): {data['load'][0]:.1f} before the "
+            f"first command, {data['load'][1]:.1f} after the last.",
             f"Killed by SIGKILL with {data['killed_at'] / 1e9:.1f} GB written; the second call kept "
             f"{data['kept_text']}, took {data['resumed_seconds']:.1f} s, and gave the same bytes.",
             "The export gave back the tensors of the first folder, bit for bit, read by the stock library.",
@@ -105,16 +109,24 @@ def _measure_all(folder: Path, base: Path, adapter: Path) -> tuple[list[tuple[st
     total = _weight_bytes(base)
 
     def measure(title: str, source: Path, out: Path, *command: object) -> None:
+        before = _cpu_seconds()
         copied = _copy(source, folder / "copy")
+        between = _cpu_seconds()
         _say(f"{title}: cp took {copied:.1f} s")
         _forget(source)
         done = _convert(*command, "--out", out)
+        cpu = (_cpu_seconds() - between, between - before)
         _say(f"{title}: {done.seconds:.1f} s; {done.output.strip()}")
         speed, limit = total / 1e6 / done.seconds, total / 1e6 / copied
-        samples[title] = {"seconds": done.seconds, "cp_seconds": copied, "peak": done.peak}
-        cells = (f"{done.seconds:.1f}", f"{speed:.0f}", f"{limit:.0f}", f"{speed / limit:.2f}")
+        cpu_used, cp_used = cpu
+        samples[title] = {
+            "seconds": done.seconds, "cp_seconds": copied, "peak": done.peak, "cpu": cpu_used, "cp_cpu": cp_used,
+        }  # fmt: skip
+        ratio = f"{speed / limit:.2f}"
+        cells = (f"{done.seconds:.1f}", f"{speed:.0f}", f"{limit:.0f}", ratio, f"{cpu_used:.1f}", f"{cp_used:.1f}")
         rows.append((title, *cells, f"{done.peak / 2**20:.0f}"))
 
+    load = [os.getloadavg()[0]]
     one, four, two, back = (folder / name for name in ("tp1", "tp4", "tp2", "back"))
     measure("import to TP1", base, one, "import", "--source", base)
     data = _kill_and_go_on(folder, base, one)
@@ -128,7 +140,14 @@ def _measure_all(folder: Path, base: Path, adapter: Path) -> tuple[list[tuple[st
     shutil.rmtree(back)
     merged = folder / "merged"
     measure("merge", base, merged, "merge", "--base", base, "--adapter", adapter, "--no-proof")
-    return rows, {"bytes": total, "samples": samples, **data}
+    load.append(os.getloadavg()[0])
+    return rows, {"bytes": total, "samples": samples, "load": load, **data}
+
+
+def _cpu_seconds() -> float:
+    """User and system time of the processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -115,19 +115,22 @@ float softmax_row(float* s, int64_t seen, float scale, float& maximum, float& to
 }
 
 // One block of queries of one head: rows [first, first + rows) of the segment.
-void forward_block(const Shape& shape, const Segment& segment, int64_t first, int64_t rows, const float* q,
-                   int64_t token_q, const float* key_panels, const float* value_panels, float* out, int64_t token_out,
-                   float* lse, int64_t token_lse) {
+template <class T>
+void forward_block(const Shape& shape, const Segment& segment, int64_t first, int64_t rows, const T* q, int64_t token_q,
+                   const float* key_panels, const float* value_panels, T* out, int64_t token_out, float* lse,
+                   int64_t token_lse) {
     const int64_t ld_o = tiles::padded(shape.dim);
     float* s = common::scratch<0>(QUERIES * KEYS);
     float* o = common::scratch<1>(QUERIES * ld_o);
+    const float* queries = attention::as_floats(q, token_q, rows, shape.dim, common::scratch<2>(QUERIES * shape.dim));
+    const int64_t ld_q = attention::floats_ld(q, token_q, shape.dim);
     float maximum[QUERIES], total[QUERIES] = {};
     std::fill(maximum, maximum + rows, -INFINITY);
     std::fill(o, o + rows * ld_o, 0.0f);
     const int64_t end = segment.seen(first + rows - 1);
     for (int64_t key = 0; key < end; key += KEYS) {
         const attention::Block block(segment, first, rows, key, std::min(KEYS, end - key));
-        scores({q, token_q, 1}, key_panels, shape.dim, block, s, KEYS);
+        scores({queries, ld_q, 1}, key_panels, shape.dim, block, s, KEYS);
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t seen = block.seen(row);
             if (seen > 0) {
@@ -141,9 +144,18 @@ void forward_block(const Shape& shape, const Segment& segment, int64_t first, in
     }
     for (int64_t row = 0; row < rows; ++row) {
         const float inverse = 1.0f / total[row];
-        for (int64_t d = 0; d < shape.dim; ++d) out[row * token_out + d] = o[row * ld_o + d] * inverse;
+        simd::for_each(shape.dim, [=](auto, int64_t d, int64_t count) {
+            simd::store_up_to(out + row * token_out + d, simd::load_up_to(o + row * ld_o + d, count) * inverse, count);
+        });
         lse[row * token_lse] = maximum[row] + std::log(total[row]);
     }
+}
+
+template <class T>
+void store_row(const float* from, int64_t size, T* to) {
+    simd::for_each(size, [=](auto, int64_t d, int64_t count) {
+        simd::store_up_to(to + d, simd::load_up_to(from + d, count), count);
+    });
 }
 
 // p = exp(scale s - lse) in place of s, and ds = scale p (dp - delta) in place of dp; 0 where a key is not seen.
@@ -165,60 +177,65 @@ struct BackwardPanels {
     const float *keys_transposed, *values_transposed, *keys;
 };
 
+template <class T>
+struct BackwardHeads {
+    Heads<const T> dout, q, out;
+    const float* lse;
+    Heads<T> dq;
+};
+
 // One head of a segment: dq of its queries, and its part of dk and dv into [keys, padded dim].
-void backward_head(const Shape& shape, const Segment& segment, int64_t head, const Heads<const float>& dout,
-                   const Heads<const float>& q, const Heads<const float>& out, const float* lse,
-                   const BackwardPanels& panels, const Heads<float>& dq, float* dk, float* dv) {
+template <class T>
+void backward_head(const Shape& shape, const Segment& segment, int64_t head, const BackwardHeads<T>& heads,
+                   const BackwardPanels& panels, float* dk, float* dv) {
     const int64_t ld = tiles::padded(shape.dim);
     float* s = common::scratch<0>(QUERIES_BACKWARD * KEYS);
     float* dp = common::scratch<1>(QUERIES_BACKWARD * KEYS);
-    float* dq_rows = common::scratch<2>(3 * QUERIES_BACKWARD * ld);
+    float* dq_rows = common::scratch<2>((3 * ld + 2 * shape.dim) * QUERIES_BACKWARD);
     float *q_panels = dq_rows + QUERIES_BACKWARD * ld, *dout_panels = q_panels + QUERIES_BACKWARD * ld;
+    float *wide_q = dout_panels + QUERIES_BACKWARD * ld, *wide_dout = wide_q + QUERIES_BACKWARD * shape.dim;
+    const int64_t ld_q = attention::floats_ld(heads.q.data, heads.q.token, shape.dim);
+    const int64_t ld_dout = attention::floats_ld(heads.dout.data, heads.dout.token, shape.dim);
     for (int64_t first = 0; first < segment.queries; first += QUERIES_BACKWARD) {
         const int64_t rows = std::min(QUERIES_BACKWARD, segment.queries - first);
         const int64_t token = segment.first_query + first;
-        const float *q_block = q.at(token, head), *dout_block = dout.at(token, head);
+        const float* q_block =
+            attention::as_floats(heads.q.at(token, head), heads.q.token, rows, shape.dim, wide_q);
+        const float* dout_block =
+            attention::as_floats(heads.dout.at(token, head), heads.dout.token, rows, shape.dim, wide_dout);
         // panels of a fixed number of rows: a short block leaves the rest untouched and unread
-        attention::pack_block(q_block, q.token, rows, QUERIES_BACKWARD, shape.dim, q_panels);
-        attention::pack_block(dout_block, dout.token, rows, QUERIES_BACKWARD, shape.dim, dout_panels);
+        attention::pack_block(q_block, ld_q, rows, QUERIES_BACKWARD, shape.dim, q_panels);
+        attention::pack_block(dout_block, ld_dout, rows, QUERIES_BACKWARD, shape.dim, dout_panels);
         float delta[QUERIES_BACKWARD];
         for (int64_t row = 0; row < rows; ++row)
-            delta[row] = attention::dot(dout_block + row * dout.token, out.at(token + row, head), shape.dim);
+            delta[row] = attention::dot(dout_block + row * ld_dout, heads.out.at(token + row, head), shape.dim);
         std::fill(dq_rows, dq_rows + rows * ld, 0.0f);
         const int64_t end = segment.seen(first + rows - 1);
         for (int64_t key = 0; key < end; key += KEYS) {
             const attention::Block block(segment, first, rows, key, std::min(KEYS, end - key));
-            scores({q_block, q.token, 1}, panels.keys_transposed, shape.dim, block, s, KEYS);
-            scores({dout_block, dout.token, 1}, panels.values_transposed, shape.dim, block, dp, KEYS);
+            scores({q_block, ld_q, 1}, panels.keys_transposed, shape.dim, block, s, KEYS);
+            scores({dout_block, ld_dout, 1}, panels.values_transposed, shape.dim, block, dp, KEYS);
             for (int64_t row = 0; row < rows; ++row)
                 backward_row(s + row * KEYS, dp + row * KEYS, block.seen(row), block.keys, shape.scale,
-                             lse[(token + row) * shape.heads + head], delta[row]);
+                             heads.lse[(token + row) * shape.heads + head], delta[row]);
             weighted_sum(dp, KEYS, panels.keys, shape.dim, block, dq_rows, ld);
             transposed_sum(s, KEYS, dout_panels, shape.dim, block, dv, ld);
             transposed_sum(dp, KEYS, q_panels, shape.dim, block, dk, ld);
         }
-        for (int64_t row = 0; row < rows; ++row)
-            std::copy(dq_rows + row * ld, dq_rows + row * ld + shape.dim, dq.at(token + row, head));
+        for (int64_t row = 0; row < rows; ++row) store_row(dq_rows + row * ld, shape.dim, heads.dq.at(token + row, head));
     }
 }
 
-}  // namespace
-
-// segments: `num_segments` x (first query, queries, first key, keys, causal). out like q; lse: [tokens, heads].
-EXPORT void engine_attention_forward(int threads, int64_t num_segments, const int64_t* segments, int64_t heads,
-                                     int64_t kv_heads, int64_t dim, float scale, const float* q, int64_t token_q,
-                                     int64_t head_q, const float* k, int64_t token_k, int64_t head_k, const float* v,
-                                     int64_t token_v, int64_t head_v, float* out, int64_t token_out,
-                                     int64_t head_out, float* lse) {
-    const Shape shape{heads, kv_heads, dim, scale};
-    const auto all = attention::read_segments(num_segments, segments);
-    const attention::Packed packed(threads, all, shape, {k, token_k, head_k}, {v, token_v, head_v}, false);
+template <class T>
+void forward(int threads, const std::vector<Segment>& all, const Shape& shape, const Heads<const T>& q,
+             const Heads<const T>& k, const Heads<const T>& v, const Heads<T>& out, float* lse) {
+    const attention::Packed packed(threads, all, shape, k, v, false);
     struct Task {
         int64_t segment, head, first;
     };
     std::vector<Task> tasks;
-    for (int64_t i = 0; i < num_segments; ++i)
-        for (int64_t head = 0; head < heads; ++head)
+    for (int64_t i = 0; i < (int64_t)all.size(); ++i)
+        for (int64_t head = 0; head < shape.heads; ++head)
             for (int64_t first = 0; first < all[i].queries; first += TASK_QUERIES) tasks.push_back({i, head, first});
     common::parallel_for(threads, (int64_t)tasks.size(), [&](int64_t item) {
         const Task& task = tasks[item];
@@ -227,69 +244,98 @@ EXPORT void engine_attention_forward(int threads, int64_t num_segments, const in
         const int64_t end = std::min(task.first + TASK_QUERIES, segment.queries);
         for (int64_t first = task.first; first < end; first += QUERIES) {
             const int64_t token = segment.first_query + first;
-            forward_block(shape, segment, first, std::min(QUERIES, end - first),
-                          q + token * token_q + task.head * head_q, token_q,
+            forward_block(shape, segment, first, std::min(QUERIES, end - first), q.at(token, task.head), q.token,
                           packed.keys_transposed(task.segment, kv_head), packed.values(task.segment, kv_head),
-                          out + token * token_out + task.head * head_out, token_out, lse + token * heads + task.head,
-                          heads);
+                          out.at(token, task.head), out.token, lse + token * shape.heads + task.head, shape.heads);
         }
     });
 }
 
-// dq [tokens, heads, dim], dk and dv [tokens, kv_heads, dim] are written where a segment reaches.
-EXPORT void engine_attention_backward(int threads, int64_t num_segments, const int64_t* segments, int64_t heads,
-                                      int64_t kv_heads, int64_t dim, float scale, const float* dout,
-                                      int64_t token_dout, int64_t head_dout, const float* q, int64_t token_q,
-                                      int64_t head_q, const float* k, int64_t token_k, int64_t head_k, const float* v,
-                                      int64_t token_v, int64_t head_v, const float* out, int64_t token_out,
-                                      int64_t head_out, const float* lse, float* dq, int64_t token_dq,
-                                      int64_t head_dq, float* dk, int64_t token_dk, int64_t head_dk, float* dv,
-                                      int64_t token_dv, int64_t head_dv) {
-    const Shape shape{heads, kv_heads, dim, scale};
-    const auto all = attention::read_segments(num_segments, segments);
-    const attention::Packed packed(threads, all, shape, {k, token_k, head_k}, {v, token_v, head_v}, true);
-    const Heads<float> to_dk{dk, token_dk, head_dk}, to_dv{dv, token_dv, head_dv};
-    const int64_t ld = tiles::padded(dim), group = shape.group();
-    const auto head_into = [&](int64_t i, int64_t head, float* head_dk_rows, float* head_dv_rows) {
+// The heads of a group are summed in order and in fp32, whoever computed them.
+template <class T>
+void backward(int threads, const std::vector<Segment>& all, const Shape& shape, const BackwardHeads<T>& heads,
+              const Heads<const T>& k, const Heads<const T>& v, const Heads<T>& to_dk, const Heads<T>& to_dv) {
+    const attention::Packed packed(threads, all, shape, k, v, true);
+    const int64_t ld = tiles::padded(shape.dim), group = shape.group(), segments = (int64_t)all.size();
+    // dk, then dv, each [keys, ld]
+    const auto head_into = [&](int64_t i, int64_t head, float* rows) {
         const int64_t kv_head = head / group, floats = all[i].keys * ld;
-        std::fill(head_dk_rows, head_dk_rows + floats, 0.0f);
-        std::fill(head_dv_rows, head_dv_rows + floats, 0.0f);
+        std::fill(rows, rows + 2 * floats, 0.0f);
         const BackwardPanels panels{packed.keys_transposed(i, kv_head), packed.values(i, kv_head),
                                     packed.keys(i, kv_head)};
-        backward_head(shape, all[i], head, {dout, token_dout, head_dout}, {q, token_q, head_q},
-                      {out, token_out, head_out}, lse, panels, {dq, token_dq, head_dq}, head_dk_rows, head_dv_rows);
+        backward_head(shape, all[i], head, heads, panels, rows, rows + floats);
     };
-    // The heads of a group are summed in order, whoever computed them.
-    const auto add_to = [&](int64_t i, int64_t kv_head, int64_t member, const float* rows, const Heads<float>& to) {
-        for (int64_t key = 0; key < all[i].keys; ++key)
-            attention::add_row(rows + key * ld, dim, member > 0, to.at(all[i].first_key + key, kv_head));
+    const auto add = [&](int64_t i, const float* rows, float* total) {
+        for (int64_t j = 0; j < 2 * all[i].keys * ld; ++j) total[j] += rows[j];
     };
-    if (group == 1 || num_segments * kv_heads >= 2 * (int64_t)threads) {
-        common::parallel_for(threads, num_segments * kv_heads, [&](int64_t item) {
-            const int64_t i = item / kv_heads, kv_head = item % kv_heads, floats = all[i].keys * ld;
-            float* rows = common::scratch<3>(2 * floats);
+    const auto finish = [&](int64_t i, int64_t kv_head, const float* total) {
+        for (int64_t key = 0; key < all[i].keys; ++key) {
+            store_row(total + key * ld, shape.dim, to_dk.at(all[i].first_key + key, kv_head));
+            store_row(total + (all[i].keys + key) * ld, shape.dim, to_dv.at(all[i].first_key + key, kv_head));
+        }
+    };
+    if (group == 1 || segments * shape.kv_heads >= 2 * (int64_t)threads) {
+        common::parallel_for(threads, segments * shape.kv_heads, [&](int64_t item) {
+            const int64_t i = item / shape.kv_heads, kv_head = item % shape.kv_heads, floats = all[i].keys * ld;
+            float* total = common::scratch<3>(4 * floats);
             for (int64_t member = 0; member < group; ++member) {
-                head_into(i, kv_head * group + member, rows, rows + floats);
-                add_to(i, kv_head, member, rows, to_dk);
-                add_to(i, kv_head, member, rows + floats, to_dv);
+                float* rows = member > 0 ? total + 2 * floats : total;
+                head_into(i, kv_head * group + member, rows);
+                if (member > 0) add(i, rows, total);
             }
+            finish(i, kv_head, total);
         });
         return;
     }
     // few pairs of document and key/value head: one query head a task, and a second pass for the sums
     int64_t largest = 0;
-    for (const Segment& segment : all) largest = std::max(largest, segment.keys * ld);
-    const std::unique_ptr<float[]> rows(new float[(size_t)(2 * num_segments * heads * largest)]);
-    common::parallel_for(threads, num_segments * heads, [&](int64_t item) {
-        float* here = rows.get() + 2 * item * largest;
-        head_into(item / heads, item % heads, here, here + largest);
+    for (const Segment& segment : all) largest = std::max(largest, 2 * segment.keys * ld);
+    const std::unique_ptr<float[]> memory(new float[(size_t)(segments * shape.heads * largest)]);
+    common::parallel_for(threads, segments * shape.heads, [&](int64_t item) {
+        head_into(item / shape.heads, item % shape.heads, memory.get() + item * largest);
     });
-    common::parallel_for(threads, num_segments * kv_heads, [&](int64_t item) {
-        const int64_t i = item / kv_heads, kv_head = item % kv_heads;
-        for (int64_t member = 0; member < group; ++member) {
-            const float* here = rows.get() + 2 * (i * heads + kv_head * group + member) * largest;
-            add_to(i, kv_head, member, here, to_dk);
-            add_to(i, kv_head, member, here + largest, to_dv);
-        }
+    common::parallel_for(threads, segments * shape.kv_heads, [&](int64_t item) {
+        const int64_t i = item / shape.kv_heads, kv_head = item % shape.kv_heads;
+        float* total = memory.get() + (i * shape.heads + kv_head * group) * largest;
+        for (int64_t member = 1; member < group; ++member) add(i, total + member * largest, total);
+        finish(i, kv_head, total);
+    });
+}
+
+}  // namespace
+
+// segments: `num_segments` x (first query, queries, first key, keys, causal). out like q; lse: fp32 [tokens, heads].
+EXPORT void engine_attention_forward(int threads, int type, int64_t num_segments, const int64_t* segments,
+                                     int64_t heads, int64_t kv_heads, int64_t dim, float scale, const void* q,
+                                     int64_t token_q, int64_t head_q, const void* k, int64_t token_k, int64_t head_k,
+                                     const void* v, int64_t token_v, int64_t head_v, void* out, int64_t token_out,
+                                     int64_t head_out, float* lse) {
+    simd::with_type(type, [=](auto zero) {
+        using T = decltype(zero);
+        forward<T>(threads, attention::read_segments(num_segments, segments), {heads, kv_heads, dim, scale},
+                   {(const T*)q, token_q, head_q}, {(const T*)k, token_k, head_k}, {(const T*)v, token_v, head_v},
+                   {(T*)out, token_out, head_out}, lse);
+    });
+}
+
+// dq [tokens, heads, dim], dk and dv [tokens, kv_heads, dim] are written where a segment reaches.
+EXPORT void engine_attention_backward(int threads, int type, int64_t num_segments, const int64_t* segments,
+                                      int64_t heads, int64_t kv_heads, int64_t dim, float scale, const void* dout,
+                                      int64_t token_dout, int64_t head_dout, const void* q, int64_t token_q,
+                                      int64_t head_q, const void* k, int64_t token_k, int64_t head_k, const void* v,
+                                      int64_t token_v, int64_t head_v, const void* out, int64_t token_out,
+                                      int64_t head_out, const float* lse, void* dq, int64_t token_dq, int64_t head_dq,
+                                      void* dk, int64_t token_dk, int64_t head_dk, void* dv, int64_t token_dv,
+                                      int64_t head_dv) {
+    simd::with_type(type, [=](auto zero) {
+        using T = decltype(zero);
+        backward<T>(threads, attention::read_segments(num_segments, segments), {heads, kv_heads, dim, scale},
+                    {{(const T*)dout, token_dout, head_dout},
+                     {(const T*)q, token_q, head_q},
+                     {(const T*)out, token_out, head_out},
+                     lse,
+                     {(T*)dq, token_dq, head_dq}},
+                    {(const T*)k, token_k, head_k}, {(const T*)v, token_v, head_v}, {(T*)dk, token_dk, head_dk},
+                    {(T*)dv, token_dv, head_dv});
     });
 }

@@ -72,7 +72,8 @@ inline void pack_block(const float* data, int64_t ld, int64_t rows, int64_t capa
     }
 }
 
-inline float dot(const float* a, const float* b, int64_t size) {
+template <class T>
+float dot(const float* a, const T* b, int64_t size) {
     simd::Float sums[4] = {};
     simd::for_each(size, [&](auto which, int64_t offset, int64_t count) {
         sums[which] += simd::load_up_to(a + offset, count) * simd::load_up_to(b + offset, count);
@@ -80,15 +81,24 @@ inline float dot(const float* a, const float* b, int64_t size) {
     return simd::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-inline void add_row(const float* from, int64_t size, bool add, float* to) {
-    for (int64_t d = 0; d < size; ++d) to[d] = add ? to[d] + from[d] : from[d];
+// Rows as floats: where they are, or in `memory`, which has room for rows x columns.
+inline const float* as_floats(const float* from, int64_t, int64_t, int64_t, float*) { return from; }
+
+inline const float* as_floats(const simd::Bf16* from, int64_t ld, int64_t rows, int64_t columns, float* memory) {
+    simd::widen_rows(from, ld, rows, columns, memory, columns);
+    return memory;
 }
 
-// Keys and values of every segment and key/value head. Forward needs K^T and V, backward K^T, V^T and K.
+// The distance between the rows that as_floats gave.
+inline int64_t floats_ld(const float*, int64_t ld, int64_t) { return ld; }
+inline int64_t floats_ld(const simd::Bf16*, int64_t, int64_t columns) { return columns; }
+
+// Keys and values of every segment and key/value head, in fp32. Forward needs K^T and V, backward K^T, V^T and K.
 class Packed {
   public:
-    Packed(int threads, const std::vector<Segment>& segments, const Shape& shape, const Heads<const float>& k,
-           const Heads<const float>& v, bool backward)
+    template <class T>
+    Packed(int threads, const std::vector<Segment>& segments, const Shape& shape, const Heads<const T>& k,
+           const Heads<const T>& v, bool backward)
         : kv_heads_(shape.kv_heads), backward_(backward) {
         int64_t floats = 0;
         for (const Segment& segment : segments) {
@@ -102,7 +112,7 @@ class Packed {
         common::parallel_for(threads, (int64_t)segments.size() * shape.kv_heads, [&](int64_t item) {
             const int64_t i = item / kv_heads_, head = item % kv_heads_;
             const Segment& segment = segments[i];
-            const float *keys_from = k.at(segment.first_key, head), *values_from = v.at(segment.first_key, head);
+            const T *keys_from = k.at(segment.first_key, head), *values_from = v.at(segment.first_key, head);
             tiles::pack_transposed(keys_from, k.token, shape.dim, segment.keys, at(i, head));
             float* values_to = at(i, head) + by_key_[i];
             if (!backward_) {

@@ -1,6 +1,7 @@
 // What every kernel shares: the C calling convention, and loops whose result does not depend on the number of threads.
 //
-// Conventions of all launchers: raw pointers to fp32 unless said otherwise; `ld_*` is the distance between rows, in
+// Conventions of all launchers: raw pointers; those to `void` are to numbers of the launcher's `type` (simd.h: fp32 or
+// bfloat16), the others to fp32 unless said otherwise; `ld_*` is the distance between rows, in
 // elements (bytes for packed bits); sizes and offsets are 64-bit; pointers may be null where the text says so; sizes
 // may be 0. The first argument is the number of threads.
 #pragma once

@@ -2,6 +2,9 @@
 //
 // Each walks its wide operand by rows, once. drop(x) = scale * mask * x; masks are packed bits (philox.cpp) or null.
 #include <algorithm>
+#include <memory>
+#include <type_traits>
+#include <vector>
 
 #include "common.h"
 #include "simd.h"
@@ -19,23 +22,24 @@ constexpr int64_t SUM_ROWS = 64;   // the same where rows are summed over: dA an
 constexpr int64_t PART_ROWS = 2048;  // rows of one part of dA and dB; parts are added in order
 
 // H[t, r] = scale * sum over i of mask * x[t, i] * packed[i, r], for rows [first, first + rows).
-void project_rows(int64_t rows, int64_t inputs, int64_t width, const float* x, int64_t ld_x, const uint8_t* bits,
+template <class T>
+void project_rows(int64_t rows, int64_t inputs, int64_t width, const T* x, int64_t ld_x, const uint8_t* bits,
                   int64_t ld_bits, const float* packed, float* sums) {
+    constexpr bool WIDE = std::is_same<T, float>::value;
     std::fill(sums, sums + rows * width, 0.0f);
     float* kept = common::scratch<1>(ROWS * DEPTH);
     for (int64_t first = 0; first < inputs; first += DEPTH) {
         const int64_t depth = std::min(DEPTH, inputs - first);
-        skinny::Left left = {x + first, ld_x, 1};
-        if (bits) {
-            for (int64_t i = 0; i < rows; ++i)
-                for (int64_t k = 0; k < depth; k += LANES) {
-                    const float* from = x + i * ld_x + first + k;
-                    const Float value = depth - k >= LANES ? simd::load(from) : simd::load_part(from, depth - k);
-                    simd::store(kept + i * DEPTH + k, simd::keep_lanes(value, bits + i * ld_bits, first + k));
-                }
-            left = {kept, DEPTH, 1};
-        }
-        const skinny::Right right = {packed + first * width, width, nullptr, 0, false};
+        for (int64_t i = 0; (bits || !WIDE) && i < rows; ++i)
+            for (int64_t k = 0; k < depth; k += LANES) {
+                const Float value = simd::load_up_to(x + i * ld_x + first + k, depth - k);
+                simd::store(kept + i * DEPTH + k,
+                            bits ? simd::keep_lanes(value, bits + i * ld_bits, first + k) : value);
+            }
+        skinny::Left left = {kept, DEPTH, 1};
+        if constexpr (WIDE)
+            if (!bits) left = {x + first, ld_x, 1};
+        const skinny::Right<float> right = {packed + first * width, width, nullptr, 0, false};
         skinny::product_tiles<false>(left, right, rows, width, depth, [=](int64_t i, int64_t j, int64_t, Float sum) {
             float* to = sums + i * width + j;
             simd::store(to, simd::load(to) + sum);
@@ -44,11 +48,12 @@ void project_rows(int64_t rows, int64_t inputs, int64_t width, const float* x, i
 }
 
 // out[r, c] += sum over rows [first, last) of left[t, r] * drop(right)[t, c]; out is [ranks, ld_out].
+template <class T>
 void sum_rows(int64_t first, int64_t last, int64_t ranks, int64_t columns, const float* left, int64_t ld_left,
-              const float* right, int64_t ld_right, const uint8_t* bits, int64_t ld_bits, float* out, int64_t ld_out) {
+              const T* right, int64_t ld_right, const uint8_t* bits, int64_t ld_bits, float* out, int64_t ld_out) {
     for (int64_t t = first; t < last; t += SUM_ROWS) {
         const skinny::Left l = {left + t * ld_left, 1, ld_left};
-        const skinny::Right r = {right + t * ld_right, ld_right, bits ? bits + t * ld_bits : nullptr, ld_bits, true};
+        const skinny::Right<T> r = {right + t * ld_right, ld_right, bits ? bits + t * ld_bits : nullptr, ld_bits, true};
         const int64_t depth = std::min(SUM_ROWS, last - t);
         skinny::product(l, r, ranks, columns, depth, [=](int64_t i, int64_t j, int64_t count, Float sum) {
             float* to = out + i * ld_out + j;
@@ -60,6 +65,28 @@ void sum_rows(int64_t first, int64_t last, int64_t ranks, int64_t columns, const
 // Wide blocks read a row in long runs; the sums of a block must stay in the cache.
 int64_t block_columns(int64_t ranks) { return ranks <= 32 ? 512 : ranks <= 96 ? 256 : 128; }
 
+// A narrow matrix as floats: itself, or a copy.
+class Wide {
+  public:
+    Wide(int, int64_t, int64_t, const float* from, int64_t ld) : data(from), ld(ld) {}
+    Wide(int threads, int64_t rows, int64_t columns, const simd::Bf16* from, int64_t ld_from)
+        : ld(columns), memory_(new float[(size_t)(rows * columns)]) {
+        float* to = memory_.get();
+        data = to;
+        constexpr int64_t SOME = 256;
+        common::parallel_for(threads, ceil_div(rows, SOME), [=](int64_t item) {
+            const int64_t first = item * SOME;
+            simd::widen_rows(from + first * ld_from, ld_from, std::min(SOME, rows - first), columns,
+                             to + first * columns, columns);
+        });
+    }
+    const float* data;
+    int64_t ld;
+
+  private:
+    std::unique_ptr<float[]> memory_;
+};
+
 }  // namespace
 
 // One adapter of a stack: its rows of the stacked A, its columns of the output, and where its gradient is added to.
@@ -70,10 +97,11 @@ struct Section {
     double scale;
 };
 
-// h = scale * (mask * x) a^T; a: [ranks, inputs].
-EXPORT void engine_project(int threads, int64_t tokens, int64_t inputs, int64_t ranks, const float* x, int64_t ld_x,
-                           const uint8_t* bits, int64_t ld_bits, const float* a, int64_t ld_a, float scale, float* h,
-                           int64_t ld_h) {
+namespace {
+
+template <class T>
+void project(int threads, int64_t tokens, int64_t inputs, int64_t ranks, const T* x, int64_t ld_x, const uint8_t* bits,
+             int64_t ld_bits, const T* a, int64_t ld_a, float scale, T* h, int64_t ld_h) {
     const int64_t width = ceil_div(ranks, LANES) * LANES;
     if (tokens <= 0 || ranks <= 0) return;
     std::vector<float> memory((size_t)(inputs * width) + 16, 0.0f);
@@ -81,7 +109,7 @@ EXPORT void engine_project(int threads, int64_t tokens, int64_t inputs, int64_t 
     common::parallel_for(threads, ceil_div(inputs, DEPTH), [=](int64_t item) {
         const int64_t end = std::min(inputs, (item + 1) * DEPTH);
         for (int64_t r = 0; r < ranks; ++r)
-            for (int64_t i = item * DEPTH; i < end; ++i) packed[i * width + r] = a[r * ld_a + i];
+            for (int64_t i = item * DEPTH; i < end; ++i) packed[i * width + r] = simd::to_float(a[r * ld_a + i]);
     });
     common::parallel_for(threads, ceil_div(tokens, ROWS), [=](int64_t item) {
         const int64_t first = item * ROWS, rows = std::min(ROWS, tokens - first);
@@ -89,22 +117,10 @@ EXPORT void engine_project(int threads, int64_t tokens, int64_t inputs, int64_t 
         project_rows(rows, inputs, width, x + first * ld_x, ld_x, bits ? bits + first * ld_bits : nullptr, ld_bits,
                      packed, sums);
         for (int64_t i = 0; i < rows; ++i)
-            for (int64_t r = 0; r < ranks; ++r) h[(first + i) * ld_h + r] = scale * sums[i * width + r];
+            for (int64_t r = 0; r < ranks; ++r)
+                simd::store_one(h + (first + i) * ld_h + r, scale * sums[i * width + r]);
     });
 }
-
-// dx = dy + scale * mask * (dh a); dx may be dy.
-EXPORT void engine_add_input_gradient(int threads, int64_t tokens, int64_t inputs, const float* dy, int64_t ld_dy,
-                                      int64_t rank, const float* dh, int64_t ld_dh, const float* a, int64_t ld_a,
-                                      const uint8_t* bits, int64_t ld_bits, float scale, float* dx, int64_t ld_dx) {
-    const skinny::Update update(threads, inputs, rank, dh, ld_dh, a, ld_a, bits, ld_bits, scale);
-    common::parallel_for(threads, ceil_div(tokens, ROWS), [=, &update](int64_t item) {
-        const int64_t first = item * ROWS;
-        update.add(dy, ld_dy, first, std::min(ROWS, tokens - first), 0, inputs, dx + first * ld_dx, ld_dx);
-    });
-}
-
-namespace {
 
 // A task: columns [first_column, + columns) of one section's gradient, and the rows of one part.
 struct Task {
@@ -149,21 +165,19 @@ std::vector<Task> make_tasks(int64_t num_sections, const Section* sections, int6
     return tasks;
 }
 
-}  // namespace
-
-// For each section: gradient [num_ranks, inputs] += section scale * dh[:, ranks]^T (mask * x).
-EXPORT void engine_accumulate_a(int threads, int64_t tokens, int64_t inputs, int64_t ranks, const float* dh,
-                                int64_t ld_dh, const float* x, int64_t ld_x, const uint8_t* bits, int64_t ld_bits,
-                                int64_t num_sections, const Section* sections) {
+template <class T>
+void accumulate_a(int threads, int64_t tokens, int64_t inputs, int64_t ranks, const T* dh, int64_t ld_dh, const T* x,
+                  int64_t ld_x, const uint8_t* bits, int64_t ld_bits, int64_t num_sections, const Section* sections) {
     if (tokens <= 0 || ranks <= 0) return;
     const Section whole = {0, ranks, 0, inputs, nullptr, 0, 1.0};
     const int64_t parts = ceil_div(tokens, PART_ROWS);
     const std::vector<Task> tasks = make_tasks(1, &whole, parts, block_columns(ranks));
+    const Wide left(threads, tokens, ranks, dh, ld_dh);
     run_tasks(
         threads, tasks, parts,
-        [=](const Task& task, float* block) {
+        [=, &left](const Task& task, float* block) {
             const int64_t first = task.part * PART_ROWS, last = std::min(tokens, first + PART_ROWS);
-            sum_rows(first, last, ranks, task.columns, dh, ld_dh, x + task.first_column, ld_x,
+            sum_rows(first, last, ranks, task.columns, left.data, left.ld, x + task.first_column, ld_x,
                      bits ? bits + task.first_column / 8 : nullptr, ld_bits, block,
                      ceil_div(task.columns, LANES) * LANES);
         },
@@ -179,19 +193,23 @@ EXPORT void engine_accumulate_a(int threads, int64_t tokens, int64_t inputs, int
         });
 }
 
-// For each section: gradient [num_columns, num_ranks] += section scale * dy[:, columns]^T h[:, ranks].
-EXPORT void engine_accumulate_b(int threads, int64_t tokens, const float* dy, int64_t ld_dy, const float* h,
-                                int64_t ld_h, int64_t num_sections, const Section* sections) {
+template <class T>
+void accumulate_b(int threads, int64_t tokens, const T* dy, int64_t ld_dy, const T* h, int64_t ld_h,
+                  int64_t num_sections, const Section* sections) {
     if (tokens <= 0) return;
-    int64_t ranks = 0;
-    for (int64_t s = 0; s < num_sections; ++s) ranks = std::max(ranks, sections[s].num_ranks);
+    int64_t ranks = 0, last_rank = 0;
+    for (int64_t s = 0; s < num_sections; ++s) {
+        ranks = std::max(ranks, sections[s].num_ranks);
+        last_rank = std::max(last_rank, sections[s].first_rank + sections[s].num_ranks);
+    }
     const int64_t parts = ceil_div(tokens, PART_ROWS);
     const std::vector<Task> tasks = make_tasks(num_sections, sections, parts, block_columns(ranks));
+    const Wide left(threads, tokens, last_rank, h, ld_h);
     run_tasks(
         threads, tasks, parts,
-        [=](const Task& task, float* block) {
+        [=, &left](const Task& task, float* block) {
             const int64_t first = task.part * PART_ROWS, last = std::min(tokens, first + PART_ROWS);
-            sum_rows(first, last, task.section->num_ranks, task.columns, h + task.section->first_rank, ld_h,
+            sum_rows(first, last, task.section->num_ranks, task.columns, left.data + task.section->first_rank, left.ld,
                      dy + task.first_column, ld_dy, nullptr, 0, block, ceil_div(task.columns, LANES) * LANES);
         },
         [=](const Task& task, const float* block) {
@@ -203,4 +221,54 @@ EXPORT void engine_accumulate_b(int threads, int64_t tokens, const float* dy, in
                 for (int64_t r = 0; r < section.num_ranks; ++r)
                     to[c * section.ld_gradient + r] += scale * block[r * ld + c];
         });
+}
+
+}  // namespace
+
+// h = scale * (mask * x) a^T; a: [ranks, inputs].
+EXPORT void engine_project(int threads, int type, int64_t tokens, int64_t inputs, int64_t ranks, const void* x,
+                           int64_t ld_x, const uint8_t* bits, int64_t ld_bits, const void* a, int64_t ld_a, float scale,
+                           void* h, int64_t ld_h) {
+    simd::with_type(type, [=](auto zero) {
+        using T = decltype(zero);
+        project(threads, tokens, inputs, ranks, (const T*)x, ld_x, bits, ld_bits, (const T*)a, ld_a, scale, (T*)h,
+                ld_h);
+    });
+}
+
+// dx = dy + scale * mask * (dh a); dx may be dy.
+EXPORT void engine_add_input_gradient(int threads, int type, int64_t tokens, int64_t inputs, const void* dy,
+                                      int64_t ld_dy, int64_t rank, const void* dh, int64_t ld_dh, const void* a,
+                                      int64_t ld_a, const uint8_t* bits, int64_t ld_bits, float scale, void* dx,
+                                      int64_t ld_dx) {
+    simd::with_type(type, [=](auto zero) {
+        using T = decltype(zero);
+        const skinny::Update<T> update(threads, inputs, rank, (const T*)dh, ld_dh, (const T*)a, ld_a, bits, ld_bits,
+                                       scale);
+        common::parallel_for(threads, ceil_div(tokens, ROWS), [=, &update](int64_t item) {
+            const int64_t first = item * ROWS;
+            update.add((const T*)dy + first * ld_dy, ld_dy, first, std::min(ROWS, tokens - first), 0, inputs,
+                       (T*)dx + first * ld_dx, ld_dx);
+        });
+    });
+}
+
+// For each section: fp32 gradient [num_ranks, inputs] += section scale * dh[:, ranks]^T (mask * x).
+EXPORT void engine_accumulate_a(int threads, int type, int64_t tokens, int64_t inputs, int64_t ranks, const void* dh,
+                                int64_t ld_dh, const void* x, int64_t ld_x, const uint8_t* bits, int64_t ld_bits,
+                                int64_t num_sections, const Section* sections) {
+    simd::with_type(type, [=](auto zero) {
+        using T = decltype(zero);
+        accumulate_a(threads, tokens, inputs, ranks, (const T*)dh, ld_dh, (const T*)x, ld_x, bits, ld_bits,
+                     num_sections, sections);
+    });
+}
+
+// For each section: fp32 gradient [num_columns, num_ranks] += section scale * dy[:, columns]^T h[:, ranks].
+EXPORT void engine_accumulate_b(int threads, int type, int64_t tokens, const void* dy, int64_t ld_dy, const void* h,
+                                int64_t ld_h, int64_t num_sections, const Section* sections) {
+    simd::with_type(type, [=](auto zero) {
+        using T = decltype(zero);
+        accumulate_b(threads, tokens, (const T*)dy, ld_dy, (const T*)h, ld_h, num_sections, sections);
+    });
 }

@@ -16,22 +16,23 @@ using simd::LANES;
 
 constexpr int64_t ROWS = 8;  // rows of an item of work
 
-// s = x + residual (kept in `sum`), then the norm of s.
-void forward_row(const float* x, const float* residual, float* sum, const float* weight, float eps, int64_t features,
-                 float* y, float* rstd) {
+// s = x + residual (kept in `sum`), then the norm of s as it was kept.
+template <class T>
+void forward_row(const T* x, const T* residual, T* sum, const float* weight, float eps, int64_t features, T* y,
+                 float* rstd) {
     Float squares[4] = {};
     simd::for_each(features, [&](auto which, int64_t f, int64_t count) {
         Float value = simd::load_up_to(x + f, count);
         if (residual) {
-            value += simd::load_up_to(residual + f, count);
-            simd::store_up_to(sum + f, value, count);
+            simd::store_up_to(sum + f, value + simd::load_up_to(residual + f, count), count);
+            value = simd::load_up_to(sum + f, count);
         }
         squares[which] += value * value;
     });
     const float mean = simd::sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)features;
     const float r = 1.0f / std::sqrt(mean + eps);
     *rstd = r;
-    const float* from = residual ? sum : x;
+    const T* from = residual ? sum : x;
     simd::for_each(features, [=](auto, int64_t f, int64_t count) {
         const Float value = simd::load_up_to(from + f, count);
         simd::store_up_to(y + f, value * r * simd::load_up_to(weight + f, count), count);
@@ -39,8 +40,9 @@ void forward_row(const float* x, const float* residual, float* sum, const float*
 }
 
 // dx = rstd * (g - xhat * mean(g * xhat)) + residual, g = dy * w, xhat = x * rstd; dw += dy * xhat.
-void backward_row(const float* dy, const float* x, const float* weight, float rstd, const float* residual,
-                  int64_t features, float* dx, float* dw) {
+template <class G, class T>
+void backward_row(const G* dy, const T* x, const float* weight, float rstd, const T* residual, int64_t features, T* dx,
+                  float* dw) {
     Float products[4] = {};
     simd::for_each(features, [&](auto which, int64_t f, int64_t count) {
         const Float xhat = simd::load_up_to(x + f, count) * rstd, grad = simd::load_up_to(dy + f, count);
@@ -58,12 +60,10 @@ void backward_row(const float* dy, const float* x, const float* weight, float rs
     });
 }
 
-}  // namespace
-
-// y, and sum = x + residual where `residual` is given (`sum` may be x or residual); rstd: [tokens].
-EXPORT void engine_rmsnorm_forward(int threads, int64_t tokens, int64_t features, const float* x, int64_t ld_x,
-                                   const float* residual, int64_t ld_residual, float* sum, int64_t ld_sum,
-                                   const float* weight, float eps, float* y, int64_t ld_y, float* rstd) {
+template <class T>
+void forward(int threads, int64_t tokens, int64_t features, const T* x, int64_t ld_x, const T* residual,
+             int64_t ld_residual, T* sum, int64_t ld_sum, const float* weight, float eps, T* y, int64_t ld_y,
+             float* rstd) {
     common::parallel_for(threads, common::ceil_div(tokens, ROWS), [=](int64_t item) {
         for (int64_t t = item * ROWS; t < tokens && t < (item + 1) * ROWS; ++t)
             forward_row(x + t * ld_x, residual ? residual + t * ld_residual : nullptr, sum ? sum + t * ld_sum : nullptr,
@@ -71,13 +71,10 @@ EXPORT void engine_rmsnorm_forward(int threads, int64_t tokens, int64_t features
     });
 }
 
-// dx (null: not wanted; may be dy or residual), and weight_gradient += (null: frozen). rank = 0: no update of dy.
-EXPORT void engine_rmsnorm_backward(int threads, int64_t tokens, int64_t features, const float* dy, int64_t ld_dy,
-                                    const float* x, int64_t ld_x, const float* weight, const float* rstd,
-                                    const float* residual, int64_t ld_residual, int64_t rank, const float* dh,
-                                    int64_t ld_dh, const float* a, int64_t ld_a, const uint8_t* bits, int64_t ld_bits,
-                                    float scale, float* dx, int64_t ld_dx, float* weight_gradient) {
-    const skinny::Update update(threads, features, rank, dh, ld_dh, a, ld_a, bits, ld_bits, scale);
+template <class T>
+void backward(int threads, int64_t tokens, int64_t features, const T* dy, int64_t ld_dy, const T* x, int64_t ld_x,
+              const float* weight, const float* rstd, const T* residual, int64_t ld_residual,
+              const skinny::Update<T>& update, T* dx, int64_t ld_dx, float* weight_gradient) {
     // The weight's gradient is summed in at most 32 parts whose rows depend on `tokens` only.
     const int64_t group = weight_gradient ? ROWS * (1 + (tokens - 1) / (ROWS * 32)) : ROWS;
     const int64_t groups = common::ceil_div(tokens, group);
@@ -88,22 +85,45 @@ EXPORT void engine_rmsnorm_backward(int threads, int64_t tokens, int64_t feature
         const int64_t end = std::min(tokens, (item + 1) * group);
         for (int64_t first = item * group; first < end; first += ROWS) {
             const int64_t rows = std::min(ROWS, end - first);
-            const float* grads = dy + first * ld_dy;
-            int64_t ld = ld_dy;
-            if (update.wanted()) {
-                float* updated = common::scratch(ROWS * features);
-                update.add(dy, ld_dy, first, rows, 0, features, updated, features);
-                grads = updated;
-                ld = features;
-            }
+            float* updated = update.wanted() ? common::scratch(ROWS * features) : nullptr;
+            if (updated) update.add(dy + first * ld_dy, ld_dy, first, rows, 0, features, updated, features);
             for (int64_t i = 0; i < rows; ++i) {
                 const int64_t t = first + i;
-                backward_row(grads + i * ld, x + t * ld_x, weight, rstd[t],
-                             residual ? residual + t * ld_residual : nullptr, features, dx ? dx + t * ld_dx : nullptr,
-                             dw);
+                const T* added = residual ? residual + t * ld_residual : nullptr;
+                T* to = dx ? dx + t * ld_dx : nullptr;
+                if (updated) backward_row(updated + i * features, x + t * ld_x, weight, rstd[t], added, features, to, dw);
+                else backward_row(dy + t * ld_dy, x + t * ld_x, weight, rstd[t], added, features, to, dw);
             }
         }
     });
     for (int64_t item = 0; weight_gradient && item < groups; ++item)
         for (int64_t f = 0; f < features; ++f) weight_gradient[f] += partial[item * features + f];
+}
+
+}  // namespace
+
+// y, and sum = x + residual where `residual` is given (`sum` may be x or residual); weight and rstd [tokens]: fp32.
+EXPORT void engine_rmsnorm_forward(int threads, int type, int64_t tokens, int64_t features, const void* x, int64_t ld_x,
+                                   const void* residual, int64_t ld_residual, void* sum, int64_t ld_sum,
+                                   const float* weight, float eps, void* y, int64_t ld_y, float* rstd) {
+    simd::with_type(type, [=](auto zero) {
+        using T = decltype(zero);
+        forward(threads, tokens, features, (const T*)x, ld_x, (const T*)residual, ld_residual, (T*)sum, ld_sum, weight,
+                eps, (T*)y, ld_y, rstd);
+    });
+}
+
+// dx (null: not wanted; may be dy or residual), and weight_gradient += (null: frozen). rank = 0: no update of dy.
+EXPORT void engine_rmsnorm_backward(int threads, int type, int64_t tokens, int64_t features, const void* dy,
+                                    int64_t ld_dy, const void* x, int64_t ld_x, const float* weight, const float* rstd,
+                                    const void* residual, int64_t ld_residual, int64_t rank, const void* dh,
+                                    int64_t ld_dh, const void* a, int64_t ld_a, const uint8_t* bits, int64_t ld_bits,
+                                    float scale, void* dx, int64_t ld_dx, float* weight_gradient) {
+    simd::with_type(type, [=](auto zero) {
+        using T = decltype(zero);
+        const skinny::Update<T> update(threads, features, rank, (const T*)dh, ld_dh, (const T*)a, ld_a, bits, ld_bits,
+                                       scale);
+        backward(threads, tokens, features, (const T*)dy, ld_dy, (const T*)x, ld_x, weight, rstd, (const T*)residual,
+                 ld_residual, update, (T*)dx, ld_dx, weight_gradient);
+    });
 }

@@ -13,7 +13,8 @@ using simd::LANES;
 constexpr int64_t ROWS = 8;
 
 // (first, second) -> (first cos - second sin, second cos + first sin); `sign` -1 turns back.
-void rotate(const float* from, const float* cos, const float* sin, float sign, int64_t half, float* to) {
+template <class T>
+void rotate(const T* from, const float* cos, const float* sin, float sign, int64_t half, T* to) {
     for (int64_t d = 0; d < half; d += LANES) {
         const int64_t rest = half - d;
         const Float first = simd::load_up_to(from + d, rest), second = simd::load_up_to(from + half + d, rest);
@@ -23,16 +24,13 @@ void rotate(const float* from, const float* cos, const float* sin, float sign, i
     }
 }
 
-}  // namespace
-
-// qkv [tokens, (heads + 2 kv_heads) * 2 half] -> q, k, v without gaps; cos and sin: [tokens, half].
-EXPORT void engine_split_rotate(int threads, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t half,
-                                const float* qkv, int64_t ld_qkv, const float* cos, const float* sin, float* q,
-                                float* k, float* v) {
+template <class T>
+void split_rotate(int threads, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t half, const T* qkv,
+                  int64_t ld_qkv, const float* cos, const float* sin, T* q, T* k, T* v) {
     const int64_t dim = 2 * half;
     common::parallel_for(threads, common::ceil_div(tokens, ROWS), [=](int64_t item) {
         for (int64_t t = item * ROWS; t < tokens && t < (item + 1) * ROWS; ++t) {
-            const float* from = qkv + t * ld_qkv;
+            const T* from = qkv + t * ld_qkv;
             const float *c = cos + t * half, *s = sin + t * half;
             for (int64_t h = 0; h < heads; ++h) rotate(from + h * dim, c, s, 1.0f, half, q + (t * heads + h) * dim);
             from += heads * dim;
@@ -44,25 +42,57 @@ EXPORT void engine_split_rotate(int threads, int64_t tokens, int64_t heads, int6
     });
 }
 
-// dq, dk, dv: [tokens, heads, 2 half], each with its own distance between tokens and between heads.
-EXPORT void engine_split_rotate_backward(int threads, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t half,
-                                         const float* dq, int64_t token_dq, int64_t head_dq, const float* dk,
-                                         int64_t token_dk, int64_t head_dk, const float* dv, int64_t token_dv,
-                                         int64_t head_dv, const float* cos, const float* sin, float* dqkv,
-                                         int64_t ld_dqkv) {
+// [tokens, heads, 2 half] with any distance between tokens and between heads.
+template <class T>
+struct Heads {
+    const T* data;
+    int64_t token, head;
+    const T* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
+};
+
+template <class T>
+void split_rotate_backward(int threads, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t half,
+                           const Heads<T>& dq, const Heads<T>& dk, const Heads<T>& dv, const float* cos,
+                           const float* sin, T* dqkv, int64_t ld_dqkv) {
     const int64_t dim = 2 * half;
     common::parallel_for(threads, common::ceil_div(tokens, ROWS), [=](int64_t item) {
         for (int64_t t = item * ROWS; t < tokens && t < (item + 1) * ROWS; ++t) {
-            float* to = dqkv + t * ld_dqkv;
+            T* to = dqkv + t * ld_dqkv;
             const float *c = cos + t * half, *s = sin + t * half;
             for (int64_t h = 0; h < heads; ++h, to += dim)
-                rotate(dq + t * token_dq + h * head_dq, c, s, -1.0f, half, to);
+                rotate(dq.at(t, h), c, s, -1.0f, half, to);
             for (int64_t h = 0; h < kv_heads; ++h, to += dim)
-                rotate(dk + t * token_dk + h * head_dk, c, s, -1.0f, half, to);
+                rotate(dk.at(t, h), c, s, -1.0f, half, to);
             for (int64_t h = 0; h < kv_heads; ++h, to += dim) {
-                const float* from = dv + t * token_dv + h * head_dv;
+                const T* from = dv.at(t, h);
                 std::copy(from, from + dim, to);
             }
         }
+    });
+}
+
+}  // namespace
+
+// qkv [tokens, (heads + 2 kv_heads) * 2 half] -> q, k, v without gaps; cos and sin: fp32 [tokens, half].
+EXPORT void engine_split_rotate(int threads, int type, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t half,
+                                const void* qkv, int64_t ld_qkv, const float* cos, const float* sin, void* q, void* k,
+                                void* v) {
+    simd::with_type(type, [=](auto zero) {
+        using T = decltype(zero);
+        split_rotate(threads, tokens, heads, kv_heads, half, (const T*)qkv, ld_qkv, cos, sin, (T*)q, (T*)k, (T*)v);
+    });
+}
+
+// dq, dk, dv: [tokens, heads, 2 half], each with its own distance between tokens and between heads.
+EXPORT void engine_split_rotate_backward(int threads, int type, int64_t tokens, int64_t heads, int64_t kv_heads,
+                                         int64_t half, const void* dq, int64_t token_dq, int64_t head_dq,
+                                         const void* dk, int64_t token_dk, int64_t head_dk, const void* dv,
+                                         int64_t token_dv, int64_t head_dv, const float* cos, const float* sin,
+                                         void* dqkv, int64_t ld_dqkv) {
+    simd::with_type(type, [=](auto zero) {
+        using T = decltype(zero);
+        split_rotate_backward<T>(threads, tokens, heads, kv_heads, half, {(const T*)dq, token_dq, head_dq},
+                                 {(const T*)dk, token_dk, head_dk}, {(const T*)dv, token_dv, head_dv}, cos, sin,
+                                 (T*)dqkv, ld_dqkv);
     });
 }

@@ -1,4 +1,5 @@
-// Vectors of floats as wide as the instruction set that this file is compiled for.
+// Vectors of floats as wide as the instruction set that this file is compiled for, loaded from and stored to fp32 or
+// bfloat16: arithmetic is fp32 in both cases, and a store rounds once, to the nearest even.
 //
 // GCC and Clang vector types, so that one source serves AVX-512, AVX2 and the baseline of any machine; intrinsics only
 // where the compiler does not find the instruction. Every library is compiled for one instruction set as a whole:
@@ -31,6 +32,14 @@ constexpr int LANES = SIMD_LANES;
 typedef float Float __attribute__((vector_size(SIMD_LANES * 4)));
 typedef int32_t Int __attribute__((vector_size(SIMD_LANES * 4)));
 
+typedef uint32_t Word __attribute__((vector_size(SIMD_LANES * 4)));
+typedef uint16_t HalfWord __attribute__((vector_size(SIMD_LANES * 2)));
+
+// The high half of a float.
+struct Bf16 {
+    uint16_t bits;
+};
+
 SIMD_INLINE Float splat(float value) { return value - Float{}; }
 
 SIMD_INLINE Float load(const float* from) {
@@ -40,6 +49,50 @@ SIMD_INLINE Float load(const float* from) {
 }
 
 SIMD_INLINE void store(float* to, Float value) { memcpy(to, &value, sizeof value); }
+
+SIMD_INLINE Float widen(HalfWord value) { return (Float)(__builtin_convertvector(value, Word) << 16); }
+
+// To the nearest, ties to even; overflow gives infinity, NaN stays NaN.
+SIMD_INLINE HalfWord narrow(Float value) {
+    const Word bits = (Word)value;
+    const Word rounded = value == value ? bits + 0x7FFFu + (bits >> 16 & 1u) : bits | 0x400000u;
+    return __builtin_convertvector(rounded >> 16, HalfWord);
+}
+
+SIMD_INLINE Float load(const Bf16* from) {
+    HalfWord value;
+    memcpy(&value, from, sizeof value);
+    return widen(value);
+}
+
+SIMD_INLINE void store(Bf16* to, Float value) {
+    const HalfWord half = narrow(value);
+    memcpy(to, &half, sizeof half);
+}
+
+SIMD_INLINE float to_float(float value) { return value; }
+
+SIMD_INLINE float to_float(Bf16 value) {
+    const uint32_t bits = (uint32_t)value.bits << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+SIMD_INLINE void store_one(float* to, float value) { *to = value; }
+
+SIMD_INLINE void store_one(Bf16* to, float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    to->bits = (uint16_t)((value == value ? bits + 0x7FFFu + (bits >> 16 & 1u) : bits | 0x400000u) >> 16);
+}
+
+// What a launcher calls a type: 0 is float, 1 is Bf16. Calls work with a value of it.
+template <class Work>
+inline void with_type(int type, Work work) {
+    if (type == 1) work(Bf16());
+    else work(float());
+}
 
 // The first `count` lanes; the others read as 0 and are not written. 0 <= count <= LANES.
 SIMD_INLINE Float load_part(const float* from, int64_t count) {
@@ -62,12 +115,34 @@ SIMD_INLINE void store_part(float* to, Float value, int64_t count) {
 #endif
 }
 
+SIMD_INLINE Float load_part(const Bf16* from, int64_t count) {
+#if SIMD_AVX512
+    return widen((HalfWord)_mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1), from));
+#else
+    Bf16 lanes[LANES] = {};
+    for (int64_t i = 0; i < count; ++i) lanes[i] = from[i];
+    return load(lanes);
+#endif
+}
+
+SIMD_INLINE void store_part(Bf16* to, Float value, int64_t count) {
+#if SIMD_AVX512
+    _mm256_mask_storeu_epi16(to, (__mmask16)((1u << count) - 1), (__m256i)narrow(value));
+#else
+    Bf16 lanes[LANES];
+    store(lanes, value);
+    for (int64_t i = 0; i < count; ++i) to[i] = lanes[i];
+#endif
+}
+
 // Full or partial, as `count` says: a loop's tail without a second loop body.
-SIMD_INLINE Float load_up_to(const float* from, int64_t count) {
+template <class T>
+SIMD_INLINE Float load_up_to(const T* from, int64_t count) {
     return count >= LANES ? load(from) : load_part(from, count);
 }
 
-SIMD_INLINE void store_up_to(float* to, Float value, int64_t count) {
+template <class T>
+SIMD_INLINE void store_up_to(T* to, Float value, int64_t count) {
     if (count >= LANES) store(to, value);
     else store_part(to, value, count);
 }
@@ -85,6 +160,15 @@ SIMD_INLINE void for_each(int64_t size, Body body) {
     }
     for (; offset < size; offset += LANES)
         body(std::integral_constant<int, 0>(), offset, size - offset < LANES ? size - offset : (int64_t)LANES);
+}
+
+// Rows of any type as floats, `ld_to` apart.
+template <class T>
+inline void widen_rows(const T* from, int64_t ld, int64_t rows, int64_t columns, float* to, int64_t ld_to) {
+    for (int64_t row = 0; row < rows; ++row)
+        for_each(columns, [=](auto, int64_t column, int64_t count) {
+            store_up_to(to + row * ld_to + column, load_up_to(from + row * ld + column, count), count);
+        });
 }
 
 // Lane i where bit i of the bit string is 1, else 0. `column` counts bits and is a multiple of LANES (of 8 where LANES

@@ -34,20 +34,21 @@ struct Left {
 };
 
 // Row-major; elements whose bit is 0 count as 0 where `bits` is given.
+template <class T>
 struct Right {
-    const float* data;
+    const T* data;
     int64_t ld;
     const uint8_t* bits;
     int64_t ld_bits;
     bool far;  // rows lie far apart and are not in the cache: fetch the next tile's part of each
 };
 
-template <int ROWS, int VECTORS, bool MASKED, bool PART, class Finish>
-SIMD_INLINE void tile(const Left& left, const Right& right, int64_t depth, int64_t row, int64_t column, int64_t count,
-                      const Finish& finish) {
+template <int ROWS, int VECTORS, bool MASKED, bool PART, class T, class Finish>
+SIMD_INLINE void tile(const Left& left, const Right<T>& right, int64_t depth, int64_t row, int64_t column,
+                      int64_t count, const Finish& finish) {
     Float sums[ROWS][VECTORS] = {};
     const float* l = left.data + row * left.row;
-    const float* r = right.data + column;
+    const T* r = right.data + column;
     const uint8_t* bits = right.bits;
     const bool fetch = right.far && row == 0;
     for (int64_t k = 0; k < depth; ++k) {
@@ -76,8 +77,8 @@ SIMD_INLINE void tile(const Left& left, const Right& right, int64_t depth, int64
             finish(row + i, column + v * LANES, PART ? count : (int64_t)LANES, sums[i][v]);
 }
 
-template <int VECTORS, bool MASKED, bool PART, class Finish>
-SIMD_INLINE void tile_rows(const Left& left, const Right& right, int64_t rows, int64_t depth, int64_t column,
+template <int VECTORS, bool MASKED, bool PART, class T, class Finish>
+SIMD_INLINE void tile_rows(const Left& left, const Right<T>& right, int64_t rows, int64_t depth, int64_t column,
                            int64_t count, const Finish& finish) {
     int64_t row = 0;
     for (; row + TILE_ROWS <= rows; row += TILE_ROWS)
@@ -85,8 +86,8 @@ SIMD_INLINE void tile_rows(const Left& left, const Right& right, int64_t rows, i
     for (; row < rows; ++row) tile<1, VECTORS, MASKED, PART>(left, right, depth, row, column, count, finish);
 }
 
-template <bool MASKED, class Finish>
-SIMD_INLINE void product_tiles(const Left& left, const Right& right, int64_t rows, int64_t columns, int64_t depth,
+template <bool MASKED, class T, class Finish>
+SIMD_INLINE void product_tiles(const Left& left, const Right<T>& right, int64_t rows, int64_t columns, int64_t depth,
                                const Finish& finish) {
     int64_t column = 0;
     while (columns - column >= LANES) {
@@ -107,8 +108,8 @@ SIMD_INLINE void product_tiles(const Left& left, const Right& right, int64_t row
 }
 
 // finish(row, column, count, Float) takes `count` elements of C from (row, column) on.
-template <class Finish>
-SIMD_INLINE void product(const Left& left, const Right& right, int64_t rows, int64_t columns, int64_t depth,
+template <class T, class Finish>
+SIMD_INLINE void product(const Left& left, const Right<T>& right, int64_t rows, int64_t columns, int64_t depth,
                          const Finish& finish) {
     if (right.bits) product_tiles<true>(left, right, rows, columns, depth, finish);
     else product_tiles<false>(left, right, rows, columns, depth, finish);
@@ -120,7 +121,8 @@ constexpr int64_t PANEL = TILE_VECTORS * LANES;
 
 class Panels {
   public:
-    Panels(int threads, int64_t rows, int64_t columns, const float* data, int64_t ld) : rows_(rows) {
+    template <class T>
+    Panels(int threads, int64_t rows, int64_t columns, const T* data, int64_t ld) : rows_(rows) {
         const int64_t panels = rows > 0 ? common::ceil_div(columns, PANEL) : 0;
         memory_.resize((size_t)(panels * rows * PANEL + 16));
         data_ = (float*)(((uintptr_t)memory_.data() + 63) & ~(uintptr_t)63);
@@ -129,7 +131,7 @@ class Panels {
             const int64_t first = p * PANEL, count = std::min(PANEL, columns - first);
             for (int64_t r = 0; r < rows; ++r) {
                 float* row = to + (p * rows + r) * PANEL;
-                std::copy(data + r * ld + first, data + r * ld + first + count, row);
+                simd::widen_rows(data + r * ld + first, ld, 1, count, row, PANEL);
                 std::fill(row + count, row + PANEL, 0.0f);
             }
         });
@@ -143,28 +145,31 @@ class Panels {
 };
 
 // The rank-r update dY + scale * drop'(dH A), as a prologue of kernels that consume dY. No update where rank is 0.
-// Compiled once, in update.cpp.
+// Compiled once for each type, in update.cpp.
+template <class T>
 class Update {
   public:
-    Update(int threads, int64_t columns, int64_t rank, const float* dh, int64_t ld_dh, const float* a, int64_t ld_a,
+    Update(int threads, int64_t columns, int64_t rank, const T* dh, int64_t ld_dh, const T* a, int64_t ld_a,
            const uint8_t* bits, int64_t ld_bits, float scale)
         : a_(threads, rank, columns, a, ld_a), rank_(rank), dh_(dh), ld_dh_(ld_dh), bits_(bits), ld_bits_(ld_bits),
           scale_(scale) {}
 
     bool wanted() const { return rank_ > 0; }
 
-    // out = dy + update for rows [row, row + rows) and columns [column, column + columns), column a multiple of PANEL.
-    void add(const float* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns, float* out,
+    // out = dy + update for rows [row, row + rows) and columns [column, column + columns), column a multiple of PANEL;
+    // dy and out point to the first of these elements.
+    template <class Out>
+    void add(const T* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns, Out* out,
              int64_t ld_out) const;
 
   private:
-    template <bool MASKED>
-    void add_panels(const float* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns,
-                    float* out, int64_t ld_out) const;
+    template <bool MASKED, class Out>
+    void add_panels(const T* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns, Out* out,
+                    int64_t ld_out) const;
 
     Panels a_;
     int64_t rank_;
-    const float* dh_;
+    const T* dh_;
     int64_t ld_dh_;
     const uint8_t* bits_;
     int64_t ld_bits_;

@@ -32,23 +32,25 @@ inline int64_t padded(int64_t columns) { return common::ceil_div(columns, LANES)
 inline int64_t panel_width(int64_t columns, int64_t column) { return std::min(PANEL, padded(columns) - column); }
 
 // data [rows, columns] -> panels of it.
-inline void pack(const float* data, int64_t ld, int64_t rows, int64_t columns, float* to) {
+template <class T>
+void pack(const T* data, int64_t ld, int64_t rows, int64_t columns, float* to) {
     for (int64_t column = 0; column < columns; column += PANEL) {
         const int64_t width = panel_width(columns, column), count = std::min(width, columns - column);
         for (int64_t row = 0; row < rows; ++row, to += width) {
-            std::copy(data + row * ld + column, data + row * ld + column + count, to);
+            simd::widen_rows(data + row * ld + column, ld, 1, count, to, width);
             std::fill(to + count, to + width, 0.0f);
         }
     }
 }
 
 // data [columns, rows] -> panels of its transpose.
-inline void pack_transposed(const float* data, int64_t ld, int64_t rows, int64_t columns, float* to) {
+template <class T>
+void pack_transposed(const T* data, int64_t ld, int64_t rows, int64_t columns, float* to) {
     for (int64_t column = 0; column < columns; column += PANEL) {
         const int64_t width = panel_width(columns, column), count = std::min(width, columns - column);
         for (int64_t c = 0; c < width; ++c) {
-            const float* from = data + (column + c) * ld;
-            for (int64_t row = 0; row < rows; ++row) to[row * width + c] = c < count ? from[row] : 0.0f;
+            const T* from = data + (column + c) * ld;
+            for (int64_t row = 0; row < rows; ++row) to[row * width + c] = c < count ? simd::to_float(from[row]) : 0.0f;
         }
         to += rows * width;
     }

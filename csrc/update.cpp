@@ -3,17 +3,32 @@
 
 namespace skinny {
 
-template <bool MASKED>
-void Update::add_panels(const float* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns,
-                        float* out, int64_t ld_out) const {
-    const Left left = {dh_ + row * ld_dh_, ld_dh_, 1};
+using simd::Bf16;
+
+namespace {
+
+Left as_left(const float* data, int64_t ld, int64_t, int64_t) { return {data, ld, 1}; }
+
+Left as_left(const Bf16* data, int64_t ld, int64_t rows, int64_t columns) {
+    float* wide = common::scratch<7>(rows * columns);
+    simd::widen_rows(data, ld, rows, columns, wide, columns);
+    return {wide, columns, 1};
+}
+
+}  // namespace
+
+template <class T>
+template <bool MASKED, class Out>
+void Update<T>::add_panels(const T* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                           Out* out, int64_t ld_out) const {
+    const Left left = as_left(dh_ + row * ld_dh_, ld_dh_, rows, rank_);
     const float scale = scale_;
     const int64_t ld_bits = ld_bits_;
     for (int64_t c = 0; c < columns; c += PANEL) {
-        const Right right = {a_.panel(column + c), PANEL, nullptr, 0, false};
+        const Right<float> right = {a_.panel(column + c), PANEL, nullptr, 0, false};
         const uint8_t* bits = MASKED ? bits_ + row * ld_bits : nullptr;
-        const float* from = dy + row * ld_dy + column + c;
-        float* to = out + c;
+        const T* from = dy + c;
+        Out* to = out + c;
         const int64_t first = column + c, left_over = columns - c;
         const auto masked = [=](int64_t i, int64_t j, Float sum) {
             return MASKED ? simd::keep_lanes(sum, bits + i * ld_bits, first + j) : sum;
@@ -33,10 +48,16 @@ void Update::add_panels(const float* dy, int64_t ld_dy, int64_t row, int64_t row
     }
 }
 
-void Update::add(const float* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns, float* out,
-                 int64_t ld_out) const {
+template <class T>
+template <class Out>
+void Update<T>::add(const T* dy, int64_t ld_dy, int64_t row, int64_t rows, int64_t column, int64_t columns, Out* out,
+                    int64_t ld_out) const {
     if (bits_) add_panels<true>(dy, ld_dy, row, rows, column, columns, out, ld_out);
     else add_panels<false>(dy, ld_dy, row, rows, column, columns, out, ld_out);
 }
+
+template void Update<float>::add(const float*, int64_t, int64_t, int64_t, int64_t, int64_t, float*, int64_t) const;
+template void Update<Bf16>::add(const Bf16*, int64_t, int64_t, int64_t, int64_t, int64_t, float*, int64_t) const;
+template void Update<Bf16>::add(const Bf16*, int64_t, int64_t, int64_t, int64_t, int64_t, Bf16*, int64_t) const;
 
 }  // namespace skinny

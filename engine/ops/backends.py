@@ -17,6 +17,7 @@ from engine.ops.native.backend import NATIVE
 from engine.ops.native.loader import native_status
 
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> tuple[Kernels, str]:
@@ -51,8 +52,8 @@ def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _why_not_native(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cpu" or dtype != torch.float32:
-        return f"the native kernels compute in float32 on a CPU, not {dtype} on {device.type}"
+    if device.type != "cpu" or dtype not in _NATIVE_DTYPES:
+        return f"the native kernels compute in float32 and bfloat16 on a CPU, not in {dtype} on {device.type}"
     status = native_status()
     return None if status.available else status.reason
 

@@ -46,15 +46,20 @@ def widened(matrix: Tensor, extra: int = 5) -> Tensor:
     return view
 
 
+_ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-9}
+
+
 def assert_accurate(ours: Tensor, torchs: Tensor, exact: Tensor, terms: Tensor | None = None) -> None:
-    """Error against fp64 at most twice that of torch in fp32, by the norm over all elements.
+    """Error against fp64 at most twice that of torch in the same dtype, by the norm over all elements.
 
     One rounding of the result is allowed in any case, or four of the `terms` whose sum it is where they may cancel:
     torch may be exact by luck where there are few elements.
     """
-    assert ours.shape == torchs.shape == exact.shape and ours.dtype == torch.float32 and exact.dtype == torch.float64
+    assert ours.shape == torchs.shape == exact.shape and exact.dtype == torch.float64
+    assert ours.dtype == torchs.dtype, (ours.dtype, torchs.dtype)
+    rounding = _ROUNDING[ours.dtype]
     error = (ours.double() - exact).norm().item()
     allowed = 2 * (torchs.double() - exact).norm().item() + (
-        exact.norm().item() * 2**-24 if terms is None else terms.norm().item() * 2**-22
+        exact.norm().item() * rounding if terms is None else terms.norm().item() * 4 * rounding
     )
     assert error <= allowed, (error, allowed)

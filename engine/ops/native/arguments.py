@@ -1,6 +1,7 @@
 """From tensors to what the C functions take, checked: a wrong pointer there is a crash.
 
-The kernels are for fp32 on the CPU. A matrix may have any row stride, but its rows have no gaps.
+The kernels are for fp32 and bfloat16 on the CPU; the tensors of a call have one dtype but for statistics and the
+gradients of weights, which are fp32. A matrix may have any row stride, but its rows have no gaps.
 """
 
 from __future__ import annotations
@@ -10,10 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""What the kernels read and write; each at the number by which the launchers know it."""
 
-def matrix(tensor: Tensor, columns: int | None = None, rows: int | None = None) -> tuple[int, int]:
-    """Pointer and row stride of fp32 [..., columns]; leading dimensions must be one view's."""
-    assert tensor.dtype == torch.float32 and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
+
+def type_number(tensor: Tensor) -> int:
+    """The launchers' number of the tensor's dtype."""
+    return DTYPES.index(tensor.dtype)
+
+
+def matrix(
+    tensor: Tensor, columns: int | None = None, rows: int | None = None, *, dtype: torch.dtype = torch.float32
+) -> tuple[int, int]:
+    """Pointer and row stride of [..., columns] of `dtype`; leading dimensions must be one view's."""
+    assert tensor.dtype == dtype and tensor.device.type == "cpu", (tensor.dtype, dtype, tensor.device)
     flat = tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
     assert columns is None or flat.shape[1] == columns, (flat.shape, columns)
     assert rows is None or flat.shape[0] == rows, (flat.shape, rows)
@@ -21,17 +32,17 @@ def matrix(tensor: Tensor, columns: int | None = None, rows: int | None = None) 
     return tensor.data_ptr(), flat.stride(0)
 
 
-def heads(tensor: Tensor, tokens: int, num_heads: int, head_dim: int) -> tuple[int, int, int]:
-    """Pointer, token stride and head stride of fp32 [tokens, num_heads, head_dim]; features must have no gaps."""
-    assert tensor.dtype == torch.float32 and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
+def heads(tensor: Tensor, tokens: int, num_heads: int, head_dim: int, *, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Pointer, token stride and head stride of [tokens, num_heads, head_dim]; features must have no gaps."""
+    assert tensor.dtype == dtype and tensor.device.type == "cpu", (tensor.dtype, dtype, tensor.device)
     assert tensor.shape == (tokens, num_heads, head_dim), (tensor.shape, tokens, num_heads, head_dim)
     assert tensor.stride(2) == 1 or head_dim <= 1 or tensor.numel() == 0, tensor.stride()
     return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
 
 
-def optional_matrix(tensor: Tensor | None, columns: int, rows: int) -> tuple[int | None, int]:
+def optional_matrix(tensor: Tensor | None, columns: int, rows: int, *, dtype: torch.dtype) -> tuple[int | None, int]:
     """As `matrix`; a null pointer for None."""
-    return (None, 0) if tensor is None else matrix(tensor, columns, rows)
+    return (None, 0) if tensor is None else matrix(tensor, columns, rows, dtype=dtype)
 
 
 def vector(tensor: Tensor, length: int, dtype: torch.dtype = torch.float32) -> int:
@@ -72,7 +83,7 @@ class InputUpdate:
     """What an adapter adds to the gradient of its input: scale * mask * (dH A).
 
     Args:
-        dh_TR: [T, R] fp32, gradient of H = drop(x) A^T.
+        dh_TR: [T, R], gradient of H = drop(x) A^T.
         a_RI: [R, I] stacked A.
         bits: packed mask of x, from `dropout_bits`; None without dropout.
         scale: 1 / (1 - p); 1 without dropout.
@@ -84,15 +95,17 @@ class InputUpdate:
     scale: float = 1.0
 
 
-def update_arguments(update: InputUpdate | None, columns: int, rows: int) -> tuple[int | float | None, ...]:
+def update_arguments(
+    update: InputUpdate | None, columns: int, rows: int, *, dtype: torch.dtype
+) -> tuple[int | float | None, ...]:
     """rank, dH, A, bits, scale."""
     if update is None:
         return 0, None, 0, None, 0, None, 0, 1.0
     rank = update.a_RI.shape[0]
     return (
         rank,
-        *matrix(update.dh_TR, rank, rows),
-        *matrix(update.a_RI, columns),
+        *matrix(update.dh_TR, rank, rows, dtype=dtype),
+        *matrix(update.a_RI, columns, dtype=dtype),
         *optional_bits(update.bits, columns, rows),
         update.scale,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.attention import Documents
-from engine.ops.native.arguments import heads, threads, vector
+from engine.ops.native.arguments import heads, threads, type_number, vector
 from engine.ops.native.loader import library
 
 
@@ -49,19 +49,22 @@ def attention_forward(
     """softmax(scale * q k^T) v within each segment.
 
     Args:
-        q_THD: fp32 [T, H, D]; k_NKD, v_NKD: [N, K, D] with H a multiple of K; tokens and heads of any stride.
+        q_THD: fp32 or bfloat16 [T, H, D]; k_NKD, v_NKD: [N, K, D] with H a multiple of K; tokens and heads of any
+            stride.
         segments: share no query; queries that are in none get undefined results.
 
     Returns:
-        [T, H, D], and log sum exp of each query's scores [T, H].
+        [T, H, D], and log sum exp of each query's scores, fp32 [T, H].
     """
     (tokens, num_heads, head_dim), (num_keys, num_kv_heads, _) = q_THD.shape, k_NKD.shape
-    out, lse = torch.empty(tokens, num_heads, head_dim), torch.empty(tokens, num_heads)
-    table = _table(segments)
+    out, lse = q_THD.new_empty(tokens, num_heads, head_dim), torch.empty(tokens, num_heads)
+    table, dtype = _table(segments), q_THD.dtype
     library().engine_attention_forward(
-        threads(), len(segments), vector(table, table.numel(), torch.int64), num_heads, num_kv_heads, head_dim, scale,
-        *heads(q_THD, tokens, num_heads, head_dim), *heads(k_NKD, num_keys, num_kv_heads, head_dim),
-        *heads(v_NKD, num_keys, num_kv_heads, head_dim), *heads(out, tokens, num_heads, head_dim), lse.data_ptr(),
+        threads(), type_number(q_THD), len(segments), vector(table, table.numel(), torch.int64), num_heads,
+        num_kv_heads, head_dim, scale, *heads(q_THD, tokens, num_heads, head_dim, dtype=dtype),
+        *heads(k_NKD, num_keys, num_kv_heads, head_dim, dtype=dtype),
+        *heads(v_NKD, num_keys, num_kv_heads, head_dim, dtype=dtype),
+        *heads(out, tokens, num_heads, head_dim, dtype=dtype), lse.data_ptr(),
     )  # fmt: skip
     return out, lse
 
@@ -85,16 +88,15 @@ def attention_backward(
         segments: share no query and no key; gradients outside of them are undefined.
     """
     (tokens, num_heads, head_dim), (num_keys, num_kv_heads, _) = q_THD.shape, k_NKD.shape
-    dq = torch.empty(tokens, num_heads, head_dim)
-    dk, dv = torch.empty(num_keys, num_kv_heads, head_dim), torch.empty(num_keys, num_kv_heads, head_dim)
-    table = _table(segments)
+    queries, keys = (tokens, num_heads, head_dim), (num_keys, num_kv_heads, head_dim)
+    dq, dk, dv = q_THD.new_empty(queries), q_THD.new_empty(keys), q_THD.new_empty(keys)
+    table, dtype = _table(segments), q_THD.dtype
     library().engine_attention_backward(
-        threads(), len(segments), vector(table, table.numel(), torch.int64), num_heads, num_kv_heads, head_dim, scale,
-        *heads(dout_THD, tokens, num_heads, head_dim), *heads(q_THD, tokens, num_heads, head_dim),
-        *heads(k_NKD, num_keys, num_kv_heads, head_dim), *heads(v_NKD, num_keys, num_kv_heads, head_dim),
-        *heads(out_THD, tokens, num_heads, head_dim), vector(lse_TH, tokens * num_heads),
-        *heads(dq, tokens, num_heads, head_dim), *heads(dk, num_keys, num_kv_heads, head_dim),
-        *heads(dv, num_keys, num_kv_heads, head_dim),
+        threads(), type_number(q_THD), len(segments), vector(table, table.numel(), torch.int64), num_heads,
+        num_kv_heads, head_dim, scale, *heads(dout_THD, *queries, dtype=dtype), *heads(q_THD, *queries, dtype=dtype),
+        *heads(k_NKD, *keys, dtype=dtype), *heads(v_NKD, *keys, dtype=dtype), *heads(out_THD, *queries, dtype=dtype),
+        vector(lse_TH, tokens * num_heads), *heads(dq, *queries, dtype=dtype), *heads(dk, *keys, dtype=dtype),
+        *heads(dv, *keys, dtype=dtype),
     )  # fmt: skip
     return dq, dk, dv
 
@@ -117,7 +119,7 @@ class _CausalAttention(torch.autograd.Function):
 def causal_attention(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, document_lengths: tuple[int, ...], *, scale: float
 ) -> Tensor:
-    """As engine.ops.attention.causal_attention, for fp32 on the CPU."""
+    """As engine.ops.attention.causal_attention, for fp32 and bfloat16 on the CPU."""
     return _CausalAttention.apply(q_THD, k_TKD, v_TKD, documents(document_lengths), scale)
 
 

@@ -1,4 +1,4 @@
-"""The compiled kernels as a backend of the ops. For fp32 on the CPU; masks are packed bits."""
+"""The compiled kernels as a backend of the ops. For fp32 and bfloat16 on the CPU; masks are packed bits."""
 
 from __future__ import annotations
 

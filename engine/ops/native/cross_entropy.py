@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.ops.native.arguments import matrix, threads, vector
+from engine.ops.native.arguments import matrix, threads, type_number, vector
 from engine.ops.native.loader import library
 
 
 def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a shard knows of the loss, from one pass over its logits, which become exp(logit - maximum).
+    """What a shard knows of the loss, from one pass over its logits.
+
+    fp32 logits become exp(logit - maximum). Logits in bfloat16 stay: their exponentials would be rounded to it, and
+    once more when the gradient is made from them.
 
     Args:
-        logits_TV: fp32 logits of the vocabulary rows held here, at least one; rows of any stride.
+        logits_TV: fp32 or bfloat16 logits of the vocabulary rows held here, at least one; rows of any stride.
         targets_T: int64 column of this shard; anything else where the target lies elsewhere.
 
     Returns:
@@ -22,16 +25,17 @@ def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tens
     rows, columns = logits_TV.shape
     results = torch.empty(3, rows)
     library().engine_cross_entropy_statistics(
-        threads(), rows, columns, *matrix(logits_TV), vector(targets_T, rows, torch.int64),
+        threads(), type_number(logits_TV), rows, columns, *matrix(logits_TV, dtype=logits_TV.dtype),
+        vector(targets_T, rows, torch.int64),
         *(vector(result, rows) for result in results),
     )  # fmt: skip
     return results[0], results[1], results[2]
 
 
 def local_gradient(
-    exponentials_TV: Tensor, targets_T: Tensor, local_max_T: Tensor, max_T: Tensor, total_T: Tensor, scale_T: Tensor
+    left_TV: Tensor, targets_T: Tensor, local_max_T: Tensor, max_T: Tensor, total_T: Tensor, scale_T: Tensor
 ) -> Tensor:
-    """d loss / d logits = (softmax - onehot) * scale, written over the exponentials that `local_statistics` left.
+    """d loss / d logits = (softmax - onehot) * scale, written over what `local_statistics` left.
 
     Args:
         targets_T: int64, those of `local_statistics`.
@@ -39,10 +43,11 @@ def local_gradient(
         max_T, total_T: fp32, maximum and sum of exponentials over the whole vocabulary.
         scale_T: fp32 gradient of each token's loss.
     """
-    rows, columns = exponentials_TV.shape
+    rows, columns = left_TV.shape
     own_total_T = total_T * torch.exp(max_T - local_max_T)  # the exponentials are relative to this shard's maximum
     library().engine_cross_entropy_backward(
-        threads(), rows, columns, *matrix(exponentials_TV), vector(targets_T, rows, torch.int64),
-        vector(own_total_T, rows), vector(scale_T, rows),
+        threads(), type_number(left_TV), rows, columns, *matrix(left_TV, dtype=left_TV.dtype),
+        vector(targets_T, rows, torch.int64), vector(local_max_T, rows), vector(own_total_T, rows),
+        vector(scale_T, rows),
     )  # fmt: skip
-    return exponentials_TV
+    return left_TV

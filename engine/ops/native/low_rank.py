@@ -11,10 +11,9 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from engine.ops.native.arguments import InputUpdate, matrix, optional_bits, threads, update_arguments
+from engine.ops.native.arguments import InputUpdate, matrix, optional_bits, threads, type_number, update_arguments
 from engine.ops.native.loader import library
 
 
@@ -70,17 +69,18 @@ def project(
     """H = scale * (mask * x) A^T, [T, R].
 
     Args:
-        x_TI: fp32, rows of any stride.
+        x_TI: fp32 or bfloat16, rows of any stride.
         bits: packed mask of x, or None.
-        a_RI: fp32 stacked A.
+        a_RI: stacked A.
         scale: dropout's 1 / (1 - p).
         out: where H goes, rows of any stride; may be columns of the buffer that x lies in.
     """
     (rows, inputs), ranks = x_TI.shape, a_RI.shape[0]
-    h = torch.empty(rows, ranks) if out is None else out
+    h, dtype = x_TI.new_empty(rows, ranks) if out is None else out, x_TI.dtype
     library().engine_project(
-        threads(), rows, inputs, ranks, *matrix(x_TI), *optional_bits(bits, inputs, rows), *matrix(a_RI, inputs),
-        scale, *matrix(h, ranks, rows),
+        threads(), type_number(x_TI), rows, inputs, ranks, *matrix(x_TI, dtype=dtype),
+        *optional_bits(bits, inputs, rows), *matrix(a_RI, inputs, dtype=dtype), scale,
+        *matrix(h, ranks, rows, dtype=dtype),
     )  # fmt: skip
     return h
 
@@ -89,9 +89,11 @@ def add_input_gradient(dx_TI: Tensor, update: InputUpdate, *, out: Tensor | None
     """dX + scale * mask * (dH A); in place unless `out` is given."""
     rows, inputs = dx_TI.shape
     into = dx_TI if out is None else out
+    dtype = dx_TI.dtype
     library().engine_add_input_gradient(
-        threads(), rows, inputs, *matrix(dx_TI), *update_arguments(update, inputs, rows), *matrix(into, inputs, rows)
-    )
+        threads(), type_number(dx_TI), rows, inputs, *matrix(dx_TI, dtype=dtype),
+        *update_arguments(update, inputs, rows, dtype=dtype), *matrix(into, inputs, rows, dtype=dtype),
+    )  # fmt: skip
     return into
 
 
@@ -99,8 +101,8 @@ def accumulate_a(dh_TR: Tensor, x_TI: Tensor, bits: Tensor | None, gradients: Se
     """dA_i += scale_i * dH_i^T (mask * x) for all adapters on x, from one read of x.
 
     Args:
-        dh_TR: fp32, gradient of the stacked H.
-        x_TI: fp32, rows of any stride.
+        dh_TR: fp32 or bfloat16, gradient of the stacked H.
+        x_TI: rows of any stride.
         bits: packed mask of x, or None.
         gradients: adapters that are trained; their rows of dH may have gaps.
     """
@@ -113,8 +115,8 @@ def accumulate_a(dh_TR: Tensor, x_TI: Tensor, bits: Tensor | None, gradients: Se
         section.first_rank, section.num_ranks, section.scale = given.first_row, num, given.scale
         section.gradient, section.ld_gradient = pointer, stride
     library().engine_accumulate_a(
-        threads(), rows, inputs, ranks, *matrix(dh_TR, ranks, rows), *matrix(x_TI), *optional_bits(bits, inputs, rows),
-        len(gradients), ctypes.addressof(sections),
+        threads(), type_number(x_TI), rows, inputs, ranks, *matrix(dh_TR, ranks, rows, dtype=x_TI.dtype),
+        *matrix(x_TI, dtype=x_TI.dtype), *optional_bits(bits, inputs, rows), len(gradients), ctypes.addressof(sections),
     )  # fmt: skip
 
 
@@ -122,8 +124,8 @@ def accumulate_b(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[GradientB]) ->
     """dB_i += scale_i * dY_i^T H_i for all adapters of a linear, from one read of dY.
 
     Args:
-        dy_TO: fp32, rows of any stride.
-        h_TR: fp32, rows of any stride.
+        dy_TO: fp32 or bfloat16, rows of any stride.
+        h_TR: rows of any stride.
         gradients: adapters that are trained.
     """
     (rows, outputs), ranks = dy_TO.shape, h_TR.shape[1]
@@ -137,5 +139,6 @@ def accumulate_b(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[GradientB]) ->
         section.first_column, section.num_columns = given.first_column, num_columns
         section.gradient, section.ld_gradient = pointer, stride
     library().engine_accumulate_b(
-        threads(), rows, *matrix(dy_TO), *matrix(h_TR, ranks, rows), len(gradients), ctypes.addressof(sections)
-    )
+        threads(), type_number(dy_TO), rows, *matrix(dy_TO, dtype=dy_TO.dtype),
+        *matrix(h_TR, ranks, rows, dtype=dy_TO.dtype), len(gradients), ctypes.addressof(sections),
+    )  # fmt: skip

@@ -11,6 +11,7 @@ from engine.ops.native.arguments import (
     optional_matrix,
     optional_vector,
     threads,
+    type_number,
     update_arguments,
     vector,
 )
@@ -29,24 +30,25 @@ def rmsnorm_forward(
     """y = norm(x), or norm(x + residual), times weight.
 
     Args:
-        x: fp32 [..., F], rows of any stride.
-        weight: fp32 [F].
+        x: fp32 or bfloat16 [..., F], rows of any stride.
+        weight: [F]; read as fp32 whatever its dtype.
         residual: [..., F], added to x first.
         total: where x + residual goes, needed with `residual`; may be x or residual itself.
         out: where y goes, rows of any stride.
 
     Returns:
-        y [..., F] and the reciprocal root mean square [..., 1].
+        y [..., F] and the reciprocal root mean square, fp32 [..., 1].
     """
     assert (residual is None) == (total is None)
     features = weight.shape[0]
     rows = x.numel() // max(features, 1)
     y = torch.empty(x.shape, dtype=x.dtype) if out is None else out
     rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32)
+    dtype, wide_weight = x.dtype, weight.to(torch.float32)
     library().engine_rmsnorm_forward(
-        threads(), rows, features, *matrix(x, features), *optional_matrix(residual, features, rows),
-        *optional_matrix(total, features, rows), vector(weight, features), eps, *matrix(y, features, rows),
-        rstd.data_ptr(),
+        threads(), type_number(x), rows, features, *matrix(x, features, dtype=dtype),
+        *optional_matrix(residual, features, rows, dtype=dtype), *optional_matrix(total, features, rows, dtype=dtype),
+        vector(wide_weight, features), eps, *matrix(y, features, rows, dtype=dtype), rstd.data_ptr(),
     )  # fmt: skip
     return y, rstd
 
@@ -65,9 +67,9 @@ def rmsnorm_backward(
     """dx of y = norm(x) * weight, in one pass.
 
     Args:
-        dy: fp32 [..., F].
+        dy: fp32 or bfloat16 [..., F].
         x: [..., F], what was normalised (the sum, where forward added a residual).
-        weight: [F].
+        weight: [F]; read as fp32.
         rstd: [..., 1] of forward.
         residual: gradient that reaches x on another way, added to dx.
         update: what the adapters on y add to dy.
@@ -77,10 +79,12 @@ def rmsnorm_backward(
     features = weight.shape[0]
     rows = x.numel() // max(features, 1)
     dx = torch.empty(x.shape, dtype=x.dtype) if out is None else out
+    dtype, wide_weight = x.dtype, weight.to(torch.float32)
     library().engine_rmsnorm_backward(
-        threads(), rows, features, *matrix(dy, features, rows), *matrix(x, features), vector(weight, features),
-        vector(rstd, rows), *optional_matrix(residual, features, rows), *update_arguments(update, features, rows),
-        *matrix(dx, features, rows), optional_vector(weight_gradient, features),
+        threads(), type_number(x), rows, features, *matrix(dy, features, rows, dtype=dtype),
+        *matrix(x, features, dtype=dtype), vector(wide_weight, features), vector(rstd, rows),
+        *optional_matrix(residual, features, rows, dtype=dtype), *update_arguments(update, features, rows, dtype=dtype),
+        *matrix(dx, features, rows, dtype=dtype), optional_vector(weight_gradient, features),
     )  # fmt: skip
     return dx
 
@@ -92,7 +96,8 @@ def rmsnorm_weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     gradient = torch.zeros(features, dtype=torch.float32)
     ones = torch.ones(features)
     library().engine_rmsnorm_backward(
-        threads(), rows, features, *matrix(dy, features, rows), *matrix(x, features), vector(ones, features),
-        vector(rstd, rows), None, 0, *update_arguments(None, features, rows), None, 0, gradient.data_ptr(),
+        threads(), type_number(x), rows, features, *matrix(dy, features, rows, dtype=x.dtype),
+        *matrix(x, features, dtype=x.dtype), vector(ones, features), vector(rstd, rows), None, 0,
+        *update_arguments(None, features, rows, dtype=x.dtype), None, 0, gradient.data_ptr(),
     )  # fmt: skip
     return gradient

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from engine.ops.native.arguments import heads, matrix, threads, vector
+from engine.ops.native.arguments import heads, matrix, threads, type_number, vector
 from engine.ops.native.loader import library
 
 
@@ -15,15 +14,15 @@ def split_rotate(
     """Fused product -> rotated q [T, H, D], rotated k [T, K, D], v [T, K, D].
 
     Args:
-        qkv: fp32 [T, (H + 2K) * D], rows of any stride.
+        qkv: fp32 or bfloat16 [T, (H + 2K) * D], rows of any stride.
         cos, sin: fp32 [T, D / 2].
     """
     rows, half = qkv.shape[0], head_dim // 2
-    q = torch.empty(rows, num_heads, head_dim)
-    k = torch.empty(rows, num_kv_heads, head_dim)
-    v = torch.empty(rows, num_kv_heads, head_dim)
+    q = qkv.new_empty(rows, num_heads, head_dim)
+    k, v = qkv.new_empty(rows, num_kv_heads, head_dim), qkv.new_empty(rows, num_kv_heads, head_dim)
+    width = (num_heads + 2 * num_kv_heads) * head_dim
     library().engine_split_rotate(
-        threads(), rows, num_heads, num_kv_heads, half, *matrix(qkv, (num_heads + 2 * num_kv_heads) * head_dim),
+        threads(), type_number(qkv), rows, num_heads, num_kv_heads, half, *matrix(qkv, width, dtype=qkv.dtype),
         vector(cos, rows * half), vector(sin, rows * half), q.data_ptr(), k.data_ptr(), v.data_ptr(),
     )  # fmt: skip
     return q, k, v
@@ -35,7 +34,7 @@ def split_rotate_backward(
     """Gradient of the fused product.
 
     Args:
-        dq: fp32 [T, H, D]; tokens and heads may have any stride (attention gives them transposed).
+        dq: fp32 or bfloat16 [T, H, D]; tokens and heads may have any stride (attention gives them transposed).
         dk, dv: [T, K, D].
         cos, sin: [T, D / 2], those of forward.
         out: where [T, (H + 2K) * D] goes, rows of any stride.
@@ -43,10 +42,11 @@ def split_rotate_backward(
     rows, num_heads, head_dim = dq.shape
     num_kv_heads, half = dk.shape[1], head_dim // 2
     width = (num_heads + 2 * num_kv_heads) * head_dim
-    gradient = torch.empty(rows, width) if out is None else out
+    gradient = dq.new_empty(rows, width) if out is None else out
     library().engine_split_rotate_backward(
-        threads(), rows, num_heads, num_kv_heads, half, *heads(dq, rows, num_heads, head_dim),
-        *heads(dk, rows, num_kv_heads, head_dim), *heads(dv, rows, num_kv_heads, head_dim), vector(cos, rows * half),
-        vector(sin, rows * half), *matrix(gradient, width, rows),
+        threads(), type_number(dq), rows, num_heads, num_kv_heads, half,
+        *heads(dq, rows, num_heads, head_dim, dtype=dq.dtype), *heads(dk, rows, num_kv_heads, head_dim, dtype=dq.dtype),
+        *heads(dv, rows, num_kv_heads, head_dim, dtype=dq.dtype), vector(cos, rows * half), vector(sin, rows * half),
+        *matrix(gradient, width, rows, dtype=dq.dtype),
     )  # fmt: skip
     return gradient

@@ -6,6 +6,8 @@ from ctypes import c_double, c_float, c_int, c_int64, c_uint32, c_void_p
 from typing import Any
 
 _THREADS = [c_int]
+_TYPED = [c_int, c_int]
+"""Threads, and the number of the dtype."""
 _SIZE = [c_int64]
 _POINTER = [c_void_p]
 _MATRIX = [c_void_p, c_int64]
@@ -21,33 +23,33 @@ SIGNATURES: dict[str, list[Any]] = {
     ],
     "engine_unpack_bits": [*_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_POINTER],
     "engine_rmsnorm_forward": [
-        *_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX, *_MATRIX, *_POINTER, c_float, *_MATRIX, *_POINTER,
+        *_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX, *_MATRIX, *_POINTER, c_float, *_MATRIX, *_POINTER,
     ],
     "engine_rmsnorm_backward": [
-        *_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX, *_POINTER, *_POINTER, *_MATRIX, *_UPDATE, *_MATRIX, *_POINTER,
+        *_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX, *_POINTER, *_POINTER, *_MATRIX, *_UPDATE, *_MATRIX, *_POINTER,
     ],
-    "engine_swiglu_forward": [*_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX],
+    "engine_swiglu_forward": [*_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX],
     "engine_swiglu_backward": [
-        *_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX, *_UPDATE, *_MATRIX, *_MATRIX,
+        *_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX, *_UPDATE, *_MATRIX, *_MATRIX,
     ],
-    "engine_split_rotate": [*_THREADS, *_SIZE * 4, *_MATRIX, *_POINTER * 5],
+    "engine_split_rotate": [*_TYPED, *_SIZE * 4, *_MATRIX, *_POINTER * 5],
     "engine_split_rotate_backward": [
-        *_THREADS, *_SIZE * 4, *_HEADS, *_HEADS, *_HEADS, *_POINTER, *_POINTER, *_MATRIX,
+        *_TYPED, *_SIZE * 4, *_HEADS, *_HEADS, *_HEADS, *_POINTER, *_POINTER, *_MATRIX,
     ],
     "engine_attention_forward": [
-        *_THREADS, *_SIZE, *_POINTER, *_SIZE * 3, c_float, *_HEADS * 4, *_POINTER,
+        *_TYPED, *_SIZE, *_POINTER, *_SIZE * 3, c_float, *_HEADS * 4, *_POINTER,
     ],
     "engine_attention_backward": [
-        *_THREADS, *_SIZE, *_POINTER, *_SIZE * 3, c_float, *_HEADS * 5, *_POINTER, *_HEADS * 3,
+        *_TYPED, *_SIZE, *_POINTER, *_SIZE * 3, c_float, *_HEADS * 5, *_POINTER, *_HEADS * 3,
     ],
-    "engine_project": [*_THREADS, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, c_float, *_MATRIX],
-    "engine_add_input_gradient": [*_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_UPDATE, *_MATRIX],
-    "engine_accumulate_a": [*_THREADS, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
-    "engine_accumulate_b": [*_THREADS, *_SIZE, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
+    "engine_project": [*_TYPED, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, c_float, *_MATRIX],
+    "engine_add_input_gradient": [*_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_UPDATE, *_MATRIX],
+    "engine_accumulate_a": [*_TYPED, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
+    "engine_accumulate_b": [*_TYPED, *_SIZE, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
     "engine_cross_entropy_statistics": [
-        *_THREADS, *_SIZE * 2, *_MATRIX, *_POINTER * 4,
+        *_TYPED, *_SIZE * 2, *_MATRIX, *_POINTER * 4,
     ],
-    "engine_cross_entropy_backward": [*_THREADS, *_SIZE * 2, *_MATRIX, *_POINTER * 3],
+    "engine_cross_entropy_backward": [*_TYPED, *_SIZE * 2, *_MATRIX, *_POINTER * 4],
     "engine_adamw": [*_THREADS, *_SIZE, *_POINTER * 9, *[c_double] * 4, c_int],
     "engine_square_sum": [*_THREADS, *_SIZE, *_POINTER, *_POINTER],
     "engine_pack": [*_SIZE, *_POINTER, c_int64, *_POINTER * 3],

@@ -1,0 +1,231 @@
+"""The compiled kernels on bfloat16 tensors against fp64, with torch in bfloat16 as the measure of the error allowed.
+
+What is one rounding is also held to that: where a kernel's inputs are the same numbers, its result in bfloat16 is its
+result in fp32, rounded to the nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.ops.native import attention, cross_entropy, low_rank, norm, rope, swiglu
+from engine.ops.native.arguments import InputUpdate
+from engine.ops.native.dropout import dropout_bits, unpack_bits
+from engine.ops.native.loader import native_status, select
+from tests.kernels.native_support import (
+    INSTRUCTION_SETS,
+    SHAPES,
+    assert_accurate,
+    assert_same_on_any_threads,
+    widened,
+)
+
+pytestmark = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+HALF = torch.bfloat16
+SCALE = 1.25
+
+
+@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
+def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    select(request.param)
+    yield
+    select(None)
+
+
+def _drawn(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(HALF) for shape in shapes]
+
+
+def _rounded_once(half: Tensor, wide: Tensor) -> None:
+    assert half.dtype == HALF and wide.dtype == torch.float32
+    assert torch.equal(half, wide.to(HALF))
+
+
+def _update(tokens: int, features: int, rank: int) -> tuple[InputUpdate, InputUpdate, Tensor]:
+    """An update in bfloat16, the same in fp32, and what it adds in fp64."""
+    dh, a = _drawn((tokens, rank), (rank, features), seed=9)
+    bits = dropout_bits(
+        torch.arange(tokens), feature_offset=0, num_features=features, probability=0.2, seed=1, site=2, step=3
+    )
+    added = SCALE * unpack_bits(bits, features).double() * (dh.double() @ a.double())
+    half = InputUpdate(dh_TR=widened(dh), a_RI=widened(a), bits=bits, scale=SCALE)
+    return half, InputUpdate(dh_TR=dh.float(), a_RI=a.float(), bits=bits, scale=SCALE), added
+
+
+def test_stores_round_to_the_nearest_even_and_keep_what_is_not_finite() -> None:
+    """The sum of two bfloat16 numbers, whose last bits fp32 holds, is stored as torch rounds it."""
+    wide = torch.tensor([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -3.38e38, 1e-40, 0.0, float("nan")])
+    a = torch.ones(1, 1, dtype=HALF)
+    high = wide.to(HALF)
+    low = (wide - high.float()).to(HALF)
+    dx = low_rank.add_input_gradient(
+        high[:, None].contiguous(),
+        InputUpdate(dh_TR=low[:, None].contiguous(), a_RI=a),
+        out=torch.empty(8, 1, dtype=HALF),
+    )
+    assert torch.equal(dx[:, 0].isnan(), wide.isnan())
+    expected = (high.float() + low.float()).to(HALF)
+    assert torch.equal(dx[:7, 0], expected[:7])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norm(shape: tuple[int, int]) -> None:
+    x, dy, weight = _drawn(shape, shape, shape[1:])
+    leaves = [[t.to(dtype).requires_grad_() for t in (x, weight)] for dtype in (HALF, torch.float64)]
+    expected = []
+    for pair in leaves:
+        y = functional.rms_norm(pair[0], shape[1:], pair[1], 1e-5)
+        expected.append((y.detach(), *torch.autograd.grad(y, pair, dy.to(y.dtype))))
+    y, rstd = norm.rmsnorm_forward(widened(x), weight, 1e-5, out=widened(torch.zeros(shape, dtype=HALF)))
+    dw = torch.zeros(shape[1])
+    dx = norm.rmsnorm_backward(widened(dy), widened(x), weight, rstd, weight_gradient=dw)
+    # one feature: dx is the difference of two nearly equal terms
+    terms = (None, dy.double() * weight.double() * rstd.double(), None)
+    for ours, torchs, exact, parts in zip((y, dx, dw.to(HALF)), *expected, terms, strict=True):
+        assert_accurate(ours, torchs, exact, parts)
+    wide_y, wide_rstd = norm.rmsnorm_forward(x.float(), weight.float(), 1e-5)
+    _rounded_once(y, wide_y)
+    assert torch.equal(rstd, wide_rstd)
+    update, wide_update, _ = _update(*shape, 5)
+    wide_dx = norm.rmsnorm_backward(dy.float(), x.float(), weight.float(), rstd, update=wide_update)
+    _rounded_once(norm.rmsnorm_backward(dy, x, weight, rstd, update=update), wide_dx)
+    total = torch.empty(shape, dtype=HALF)
+    again, _ = norm.rmsnorm_forward(x, weight, 1e-5, residual=dy, total=total)
+    assert torch.equal(total, x + dy) and torch.equal(again, norm.rmsnorm_forward(total, weight, 1e-5)[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_swiglu(shape: tuple[int, int]) -> None:
+    gate_up, dy = _drawn((shape[0], 2 * shape[1]), shape)
+    y = swiglu.swiglu_forward(widened(gate_up), out=widened(torch.zeros(shape, dtype=HALF)))
+    again = torch.empty(shape, dtype=HALF)
+    gradient = swiglu.swiglu_backward(widened(dy), widened(gate_up), y=again)
+    expected = []
+    for dtype in (HALF, torch.float64):
+        leaf = gate_up.to(dtype).requires_grad_()
+        gate, up = leaf.chunk(2, dim=-1)
+        out = functional.silu(gate) * up
+        expected.append((out.detach(), torch.autograd.grad(out, leaf, dy.to(dtype))[0]))
+    for ours, torchs, exact in zip((y, gradient), *expected, strict=True):
+        assert_accurate(ours, torchs, exact)
+    assert torch.equal(again, y)
+    _rounded_once(y, swiglu.swiglu_forward(gate_up.float()))
+    update, wide_update, _ = _update(*shape, 16)
+    _rounded_once(
+        swiglu.swiglu_backward(dy, gate_up, update=update),
+        swiglu.swiglu_backward(dy.float(), gate_up.float(), update=wide_update),
+    )
+
+
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "half"), [(5, 3, 1, 9), (0, 2, 1, 4), (33, 4, 2, 32)])
+def test_split_rotate(tokens: int, heads: int, kv_heads: int, half: int) -> None:
+    """One rounding of the fp32 kernel, which is held to transformers' elsewhere."""
+    width = (heads + 2 * kv_heads) * 2 * half
+    (qkv,) = _drawn((tokens, width))
+    angles = torch.rand(tokens, half, generator=torch.Generator().manual_seed(1)) * 7
+    tables = angles.cos(), angles.sin()
+    ours = rope.split_rotate(widened(qkv), *tables, heads, kv_heads, 2 * half)
+    for one, wide in zip(ours, rope.split_rotate(qkv.float(), *tables, heads, kv_heads, 2 * half), strict=True):
+        _rounded_once(one, wide)
+    grads = [part.transpose(0, 1).clone().transpose(0, 1) for part in ours]
+    gradient = rope.split_rotate_backward(*grads, *tables)
+    _rounded_once(gradient, rope.split_rotate_backward(*(grad.float() for grad in grads), *tables))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rank", [1, 16, 27])
+@pytest.mark.parametrize("shape", [*SHAPES, (2100, 40)])
+def test_low_rank(shape: tuple[int, int], rank: int, masked: bool) -> None:
+    x, dh, a = _drawn(shape, (shape[0], rank), (rank, shape[1]))
+    bits = dropout_bits(
+        torch.arange(shape[0]), feature_offset=5, num_features=shape[1], probability=0.2, seed=1, site=2, step=3
+    )
+    mask = unpack_bits(bits, shape[1]) if masked else torch.ones(shape, dtype=torch.bool)
+    given, kept = bits if masked else None, x * mask
+    h = low_rank.project(widened(x), given, widened(a), out=widened(torch.zeros(shape[0], rank, dtype=HALF)))
+    assert_accurate(h, kept @ a.t(), kept.double() @ a.double().t())
+    da, db = torch.zeros(rank, shape[1]), torch.zeros(shape[1], rank)
+    low_rank.accumulate_a(widened(dh), widened(x), given, [low_rank.GradientA(gradient_rI=da, first_row=0)])
+    low_rank.accumulate_b(
+        widened(x), widened(dh), [low_rank.GradientB(gradient_or=db, first_column=0, first_row=0, scale=1.0)]
+    )
+    # products of bfloat16 numbers are exact in fp32 and so is where they are added up: torch's own fp32 is the measure
+    assert_accurate(da, dh.float().t() @ kept.float(), dh.double().t() @ kept.double())
+    assert_accurate(db, x.float().t() @ dh.float(), x.double().t() @ dh.double())
+    update, wide_update, added = _update(*shape, rank)
+    dx = low_rank.add_input_gradient(widened(x), update, out=torch.empty(shape, dtype=HALF))
+    _rounded_once(dx, low_rank.add_input_gradient(x.float(), wide_update))
+    # from dense operands: torch's product of views reads what lies between their rows, and that is NaN here
+    drawn = update.bits
+    assert drawn is not None
+    product = update.dh_TR.contiguous() @ update.a_RI.contiguous()
+    torchs = x + (SCALE * unpack_bits(drawn, shape[1]) * product).to(HALF)
+    assert_accurate(dx, torchs, x.double() + added)
+
+
+@pytest.mark.parametrize("shape", [(5, 123), (1, 1), (0, 64), (3, 5000), (17, 64)])
+def test_cross_entropy(shape: tuple[int, int]) -> None:
+    logits = _drawn(shape)[0] * 5
+    generator = torch.Generator().manual_seed(1)
+    targets, scale = (
+        torch.randint(0, shape[1], shape[:1], generator=generator),
+        torch.rand(shape[0], generator=generator),
+    )
+    results = []
+    for dtype in (HALF, torch.float32, torch.float64):
+        leaf = logits.to(dtype).requires_grad_()
+        loss = functional.cross_entropy(leaf, targets, reduction="none")
+        results.append((loss.detach(), torch.autograd.grad(loss, leaf, scale.to(dtype))[0]))
+    ours = widened(logits)
+    maximum, total, target = cross_entropy.local_statistics(ours, targets)
+    assert torch.equal(ours, logits) and torch.equal(maximum, logits.float().amax(-1))
+    assert_accurate(total.log() + (maximum - target), results[1][0], results[2][0])
+    gradient = cross_entropy.local_gradient(ours, targets, maximum, maximum, total, scale)
+    assert_accurate(gradient, results[0][1], results[2][1])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "dim"),
+    [((1,), 1, 1, 1), ((7,), 4, 2, 6), ((5, 1, 70, 130), 6, 2, 64), ((25, 24, 49), 3, 3, 80), ((1100, 30), 2, 1, 33)],
+)
+def test_attention(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> None:
+    tokens, scale = sum(lengths), dim**-0.5
+    q, k, v, dout = _drawn((tokens, heads, dim), (tokens, kv_heads, dim), (tokens, kv_heads, dim), (tokens, heads, dim))
+    expected = []
+    for dtype in (HALF, torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        whole = [leaves[0], *(x.repeat_interleave(heads // kv_heads, 1) for x in leaves[1:])]
+        outs = [
+            functional.scaled_dot_product_attention(
+                *(x.transpose(0, 1) for x in part), is_causal=True, scale=scale
+            ).transpose(0, 1)
+            for part in zip(*(x.split(lengths) for x in whole), strict=True)
+        ]
+        out = torch.cat(outs)
+        expected.append((out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attention.causal_attention(*leaves, lengths, scale=scale)
+    found = (out.detach(), *torch.autograd.grad(out, leaves, dout))
+    # a query that sees one key has no gradient of its score: what is left is the rounding of the terms that cancel
+    cancels = [dout.double().norm() * x.double().norm() * scale / x.numel() ** 0.5 * torch.ones(1) for x in (q, k)]
+    for ours, torchs, exact, terms in zip(found, *expected, (None, *cancels, None), strict=True):
+        assert_accurate(ours, torchs, exact, terms)
+
+
+def test_any_number_of_threads() -> None:
+    q, k, v, dout, dh = _drawn((101, 6, 16), (101, 2, 16), (101, 2, 16), (101, 6, 16), (101, 8))
+    segments = attention.documents((40, 61))
+
+    def run() -> tuple[Tensor, ...]:
+        out, lse = attention.attention_forward(q, k, v, segments, scale=0.25)
+        da = torch.zeros(8, 96)
+        low_rank.accumulate_a(dh, q.flatten(1), None, [low_rank.GradientA(gradient_rI=da, first_row=0)])
+        return out, lse, da, *attention.attention_backward(dout, q, k, v, out, lse, segments, scale=0.25)
+
+    assert_same_on_any_threads(run)

@@ -67,14 +67,21 @@ class EncodedEntry:
 
         Args:
             weight: [spec.local_shape], any float dtype.
+
+        Raises:
+            UserError: a number is not finite.
         """
         rows, columns = self.spec.local_shape
         height = max(1, ENCODED_AT_ONCE // columns)
         runs = [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
-        whole = self._whole(self.encoding.join([self.encoding.absmax(weight[run]) for run in runs], 0))
+        try:
+            here = self.encoding.join([self.encoding.absmax(weight[run]) for run in runs], 0)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from error
+        whole = self._whole(here)
         for run in runs:
-            here = replace(whole, first_row=whole.first_row + run.start)
-            for name, encoded in self.encoding.encode(weight[run], here).items():
+            place = replace(whole, first_row=whole.first_row + run.start)
+            for name, encoded in self.encoding.encode(weight[run], place).items():
                 self.parts[name][run].copy_(encoded)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:

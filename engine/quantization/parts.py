@@ -41,7 +41,7 @@ def require_finite(absmax: Tensor, encoding: str) -> None:
         row = int(bad.nonzero()[0, 0])
         raise UserError(
             f"a weight that is to be stored as {encoding} has a number that is not finite in row {row}: "
-            "repair the checkpoint, or set model.base_dtype to bf16."
+            "repair the checkpoint, or set model.base_dtype to null."
         )
 
 

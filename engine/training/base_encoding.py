@@ -27,17 +27,29 @@ from engine.telemetry.format import format_bytes
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 
+FP8_CAPABILITY = {"fp8": (8, 9), "fp8_row": (9, 0)}
+"""The oldest GPU that multiplies with one scale a matrix, and with one a row."""
+
 
 def base_encoding(config: RunConfig, device: torch.device) -> BaseEncoding | None:
     """How `model.base_dtype` stores weights that do not train; None where they keep model.dtype.
 
     Args:
-        config: of the run.
         device: of the weights; "meta" where nothing is computed.
+
+    Raises:
+        UserError: the GPU has no products for it.
     """
     name = config.model.base_dtype
     if name is None:
         return None
+    if device.type == "cuda" and name in FP8_CAPABILITY:
+        found, needed = torch.cuda.get_device_capability(device), FP8_CAPABILITY[name]
+        if found < needed:
+            raise UserError(
+                f"model.base_dtype is {name}, which needs a GPU of compute capability {needed[0]}.{needed[1]}, but "
+                f"this one has {found[0]}.{found[1]}: set model.base_dtype to int8 or nf4."
+            )
     backend = choose_quantized(config.model.kernels, device)
     return BaseEncoding(encoding=encoding(name, backend.arithmetic), operands=backend.operands)
 

@@ -19,15 +19,15 @@ from engine.distributed.sharding import NamedShard
 from engine.layers.module import ShardEntry
 from engine.layers.offload import HostMemory
 
-STAYS_BELOW = 1 << 16
-"""Bytes. A storage of less (a norm's weight, a bias) stays: a copy of it takes longer to start than to run."""
+STAYS_BELOW = 1 << 15
+"""Elements. A storage of less (a norm's weight, a bias) stays: a copy of it takes longer to start than to run."""
 
 
 def is_kept_in_host_memory(entries: Sequence[ShardEntry]) -> bool:
     """Whether the storage that these parameters share waits in host memory: it is large, and not all of it trains."""
-    return (
-        any(entry.sink is None for entry in entries) and entries[0].parameter.untyped_storage().nbytes() >= STAYS_BELOW
-    )
+    parameter = entries[0].parameter
+    elements = parameter.untyped_storage().nbytes() // parameter.element_size()
+    return any(entry.sink is None for entry in entries) and elements >= STAYS_BELOW
 
 
 class HostStorage:

@@ -70,6 +70,8 @@ class Workload:
         kernels: the backend of the ops.
         finds_done: whether a send says that it is done; see engine.planning.messages.
         square_sum_writes: whether the gradient's norm writes the squares of a region, as plain torch does.
+        offload_weights: whether frozen weights wait in host memory.
+        offload_optimizer: whether masters and moments do.
     """
 
     decoder: DecoderConfig
@@ -81,6 +83,8 @@ class Workload:
     kernels: KernelMemory
     finds_done: bool = True
     square_sum_writes: bool = True
+    offload_weights: bool = False
+    offload_optimizer: bool = False
 
     def num_microbatches(self, layout: Layout) -> int:
         """Of each rank in a step."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from engine.layers.recompute import MemoryPlan
+from engine.optim.offload import NUM_STATES, device_bytes
 from engine.optim.publish import AHEAD
 from engine.optim.reduce import LEAVING, SQUARED_AT_ONCE
 from engine.optim.sharding import ShardLevel
@@ -70,6 +71,7 @@ class PeakEstimate:
         static: of those, what is there all the time.
         load: the most while the model is made and read.
         save: the most while a checkpoint is written.
+        host: what waits in host memory, beside all this.
         pipeline_rank: whose peak this is.
     """
 
@@ -78,6 +80,7 @@ class PeakEstimate:
     static: Parts
     load: int
     save: int
+    host: int = 0
     pipeline_rank: int = 0
 
     @property
@@ -146,16 +149,17 @@ class _Rank:
             static=static,
             load=self._load(static),
             save=total(static) + written * WIDE,
+            host=self._host(),
             pipeline_rank=self._rank,
         )
 
     def _groups(self) -> Iterator[Parameters]:
-        """Parameters of this rank's layers and ends."""
+        """Parameters of this rank's layers and ends, as forward needs them."""
         shape = self._shape
         for stage in self._stages.values():
-            yield from shape.layer_parameters[stage.first : stage.last]
             if stage.embedding:
                 yield shape.embedding_parameters
+            yield from shape.layer_parameters[stage.first : stage.last]
             if stage.head:
                 yield shape.head_parameters
                 if shape.tied and not stage.embedding and not self._plan.ends_meet:
@@ -181,15 +185,37 @@ class _Rank:
         base, adapters = (
             item * sum(sizes) for sizes in zip(*((one.base, one.adapters) for one in groups), strict=True)
         )
-        return added(
-            {
-                WEIGHTS: held(self._sharding.weights, base),
-                ADAPTERS: held(self._sharding.weights, adapters),
-                MASTERS: held(self._sharding.masters, flat),
-                GRADIENTS: held(self._sharding.gradients, flat),
-                OPTIMIZER: held(self._sharding.moments, 2 * flat),
-            }
-        )
+        parts = {
+            WEIGHTS: held(self._sharding.weights, base),
+            ADAPTERS: held(self._sharding.weights, adapters),
+            MASTERS: held(self._sharding.masters, flat),
+            GRADIENTS: held(self._sharding.gradients, flat),
+            OPTIMIZER: held(self._sharding.moments, 2 * flat),
+        }
+        if self._workload.offload_weights:
+            parts[WEIGHTS] -= item * sum(group.moved - group.copied for group in groups)
+        if self._workload.offload_optimizer:
+            # sharded masters are sent from a copy in the weights' dtype
+            parts[MASTERS] = parts[MASTERS] // WIDE * item if self._sharding.masters else 0
+            parts[OPTIMIZER] = device_bytes(self._largest_span())
+        return added(parts)
+
+    def _largest_span(self) -> int:
+        """Elements that are treated alike and lie together in what this rank has of the masters."""
+        largest = max(self._regions().values(), default=0)
+        if self._sharding.masters and not self._sharding.gradients:
+            largest = min(largest, self._bucket())
+        return -(-largest // self._layout.data_and_context) if self._sharding.masters else largest
+
+    def _host(self) -> int:
+        """Bytes of host memory that weights, masters and moments wait in."""
+        weights = state = 0
+        if self._workload.offload_weights:
+            weights = self._workload.dtype.itemsize * sum(group.moved for group in self._groups())
+        if self._workload.offload_optimizer:
+            state = NUM_STATES * WIDE * sum(self._regions().values())
+            state = -(-state // self._layout.data_and_context) if self._sharding.masters else state
+        return weights + state
 
     def _load(self, static: Parts) -> int:
         """Weights, masters and gradients are there, moments not yet; one tensor is in the dtype it is stored in."""
@@ -199,11 +225,13 @@ class _Rank:
     # A step.
 
     def _gathered(self, microbatches: int) -> dict[str, int]:
-        """Weights of two layers, gathered from where they are kept, the other one's on their way; and whole buckets of
+        """Weights of two layers that have come from where they wait, the other one's on their way; and whole buckets of
         gradients until their sums have left: a few with one micro-batch a step, all with more."""
         weights = gradients = 0
-        if self._sharding.weights:
-            layers = [one.base + one.adapters for one in self._groups()]
+        if self._sharding.weights or self._workload.offload_weights:
+            layers = [
+                one.moved if self._workload.offload_weights else one.base + one.adapters for one in self._groups()
+            ]
             weights = max(sum(pair) for pair in zip(layers, [*layers[1:], 0], strict=True))
         if self._sharding.gradients:
             whole = sum(self._regions().values())

@@ -42,6 +42,8 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         kernels=kernels,
         finds_done=device_type == "cuda",
         square_sum_writes=not native,
+        offload_weights=config.memory.offload_weights,
+        offload_optimizer=config.memory.offload_optimizer,
     )
 
 

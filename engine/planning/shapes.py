@@ -10,6 +10,7 @@ import torch
 
 from engine.distributed.mesh import Axis, shape_mesh
 from engine.distributed.ranks import RankGrid
+from engine.layers.host_storage import is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import ShardedModule, ShardEntry, shard_entries
 from engine.layers.norm import RMSNorm
@@ -133,12 +134,16 @@ class Parameters:
         adapters: elements of A and B, folded columns and their padding included.
         trained: region of the optimizer -> elements, each parameter aligned.
         largest: elements of the largest tensor.
+        moved: elements of the storages that wait in host memory, where frozen weights do.
+        copied: of those, the trained ones, of which the device keeps a copy.
     """
 
     base: int
     adapters: int
     trained: dict[RegionKey, int]
     largest: int
+    moved: int = 0
+    copied: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,11 +298,13 @@ def _trains(norm: RMSNorm | None) -> bool:
 def _parameters(entries: Iterable[ShardEntry]) -> Parameters:
     """Storages are counted once each: what sections share, and the columns of folded adapters, lie in one."""
     storages: dict[int, int] = {}
+    sharing: dict[int, list[ShardEntry]] = {}
     base = largest = 0
     trained: dict[RegionKey, int] = {}
     for entry in entries:
         storage = entry.parameter.data.untyped_storage()
         storages[storage._cdata] = storage.nbytes() // entry.parameter.element_size()
+        sharing.setdefault(storage._cdata, []).append(entry)
         size = prod(entry.spec.local_shape)
         largest = max(largest, size)
         if not entry.name.endswith((".lora_A", ".lora_B")):
@@ -305,4 +312,12 @@ def _parameters(entries: Iterable[ShardEntry]) -> Parameters:
         if entry.sink is not None:
             key = entry.spec.grad_reduce, entry.spec.replicated, len(entry.spec.global_shape) < 2
             trained[key] = trained.get(key, 0) + -(-size // ALIGNMENT) * ALIGNMENT
-    return Parameters(base=base, adapters=sum(storages.values()) - base, trained=trained, largest=largest)
+    moved = [key for key, held in sharing.items() if is_kept_in_host_memory(held)]
+    return Parameters(
+        base=base,
+        adapters=sum(storages.values()) - base,
+        trained=trained,
+        largest=largest,
+        moved=sum(storages[key] for key in moved),
+        copied=sum(one.parameter.numel() for key in moved for one in sharing[key] if one.sink is not None),
+    )

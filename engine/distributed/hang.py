@@ -35,9 +35,9 @@ class RankState:
     step: int
     idle: float
     place: str
-    last: Sequence[Noted]
+    last: tuple[Noted, ...]
     wait: Noted | None = None
-    recent: Sequence[Noted] = ()
+    recent: tuple[Noted, ...] = ()
 
     def dump(self) -> str:
         """JSON."""
@@ -48,7 +48,7 @@ class RankState:
         """What `dump` wrote."""
         values = json.loads(text)
         wait = values.pop("wait")
-        lists = {name: [_noted(one) for one in values.pop(name)] for name in ("last", "recent")}
+        lists = {name: tuple(_noted(one) for one in values.pop(name)) for name in ("last", "recent")}
         return cls(**values, **lists, wait=None if wait is None else _noted(wait))
 
 

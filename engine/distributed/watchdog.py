@@ -85,32 +85,35 @@ class Watchdog:
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        try:
-            while not self._closed.wait(self._pause):
-                self._look()
-        except (dist.DistNetworkError, dist.DistStoreError):
-            return  # who holds the store has ended, and so will this rank: its next operation says so
+        while not self._closed.wait(self._pause):
+            self._watch_progress()
+            try:
+                if self._store is not None:
+                    self._look(self._store)
+            except (dist.DistNetworkError, dist.DistStoreError):
+                # who holds the store hangs or has ended; in the latter case this rank's next operation says so
+                self._store = None
+            if self._store is None and self._is_late():
+                self._tell_alone()
 
-    def _look(self) -> None:
-        self._watch_progress()
-        if self._store is None:
-            if self._is_late():
-                state = self._state(recent=True)
-                self._write(state)
-                self._tell({self._rank: state}, {})
-                self._report += 1
-                self._silent_until_progress = True
-            return
-        self._store.set(f"state/{self._rank}", self._state(recent=False).dump())
+    def _look(self, store: dist.Store) -> None:
+        store.set(f"state/{self._rank}", self._state(recent=False).dump())
         for poll in self._polls:
-            poll(self._store)
+            poll(store)
         asked = f"report/{self._report}"
         if self._is_late():
-            self._store.set(asked, str(self._rank))
+            store.set(asked, str(self._rank))
             self._silent_until_progress = True
-        if self._store.check([asked]):
-            self._answer(self._store, asked)
+        if store.check([asked]):
+            self._answer(store, asked)
             self._report += 1
+
+    def _tell_alone(self) -> None:
+        """Where there is nobody to ask, or no way to."""
+        state = self._state(recent=True)
+        self._write(state)
+        self._tell({self._rank: state}, {})
+        self._silent_until_progress = True
 
     def _watch_progress(self) -> None:
         seen = LOG.total, self.step
@@ -153,8 +156,8 @@ class Watchdog:
         frame = sys._current_frames().get(self._main)
         return RankState(
             rank=self._rank, host=self._host, pid=os.getpid(), step=self.step, idle=time.monotonic() - self._since,
-            place=place(frame), last=LOG.last(), wait=LOG.waits().get(self._main),
-            recent=LOG.recent() if recent else (),
+            place=place(frame), last=tuple(LOG.last()), wait=LOG.waits().get(self._main),
+            recent=tuple(LOG.recent()) if recent else (),
         )  # fmt: skip
 
     def _process(self, state: RankState) -> str:

@@ -78,6 +78,7 @@ class Layout:
         accumulation: micro-batches a step.
         recompute: what backward makes again.
         dtype: of the weights that the model computes with.
+        stored: dtype in which activations are kept for backward; None keeps theirs.
         base: the encoding in which frozen weights of the layers are stored.
         rounded: frozen weights of the layers have the values that this encoding gives them, but are stored plain.
         plain: regular expression over the names of weights that are neither encoded nor rounded.
@@ -92,6 +93,7 @@ class Layout:
     dropout: float = 0.1
     recompute: Level = "selective"
     dtype: torch.dtype = torch.float32
+    stored: torch.dtype | None = None
     base: str | None = None
     rounded: str | None = None
     plain: str = ""
@@ -148,6 +150,7 @@ class Run:
         self.kept = SpreadWeights(
             mesh.dp_cp if level == "parameters" else Axis("dp_cp"), host=host if offload_weights else None
         )
+        memory = MemoryPlan(recompute=layout.recompute, stored_dtype=layout.stored)
         stages: dict[int, ModelStage] = {}
         step, embedding, first = torch.zeros((), dtype=torch.int64), None, 0
         for number, count in enumerate(layout.layers):
@@ -159,7 +162,7 @@ class Run:
                 continue
             model = Decoder(
                 case.config, layout=tensors, plan=case.plan(), device=CPU, dtype=layout.dtype, part=part,
-                embedding_weight=embedding, weights=self.kept, memory=MemoryPlan(recompute=layout.recompute),
+                embedding_weight=embedding, weights=self.kept, memory=memory,
             )  # fmt: skip
             embedding = model.embedding.weight if model.embedding is not None else embedding
             gives_gradient = number > 0

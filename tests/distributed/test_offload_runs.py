@@ -31,6 +31,7 @@ LAYOUTS = {
     "head and adapters": Layout(case="head and adapters", grid=ONE, recompute="none"),
     "bfloat16": Layout(case="head and adapters", grid=ONE, dtype=torch.bfloat16),
     "attention again": Layout(case="adapters", grid=ONE, recompute="attention"),
+    "kept in bfloat16": Layout(case="deep, adapters", grid=ONE, layers=(4,), stored=torch.bfloat16),
     "all again": Layout(case="deep, adapters", grid=ONE, layers=(4,), recompute="full"),
     "tp2": Layout(case="adapters", grid=RankGrid(tp=2), sequence=True),
     "dp2": Layout(case="head and adapters", grid=RankGrid(dp=2)),

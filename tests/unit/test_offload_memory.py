@@ -133,6 +133,47 @@ def test_bytes_that_torch_counts() -> None:
     assert device_bytes(elements, PIECE_ELEMENTS) == NUM_SLOTS * 3 * 4 * PIECE_ELEMENTS
 
 
+def _state(run: Run) -> dict[str, Tensor]:
+    state = {name: tensor.clone() for name, tensor, _ in (*run.optimizer.state_shards(), *run.weights())}
+    return state | {"t": run.optimizer.updates.clone()}
+
+
+def _load(run: Run, state: dict[str, Tensor], step: int) -> None:
+    """As engine.training.state does."""
+    for name, tensor, _ in run.optimizer.state_shards():
+        tensor.copy_(state[name])
+    run.flat.publish()
+    run.optimizer.updates.copy_(state["t"])
+    run.stages.step.fill_(step)
+
+
+BOTH = {"offload_weights": True, "offload_optimizer": True}
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, BOTH), (BOTH, {}), (BOTH, BOTH)], ids=["in", "out", "stay"])
+def test_state_opens_with_and_without(before: dict[str, bool], after: dict[str, bool]) -> None:
+    plain, first, second = _run(), _run(**before), _run(**after)
+    plain.train(1, 4)
+    first.train(1, 2)
+    _load(second, _state(first), 2)
+    second.train(3, 4)
+    expected, found = _state(plain), _state(second)
+    assert all(torch.equal(found[name], value) for name, value in expected.items()) and len(expected) > 20
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    run = _run(**BOTH)
+    run.train(1, 1)
+    before = _state(run)
+    run.step.gradients(*run.batches(2))
+    run.flat.gradient[3] = torch.nan
+    assert not torch.isfinite(run.optimizer.step(1e-3)) and run.optimizer.skipped == 1
+    assert all(torch.equal(value, before[name]) for name, value in _state(run).items())
+    assert not run.flat.gradient.any()
+    run.train(2, 2)
+    assert sum(not torch.equal(value, before[name]) for name, value in _state(run).items()) > 20
+
+
 def test_small_storages_and_trained_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _run(case="deep, everything", offload_weights=True).kept.host_bytes() == 0
     monkeypatch.setattr(host_storage, "STAYS_BELOW", 1 << 30)

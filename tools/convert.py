@@ -48,6 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
     merging = commands.add_parser("merge", help="put a PEFT adapter into the weights of its base")
     merging.add_argument("--base", required=True, type=Path, help="Hugging Face folder, or a partitioned base")
     merging.add_argument("--adapter", required=True, type=Path, help="folder of a PEFT LoRA adapter")
+    merging.add_argument(
+        "--base-dtype",
+        choices=("nf4", "int8", "fp8", "fp8_row"),
+        help="the adapter was trained beside the base in this encoding: merge into what it makes of the weights",
+    )
     _add_model_options(merging)
     _add_common(merging)
 
@@ -74,6 +79,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help="query, key and value, and gate and up: as the base has them (default), apart, query-key-value as one "
         "qkv_proj, or both fused",
     )
+    parser.add_argument(
+        "--stored-base",
+        action="store_true",
+        help="merge into the weights as stored, also where the base was encoded in training (default: into what the "
+        "encoding made of them, which is the model that was trained)",
+    )
     parser.add_argument("--no-proof", action="store_true", help="do not compare logits with stock transformers or PEFT")
 
 
@@ -92,6 +103,7 @@ def main() -> None:
             "max_shard_bytes": int(arguments.max_shard_gb * 1e9),
             "fusing": arguments.fused,
             "proof": not arguments.no_proof,
+            "stored_base": arguments.stored_base,
         }
     options = commands.Options(
         overwrite=arguments.overwrite, verify=arguments.verify, threads=arguments.threads, **model
@@ -101,7 +113,7 @@ def main() -> None:
     elif arguments.command == "reshard":
         commands.run_reshard(arguments.source, out, tensor=arguments.tensor, options=options)
     elif arguments.command == "merge":
-        commands.run_merge(arguments.base, arguments.adapter, out, options=options)
+        commands.run_merge(arguments.base, arguments.adapter, out, base_dtype=arguments.base_dtype, options=options)
     else:
         commands.run_export(
             arguments.source,

@@ -16,6 +16,7 @@ from engine.checkpoint.convert import (
     export_hf,
     import_checkpoint,
 )
+from engine.checkpoint.decoded import DecodedSource, encoded_names
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.merge import MergedSource, adapted_modules, fully_trained
 from engine.checkpoint.merging import summary
@@ -63,6 +64,7 @@ class Options:
         max_shard_bytes: of a Hugging Face weight file.
         fusing: see `export_hf`.
         proof: compare the logits of what was written with the engine's.
+        stored_base: merge into the base as it is stored, also where the adapter was trained beside an encoded one.
     """
 
     overwrite: bool = False
@@ -71,6 +73,7 @@ class Options:
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     fusing: Fusing = "keep"
     proof: bool = True
+    stored_base: bool = False
 
     def __post_init__(self) -> None:
         if self.max_shard_bytes <= 0:
@@ -146,20 +149,44 @@ def run_export(
             f"{source} has adapters, and --format hf writes a whole model: add --merge to put them into its "
             "weights, or use --format peft."
         )
-    merged = MergedSource(trained.model, trained.weights, values, scale=trained.scale)
+    base_dtype = trained.checkpoint.base.get("dtype")
+    weights = _as_trained(trained.weights, base_dtype, values.tensor_names(), options, log)
+    merged = MergedSource(trained.model, weights, values, scale=trained.scale)
     _export_weights(merged, trained.checkpoint.folder, out, options, log)
 
 
-def run_merge(base: Path, adapter: Path, out: Path, *, options: Options) -> None:
+def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, options: Options) -> None:
     """Writes a base model with a PEFT adapter added into its weights.
+
+    Args:
+        base_dtype: the encoding of the base that the adapter was trained beside, which its folder does not say.
 
     Raises:
         UserError: the adapter does not belong to the base.
     """
-    weights = open_source(base)
+    log = Log()
+    weights: WeightSource = open_source(base)
     factors = AdapterSource(adapter, names=weights.model.names, decoder=weights.model.decoder, with_saved_modules=True)
-    merged = MergedSource(weights.model, weights, factors, scale=factors.settings.scale)
-    _export_weights(merged, adapter, out, options, Log())
+    seen = _as_trained(weights, base_dtype, factors.tensor_names(), options, log)
+    merged = MergedSource(weights.model, seen, factors, scale=factors.settings.scale)
+    _export_weights(merged, adapter, out, options, log)
+
+
+def _as_trained(
+    weights: WeightSource | None, base_dtype: str | None, trained: list[str], options: Options, log: Log
+) -> WeightSource | None:
+    """The base that an adapter was trained beside: what an encoding made of it, unless the stored one is asked for."""
+    if weights is None or base_dtype is None:
+        return weights
+    if options.stored_base:
+        log.info(f"note: trained beside a base in {base_dtype}, merged into the stored weights as asked for")
+        return weights
+    log.info(
+        f"note: merged into the base as {base_dtype} kept it, because that is the model that was trained; "
+        "--stored-base takes the stored weights"
+    )
+    names = encoded_names(weights.model.decoder, base_dtype, fully_trained(trained))
+    return DecodedSource(weights, base_dtype, names)
 
 
 def _export_weights(weights: WeightSource, read: Path, out: Path, options: Options, log: Log) -> None:

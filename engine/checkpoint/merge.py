@@ -110,7 +110,12 @@ class MergedSource(WeightSource):
         ]
 
     def changed_names(self) -> list[str]:
-        return [name for name in self._shapes if name in self._full or self._module(name) in self._adapter_of]
+        before = set() if self.base is None else set(self.base.changed_names())
+        return [
+            name
+            for name in self._shapes
+            if name in self._full or name in before or self._module(name) in self._adapter_of
+        ]
 
     def tensor_names(self) -> list[str]:
         return list(self._shapes)
@@ -161,7 +166,7 @@ class MergedSource(WeightSource):
         return LowRank(a.float(), b.float(), self.scale, transposed=module == "embed_tokens")
 
     def identity(self) -> dict[str, Any]:
-        return {"scale": self.scale}
+        return {"scale": self.scale, **({} if self.base is None else self.base.identity())}
 
     def write_report(self, folder: Path, facts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
         return write_rounding(folder, facts, self.scale)

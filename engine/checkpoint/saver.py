@@ -2,7 +2,8 @@
 
 At a save the training stands still for a copy of its tensors in host memory; a thread then writes the copy. A thread,
 not a process: it spends its time in system calls and compiled code, which leave the interpreter to the training. One
-save runs at a time; the next one waits for it, until the running one has had `timeout` seconds, and is left out then.
+save runs at a time; the next one waits for it, `timeout` seconds at most, and is left out then, as are all that follow
+until it ends.
 
 A save that fails is reported and harms nothing: neither the training nor the checkpoints that are there. Ranks need not
 agree on whether to save: where one has left a save out, rank 0 finds no part of it and gives that save up.
@@ -45,8 +46,8 @@ class SaveGroup:
         writers: the ranks that have something to write; rank 0, which publishes, may not be among them.
         num_bytes: of all their tensors.
         token: letters and digits that name this start of the run, the same for all.
-        timeout: seconds that rank 0 waits for the others, once it has written its own part, and that a save waits for
-            the one before it.
+        timeout: seconds that a save waits for the one before it; rank 0, once it has written its own part, waits half
+            of that for the others.
     """
 
     run_dir: Path
@@ -111,7 +112,7 @@ def save_now(
                 leave_record(staging, group.rank, write_part(staging, group.rank, owned(shards)))
             if group.rank != 0:
                 return SaveReport(step=contents.step, path=None, seconds=time.monotonic() - begin)
-            publish(staging, out, contents, collect(staging, group.writers, time.monotonic() + group.timeout))
+            publish(staging, out, contents, collect(staging, group.writers, time.monotonic() + group.timeout / 2))
     except UserError as error:
         if group.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
@@ -149,6 +150,8 @@ class Saver:
         self._group, self._keep, self._keep_every, self._snapshot = group, keep, keep_every, snapshot
         self._number = 0
         self._running: _Running | None = None
+        self._is_overdue = False
+        """Whether the one under way has been waited for in vain."""
         self._reports: list[SaveReport] = []
 
     def save(self, shards: Sequence[NamedShard], contents: TrainingContents, *, last: bool = False) -> float:
@@ -167,8 +170,10 @@ class Saver:
         """
         begin = time.monotonic()
         self._number += 1
-        waited = self.wait()
+        self._look()
+        waited = 0.0 if self._is_overdue and not last else self.wait()
         if self._running is not None:
+            self._is_overdue = True
             problem = (
                 f"the checkpoint of step {self._running.step} is still being written after "
                 f"{time.monotonic() - self._running.began:.0f} s: use a faster disk, or give a slow one more time with "
@@ -192,18 +197,17 @@ class Saver:
         return self._running is not None
 
     def wait(self, limit: float | None = None) -> float:
-        """Waits for the save under way until it ends or has had its time.
+        """Waits for the save under way.
 
         Args:
-            limit: seconds to wait at most; None for no limit but that.
+            limit: seconds to wait at most; None for those that a save waits for another.
 
         Returns:
             The seconds waited.
         """
         begin = time.monotonic()
         if self._running is not None:
-            rest = max(0.0, self._running.began + self._group.timeout - begin)
-            wait([self._running.outcome], rest if limit is None else min(rest, limit))
+            wait([self._running.outcome], self._group.timeout if limit is None else limit)
             self._look()
         return time.monotonic() - begin
 
@@ -236,5 +240,5 @@ class Saver:
         """Takes note if the save under way has ended."""
         running = self._running
         if running is not None and running.outcome.done():
-            self._running = None
+            self._running, self._is_overdue = None, False
             self._reports.append(running.outcome.result())

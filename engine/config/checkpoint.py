@@ -18,8 +18,8 @@ class CheckpointOptions:
         keep_every: Checkpoints of every so many steps are kept for good, beside the newest; 0 for none.
         asynchronous: Go on training while a checkpoint is written, from a copy of what trains in host memory; false has
             training wait. The last checkpoint is waited for in any case.
-        timeout: Seconds for which a save waits for the one before it, and rank 0 for the other ranks' parts, before it
-            is given up; on several ranks never more than half of train.collective_timeout.
+        timeout: Seconds for which a save waits for the one before it, and rank 0, half as long, for the other ranks'
+            parts, before it is given up; on several ranks never more than half of train.collective_timeout.
         resume: "auto" goes on from the newest complete checkpoint in checkpoint.dir where there is one, "none" starts
             afresh, and anything else is the path of a run or of one of its checkpoints to go on from.
     """

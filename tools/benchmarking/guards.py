@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from engine.config.guards import GuardOptions
 from engine.distributed.mesh import Axis, build_mesh
@@ -56,10 +57,13 @@ class Timed(NamedTuple):
     Args:
         seconds: by the clock, from all ranks being there.
         own: of them, those inside the guards.
+        cpu_seconds, own_cpu: the same of this process's threads, whoever else uses the machine.
     """
 
     seconds: float
     own: float
+    cpu_seconds: float
+    own_cpu: float
 
 
 class _Rank:
@@ -110,32 +114,41 @@ class _Rank:
         targets = self._targets[self._count % _NUM_BATCHES]
         self._count += 1
         dist.barrier()
-        begin = time.perf_counter()
+        begin, own = _now(), torch.zeros(2, dtype=torch.float64)
         result = self._step(batches, targets, LEARNING_RATE)
-        own = 0.0
         if guarded:
-            at = time.perf_counter()
+            at = _now()
             self._guards.after(StepSeen(self._count, batches, targets, LEARNING_RATE, self._count, result))
-            own = time.perf_counter() - at
+            own += _now() - at
         figures = _read(self._before or result)
         if guarded:
-            at = time.perf_counter()
+            at = _now()
             self._guards.read(self._count, *figures)
-            own += time.perf_counter() - at
+            own += _now() - at
         self._before = result
-        return Timed(time.perf_counter() - begin, own)
+        return _timed(_now() - begin, own)
 
     def _alone(self, work: Callable[[], object]) -> Timed:
         dist.barrier()
-        begin = time.perf_counter()
+        begin = _now()
         work()
-        seconds = time.perf_counter() - begin
-        return Timed(seconds, seconds)
+        seconds = _now() - begin
+        return _timed(seconds, seconds)
 
     def _compare(self, *, frozen: bool) -> None:
         numbers = {"the count of steps": self._step.stages.step}
         found = self._replicas.finish(self._replicas.start(self._count, frozen=frozen, numbers=numbers))
         assert not found, found
+
+
+def _now() -> Tensor:
+    """Both clocks."""
+    return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
+
+
+def _timed(spent: Tensor, own: Tensor) -> Timed:
+    (seconds, cpu), (own_seconds, own_cpu) = spent.tolist(), own.tolist()
+    return Timed(seconds, own_seconds, cpu, own_cpu)
 
 
 def _read(result: StepResult) -> tuple[float, float]:
@@ -190,32 +203,44 @@ def run(options: GuardsOptions) -> Table:
     return table(options, samples, kernels)
 
 
+def _medians(samples: list[Timed], *, own: bool = False) -> tuple[float, float]:
+    """By the clock and of the CPU."""
+    pairs = [(one.own, one.own_cpu) if own else (one.seconds, one.cpu_seconds) for one in samples]
+    seconds, cpu = zip(*pairs, strict=True)
+    return summarise(seconds).median, summarise(cpu).median
+
+
+def _row(name: str, medians: tuple[float, float], when: str = "", share: float | None = None) -> tuple[str, ...]:
+    part = "" if share is None else f"{100 * share:.3f}%"
+    return name, f"{medians[0] * 1e3:.2f}", f"{medians[1] * 1e3:.2f}", when, part
+
+
 def table(options: GuardsOptions, samples: dict[str, list[Timed]], kernels: str) -> Table:
     """One row for each work; its share of a step, at the defaults' intervals."""
     defaults = GuardOptions()
     every = {TRAINED: defaults.replicas_every, ALL: defaults.replicas_every * FROZEN_EVERY}
-    seconds = {name: [sample.seconds for sample in found] for name, found in samples.items()}
-    step = summarise(seconds[PLAIN]).median
-    own = summarise([sample.own for sample in samples[GUARDED]]).median
-    share = own / step
+    step = _medians(samples[PLAIN])
+    with_guards, own = _medians(samples[GUARDED]), _medians(samples[GUARDED], own=True)
+    shares = [part / whole for part, whole in zip(own, step, strict=True)]
     rows = [
-        (PLAIN, f"{step * 1e3:.2f}", "", ""),
-        (GUARDED, f"{summarise(seconds[GUARDED]).median * 1e3:.2f}", "", ""),
-        ("of it, inside the guards", f"{own * 1e3:.3f}", "every step", f"{100 * share:.3f}%"),
+        _row(PLAIN, step),
+        _row(GUARDED, with_guards),
+        _row("of it, inside the guards", own, "every step", shares[0]),
     ]
     for name, steps in every.items():
-        median = summarise(seconds[name]).median
-        share += median / steps / step
-        rows.append((name, f"{median * 1e3:.2f}", f"every {steps} steps", f"{100 * median / steps / step:.3f}%"))
-    rows.append((LOOK, f"{summarise(seconds[LOOK]).median * 1e3:.2f}", "three times a run", ""))
-    ratio = paired_ratio(seconds[GUARDED], seconds[PLAIN])
+        medians = _medians(samples[name])
+        more = [part / steps / whole for part, whole in zip(medians, step, strict=True)]
+        shares = [share + one for share, one in zip(shares, more, strict=True)]
+        rows.append(_row(name, medians, f"every {steps} steps", more[0]))
+    rows.append(_row(LOOK, _medians(samples[LOOK]), "three times a run"))
+    ratio = paired_ratio([sample.seconds for sample in samples[GUARDED]], [sample.seconds for sample in samples[PLAIN]])
     return Table(
         title=f"Guards: hidden {options.hidden}, {options.layers} layers, rank {options.rank}, {options.ranks} ranks "
         f"of {options.rows}x{options.length} tokens, {options.dtype}",
-        columns=("", "ms", "when", "of a step"),
+        columns=("", "ms", "CPU ms", "when", "of a step"),
         rows=tuple(rows),
         findings=(
-            f"Guards take {100 * share:.2f}% of a step in all.",
+            f"Guards take {100 * shares[0]:.2f}% of a step in all by the clock, {100 * shares[1]:.2f}% by CPU time.",
             f"A step with guards over the one beside it without: {ratio.median:.4f} (median of {options.repeats}).",
             kernels,
         ),
@@ -224,6 +249,6 @@ def table(options: GuardsOptions, samples: dict[str, list[Timed]], kernels: str)
             "section": "guards",
             "options": asdict(options),
             "seconds": {name: [tuple(sample) for sample in found] for name, found in samples.items()},
-            "share": share,
+            "shares": shares,
         },
     )

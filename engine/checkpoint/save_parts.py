@@ -34,8 +34,8 @@ from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 
 RUN_CONFIG = "run.yaml"
-_ROOM_BESIDE = 1 << 20
-"""Bytes for manifest and records, beside the tensors."""
+_ROOM_BESIDE, _SHARE_BESIDE = 64 << 10, 16
+"""For manifest and records, beside the tensors: so many bytes, and one for so many of the tensors."""
 _FIRST_LOOK, _LAST_LOOK = 0.002, 0.2
 """Seconds between looks for the other ranks' records, at first and after a while."""
 
@@ -80,7 +80,7 @@ def require_room(staging: Path, num_bytes: int) -> None:
         system = os.statvfs(staging)
         free = system.f_bavail * system.f_frsize
         written = sum(file.stat().st_blocks * 512 for file in os.scandir(staging))
-    needed = num_bytes + _ROOM_BESIDE - written
+    needed = num_bytes + num_bytes // _SHARE_BESIDE + _ROOM_BESIDE - written
     if needed > free:
         raise UserError(
             f"{staging.parent} has {free / 1e6:,.1f} MB free, but the checkpoint needs {needed / 1e6:,.1f} MB more: "

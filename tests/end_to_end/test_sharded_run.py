@@ -92,6 +92,26 @@ def test_export_has_whole_weights_in_16_bits(base: Path, spread: Path, tmp_path:
     assert rounded == sorted(value.double().sum().item() for value in exported.values())
 
 
+def test_the_export_opens_in_transformers(
+    settings: dict[str, object], base: Path, spread: Path, tmp_path: Path
+) -> None:
+    """With nothing missing and nothing left over; and it has learned what the run was shown."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_tool("convert", "export", "--source", spread, "--out", tmp_path / "hf", "--format", "hf")
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(told.values()), told
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    text = Path(str(settings["data.train"])).read_text(encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "hf")(text, return_tensors="pt").input_ids[:, :1024].view(-1, 64)
+    found, before = (
+        each.float()(input_ids=ids, labels=ids).loss.item()
+        for each in (model, AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16))
+    )
+    first, last = (losses(spread)[step] for step in (1, STEPS))
+    assert first - last > 0.3 and before - found > 0.5 * (first - last), (before, found, first, last)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layout"), [(4, {"parallel.tensor": 2}), (4, {}), (2, {"parallel.tensor": 2})])
 @pytest.mark.parametrize("level", ["none", "optimizer", "gradients", "parameters"])

@@ -1,8 +1,8 @@
 """The metrics file: one JSON object per line, numbers exactly as they were computed.
 
 A training record has step, loss, grad_norm, lr, tokens, seconds, tokens_per_second and memory; an evaluation has step
-and eval_loss. Only one rank writes. A run that resumes at step s first drops the records after s, which it will write
-again.
+and eval_loss; a checkpoint has step, save_pause_seconds and save_seconds, and comes when it is whole. Only one rank
+writes. A run that resumes at step s first drops the records after s, which it will write again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -89,10 +90,22 @@ class MetricsWriter:
 
         Args:
             record: must have "step". NaN and infinities are written as JSON strings "NaN", "Infinity", "-Infinity".
+
+        Raises:
+            UserError: the disk does not take it.
         """
         if self._file is not None:
-            self._file.write(json.dumps({key: _plain(value) for key, value in record.items()}) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps({key: _plain(value) for key, value in record.items()}) + "\n")
+                self._file.flush()
+            except OSError as error:
+                with suppress(OSError):
+                    self._file.close()  # which tries once more
+                self._file = None
+                raise UserError(
+                    f"The metrics file {self._path} cannot be written ({error.strerror}): make room there, or set "
+                    "log.metrics to null, and start the run again to go on from its last checkpoint."
+                ) from None
         if self._tensorboard is not None:
             step = int(record["step"] or 0)
             for key, value in record.items():

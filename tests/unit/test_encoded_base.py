@@ -26,7 +26,7 @@ from engine.models.describe import meta_model
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.inputs import GivenInput
 from engine.quantization.encoding import encoding
-from engine.training.base_encoding import check_base
+from engine.training.base_encoding import base_encoding, check_base
 from tests.distributed.cases import Case, cut, make_batch, relative_error, small_config, whole_parameters, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.distributed.plain_decoder import PlainDecoder
@@ -277,3 +277,24 @@ def test_sizes_that_fp8_products_cannot_take_are_refused_on_a_gpu() -> None:
     spec = split_spec((40, 24), 0, rank=0, size=1, what="rows")
     message = _refusal(lambda: EncodedStorage([("down", spec)], base, tp=Axis("tp"), device=torch.device("cuda")))
     assert "down is 40 x 24" in message and "multiples of 16" in message
+
+
+def test_fp8_needs_a_gpu_that_has_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute capability 8.9 multiplies with one scale a matrix, 9.0 with one a row; a CPU does either."""
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    config = RunConfig(model=ModelOptions(path="x", base_dtype="fp8"))
+    message = _refusal(lambda: base_encoding(config, device))
+    assert "compute capability 8.9" in message and "this one has 8.6" in message
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    config = RunConfig(model=ModelOptions(path="x", base_dtype="fp8_row"))
+    assert "compute capability 9.0" in _refusal(lambda: base_encoding(config, device))
+    assert base_encoding(config, CPU) is not None
+
+
+@pytest.mark.parametrize("base", NAMES)
+def test_a_weight_that_is_not_finite_is_named(base: str) -> None:
+    weight = torch.ones(48, 64)
+    weight[7, 3] = math.nan
+    message = _refusal(lambda: _linear(base, weight))
+    assert message.startswith("down_proj.weight: ") and "row 7" in message

@@ -46,7 +46,12 @@ struct Half {  // bf16
     // Nearest, ties to even; the numbers here are finite.
     static SIMD_INLINE void store(uint16_t* to, Float value, int64_t count) {
         const Int bits = (Int)value;
-        const Short rounded = __builtin_convertvector((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, Short);
+        const Int shifted = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+#if SIMD_AVX512
+        const Short rounded = (Short)_mm512_maskz_cvtepi32_epi16((__mmask16)0xFFFF, (__m512i)shifted);
+#else
+        const Short rounded = __builtin_convertvector(shifted, Short);
+#endif
         if (count >= LANES) memcpy(to, &rounded, sizeof rounded);
         else memcpy(to, &rounded, count * sizeof *to);
     }
@@ -211,7 +216,12 @@ SIMD_INLINE Float widened(const int8_t* codes, int64_t count) {
     Byte bytes = {};
     if (count >= LANES) memcpy(&bytes, codes, sizeof bytes);
     else memcpy(&bytes, codes, count);
+#if SIMD_AVX512
+    const __mmask16 all = 0xFFFF;  // as above
+    return (Float)_mm512_maskz_cvtepi32_ps(all, _mm512_maskz_cvtepi8_epi32(all, (__m128i)bytes));
+#else
     return __builtin_convertvector(__builtin_convertvector(bytes, Int), Float);
+#endif
 }
 
 template <class Type>
@@ -221,8 +231,11 @@ void int8_decode(int threads, int64_t rows, int64_t columns, const int8_t* codes
     for_rows(threads, rows, columns, [=](int64_t first, int64_t last) {
         for (int64_t row = first; row < last; ++row) {
             const int8_t* from = codes + row * ld_codes;
-            for (int64_t i = 0; i < columns; i += LANES)
-                Type::store(to + row * ld_out + i, widened(from + i, columns - i) * scales[row], columns - i);
+            auto* out_row = to + row * ld_out;
+            const float scale = scales[row];
+            int64_t i = 0;
+            for (; i + LANES <= columns; i += LANES) Type::store(out_row + i, widened(from + i, LANES) * scale, LANES);
+            if (i < columns) Type::store(out_row + i, widened(from + i, columns - i) * scale, columns - i);
         }
     });
 }

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.distributed.ranks import RankGrid
+from engine.layers.encoded_storage import encoded_entries
 from engine.layers.module import ShardEntry
 from engine.optim.sharding import ShardLevel
 from tests.distributed.guarded_runs import OPTIONS, TP2, Fault, no_fault, on_ranks
@@ -35,6 +36,11 @@ LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {
     "pp2, tied": (PP2, "none"),
     "pp2, adapters, zero-bubble": (replace(PP2, case="adapters", schedule="zb_h1"), "none"),
     "tp4, copies of keys and values": (replace(TP2, grid=RankGrid(tp=4)), "none"),
+    "dp2, encoded base": (replace(DP2, base="nf4"), "none"),
+    "tp2 dp2, encoded base, parameters": (
+        replace(TP2, case="blocks, adapters", grid=RankGrid(tp=2, dp=2), base="nf4"),
+        "parameters",
+    ),
     "tp2 dp2, optimizer": (replace(TP2, grid=RankGrid(tp=2, dp=2)), "optimizer"),
 }
 
@@ -118,6 +124,18 @@ def test_one_bit_of_a_frozen_weight_while_training():
     said = _said(DP2, _frozen_weight_later, steps=12, replicas_every=1)
     assert len(said) == 1 and "layers.0.mlp.up_proj.weight over dp" in said[0]
     assert "the loss" not in said[0].partition("ranks that should")[0]
+
+
+def _encoded_weight(run: Run, step: int) -> None:
+    if step == 0 and dist.get_rank() == 1:
+        entry = next(encoded_entries(run.stages.models()[0].layers[1].mlp.gate_up))
+        next(iter(entry.parts.values())).view(torch.uint8).view(-1)[3] ^= 1
+
+
+def test_one_bit_of_an_encoded_weight():
+    said = _said(replace(DP2, base="nf4"), _encoded_weight)
+    assert len(said) == 1 and "before the first step" in said[0]
+    assert "layers.1.mlp.gate_proj.weight over dp (ranks with equal copies: 0 / 1)" in said[0]
 
 
 def _master_later(run: Run, step: int) -> None:

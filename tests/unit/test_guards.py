@@ -11,13 +11,15 @@ from torch import Tensor
 
 from engine.config.guards import GuardOptions
 from engine.config.load import parse_config
+from engine.distributed.mesh import Axis
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.training.guards.fingerprint import AT_ONCE, Fingerprints
-from engine.training.guards.guards import StepSeen
+from engine.training.guards.guards import Guards, StepSeen
 from engine.training.guards.spikes import NO_LIMIT, RunningLimit, as_float32
 from tests.distributed.guarded_runs import OPTIONS, build_run, drive, guards_of
 from tests.distributed.sharded_runs import Layout, Run
+from tests.graph_training import make_steps, pair
 
 ALONE = Layout(case="adapters", grid=RankGrid())
 CPU = torch.device("cpu")
@@ -301,6 +303,53 @@ def test_figures_that_are_not_reported_are_judged_too():
             guards.read(step, float(result.loss), float(result.grad_norm))
         assert len(said) == (1 if step >= 15 else 0)
     assert said[0].startswith(f"step {LEAP}: ")
+
+
+@pytest.mark.parametrize("kind", ["step", "layer"])
+def test_a_replayed_step_is_guarded_like_another(kind: str):
+    """A leap is left out of a captured step too, by a number in a tensor, and adapters are found alive."""
+    built, _, graphs, _ = pair("adapters", kind, accumulation=2)
+    said: list[str] = []
+    options = replace(OPTIONS, spike_policy="skip", spike_window=8)
+    guards = Guards(
+        options, built.step, built.optimizer, built.mesh, Axis("world"), beta1=0.9, seed=0, max_skipped_steps=10,
+        say=said.append,
+    )  # fmt: skip
+    guards.begin(0, 0)
+    head = next(entry for entry in built.entries if entry.name == "lm_head.weight").parameter.data
+    steps = make_steps(LEAP + 3, accumulation=2, vocab_size=built.model.config.vocab_size)
+    for number, step in enumerate(steps, 1):
+        if number == LEAP:
+            head.mul_(1024.0)
+        if number == LEAP + 1:
+            head.mul_(1 / 1024.0)
+        before = built.flat.master.clone()
+        result = graphs(step.batches, step.targets, step.lr)
+        assert torch.equal(before, built.flat.master) == (number == LEAP or step.lr == 0)
+        guards.after(StepSeen(number, step.batches, step.targets, step.lr, 0, result))
+        guards.read(number, float(result.loss), float(result.grad_norm))
+    assert len(said) == 1 and said[0].startswith(f"step {LEAP}: the loss is "), said
+    assert said[0].endswith("; the update was skipped")
+    assert graphs.counts.replayed > 0
+
+
+def test_a_replayed_step_is_computed_again_without_the_graph():
+    built, _, graphs, _ = pair("adapters", "layer", accumulation=2)
+    said: list[str] = []
+    guards = Guards(
+        OPTIONS, built.step, built.optimizer, built.mesh, Axis("world"), beta1=0.9, seed=0, max_skipped_steps=10,
+        say=said.append,
+    )  # fmt: skip
+    guards.begin(0, 0)
+    weight = next(one for one in built.entries if one.name == "layers.1.attention.o_proj.weight").parameter.data
+    for number, step in enumerate(make_steps(6, accumulation=2, vocab_size=built.model.config.vocab_size), 1):
+        if number == 5:
+            weight[1, 1] = torch.nan
+        result = graphs(step.batches, step.targets, step.lr)
+        guards.after(StepSeen(number, step.batches, step.targets, step.lr, 0, result))
+        guards.read(number, float(result.loss), float(result.grad_norm))
+    assert len(said) == 2
+    assert "is the output of layers.1.attention.o_proj, in forward of micro-batch 0, on rank 0" in said[0]
 
 
 # options

@@ -88,6 +88,8 @@ class LivenessGuard:
     @torch.no_grad()
     def _look(self) -> Look:
         optimizer, flat = self._optimizer, self._optimizer.flat
+        if flat.host is not None and self._fingerprints.device.type == "cuda":
+            torch.cuda.synchronize(self._fingerprints.device)  # masters may still be on their way to host memory
         place = {entry.name: index for index, entry in enumerate(self._factors)}
         sizes: list[list[Tensor]] = [[] for _ in self._factors]
         masters: list[list[Tensor]] = [[] for _ in self._factors]

@@ -1,6 +1,6 @@
 """Start and end of a process: what torchrun's environment says, the device, the default process group.
 
-The only place that reads the launcher's environment. No rank outlives its launcher.
+The only place that reads the launcher's environment, with `engine.distributed.meeting`. No rank outlives its launcher.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from engine.distributed.failures import communicating
+from engine.distributed.meeting import meet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +30,13 @@ class Launch:
     Args:
         rank, world_size: among all processes.
         device: of tensors: this process's GPU, or the CPU.
+        meeting: prefix of this start's keys in the store at which the ranks met.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    meeting: str = ""
 
 
 def world_size_from_environment() -> int:
@@ -102,7 +105,7 @@ def connect_to_store(launch: Launch, timeout_seconds: float = 30.0) -> dist.Stor
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_seconds),
         )
-    return dist.PrefixStore(f"beside/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"{launch.meeting}/beside", store)
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -159,13 +162,19 @@ def start(timeout_seconds: float = 600.0) -> Launch:
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
+    rank, meeting = rank_from_environment(), ""
     if world_size > 1:
         with communicating("joining the process group"):
+            store, meeting = meet(rank, world_size, timeout_seconds)
             dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds)
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_seconds),
             )
         atexit.register(stop)  # after an error, when it has been told
-    return Launch(rank=rank_from_environment(), world_size=world_size, device=device)
+    return Launch(rank=rank, world_size=world_size, device=device, meeting=meeting)
 
 
 def stop() -> None:

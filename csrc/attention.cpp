@@ -9,7 +9,7 @@
 // in panels, for all query heads that read them. Nothing of the size queries x keys exists beyond a block.
 #include <algorithm>
 #include <cmath>
-#include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
@@ -19,9 +19,11 @@
 
 namespace {
 
+using attention::BackwardHeads;
 using attention::Heads;
 using attention::Segment;
 using attention::Shape;
+using attention::store_row;
 using simd::Float;
 using simd::LANES;
 using tiles::PANEL;
@@ -151,13 +153,6 @@ void forward_block(const Shape& shape, const Segment& segment, int64_t first, in
     }
 }
 
-template <class T>
-void store_row(const float* from, int64_t size, T* to) {
-    simd::for_each(size, [=](auto, int64_t d, int64_t count) {
-        simd::store_up_to(to + d, simd::load_up_to(from + d, count), count);
-    });
-}
-
 // p = exp(scale s - lse) in place of s, and ds = scale p (dp - delta) in place of dp; 0 where a key is not seen.
 void backward_row(float* s, float* dp, int64_t seen, int64_t keys, float scale, float lse, float delta) {
     // as far as a tile that has seen keys of this row or of its neighbours reads
@@ -175,13 +170,6 @@ void backward_row(float* s, float* dp, int64_t seen, int64_t keys, float scale, 
 
 struct BackwardPanels {
     const float *keys_transposed, *values_transposed, *keys;
-};
-
-template <class T>
-struct BackwardHeads {
-    Heads<const T> dout, q, out;
-    const float* lse;
-    Heads<T> dq;
 };
 
 // One head of a segment: dq of its queries, and its part of dk and dv into [keys, padded dim].
@@ -251,55 +239,20 @@ void forward(int threads, const std::vector<Segment>& all, const Shape& shape, c
     });
 }
 
-// The heads of a group are summed in order and in fp32, whoever computed them.
 template <class T>
 void backward(int threads, const std::vector<Segment>& all, const Shape& shape, const BackwardHeads<T>& heads,
               const Heads<const T>& k, const Heads<const T>& v, const Heads<T>& to_dk, const Heads<T>& to_dv) {
     const attention::Packed packed(threads, all, shape, k, v, true);
-    const int64_t ld = tiles::padded(shape.dim), group = shape.group(), segments = (int64_t)all.size();
-    // dk, then dv, each [keys, ld]
-    const auto head_into = [&](int64_t i, int64_t head, float* rows) {
-        const int64_t kv_head = head / group, floats = all[i].keys * ld;
-        std::fill(rows, rows + 2 * floats, 0.0f);
-        const BackwardPanels panels{packed.keys_transposed(i, kv_head), packed.values(i, kv_head),
-                                    packed.keys(i, kv_head)};
-        backward_head(shape, all[i], head, heads, panels, rows, rows + floats);
-    };
-    const auto add = [&](int64_t i, const float* rows, float* total) {
-        for (int64_t j = 0; j < 2 * all[i].keys * ld; ++j) total[j] += rows[j];
-    };
-    const auto finish = [&](int64_t i, int64_t kv_head, const float* total) {
-        for (int64_t key = 0; key < all[i].keys; ++key) {
-            store_row(total + key * ld, shape.dim, to_dk.at(all[i].first_key + key, kv_head));
-            store_row(total + (all[i].keys + key) * ld, shape.dim, to_dv.at(all[i].first_key + key, kv_head));
-        }
-    };
-    if (group == 1 || segments * shape.kv_heads >= 2 * (int64_t)threads) {
-        common::parallel_for(threads, segments * shape.kv_heads, [&](int64_t item) {
-            const int64_t i = item / shape.kv_heads, kv_head = item % shape.kv_heads, floats = all[i].keys * ld;
-            float* total = common::scratch<3>(4 * floats);
-            for (int64_t member = 0; member < group; ++member) {
-                float* rows = member > 0 ? total + 2 * floats : total;
-                head_into(i, kv_head * group + member, rows);
-                if (member > 0) add(i, rows, total);
-            }
-            finish(i, kv_head, total);
-        });
-        return;
-    }
-    // few pairs of document and key/value head: one query head a task, and a second pass for the sums
-    int64_t largest = 0;
-    for (const Segment& segment : all) largest = std::max(largest, 2 * segment.keys * ld);
-    const std::unique_ptr<float[]> memory(new float[(size_t)(segments * shape.heads * largest)]);
-    common::parallel_for(threads, segments * shape.heads, [&](int64_t item) {
-        head_into(item / shape.heads, item % shape.heads, memory.get() + item * largest);
-    });
-    common::parallel_for(threads, segments * shape.kv_heads, [&](int64_t item) {
-        const int64_t i = item / shape.kv_heads, kv_head = item % shape.kv_heads;
-        float* total = memory.get() + (i * shape.heads + kv_head * group) * largest;
-        for (int64_t member = 1; member < group; ++member) add(i, total + member * largest, total);
-        finish(i, kv_head, total);
-    });
+    const int64_t ld = tiles::padded(shape.dim);
+    attention::sum_groups(
+        threads, all, shape, ld, [&](int64_t i) { return all[i].keys; },
+        [&](int64_t i, int64_t head, float* dk, float* dv) {
+            const int64_t kv_head = head / shape.group();
+            const BackwardPanels panels{packed.keys_transposed(i, kv_head), packed.values(i, kv_head),
+                                        packed.keys(i, kv_head)};
+            backward_head(shape, all[i], head, heads, panels, dk, dv);
+        },
+        to_dk, to_dv);
 }
 
 }  // namespace
@@ -312,9 +265,15 @@ EXPORT void engine_attention_forward(int threads, int type, int64_t num_segments
                                      int64_t head_out, float* lse) {
     simd::with_type(type, [=](auto zero) {
         using T = decltype(zero);
-        forward<T>(threads, attention::read_segments(num_segments, segments), {heads, kv_heads, dim, scale},
-                   {(const T*)q, token_q, head_q}, {(const T*)k, token_k, head_k}, {(const T*)v, token_v, head_v},
-                   {(T*)out, token_out, head_out}, lse);
+        const Heads<const T> q_heads{(const T*)q, token_q, head_q}, k_heads{(const T*)k, token_k, head_k};
+        const Heads<const T> v_heads{(const T*)v, token_v, head_v};
+        const Heads<T> to{(T*)out, token_out, head_out};
+        const Shape shape{heads, kv_heads, dim, scale};
+        const auto all = attention::read_segments(num_segments, segments);
+        if constexpr (std::is_same<T, simd::Bf16>::value)
+            if (attention::has_matrix_unit())
+                return attention::forward_by_matrix_unit(threads, all, shape, q_heads, k_heads, v_heads, to, lse);
+        forward(threads, all, shape, q_heads, k_heads, v_heads, to, lse);
     });
 }
 
@@ -329,13 +288,19 @@ EXPORT void engine_attention_backward(int threads, int type, int64_t num_segment
                                       int64_t head_dv) {
     simd::with_type(type, [=](auto zero) {
         using T = decltype(zero);
-        backward<T>(threads, attention::read_segments(num_segments, segments), {heads, kv_heads, dim, scale},
-                    {{(const T*)dout, token_dout, head_dout},
-                     {(const T*)q, token_q, head_q},
-                     {(const T*)out, token_out, head_out},
-                     lse,
-                     {(T*)dq, token_dq, head_dq}},
-                    {(const T*)k, token_k, head_k}, {(const T*)v, token_v, head_v}, {(T*)dk, token_dk, head_dk},
-                    {(T*)dv, token_dv, head_dv});
+        const BackwardHeads<T> of_queries{{(const T*)dout, token_dout, head_dout},
+                                          {(const T*)q, token_q, head_q},
+                                          {(const T*)out, token_out, head_out},
+                                          lse,
+                                          {(T*)dq, token_dq, head_dq}};
+        const Heads<const T> k_heads{(const T*)k, token_k, head_k}, v_heads{(const T*)v, token_v, head_v};
+        const Heads<T> to_dk{(T*)dk, token_dk, head_dk}, to_dv{(T*)dv, token_dv, head_dv};
+        const Shape shape{heads, kv_heads, dim, scale};
+        const auto all = attention::read_segments(num_segments, segments);
+        if constexpr (std::is_same<T, simd::Bf16>::value)
+            if (attention::has_matrix_unit())
+                return attention::backward_by_matrix_unit(threads, all, shape, of_queries, k_heads, v_heads, to_dk,
+                                                          to_dv);
+        backward(threads, all, shape, of_queries, k_heads, v_heads, to_dk, to_dv);
     });
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -142,5 +143,78 @@ class Packed {
     std::unique_ptr<float[]> memory_;
     float* data_;
 };
+
+template <class T>
+void store_row(const float* from, int64_t size, T* to) {
+    simd::for_each(size, [=](auto, int64_t d, int64_t count) {
+        simd::store_up_to(to + d, simd::load_up_to(from + d, count), count);
+    });
+}
+
+// What backward reads and writes of each query head.
+template <class T>
+struct BackwardHeads {
+    Heads<const T> dout, q, out;
+    const float* lse;
+    Heads<T> dq;
+};
+
+// dk and dv of a group of query heads: each head's in fp32 by `head_into(segment, head, dk, dv)`, which adds to
+// [rows_of(segment), ld] zeros, then their sum in order, whoever computed them, stored once.
+template <class T, class RowsOf, class HeadInto>
+void sum_groups(int threads, const std::vector<Segment>& all, const Shape& shape, int64_t ld, const RowsOf& rows_of,
+                const HeadInto& head_into, const Heads<T>& to_dk, const Heads<T>& to_dv) {
+    const int64_t group = shape.group(), segments = (int64_t)all.size();
+    const auto fill = [&](int64_t i, int64_t head, float* rows) {
+        const int64_t floats = rows_of(i) * ld;
+        std::fill(rows, rows + 2 * floats, 0.0f);
+        head_into(i, head, rows, rows + floats);
+    };
+    const auto add = [&](int64_t i, const float* rows, float* total) {
+        for (int64_t j = 0; j < 2 * rows_of(i) * ld; ++j) total[j] += rows[j];
+    };
+    const auto finish = [&](int64_t i, int64_t kv_head, const float* total) {
+        for (int64_t key = 0; key < all[i].keys; ++key) {
+            store_row(total + key * ld, shape.dim, to_dk.at(all[i].first_key + key, kv_head));
+            store_row(total + (rows_of(i) + key) * ld, shape.dim, to_dv.at(all[i].first_key + key, kv_head));
+        }
+    };
+    if (group == 1 || segments * shape.kv_heads >= 2 * (int64_t)threads) {
+        common::parallel_for(threads, segments * shape.kv_heads, [&](int64_t item) {
+            const int64_t i = item / shape.kv_heads, kv_head = item % shape.kv_heads, floats = rows_of(i) * ld;
+            float* total = common::scratch<3>(4 * floats);
+            for (int64_t member = 0; member < group; ++member) {
+                float* rows = member > 0 ? total + 2 * floats : total;
+                fill(i, kv_head * group + member, rows);
+                if (member > 0) add(i, rows, total);
+            }
+            finish(i, kv_head, total);
+        });
+        return;
+    }
+    // few pairs of document and key/value head: one query head a task, and a second pass for the sums
+    int64_t largest = 0;
+    for (int64_t i = 0; i < segments; ++i) largest = std::max(largest, 2 * rows_of(i) * ld);
+    const std::unique_ptr<float[]> memory(new float[(size_t)(segments * shape.heads * largest)]);
+    common::parallel_for(threads, segments * shape.heads, [&](int64_t item) {
+        fill(item / shape.heads, item % shape.heads, memory.get() + item * largest);
+    });
+    common::parallel_for(threads, segments * shape.kv_heads, [&](int64_t item) {
+        const int64_t i = item / shape.kv_heads, kv_head = item % shape.kv_heads;
+        float* total = memory.get() + (i * shape.heads + kv_head * group) * largest;
+        for (int64_t member = 1; member < group; ++member) add(i, total + member * largest, total);
+        finish(i, kv_head, total);
+    });
+}
+
+// The same by the processor's matrix unit (attention_amx.cpp): products of bfloat16 numbers summed in fp32.
+bool has_matrix_unit();
+void forward_by_matrix_unit(int threads, const std::vector<Segment>& all, const Shape& shape,
+                            const Heads<const simd::Bf16>& q, const Heads<const simd::Bf16>& k,
+                            const Heads<const simd::Bf16>& v, const Heads<simd::Bf16>& out, float* lse);
+void backward_by_matrix_unit(int threads, const std::vector<Segment>& all, const Shape& shape,
+                             const BackwardHeads<simd::Bf16>& heads, const Heads<const simd::Bf16>& k,
+                             const Heads<const simd::Bf16>& v, const Heads<simd::Bf16>& to_dk,
+                             const Heads<simd::Bf16>& to_dv);
 
 }  // namespace attention

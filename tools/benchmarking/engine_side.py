@@ -81,6 +81,7 @@ class EngineSide:
             clip_grad_norm=CLIP_GRAD_NORM,
             backend=choose_backend("auto", device=self._device)[0],
         )
+        self.optimizer = optimizer
         reducer = GradientReducer(flat, mesh, bucket_bytes=_BUCKET_BYTES)
         stages = Stages.whole(ModelStage(self.model, LanguageModeling(), self._device))
         self._step = TrainStep(stages, reducer, optimizer, mesh)

@@ -181,6 +181,7 @@ class KernelOptions:
     PEERS: ClassVar[tuple[str, ...]] = ("torch", "compile", "liger", "quack", "flash-attn", "flash-attn-4")
     GROUPS: ClassVar[tuple[str, ...]] = (
         "norm", "swiglu", "rope", "dropout", "low-rank", "loss", "head", "optimizer", "attention", "product",
+        "quantize",
     )  # fmt: skip
 
     tokens: int | None = _by_device(1024, 8192, "tokens")
@@ -363,6 +364,27 @@ class GuardsOptions(ModelOptions):
             )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveOptions(ModelOptions):
+    """What saving a training checkpoint costs the training: waiting for the disk, and writing beside the steps.
+
+    What was written is opened again and compared with what was trained at that moment.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    repeats: int = _option(9, "saves of each kind")
+    steps: int = _option(3, "steps after each save, and in each turn without one")
+    folder: str = _option("", "where checkpoints are written; empty for a temporary folder")
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        _at_least(self, 1, "repeats", "steps")
+
+
 SECTIONS: dict[str, type] = {
     "step": StepOptions,
     "kernels": KernelOptions,
@@ -370,6 +392,7 @@ SECTIONS: dict[str, type] = {
     "memory": MemoryOptions,
     "convert": ConvertOptions,
     "guards": GuardsOptions,
+    "save": SaveOptions,
 }
 """Section name, which with _ for - is also its module's name -> its options."""
 

@@ -76,6 +76,7 @@ setup(
             "pytest-timeout",
             "ruff",
             "tensorboard",
+            "trl",
             "types-PyYAML",
         ],
     },

@@ -56,3 +56,15 @@ def test_what_does_not_go_together_is_one_sentence(settings: dict[str, object], 
     result = run_tool("pretrain_lora", *options(given), status=2)
     said = result.stdout + result.stderr
     assert "memory.offload_weights is true and parallel.shard is parameters" in said and "Traceback" not in said
+
+
+def test_so_many_skipped_steps_end_the_run(settings: dict[str, object], tmp_path: Path) -> None:
+    """Counted each step, also where only some are reported: a learning rate that breaks the weights in step 1."""
+    given = {
+        **settings, **OFFLOAD, "optim.lr": 1e38, "optim.max_skipped_steps": 2, "train.steps": 8, "log.every": 6,
+        "checkpoint.dir": tmp_path / "run",
+    }  # fmt: skip
+    result = run_tool("pretrain_lora", *options(given), status=2)
+    said = result.stdout + result.stderr
+    assert "the last 2 steps up to step 3 had a loss or gradient that is not finite" in said, said
+    assert "Traceback" not in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.config.run import RunConfig
+from engine.errors import UserError
 from engine.layers.plan import TrainingPlan
 from engine.layers.recompute import MemoryPlan
 from engine.layers.rounding import FLOAT8
@@ -27,8 +28,13 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         device_type: "cuda" or "cpu".
 
     Raises:
-        UserError: a backend that is not known.
+        UserError: a backend that is not known, or a base in an encoding, whose bytes are not predicted.
     """
+    if config.model.base_dtype is not None:
+        raise UserError(
+            f"model.base_dtype is {config.model.base_dtype}, and what a base that is stored encoded needs is not "
+            "predicted yet: set model.base_dtype to null for the prediction of the same run on the base as it is."
+        )
     kernels = kernel_memory(config.model.kernels, device_type=device_type, dtype=config.model.dtype)
     optimizer = config.optim.backend
     native = optimizer == "native" or (optimizer == "auto" and device_type == "cpu")

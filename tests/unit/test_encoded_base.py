@@ -12,7 +12,8 @@ from torch import Tensor
 from engine.checkpoint.loading import load_encoded
 from engine.checkpoint.source import WeightSource, open_source
 from engine.config import ModelOptions, RunConfig
-from engine.distributed.mesh import Axis
+from engine.distributed.mesh import Axis, build_mesh
+from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec, split_spec
 from engine.errors import UserError
 from engine.layers import encoded_storage
@@ -25,11 +26,13 @@ from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.inputs import GivenInput
+from engine.planning.predict import workload_of
 from engine.quantization.encoding import encoding
 from engine.training.base_encoding import base_encoding, check_base
 from tests.distributed.cases import Case, cut, make_batch, relative_error, small_config, whole_parameters, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.distributed.plain_decoder import PlainDecoder
+from tests.spawning import spawn
 from tools.planning.memory_measure import LiveStorages
 
 CPU = torch.device("cpu")
@@ -298,3 +301,47 @@ def test_a_weight_that_is_not_finite_is_named(base: str) -> None:
     weight[7, 3] = math.nan
     message = _refusal(lambda: _linear(base, weight))
     assert message.startswith("down_proj.weight: ") and "row 7" in message
+
+
+def test_bytes_of_an_encoded_base_are_not_predicted() -> None:
+    config = RunConfig(model=ModelOptions(path="x", base_dtype="nf4"))
+    message = _refusal(lambda: workload_of(config, CONFIG, TrainingPlan(), device_type="cpu"))
+    assert "model.base_dtype is nf4" in message and "not predicted yet" in message
+
+
+@pytest.mark.distributed
+def test_key_and_value_heads_that_ranks_share_are_counted_once() -> None:
+    """Four ranks, two heads: what the scale of the whole matrix is made from comes from every second rank."""
+    for found in spawn(_shared_heads, world=4, timeout=60):
+        assert all(found.values()) and len(found) == 8, found
+
+
+def _shared_heads() -> dict[str, bool]:
+    """Whether each of this rank's parts has the bits of the whole weight's."""
+    mesh = build_mesh(RankGrid(tp=4), device_type="cpu", num_kv_heads=2)
+    config = small_config(num_layers=1, hidden=64, intermediate=128, head_dim=16)
+    found = {}
+    for base in ("fp8", "int8"):
+        layout = TensorLayout(
+            tp=mesh.tp, kv_replica=mesh.kv_replica, base=BaseEncoding(encoding=encoding(base))
+        )  # fmt: skip
+        model = Decoder(config, layout=layout, plan=TrainingPlan(), device=CPU, dtype=torch.float32)
+        entries = list(encoded_entries(model))
+        fill_encoded(
+            entries, lambda entry: cut(whole_tensor(entry.name, entry.spec.global_shape), entry.spec)
+        )  # fmt: skip
+        for entry in entries:
+            if not entry.name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")):
+                continue
+            rows, columns = (entry.spec.runs(dim)[0] for dim in (0, 1))
+            codec = encoding(base)
+            expected = codec.cut(
+                codec.encode(whole_tensor(entry.name, entry.spec.global_shape)),
+                slice(rows.global_offset, rows.global_offset + rows.length),
+                slice(columns.global_offset, columns.global_offset + columns.length),
+            )
+            found[f"{base} {entry.name}"] = all(
+                torch.equal(part.view(torch.uint8), expected[name].contiguous().view(torch.uint8))
+                for name, part in entry.parts.items()
+            )
+    return found

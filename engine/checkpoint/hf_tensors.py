@@ -67,7 +67,7 @@ class HfTensors:
     def _read_index(self, path: Path) -> dict[str, str]:
         try:
             index = json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
             raise UserError(f"{path} is not valid JSON ({error}): copy it again.") from error
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):

@@ -46,7 +46,7 @@ def manifest_text(manifest: Manifest) -> str:
     """The manifest as JSON for people and programs, a line for each tensor; not yet signed."""
     data = manifest.to_json()
     tensors = data.pop("tensors")
-    head = json.dumps(data, indent=1, allow_nan=False).removesuffix("\n}")
+    head = json.dumps(data, indent=1).removesuffix("\n}")
     rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(record)}" for name, record in tensors.items())
     return f'{head},\n "tensors": {{\n{rows}\n }}\n}}\n'
 

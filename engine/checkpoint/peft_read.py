@@ -289,7 +289,7 @@ def _read_settings(folder: Path, with_saved_modules: bool) -> PeftSettings:
         raise UserError(f"{folder} has no {ADAPTER_CONFIG}: expected the folder of a PEFT LoRA adapter, mend the path.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise UserError(f"{path} is not valid JSON ({error}): copy it again.") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None

@@ -139,7 +139,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise UserError(f"{path} is not valid JSON ({error}): mend it or copy it again.") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a JSON mapping: expected a model's config, copy it again.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from typing import Any
 
 _SHOWN = 80
 
@@ -15,14 +15,14 @@ class JsonFlaw(Exception):
 def parse_json(data: bytes) -> Any:
     """Parses UTF-8 text that holds one JSON value.
 
-    The caller bounds the size. Beyond the standard library's checks, names must not be given twice in a mapping,
-    and NaN and Infinity are no numbers.
+    The caller bounds the size. Beyond the standard library's checks, names must not be given twice in a mapping. NaN
+    and Infinity are numbers, since configurations have them.
 
     Raises:
         JsonFlaw: it is not such a text, or nests too deeply.
     """
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_mapping, parse_constant=_no_number)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_mapping)
     except RecursionError:
         raise JsonFlaw("it nests too deeply") from None
     except ValueError as error:  # not UTF-8, not JSON, or a number with thousands of digits
@@ -38,10 +38,6 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise JsonFlaw(f"{shown(name)} is given twice")
             seen.add(name)
     return found
-
-
-def _no_number(text: str) -> NoReturn:
-    raise JsonFlaw(f"{text} is not a number")
 
 
 def shown(value: object) -> str:

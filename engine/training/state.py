@@ -107,7 +107,7 @@ def _check_recorded(checkpoint: TrainingCheckpoint) -> None:
     for section, kinds in _RECORDED.items():
         for key, kind in kinds.items() if records[section] or section != "lora" else ():
             value = records[section].get(key)
-            if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 1 << 62):
+            if not isinstance(value, kind) or (isinstance(value, int | float) and not 0 <= value < 2**62):
                 raise UserError(
                     f"{checkpoint.folder / MANIFEST} is damaged: training.{section}.{key} is {shown(value)}; use "
                     "another checkpoint."

@@ -117,6 +117,9 @@ def record(**changes: Any) -> dict[str, Any]:
     return data
 
 
+COLUMNS = {"dim": 1, "offset": 0, "length": 2, "file": "4.safetensors", "key": "x", "checksum": "00000000"}
+
+
 def changed(*path: str | int, to: Any) -> dict[str, Any]:
     data = copy.deepcopy(record())
     place: Any = data
@@ -146,7 +149,8 @@ def test_manifest_round_trip() -> None:
         (changed("tensors", "x", "pieces", 0, "length", to=0), "outside"),
         (changed("tensors", "x", "pieces", 0, "offset", to=-1), "-1"),
         (changed("tensors", "x", "pieces", 0, "dim", to=2), "outside"),
-        (changed("tensors", "x", "pieces", 0, "dim", to=None), "different dimensions"),
+        (changed("tensors", "x", "pieces", 0, "dim", to=None), "all of it and a part of it"),
+        (changed("tensors", "x", "pieces", 1, to=COLUMNS), "different dimensions"),
         (changed("tensors", "x", "pieces", 0, "file", to="../0.safetensors"), "not a plain file name"),
         (changed("tensors", "x", "pieces", 0, "file", to="/etc/passwd"), "not a plain file name"),
         (changed("tensors", "x", "pieces", 0, "file", to="other"), "does not list"),

@@ -122,7 +122,7 @@ def run(options: SaveOptions) -> Table:
         findings=(
             f"The pause waited for over the pause beside: {_ratio(waiting.pauses, beside.pauses)}.",
             f"A step beside the writer over a step with nothing written: {_ratio(beside.steps, quiet.steps)}.",
-            f"Kernels: {work.kernels}. What was written was read back and equals what was there at the save.",
+            f"{work.kernels[0].upper()}{work.kernels[1:]}. What was written was read back and equals what was there.",
         ),
         machine=describe(device, ()),
         data={

@@ -34,7 +34,12 @@ def _state(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"), [(0, {}), (2, {"parallel.shard": "gradients"}), (2, {"parallel.tensor": 2})]
+    ("ranks", "layout"),
+    [
+        (0, {}),
+        (2, {"parallel.shard": "gradients"}),
+        pytest.param(2, {"parallel.tensor": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_run_is_the_same(
     settings: dict[str, object], tmp_path: Path, ranks: int, layout: dict[str, object]

@@ -180,8 +180,8 @@ class KernelOptions:
 
     PEERS: ClassVar[tuple[str, ...]] = ("torch", "compile", "liger", "quack", "flash-attn", "flash-attn-4")
     GROUPS: ClassVar[tuple[str, ...]] = (
-        "norm", "swiglu", "rope", "dropout", "low-rank", "loss", "head", "optimizer", "attention", "product",
-        "quantize",
+        "norm", "swiglu", "rope", "dropout", "low-rank", "loss", "head", "optimizer", "attention",
+        "quantize", "product",
     )  # fmt: skip
 
     tokens: int | None = _by_device(1024, 8192, "tokens")

@@ -39,8 +39,8 @@ GROUPS: dict[str, tuple[str, dict[str, Build]]] = {
     "head": ("Frozen head and loss", loss.HEAD_CASES),
     "optimizer": ("AdamW", optimizer.CASES),
     "attention": ("Causal attention", attention.CASES),
-    "product": ("Frozen product and adapters: which way is faster", product.CASES),
     "quantize": ("Quantised weights and operands", quantize.CASES),
+    "product": ("Frozen product and adapters: which way is faster", product.CASES),
 }
 """Name that `--only` knows -> title and cases."""
 

@@ -57,6 +57,11 @@ class SaveGroup:
     token: str = "alone"
     timeout: float = 600.0
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank has anything to do in a save."""
+        return self.rank == 0 or self.rank in self.writers
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveReport:
@@ -102,6 +107,8 @@ def save_now(
     Raises:
         UserError: nothing was saved; what was there before is as it was.
     """
+    if not group.takes_part:  # it may be late, and must not make the folder anew
+        return SaveReport(step=contents.step, path=None)
     begin = time.monotonic()
     staging = staging_folder(group.run_dir, contents.step, group.token, number)
     out = checkpoint_folder(group.run_dir, contents.step)
@@ -180,7 +187,7 @@ class Saver:
                 "checkpoint.timeout"
             )
             report = SaveReport(step=contents.step, path=None, problem=problem)
-        elif last or self._snapshot is None:
+        elif last or self._snapshot is None or not self._group.takes_part:
             report = self._attempt(shards, contents)
         else:
             self._begin(self._snapshot.take(owned(shards)), contents, begin, waited)

@@ -152,16 +152,21 @@ def test_a_store_that_hangs_costs_its_time_once(tmp_path: Path, gate: threading.
     assert list(list_checkpoints(tmp_path)) == [1]  # it came after all
 
 
-def run_ranks(tmp_path: Path, size: int, *, left_out: int | None = None) -> list[list[SaveReport]]:
-    """Ranks as threads, each at its own pace; rank `left_out` leaves the second save out."""
-    writers = tuple(range(size))
+def run_ranks(
+    tmp_path: Path, size: int, *, left_out: int | None = None, late: int | None = None
+) -> list[list[SaveReport]]:
+    """Ranks as threads at their own paces; `left_out` leaves the second save out, `late` has nothing to save."""
+    ranks = tuple(range(size))
+    writers = tuple(rank for rank in ranks if rank != late)
     reports: dict[int, list[SaveReport]] = {}
 
     def work(rank: int) -> None:
-        trained = Trained(rank, size)
+        trained = Trained(rank if late is None else 0, size if late is None else 1)
         saver = make_saver(tmp_path, trained, rank=rank, writers=writers, timeout=4.0, token="t")
         for step in (1, 2, 3):
             trained.step()
+            while rank == late and step not in list_checkpoints(tmp_path):
+                time.sleep(0.01)
             if step == 2 and rank == left_out:
                 saver._number += 1
                 continue
@@ -169,12 +174,12 @@ def run_ranks(tmp_path: Path, size: int, *, left_out: int | None = None) -> list
         saver.wait()
         reports[rank] = saver.take_reports()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in writers]
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [reports[rank] for rank in writers]
+    return [reports[rank] for rank in ranks]
 
 
 def test_ranks_meet_in_the_folder(tmp_path: Path) -> None:
@@ -188,6 +193,15 @@ def test_ranks_meet_in_the_folder(tmp_path: Path) -> None:
         part.step()
     assert torch.equal(whole["master/x"], torch.cat([part.shards[0].tensor for part in parts]))
     assert all(path.name.startswith("step_") and "." not in path.name for path in (tmp_path / "checkpoints").iterdir())
+
+
+def test_a_rank_with_nothing_to_save_leaves_nothing(tmp_path: Path) -> None:
+    """However late it comes."""
+    reports = run_ranks(tmp_path, 2, late=1)
+    assert [[report.problem for report in each] for each in reports] == [[None] * 3] * 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        f"step_0000000{step}" for step in (1, 2, 3)
+    ]
 
 
 def test_a_rank_that_leaves_a_save_out_spoils_that_one_alone(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ def graph_config(**changes: Any):
 CASES = {
     "adapters": Case(config=graph_config(), adapters=LAYERS),
     "adapters apart": Case(config=graph_config(), adapters=LAYERS, fold=False, dropout=0.0),
+    "adapters on nf4": Case(config=graph_config(), adapters=LAYERS, base="nf4"),
+    "adapters on fp8": Case(config=graph_config(), adapters=LAYERS, base="fp8"),
     "upper adapters": Case(config=graph_config(), adapters=r"layers\.[12]\..*_proj"),
     "everything": Case(config=graph_config(qkv_bias=True, qk_norm=True), trained=EVERYTHING),
     "tied, with adapters": Case(

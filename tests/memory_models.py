@@ -24,7 +24,7 @@ from engine.optim.reduce import GradientReducer
 from engine.training.stage import ModelStage
 from engine.training.stages import Stages
 from engine.training.step import TrainStep
-from tests.distributed.cases import Built, Case, cut, make_batch, relative_error, whole_tensor
+from tests.distributed.cases import Built, Case, cut, encode_base, make_batch, relative_error, whole_tensor
 
 SEQ_LENGTH, LONG = 24, 256
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def build_with(
     mesh = mesh or single_process_mesh()
     layout = TensorLayout(
         tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=case.sequence_parallel, joint_reduce=case.joint,
-        fold=case.fold, kernels=kernels,
+        fold=case.fold, kernels=kernels, base=case.encoding(),
     )  # fmt: skip
     own = memory if transfer is None else replace(memory, offload=False)
     model = Decoder(case.config, layout=layout, plan=case.plan(), device=device, dtype=dtype, memory=own)
@@ -57,6 +57,7 @@ def build_with(
     entries = list(shard_entries(model))
     for entry in entries:
         entry.parameter.data.copy_(cut(whole_tensor(entry.name, entry.spec.global_shape), entry.spec))
+    encode_base(model)
     flat = FlatParameters(entries, device)
     reducer = GradientReducer(flat, mesh, bucket_bytes=2048)
     optimizer = FlatAdamW(flat, mesh, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01, clip_grad_norm=1.0)

@@ -17,14 +17,17 @@ from torch import Tensor
 from engine.batch import IGNORE_LABEL, Batch
 from engine.distributed.mesh import Mesh, single_process_mesh
 from engine.distributed.sharding import ShardSpec
+from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
 from engine.objectives.language_modeling import LanguageModeling
+from engine.ops.encoded_weight import BaseEncoding
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
+from engine.quantization.encoding import encoding
 from engine.training.stage import ModelStage
 from engine.training.stages import Stages
 from engine.training.step import TrainStep
@@ -53,6 +56,7 @@ class Case:
         sequence_parallel, joint, fused_qkv: of the layout and the plan; the first two only matter with tp > 1.
         fold: whether adapters may lie beside their linear's weight.
         dropout: of the adapters.
+        base: the encoding in which frozen weights of the layers are stored.
     """
 
     config: DecoderConfig
@@ -63,6 +67,7 @@ class Case:
     fused_qkv: bool = False
     fold: bool = True
     dropout: float = 0.1
+    base: str | None = None
 
     def plan(self) -> TrainingPlan:
         settings = AdapterSettings(rank=RANK, scale=SCALE, dropout=self.dropout)
@@ -72,6 +77,9 @@ class Case:
             fused_qkv=self.fused_qkv,
             seed=SEED,
         )
+
+    def encoding(self) -> BaseEncoding | None:
+        return None if self.base is None else BaseEncoding(encoding=encoding(self.base))
 
 
 @dataclass(kw_only=True)
@@ -156,13 +164,14 @@ def build(
     mesh = mesh or single_process_mesh()
     layout = TensorLayout(
         tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=case.sequence_parallel, joint_reduce=case.joint,
-        fold=case.fold,
+        fold=case.fold, base=case.encoding(),
     )  # fmt: skip
     device = torch.device("cpu")
     model = Decoder(case.config, layout=layout, plan=case.plan(), device=device, dtype=dtype)
     entries = list(shard_entries(model))
     for entry in entries:
         entry.parameter.data.copy_(cut(whole_tensor(entry.name, entry.spec.global_shape), entry.spec))
+    encode_base(model)
     flat = FlatParameters(entries, device)
     reducer = GradientReducer(flat, mesh, bucket_bytes=bucket_bytes)
     optimizer = FlatAdamW(
@@ -173,6 +182,13 @@ def build(
         mesh=mesh, entries=entries, model=model, flat=flat, reducer=reducer, optimizer=optimizer, stage=stage,
         step=TrainStep(Stages.whole(stage), reducer, optimizer, mesh),
     )  # fmt: skip
+
+
+def encode_base(model: Decoder) -> None:
+    """Fills weights that are stored encoded."""
+    fill_encoded(
+        encoded_entries(model), lambda entry: cut(whole_tensor(entry.name, entry.spec.global_shape), entry.spec)
+    )
 
 
 def make_batch(

@@ -12,7 +12,7 @@ class CheckpointOptions:
     """Checkpoint: where the run is kept, how often it is saved, and what it goes on from.
 
     Args:
-        dir: Folder of the run; null makes a fresh runs/<time> folder.
+        dir: Folder of the run; null makes a fresh runs/<time> folder, which ranks that torchrun starts again find.
         every: Steps between checkpoints; 0 saves only at the end.
         keep: How many of the newest checkpoints to keep; 0 keeps all.
         keep_every: Checkpoints of every so many steps are kept for good, beside the newest; 0 for none.

@@ -48,8 +48,8 @@ class RankState:
         """What `dump` wrote."""
         values = json.loads(text)
         wait = values.pop("wait")
-        lists = {name: tuple(_noted(one) for one in values.pop(name)) for name in ("last", "recent")}
-        return cls(**values, **lists, wait=None if wait is None else _noted(wait))
+        last, recent = (tuple(_noted(one) for one in values.pop(name)) for name in ("last", "recent"))
+        return cls(**values, last=last, recent=recent, wait=None if wait is None else _noted(wait))
 
 
 def _noted(values: dict[str, object]) -> Noted:

@@ -54,7 +54,7 @@ def test_three_kills(settings: dict[str, object], tmp_path: Path) -> None:
 def test_fifty_kills(settings: dict[str, object], tmp_path: Path) -> None:
     chance = random.Random(11)
     moments = [*MOMENTS, *(chance.choice(MOMENTS) for _ in range(47))]
-    _survives(tmp_path, settings, moments, steps=300, seed=12)
+    _survives(tmp_path, settings, moments, steps=250, seed=12)
 
 
 def test_a_hung_rank_is_restarted(settings: dict[str, object], tmp_path: Path) -> None:

@@ -81,6 +81,10 @@ class Options:
         if self.threads is not None and self.threads < 1:
             raise UserError(f"--threads is {self.threads}: expected at least 1.")
 
+    def progress(self, log: Log, title: str, weights: WeightSource) -> Progress:
+        """Of bytes written and, where that is asked for, read back."""
+        return Progress(log, title, weights.total_bytes() * (2 if self.verify else 1), "bytes")
+
     def work(self, progress: Progress) -> Work:
         return Work(overwrite=self.overwrite, verify=self.verify, threads=self.threads, progress=progress.advance)
 
@@ -89,7 +93,7 @@ def run_import(source: Path, out: Path, *, tensor: int, options: Options) -> Non
     """Partitions a model. See `import_checkpoint`."""
     log = Log()
     weights = open_source(source)
-    with Progress(log, f"importing {source}", weights.total_bytes(), "bytes") as progress:
+    with options.progress(log, f"importing {source}", weights) as progress:
         report = import_checkpoint(weights, out, tensor=tensor, work=options.work(progress))
     if outside := weights.outside_names():
         log.info(f"{len(outside)} tensors outside the language model are kept as they are")
@@ -190,7 +194,7 @@ def _as_trained(
 
 
 def _export_weights(weights: WeightSource, read: Path, out: Path, options: Options, log: Log) -> None:
-    with Progress(log, f"exporting {read}", weights.total_bytes(), "bytes") as progress:
+    with options.progress(log, f"exporting {read}", weights) as progress:
         report = export_hf(
             weights,
             out,

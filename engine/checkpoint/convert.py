@@ -72,7 +72,7 @@ class Work:
         overwrite: replace an existing model at the destination.
         verify: read everything back from the disk and compare.
         threads: None for as many as there are processors.
-        progress: called with bytes as they are written.
+        progress: called with bytes as they are written, and again as they are read back.
     """
 
     overwrite: bool = False
@@ -134,7 +134,7 @@ def import_checkpoint(
         assert written.tensor_names() == source.tensor_names()
         assert written.computed_fingerprint() == source.fingerprint(), "the import reads back as another model"
         if work.verify:
-            compare_files(staging, files, streamed.written)
+            compare_files(staging, files, streamed.written, threads=work.threads, progress=work.progress)
     return _report(out, files, streamed, seconds, work, num_tensors=len(manifest.tensors))
 
 
@@ -272,7 +272,7 @@ def export_hf(
         _copy_auxiliary(source, staging)
         _check_names(staging, source, files)
         if work.verify:
-            compare_files(staging, files, streamed.written)
+            compare_files(staging, files, streamed.written, threads=work.threads, progress=work.progress)
         rounding = source.write_report(staging, [written.facts for written in streamed.written.values()])
         if proof is not None:
             notes.append(proof(staging))

@@ -198,8 +198,8 @@ class _Writer:
         except OSError as error:
             self.stopped.set()
             raise WriteStopped(
-                f"{output.path} could not be written ({error.strerror}) at {piece.key}: make room or mend the disk, "
-                "and give the same command again, which goes on from there."
+                f"{error.filename or output.path} could not be read or written ({error.strerror}) at {piece.key}: make "
+                "room or mend the disk, and give the same command again, which goes on from there."
             ) from error
         except BaseException:
             self.stopped.set()
@@ -270,27 +270,48 @@ def _write_all(descriptor: int, block: memoryview, position: int) -> None:
         block, position = block[count:], position + count
 
 
-def compare_files(folder: Path, files: Sequence[PlannedFile], written: Mapping[tuple[str, str], Written]) -> None:
+def compare_files(
+    folder: Path,
+    files: Sequence[PlannedFile],
+    written: Mapping[tuple[str, str], Written],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> None:
     """Reads what was written back, from the disk where the system allows, and compares checksums.
 
     Raises:
         UserError: bytes differ.
     """
-    buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-    for file in files:
-        path = folder / file.name
-        declared = {piece.key: (piece.dtype, piece.shape) for piece in file.pieces}
-        _, offsets, _ = file_header(declared, file.metadata)
-        _forget(path)
-        for piece in file.pieces:
-            found = Checksum()
-            for block in StoredBytes([Run(path, offsets[piece.key], piece.num_bytes)]).blocks(buffer):
-                found.update(block)
-            if found.text() != written[file.name, piece.key].checksum:
-                raise UserError(
-                    f"{piece.key} reads back from {folder.parent} with other bytes than were written: the disk is "
-                    "faulty, give a folder on another one."
-                )
+    lock = threading.Lock()
+
+    def compare(path: Path, offset: int, piece: Piece) -> None:
+        found = Checksum()
+        for block in StoredBytes([Run(path, offset, piece.num_bytes)]).blocks(torch.empty(0)):
+            found.update(block)
+        if found.text() != written[path.name, piece.key].checksum:
+            raise UserError(
+                f"{piece.key} reads back from {folder.parent} with other bytes than were written: the disk is faulty, "
+                "give a folder on another one."
+            )
+        if progress is not None:
+            with lock:
+                progress(piece.num_bytes)
+
+    with ThreadPoolExecutor(threads or default_threads(), thread_name_prefix="compare") as pool:
+        futures = []
+        for file in files:
+            path = folder / file.name
+            declared = {piece.key: (piece.dtype, piece.shape) for piece in file.pieces}
+            _, offsets, _ = file_header(declared, file.metadata)
+            _forget(path)
+            futures += [pool.submit(compare, path, offsets[piece.key], piece) for piece in file.pieces]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
 
 
 def _forget(path: Path) -> None:

@@ -139,12 +139,12 @@ def test_verify_reads_back_what_lies_on_the_disk(tmp_path: Path, monkeypatch: py
     assert export_hf(source, tmp_path / "sound", work=Work(verify=True)).verified
     from engine.checkpoint import convert
 
-    def damage(folder: Path, files: object, written: object) -> None:
+    def damage(folder: Path, *arguments: object, **options: object) -> None:
         path = next(folder.glob("*.safetensors"))
         data = bytearray(path.read_bytes())
         data[-3] ^= 8
         path.write_bytes(data)
-        compare(folder, files, written)
+        compare(folder, *arguments, **options)
 
     compare = convert.compare_files
     monkeypatch.setattr(convert, "compare_files", damage)

@@ -37,8 +37,8 @@ inline bool ask() {
     return tile && bf16 && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
-// Eight tiles of 16 rows of 64 bytes while it lives. Other libraries keep their own configuration between their calls
-// and do not load it again, so theirs is put back.
+// Eight tiles of 16 rows of 64 bytes while it lives. What another library had configured on this thread is put back, so
+// that one which relies on finding it does.
 class Tiles {
   public:
     Tiles() {

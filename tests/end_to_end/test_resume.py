@@ -65,6 +65,21 @@ def test_resumed_run_has_the_bits_of_the_whole_one(
     assert not different
 
 
+def test_what_is_written_beside_training_is_what_is_waited_for(
+    settings: dict[str, object], whole_run: Path, tmp_path: Path
+) -> None:
+    """The run above went on while its checkpoints were written; so whatever resumes from either is the same run."""
+    folder = tmp_path / "run"
+    result = run_tool(
+        "pretrain_lora", *options({**settings, "checkpoint.dir": folder, "checkpoint.asynchronous": "false"})
+    )
+    assert losses(folder) == losses(whole_run)
+    for step in (STOP, 2 * STOP, STEPS):
+        assert f"step {step}: saved" in result.stdout + result.stderr
+        ours, theirs = (checkpoint_folder(run, step) / "rank_00000.safetensors" for run in (folder, whole_run))
+        assert ours.read_bytes() == theirs.read_bytes(), step
+
+
 MOVES = {
     "tensor 2, then 4 and 1": ({"parallel.tensor": 2}, [({"parallel.tensor": 4}, 4), ({}, 0)]),
     "pipeline 2, then tensor 2 and context 2": (

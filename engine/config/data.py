@@ -21,9 +21,12 @@ class DataOptions:
             instruction, input and output; "sharegpt" has conversations; "messages" has messages with roles, which go
             through the tokenizer's chat template. "auto" looks at the fields of the first record.
         seq_length: Tokens in a row, at most.
-        packing: Put several samples in one row; attention never crosses from one to another.
+        packing: Put several samples in one row. true fits whole samples into rows, and attention never crosses from one
+            to another; "concatenate" puts them all end to end, as MLPerf does it, and cuts the whole into rows of
+            data.seq_length, where attention and positions take no notice of where samples begin.
         overlong: What happens to a sample longer than data.seq_length. "truncate" cuts its end off, "drop" leaves it
-            out (both are counted and reported), "error" stops.
+            out (both are counted and reported), "error" stops. With data.packing concatenate nothing needs cutting, and
+            "truncate" keeps all of it.
         mask_prompt: Take the loss only on the answer (completion, output, assistant turns); false takes it on
             everything.
         num_workers: Background workers that prepare batches; 0 prepares them in the training process.
@@ -34,7 +37,7 @@ class DataOptions:
     validation: str | None = None
     format: Literal["auto", "text", "completion", "alpaca", "sharegpt", "messages"] = "auto"
     seq_length: int = 2048
-    packing: bool = False
+    packing: bool | Literal["concatenate"] = False
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     mask_prompt: bool = True
     num_workers: int = 1

@@ -12,7 +12,8 @@ from argparse import ArgumentError
 from dataclasses import MISSING, asdict, fields
 from inspect import getdoc
 from itertools import pairwise
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from docstring_parser import parse as parse_docstring
@@ -179,7 +180,7 @@ def _sentence(message: str) -> str:
 
 def _wrong_type(option: str, what: str) -> str:
     kind = option_types()[option]
-    choices = list(get_args(kind)) if type(None) in get_args(kind) else [kind]
+    choices = list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
     expected = " or ".join(_type_name(choice) for choice in choices)
     return f"{option} {what}, but {expected} is expected: use for example {_example(option, choices[0])}."
 
@@ -187,7 +188,7 @@ def _wrong_type(option: str, what: str) -> str:
 def _type_name(kind: Any) -> str:
     """What a value of this type is called."""
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
+        return f"{'one of ' if len(get_args(kind)) > 1 else ''}{', '.join(get_args(kind))}"
     if get_origin(kind) is tuple:
         return "a list of names" if get_args(kind)[-1] is Ellipsis else "a list of two numbers"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}

@@ -256,6 +256,11 @@ def check_objective(config: RunConfig) -> None:
         "only answers are compared.",
     )
     require(
+        data.packing != "concatenate",
+        f"objective.name is {objective.name} and data.packing is concatenate, which would tear pairs of answers apart: "
+        "set data.packing to true or false.",
+    )
+    require(
         config.memory.cuda_graph != "step",
         f"objective.name is {objective.name} and memory.cuda_graph is step, but which answers a step compares is known "
         "on the host only: set memory.cuda_graph to layer or none.",

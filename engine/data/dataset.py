@@ -8,16 +8,19 @@ ranks or order; `engine.data.loader` does.
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.concatenate import concatenate
 from engine.data.files import expand_paths
 from engine.data.formats import FORMATS, Sample, read_samples
 from engine.data.packing import Packs, one_each, pack
@@ -28,6 +31,7 @@ from engine.ops.native import packing as native_packing
 from engine.ops.native.loader import native_status
 
 OVERLONG = ("truncate", "drop", "error")
+Packing = bool | Literal["concatenate"]
 CHUNK = 1024
 """Samples that are tokenised together."""
 
@@ -47,6 +51,7 @@ class DatasetReport:
         dropped_without_target: documents left out because nothing in them (or in what truncation left) is learnt.
         dropped_alike: pairs left out because both answers are the same.
         packing_efficiency: tokens over rows times row length, or None without packing.
+        left_over: tokens that concatenation leaves out, because they fill no row or are in one without a target.
         seconds: time it took.
     """
 
@@ -60,6 +65,7 @@ class DatasetReport:
     dropped_without_target: int = 0
     dropped_alike: int = 0
     packing_efficiency: float | None = None
+    left_over: int = 0
     seconds: float = 0.0
 
     @property
@@ -82,6 +88,8 @@ class DatasetReport:
             parts.append(f"{self.dropped_alike:,} dropped with two equal answers")
         if self.packing_efficiency is not None:
             parts.append(f"{self.rows:,} packs {self.packing_efficiency:.1%} full")
+        if self.left_over:
+            parts.append(f"{self.left_over:,} tokens left over")
         return ", ".join(parts) + f", in {self.seconds:.1f} s"
 
 
@@ -194,7 +202,7 @@ class TokenDataset:
         tokenizer: Tokenizer,
         data_format: str = "auto",
         seq_length: int,
-        packing: bool = False,
+        packing: Packing = False,
         overlong: str = "truncate",
         mask_prompt: bool = True,
         progress: Callable[[int, int], None] | None = None,
@@ -206,9 +214,10 @@ class TokenDataset:
             tokenizer: encodes the text.
             data_format: one of `engine.data.formats.FORMATS`.
             seq_length: tokens of a row.
-            packing: put several documents into a row.
-            overlong: what to do with a document longer than a row: "truncate" keeps its beginning, "drop" leaves it
-                out, "error" stops. A .txt stream is cut into rows and never overlong.
+            packing: put several documents into a row, or "concatenate" all and cut rows, which are documents then.
+            overlong: what to do with a document longer than a row: "truncate" keeps its beginning (all of it where
+                documents are concatenated), "drop" leaves it out, "error" stops. A .txt stream is cut into rows and
+                never overlong.
             mask_prompt: learn only completions and assistant turns.
             progress: called with (records done, records in all) now and then.
 
@@ -219,29 +228,40 @@ class TokenDataset:
         if seq_length < 2:
             raise UserError(f"data.seq_length is {seq_length}, expected at least 2: a token and the one it predicts.")
         started = time.monotonic()
-        collected = _Collector(seq_length, overlong)
+        stream_length = seq_length
+        if packing == "concatenate":
+            stream_length = sys.maxsize  # in one piece: cuts would share a token with the next
+        collected = _Collector(seq_length, overlong, concatenated=packing == "concatenate")
         files = expand_paths(paths)
         sources = [read_samples(path, data_format) for path in files]
         total = sum(count for count, _ in sources)
         for _, samples in sources:
             for chunk in _chunks(samples):
-                for document in tokenize_samples(chunk, tokenizer, mask_prompt=mask_prompt, stream_length=seq_length):
+                for document in tokenize_samples(
+                    chunk, tokenizer, mask_prompt=mask_prompt, stream_length=stream_length
+                ):
                     collected.add(document)
                 collected.records += len(chunk)
                 if progress is not None:
                     progress(collected.records, total)
         names = ", ".join(str(path) for path in files)
-        dataset = cls(*collected.arrays(names), seq_length=seq_length, packing=packing, report=collected.report())
-        dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
+        arrays, report = collected.arrays(names), collected.report()
+        if packing == "concatenate":
+            *arrays, left_over = concatenate(*arrays, seq_length)
+            report = replace(report, left_over=left_over)
+        dataset = cls(*arrays, seq_length=seq_length, packing=bool(packing), report=report)
+        documents = len(collected.tokens)  # a row of concatenated documents counts as one in the data set
+        dataset.report = replace(dataset.report, documents=documents, seconds=time.monotonic() - started)
         return dataset
 
 
 class _Collector:
     """Documents as they come, and what happened to them."""
 
-    def __init__(self, seq_length: int, overlong: str) -> None:
+    def __init__(self, seq_length: int, overlong: str, *, concatenated: bool) -> None:
         self.seq_length = seq_length
         self.overlong = overlong
+        self.concatenated = concatenated
         self.records = 0
         self.tokens: list[NDArray[np.int32]] = []
         self.targets: list[NDArray[np.bool_]] = []
@@ -249,7 +269,7 @@ class _Collector:
 
     def add(self, document: Document) -> None:
         tokens, targets = document.tokens, document.targets
-        if len(tokens) > self.seq_length:
+        if len(tokens) > self.seq_length and not self._runs_on(document):
             if self.overlong == "error":
                 raise document.place.error(
                     f"the record has {len(tokens)} tokens, more than data.seq_length {self.seq_length}; raise it, "
@@ -265,6 +285,10 @@ class _Collector:
         self.truncated += len(tokens) < len(document.tokens)
         self.tokens.append(tokens)
         self.targets.append(targets)
+
+    def _runs_on(self, document: Document) -> bool:
+        """Whether a document goes on in the next row."""
+        return self.concatenated and (self.overlong == "truncate" or document.place.path.suffix.lower() == ".txt")
 
     def arrays(self, names: str) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
         if not self.records:

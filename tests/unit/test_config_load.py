@@ -197,7 +197,7 @@ def test_help_explains_every_option_in_time() -> None:
         ("--data.seq_length 1", "data.seq_length is 1"),
         ("--data.seq_length null", "data.seq_length is 'None', but a whole number"),
         ("--data.format csv", "data.format is 'csv', but one of auto, text, completion"),
-        ("--data.packing yep", "data.packing is 'yep', but true or false is expected"),
+        ("--data.packing yep", "data.packing is 'yep', but true or false or concatenate is expected"),
         ("--optim.lr 0", "optim.lr is 0.0, but it must be a number above 0: use for example 2e-4."),
         ("--optim.lr .inf", "optim.lr is inf"),
         ("--optim.lr fast", "optim.lr is 'fast', but a number is expected"),

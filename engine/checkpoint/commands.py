@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,20 +83,29 @@ class Options:
         if self.threads is not None and self.threads < 1:
             raise UserError(f"--threads is {self.threads}: expected at least 1.")
 
-    def progress(self, log: Log, title: str, weights: WeightSource) -> Progress:
-        """Of bytes written and, where that is asked for, read back."""
-        return Progress(log, title, weights.total_bytes() * (2 if self.verify else 1), "bytes")
+    @contextmanager
+    def work(self, log: Log, title: str, weights: WeightSource) -> Iterator[Work]:
+        """With a line of progress, of bytes written and, where that is asked for, read back; a proof is not in it."""
+        total = weights.total_bytes() * (2 if self.verify else 1)
+        done = 0
+        with Progress(log, title, total, "bytes") as progress:
 
-    def work(self, progress: Progress) -> Work:
-        return Work(overwrite=self.overwrite, verify=self.verify, threads=self.threads, progress=progress.advance)
+            def advance(amount: int) -> None:
+                nonlocal done
+                done += amount
+                progress.advance(amount)
+                if done >= total:
+                    progress.finish()
+
+            yield Work(overwrite=self.overwrite, verify=self.verify, threads=self.threads, progress=advance)
 
 
 def run_import(source: Path, out: Path, *, tensor: int, options: Options) -> None:
     """Partitions a model. See `import_checkpoint`."""
     log = Log()
     weights = open_source(source)
-    with options.progress(log, f"importing {source}", weights) as progress:
-        report = import_checkpoint(weights, out, tensor=tensor, work=options.work(progress))
+    with options.work(log, f"importing {source}", weights) as work:
+        report = import_checkpoint(weights, out, tensor=tensor, work=work)
     if outside := weights.outside_names():
         log.info(f"{len(outside)} tensors outside the language model are kept as they are")
     _say(log, report)
@@ -194,14 +205,14 @@ def _as_trained(
 
 
 def _export_weights(weights: WeightSource, read: Path, out: Path, options: Options, log: Log) -> None:
-    with options.progress(log, f"exporting {read}", weights) as progress:
+    with options.work(log, f"exporting {read}", weights) as work:
         report = export_hf(
             weights,
             out,
             max_shard_bytes=options.max_shard_bytes,
             inputs=() if read == weights.model.path else (read,),
             fusing=options.fusing,
-            work=options.work(progress),
+            work=work,
             proof=partial(prove_model, source=weights) if options.proof else None,
         )
     _say(log, report)

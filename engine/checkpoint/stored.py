@@ -26,7 +26,7 @@ class StoredTensors(TensorReader):
 
     def check_tensor(self, name: str) -> None:
         """Raises UserError where a piece of the tensor does not have its recorded checksum."""
-        self._check_pieces(name, set(range(len(self.boxes(name)))), whole=True)
+        self._check_pieces(name, set(range(len(self.boxes(name)))))
 
     def content(self, name: str, box: Box) -> Content:
         """What a part of a tensor holds, for writing it elsewhere without holding it."""
@@ -34,7 +34,7 @@ class StoredTensors(TensorReader):
         placed = contiguous_copies(shape, box, boxes)
         if placed is None:
             needed = {copy.source for copy in touched(shape, box, boxes)}
-            return GatheredRows(self, name, box, lambda: self._check_pieces(name, needed, whole=True))
+            return GatheredRows(self, name, box, lambda: self._check_pieces(name, needed))
         runs, partial = [], set()
         for copy in placed:
             if (place := self.stored_at(name, copy.source)) is None:
@@ -46,10 +46,10 @@ class StoredTensors(TensorReader):
             runs.append(Run(path, offset + copy.first * itemsize, copy.num_elements * itemsize, recorded))
         return StoredBytes(runs, lambda: self._check_pieces(name, partial))
 
-    def _check_pieces(self, name: str, indices: set[int], *, whole: bool = False) -> None:
-        """Checks pieces; where the `whole` of them is about to be looked at, has them read meanwhile."""
+    def _check_pieces(self, name: str, indices: set[int]) -> None:
+        """Checks pieces, all of which is looked at, so the system is asked to read them ahead."""
         shape, boxes, itemsize = self.shape(name), self.boxes(name), self.dtype(name).itemsize
-        for index in sorted(indices) if whole else ():
+        for index in sorted(indices):
             if (place := self.stored_at(name, index)) is not None:
                 read_ahead(*place, math.prod(boxes[index].shape(shape)) * itemsize)
         for index in sorted(indices):

@@ -219,7 +219,7 @@ class Run:
         parameters = {slot.entry.name: slot.entry.parameter.data.clone() for slot in self.flat.slots}
         specs = {slot.entry.name: slot.entry.spec for slot in self.flat.slots}
         executed = tuple(self.executed)
-        evaluation = self.stages.losses(self.batches(9)[0][:3])
+        evaluation = self.stages.figures(self.batches(9)[0][:3])[0]
         return Trained(losses, norms, evaluation.item(), gradients, parameters, specs, executed)
 
 

@@ -87,7 +87,7 @@ def test_evaluation_between_steps_is_left_alone_and_leaves_alone(kind: str):
         seen = []
         for step in steps:
             seen.append(take(step.batches, step.targets, step.lr).loss)
-            seen.append(stages_of(built).losses([other, steps[0].batches[0]]))
+            seen.append(stages_of(built).figures([other, steps[0].batches[0]])[0])
         losses.append(torch.stack(seen))
     assert torch.equal(*losses)
 

@@ -20,7 +20,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from benchmarking.options import SECTIONS, add_options, read_options
+from benchmarking.options import add_options, read_options
+from benchmarking.sections import SECTIONS
 
 from engine.errors import UserError
 from engine.telemetry.errors import run_command

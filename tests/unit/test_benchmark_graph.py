@@ -10,7 +10,8 @@ from engine.errors import UserError
 from tests.graph_stand_in import FunctionCapture
 from tests.graph_training import ON_DEVICE
 from tools.benchmarking import graph
-from tools.benchmarking.graph_side import EAGER, LAYERS, STEP, GraphOptions, GraphSide, make_steps
+from tools.benchmarking.graph_side import EAGER, LAYERS, STEP, GraphSide, make_steps
+from tools.benchmarking.sections import GraphOptions
 
 CPU = torch.device("cpu")
 TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48, "vocab": 131, "rank": 4}

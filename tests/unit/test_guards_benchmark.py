@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.benchmarking.guards import ALL, GUARDED, LOOK, PLAIN, TRAINED, Timed, table
-from tools.benchmarking.options import GuardsOptions
+from tools.benchmarking.sections import GuardsOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from engine.errors import UserError
 
 from .machine import describe
-from .options import ConvertOptions
+from .sections import ConvertOptions
 from .table import Table
 
 _TOOL = Path(__file__).resolve().parents[1] / "convert.py"

@@ -7,7 +7,6 @@ step is measured beside the step itself: where it is as long, the GPU waits.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,16 +23,15 @@ from engine.ops.attention import Documents
 from engine.ops.backends import choose_kernels
 from engine.ops.kernels import Kernels
 from engine.ops.varlen_attention import choose_attention
-from engine.telemetry.errors import run_command
 from engine.training.cuda_graph.capture import WARMUP_STEPS, Capture, CudaCapture
 from engine.training.step import StepResult
 
 from .case import Contestant
-from .graph_side import EAGER, GraphOptions, GraphSide, make_batch, make_steps
+from .graph_side import EAGER, GraphSide, make_batch, make_steps
 from .kernels.trace import kernel_names
 from .machine import choose_device, describe
 from .model import LEARNING_RATE, TORCH_DTYPES
-from .options import add_options, read_options
+from .sections import GraphOptions
 from .table import Table
 from .timing import paired_ratio, summarise, take_turns, wait_for
 
@@ -233,13 +231,3 @@ def table(
             "counts": {length: found.counts for length, found in measured.items()},
         },
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarking.graph", description=__doc__)
-    add_options(parser, GraphOptions)
-    print(run(read_options(parser.parse_args(), GraphOptions)).text())
-
-
-if __name__ == "__main__":
-    run_command(main)

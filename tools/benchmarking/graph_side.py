@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +11,6 @@ from torch import Tensor
 from engine.batch import IGNORE_LABEL, Batch
 from engine.data.collate import pin
 from engine.distributed.mesh import single_process_mesh
-from engine.errors import UserError
 from engine.layers.module import shard_entries
 from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
 from engine.models.decoder import Decoder
@@ -42,50 +39,10 @@ from .model import (
     draw,
     hf_config,
 )
-from .options import ModelOptions
+from .sections import GraphOptions
 
 EAGER, LAYERS, STEP = "no graph", "graphs of layers", "graph of the step"
 _NUM_STEPS = 4
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": f"{text} (default {default})", "choices": None})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GraphOptions(ModelOptions):
-    """A step replayed as CUDA graphs against the same step without, on packed rows.
-
-    Raises:
-        UserError: sizes that do not fit together.
-    """
-
-    PEERS: ClassVar[tuple[str, ...]] = ()
-
-    rows: int = _option(1, "rows in a micro-batch")
-    lengths: str = _option("512,1024,2048,4096", "tokens in a row, one measurement for each; --length is not read")
-    documents: int = _option(8, "documents in a row")
-    accumulation: int = _option(1, "micro-batches in a step")
-    repeats: int = _option(20, "timed steps of each")
-    warmup: int = _option(2, "untimed steps of each, after those that check the losses")
-
-    def __post_init__(self) -> None:
-        ModelOptions.__post_init__(self)
-        for name in ("documents", "accumulation", "repeats"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}: give a number of at least 1.")
-        if min(self.row_lengths()) < 2 * self.documents:
-            raise UserError(
-                f"--lengths {self.lengths} leaves documents of less than 2 tokens with --documents {self.documents}: "
-                "give longer rows or fewer documents."
-            )
-
-    def row_lengths(self) -> tuple[int, ...]:
-        """One a measurement."""
-        try:
-            return tuple(int(part) for part in self.lengths.split(","))
-        except ValueError:
-            raise UserError(f"--lengths is {self.lengths!r}: give whole numbers, such as 512,1024.") from None
 
 
 class GraphSide:

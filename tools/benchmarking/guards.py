@@ -42,7 +42,7 @@ from .engine_side import EngineSide
 from .graph_side import make_batch
 from .machine import describe
 from .model import BETAS, CLIP_GRAD_NORM, EPS, LEARNING_RATE, WEIGHT_DECAY
-from .options import GuardsOptions
+from .sections import GuardsOptions
 from .table import Table
 from .timing import paired_ratio, summarise, take_turns
 

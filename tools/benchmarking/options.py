@@ -33,16 +33,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Name -> options that it sets, unless they are given beside it."""
 
 
-def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
     return field(default=default, metadata={"help": f"{text} (default {default})", "choices": choices})
 
 
-def _by_device(cpu: Any, cuda: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+def by_device(cpu: Any, cuda: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
     text = f"{text} (default {cpu} on a CPU, {cuda} on a GPU)"
     return field(default=None, metadata={"help": text, "choices": choices, "cpu": cpu, "cuda": cuda})
 
 
-def _at_least(record: Any, least: int, *names: str) -> None:
+def at_least(record: Any, least: int, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
         if value is not None and value < least:
@@ -59,7 +59,7 @@ def _check_heads(record: Any) -> None:
         raise UserError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}: change one.")
 
 
-def _check_common(record: Any) -> None:
+def check_common(record: Any) -> None:
     """Dropout, choices and peers: every section has them."""
     if not 0.0 <= record.dropout < 1.0:
         raise UserError(f"--dropout is {record.dropout}: give a probability of at least 0 and below 1.")
@@ -95,30 +95,30 @@ class ModelOptions:
 
     PEERS: ClassVar[tuple[str, ...]] = ("peft", "peft-kept-memory", "liger")
 
-    preset: str = _option("none", "sizes of a known model; options given beside it win", tuple(PRESETS))
-    hidden: int = _option(512, "width of the residual stream")
-    layers: int = _option(6, "number of layers")
-    heads: int = _option(8, "number of query heads; the head size is hidden / heads")
-    kv_heads: int = _option(4, "number of key/value heads")
-    intermediate: int = _option(1408, "width of the MLP")
-    vocab: int = _option(32000, "vocabulary size")
-    rank: int = _option(16, "rank of the adapters")
-    rows: int = _option(2, "rows in a batch")
-    length: int = _option(512, "tokens in a row")
-    dropout: float = _option(0.0, "dropout on the adapters' input")
-    dtype: str = _option("float32", "of weights and activations", DTYPES)
-    kernels: str = _option("auto", "the engine's kernels", KERNELS)
-    peers: str = _option("all", "who the engine is compared with: all, none, or a list")
-    threads: int = _option(0, "CPU threads; 0 leaves torch's choice")
-    device: str = _option("auto", "auto takes a GPU where there is one", DEVICES)
+    preset: str = option("none", "sizes of a known model; options given beside it win", tuple(PRESETS))
+    hidden: int = option(512, "width of the residual stream")
+    layers: int = option(6, "number of layers")
+    heads: int = option(8, "number of query heads; the head size is hidden / heads")
+    kv_heads: int = option(4, "number of key/value heads")
+    intermediate: int = option(1408, "width of the MLP")
+    vocab: int = option(32000, "vocabulary size")
+    rank: int = option(16, "rank of the adapters")
+    rows: int = option(2, "rows in a batch")
+    length: int = option(512, "tokens in a row")
+    dropout: float = option(0.0, "dropout on the adapters' input")
+    dtype: str = option("float32", "of weights and activations", DTYPES)
+    kernels: str = option("auto", "the engine's kernels", KERNELS)
+    peers: str = option("all", "who the engine is compared with: all, none, or a list")
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice")
+    device: str = option("auto", "auto takes a GPU where there is one", DEVICES)
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "hidden", "layers", "heads", "kv_heads", "intermediate", "vocab", "rank", "rows")
+        at_least(self, 1, "hidden", "layers", "heads", "kv_heads", "intermediate", "vocab", "rank", "rows")
         if self.length < 2:
             raise UserError(f"--length is {self.length}: give at least 2 tokens, so that one can be predicted.")
-        _at_least(self, 0, "threads")
+        at_least(self, 0, "threads")
         _check_heads(self)
-        _check_common(self)
+        check_common(self)
 
     @property
     def tokens(self) -> int:
@@ -142,13 +142,13 @@ class StepOptions(ModelOptions):
         UserError: sizes that do not fit together.
     """
 
-    repeats: int = _option(15, "timed steps of each side")
-    warmup: int = _option(2, "untimed steps of each side, after those that check the losses")
+    repeats: int = option(15, "timed steps of each side")
+    warmup: int = option(2, "untimed steps of each side, after those that check the losses")
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
-        _at_least(self, 1, "repeats")
-        _at_least(self, 0, "warmup")
+        at_least(self, 1, "repeats")
+        at_least(self, 0, "warmup")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,33 +184,33 @@ class KernelOptions:
         "quantize", "product",
     )  # fmt: skip
 
-    tokens: int | None = _by_device(1024, 8192, "tokens")
-    length: int | None = _by_device(512, 4096, "tokens in a document, for attention")
-    hidden: int | None = _by_device(1024, 4096, "width of the residual stream")
-    heads: int | None = _by_device(16, 32, "number of query heads; the head size is hidden / heads")
-    kv_heads: int | None = _by_device(8, 8, "number of key/value heads")
-    intermediate: int | None = _by_device(2816, 14336, "width of the MLP")
-    vocab: int | None = _by_device(32000, 128256, "vocabulary size")
-    trained: int | None = _by_device(4_000_000, 42_000_000, "parameters that the optimizer updates")
-    rank: int = _option(16, "rank of the adapters")
-    dropout: float = _option(0.1, "dropout on the adapters' input, where an op is measured with it")
-    dtype: str | None = _by_device("float32", "bfloat16", "of weights and activations", DTYPES)
-    only: str = _option("all", f"which ops: all, or a list of {','.join(GROUPS)}")
-    peers: str = _option("all", "who the engine is compared with: all, none, or a list")
-    compile: bool = _option(False, "torch.compile as a peer on a CPU too")
-    copy_mib: int | None = _by_device(128, 1024, "MiB of the copy that measures memory's speed")
-    ceiling: int | None = _by_device(2048, 8192, "size of the square product that measures the speed of arithmetic")
-    repeats: int | None = _by_device(15, 50, "timed runs of each contestant; 0 checks the results and times nothing")
-    warmup: int = _option(2, "untimed runs of each contestant, after the one that is checked")
-    threads: int = _option(0, "CPU threads; 0 leaves torch's choice")
-    device: str = _option("auto", "auto takes a GPU where there is one", DEVICES)
+    tokens: int | None = by_device(1024, 8192, "tokens")
+    length: int | None = by_device(512, 4096, "tokens in a document, for attention")
+    hidden: int | None = by_device(1024, 4096, "width of the residual stream")
+    heads: int | None = by_device(16, 32, "number of query heads; the head size is hidden / heads")
+    kv_heads: int | None = by_device(8, 8, "number of key/value heads")
+    intermediate: int | None = by_device(2816, 14336, "width of the MLP")
+    vocab: int | None = by_device(32000, 128256, "vocabulary size")
+    trained: int | None = by_device(4_000_000, 42_000_000, "parameters that the optimizer updates")
+    rank: int = option(16, "rank of the adapters")
+    dropout: float = option(0.1, "dropout on the adapters' input, where an op is measured with it")
+    dtype: str | None = by_device("float32", "bfloat16", "of weights and activations", DTYPES)
+    only: str = option("all", f"which ops: all, or a list of {','.join(GROUPS)}")
+    peers: str = option("all", "who the engine is compared with: all, none, or a list")
+    compile: bool = option(False, "torch.compile as a peer on a CPU too")
+    copy_mib: int | None = by_device(128, 1024, "MiB of the copy that measures memory's speed")
+    ceiling: int | None = by_device(2048, 8192, "size of the square product that measures the speed of arithmetic")
+    repeats: int | None = by_device(15, 50, "timed runs of each contestant; 0 checks the results and times nothing")
+    warmup: int = option(2, "untimed runs of each contestant, after the one that is checked")
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice")
+    device: str = option("auto", "auto takes a GPU where there is one", DEVICES)
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "tokens", "length", "hidden", "heads", "kv_heads", "intermediate", "vocab")
-        _at_least(self, 1, "trained", "rank", "copy_mib", "ceiling")
-        _at_least(self, 0, "repeats", "warmup", "threads")
+        at_least(self, 1, "tokens", "length", "hidden", "heads", "kv_heads", "intermediate", "vocab")
+        at_least(self, 1, "trained", "rank", "copy_mib", "ceiling")
+        at_least(self, 0, "repeats", "warmup", "threads")
         _check_heads(self)
-        _check_common(self)
+        check_common(self)
         chosen_names(self.only, self.GROUPS, "only")
         if self.tokens is not None and self.length is not None and self.tokens % self.length:
             raise UserError(f"--tokens {self.tokens} must be a multiple of --length {self.length}: change one.")
@@ -291,110 +291,24 @@ class TaxOptions:
 
     PEERS: ClassVar[tuple[str, ...]] = ("torch", "peft")
 
-    shapes: str | None = _by_device(_TAX_ON_CPU, _TAX_ON_GPU, "which linears: KIND:TOKENSxINPUTSxOUTPUTS[+...],...")
-    rank: int = _option(16, "rank of the adapters")
-    dropout: float = _option(0.1, "dropout of the second measurement of each shape; 0 leaves it out")
-    dtype: str | None = _by_device("float32", "bfloat16", "of weights and activations", DTYPES)
-    peers: str = _option("all", "who the engine is compared with: all, none, or a list")
-    ceiling: int | None = _by_device(2048, 8192, "size of the square product that measures the speed of arithmetic")
-    repeats: int | None = _by_device(15, 30, "timed runs of each contestant; 0 checks the results and times nothing")
-    warmup: int = _option(2, "untimed runs of each contestant, after the one that is checked")
-    threads: int = _option(0, "CPU threads; 0 leaves torch's choice")
-    device: str = _option("auto", "auto takes a GPU where there is one", DEVICES)
+    shapes: str | None = by_device(_TAX_ON_CPU, _TAX_ON_GPU, "which linears: KIND:TOKENSxINPUTSxOUTPUTS[+...],...")
+    rank: int = option(16, "rank of the adapters")
+    dropout: float = option(0.1, "dropout of the second measurement of each shape; 0 leaves it out")
+    dtype: str | None = by_device("float32", "bfloat16", "of weights and activations", DTYPES)
+    peers: str = option("all", "who the engine is compared with: all, none, or a list")
+    ceiling: int | None = by_device(2048, 8192, "size of the square product that measures the speed of arithmetic")
+    repeats: int | None = by_device(15, 30, "timed runs of each contestant; 0 checks the results and times nothing")
+    warmup: int = option(2, "untimed runs of each contestant, after the one that is checked")
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice")
+    device: str = option("auto", "auto takes a GPU where there is one", DEVICES)
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "rank", "ceiling")
-        _at_least(self, 0, "repeats", "warmup", "threads")
-        _check_common(self)
+        at_least(self, 1, "rank", "ceiling")
+        at_least(self, 0, "repeats", "warmup", "threads")
+        check_common(self)
         if self.shapes is not None:
             read_shapes(self.shapes)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConvertOptions:
-    """Import, reshard, export and merge of a synthetic checkpoint beside cp, and a kill halfway.
-
-    The disk needs room for four times the checkpoint.
-
-    Raises:
-        UserError: sizes that do not fit together.
-    """
-
-    gb: float = _option(8.0, "GB of the checkpoint, about")
-    hidden: int = _option(4096, "width of the residual stream; a multiple of 512")
-    intermediate: int = _option(11008, "width of the MLP")
-    vocab: int = _option(32000, "vocabulary size")
-    rank: int = _option(16, "rank of the adapter that is merged")
-    folder: str = _option("", "folder to work in; the temporary one where empty")
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "hidden", "intermediate", "vocab", "rank")
-        if self.hidden % 512:
-            raise UserError(f"--hidden is {self.hidden}: give a multiple of 512, heads are 128 wide and 4 to a key.")
-        if self.gb <= 0:
-            raise UserError(f"--gb is {self.gb}: give more than 0.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GuardsOptions(ModelOptions):
-    """What the guards of a run cost, on data-parallel ranks that hold copies of each other's parameters.
-
-    On CPU ranks of this machine, one process each.
-
-    Raises:
-        UserError: sizes that do not fit together.
-    """
-
-    PEERS: ClassVar[tuple[str, ...]] = ()
-
-    documents: int = _option(4, "documents in a row")
-    ranks: int = _option(2, "processes, which share the machine's cores")
-    repeats: int = _option(30, "timed runs of each work")
-    warmup: int = _option(3, "untimed runs of each work before")
-
-    def __post_init__(self) -> None:
-        ModelOptions.__post_init__(self)
-        _at_least(self, 1, "documents", "repeats")
-        _at_least(self, 2, "ranks")
-        _at_least(self, 0, "warmup")
-        if self.length < 2 * self.documents:
-            raise UserError(
-                f"--length {self.length} leaves documents of less than 2 tokens with --documents {self.documents}: "
-                "give longer rows or fewer documents."
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaveOptions(ModelOptions):
-    """What saving a training checkpoint costs the training: waiting for the disk, and writing beside the steps.
-
-    What was written is opened again and compared with what was trained at that moment.
-
-    Raises:
-        UserError: sizes that do not fit together.
-    """
-
-    PEERS: ClassVar[tuple[str, ...]] = ()
-
-    repeats: int = _option(9, "saves of each kind")
-    steps: int = _option(3, "steps after each save, and in each turn without one")
-    folder: str = _option("", "where checkpoints are written; empty for a temporary folder")
-
-    def __post_init__(self) -> None:
-        ModelOptions.__post_init__(self)
-        _at_least(self, 1, "repeats", "steps")
-
-
-SECTIONS: dict[str, type] = {
-    "step": StepOptions,
-    "kernels": KernelOptions,
-    "lora-tax": TaxOptions,
-    "memory": MemoryOptions,
-    "convert": ConvertOptions,
-    "guards": GuardsOptions,
-    "save": SaveOptions,
-}
-"""Section name, which with _ for - is also its module's name -> its options."""
 
 T = TypeVar("T")
 

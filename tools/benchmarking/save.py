@@ -24,7 +24,7 @@ from engine.errors import UserError
 
 from .engine_side import EngineSide
 from .machine import describe
-from .options import SaveOptions
+from .sections import SaveOptions
 from .sides import set_up
 from .table import Table
 from .timing import paired_ratio, summarise, wait_for

@@ -20,7 +20,7 @@ from engine.checkpoint.convert import (
 )
 from engine.checkpoint.decoded import DecodedSource, encoded_names
 from engine.checkpoint.manifest import MANIFEST, read_manifest
-from engine.checkpoint.merge import MergedSource, adapted_modules, fully_trained
+from engine.checkpoint.merge import MergedSource, adapted_modules, fully_trained, recorded_scale
 from engine.checkpoint.merging import summary
 from engine.checkpoint.peft_read import AdapterSource
 from engine.checkpoint.peft_write import export_peft
@@ -28,6 +28,7 @@ from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.proof import prove_adapter, prove_model
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import dtype_name
+from engine.checkpoint.scales import Scale
 from engine.checkpoint.source import ModelFolder, WeightSource, open_model, open_source
 from engine.checkpoint.training_state import CHECKPOINTS, TrainingCheckpoint, list_checkpoints, open_run
 from engine.errors import UserError
@@ -47,12 +48,9 @@ class TrainedModel:
     weights: WeightSource | None
 
     @property
-    def scale(self) -> float:
+    def scale(self) -> Scale:
         """Factor on B A; 0 without adapters."""
-        lora = self.checkpoint.lora
-        if not lora:
-            return 0.0
-        return float(lora["alpha"]) / (lora["rank"] ** 0.5 if lora["rslora"] else lora["rank"])
+        return recorded_scale(self.checkpoint.lora, self.checkpoint.trained(), self.model.names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,8 +180,9 @@ def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, o
     log = Log()
     weights: WeightSource = open_source(base)
     factors = AdapterSource(adapter, names=weights.model.names, decoder=weights.model.decoder, with_saved_modules=True)
+    factors.require_base(weights)
     seen = _as_trained(weights, base_dtype, factors.tensor_names(), options, log)
-    merged = MergedSource(weights.model, seen, factors, scale=factors.settings.scale)
+    merged = MergedSource(weights.model, seen, factors, scale=factors.scale)
     _export_weights(merged, adapter, out, options, log)
 
 

@@ -6,16 +6,17 @@ the same loader that training uses.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.checkpoint.loading import load_parameters
-from engine.checkpoint.merge import adapted_modules
+from engine.checkpoint.merge import LORA_A, adapted_modules
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
+from engine.checkpoint.scales import Scale, scale_of
 from engine.layers.module import shard_entries
 from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
 from engine.models.config import DecoderConfig
@@ -63,12 +64,13 @@ class Overlay(TensorReader):
         return self._front if self._back is None or name in self._front else self._back
 
 
-def adapter_plan(names: Collection[str], *, rank: int, scale: float) -> TrainingPlan:
-    """The plan that makes a model with the adapters that `names` has; without dropout."""
-    modules = set(adapted_modules(list(names)))
-    settings = AdapterSettings(rank=rank, scale=scale, dropout=0.0)
-    fused = any(module.endswith(".qkv_proj") for module in modules)
-    return TrainingPlan(adapter=lambda module: settings if module in modules else None, fused_qkv=fused)
+def adapter_plan(trained: TensorReader, scale: Scale) -> TrainingPlan:
+    """The plan that makes a model with the adapters that `trained` has; without dropout."""
+    settings = {
+        module: AdapterSettings(rank=trained.shape(f"{module}.{LORA_A}")[0], scale=scale_of(scale, module), dropout=0.0)
+        for module in adapted_modules(trained.tensor_names())
+    }
+    return TrainingPlan(adapter=settings.get, fused_qkv=any(module.endswith(".qkv_proj") for module in settings))
 
 
 def proof_tokens(vocab_size: int) -> Tensor:

@@ -10,7 +10,7 @@ says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,12 @@ from engine.checkpoint.contents import Content
 from engine.checkpoint.merging import LowRank, MergedRows, write_rounding
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
+from engine.checkpoint.scales import Scale, one_or_each, recorded_alpha, scale_of
 from engine.checkpoint.source import TIED_HEAD, ModelFolder, WeightSource
+from engine.config.lora import adapter_scale
 from engine.errors import UserError
 from engine.models.config import DecoderConfig
+from engine.models.names import NameMap
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -64,6 +67,24 @@ def read_factors(trained: TensorReader, module: str, config: DecoderConfig) -> d
     return {part: (a, b[slice(*rows[part.rpartition(".")[2]])]) for part in parts}
 
 
+def recorded_scale(lora: Mapping[str, Any], trained: TensorReader, names: NameMap) -> Scale:
+    """What the adapters of a run are multiplied by; 0 without any.
+
+    Args:
+        lora: the run's settings, as its checkpoints have them.
+        trained: its trained values.
+        names: of its base.
+    """
+    if not lora:
+        return 0.0
+    scales = {}
+    for module in adapted_modules(trained.tensor_names()):
+        first = unfused_modules(module)[0]  # patterns that tell the parts of a fused one apart are refused
+        alpha = recorded_alpha(lora, first, [names.module_to_hf(first)])
+        scales[module] = adapter_scale(trained.shape(f"{module}.{LORA_A}")[0], alpha, rslora=bool(lora["rslora"]))
+    return one_or_each(scales, 0.0)
+
+
 class MergedSource(WeightSource):
     """The weights after training.
 
@@ -79,7 +100,7 @@ class MergedSource(WeightSource):
         UserError: a trained tensor does not belong to the model, or values are neither trained nor in a base.
     """
 
-    def __init__(self, model: ModelFolder, base: WeightSource | None, trained: TensorReader, *, scale: float) -> None:
+    def __init__(self, model: ModelFolder, base: WeightSource | None, trained: TensorReader, *, scale: Scale) -> None:
         self.base, self.trained, self.scale = base, trained, scale
         self._base_shapes = model.expected_shapes()
         names = trained.tensor_names()
@@ -162,8 +183,9 @@ class MergedSource(WeightSource):
         return MergedRows(name, base, base_name, self.dtype(name), factors, lambda: base.check_tensor(base_name))
 
     def _factors(self, module: str) -> LowRank:
-        a, b = read_factors(self.trained, self._adapter_of[module], self.model.decoder)[module]
-        return LowRank(a.float(), b.float(), self.scale, transposed=module == "embed_tokens")
+        adapter = self._adapter_of[module]
+        a, b = read_factors(self.trained, adapter, self.model.decoder)[module]
+        return LowRank(a.float(), b.float(), scale_of(self.scale, adapter), transposed=module == "embed_tokens")
 
     def identity(self) -> dict[str, Any]:
         return {"scale": self.scale, **({} if self.base is None else self.base.identity())}

@@ -21,6 +21,7 @@ from engine.checkpoint.contents import Content, block_tensor, row_blocks
 from engine.checkpoint.folder import MERGE_REPORT
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import raw_bytes
+from engine.checkpoint.scales import Scale
 from engine.distributed.sharding import Piece, ShardSpec
 
 _BLOCK_BYTES = 1 << 20
@@ -140,7 +141,7 @@ def _rows(shape: tuple[int, ...], first: int, last: int) -> ShardSpec:
     return ShardSpec(global_shape=shape, local_shape=(last - first, *shape[1:]), dim=0, pieces=pieces)
 
 
-def write_rounding(folder: Path, facts: Sequence[Mapping[str, Any]], scale: float) -> dict[str, dict[str, float]]:
+def write_rounding(folder: Path, facts: Sequence[Mapping[str, Any]], scale: Scale) -> dict[str, dict[str, float]]:
     """Writes merge_report.json: logical name -> `Rounding`'s values; gives them back."""
     prefix = ROUNDING + "/"
     found = {key.removeprefix(prefix): value for each in facts for key, value in each.items() if key.startswith(prefix)}

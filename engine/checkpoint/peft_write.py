@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,11 @@ from torch import Tensor
 from engine.checkpoint.convert import ConversionReport, Proof, stored_names
 from engine.checkpoint.folder import ADAPTER_CONFIG, staged_folder
 from engine.checkpoint.merge import adapted_modules, fully_trained, read_factors, unfused_modules
-from engine.checkpoint.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX, block_patterns
+from engine.checkpoint.peft_config import patterns
+from engine.checkpoint.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
+from engine.checkpoint.scales import recorded_alpha
 from engine.checkpoint.source import ModelFolder
 from engine.errors import UserError
 from engine.models.families import FAMILIES
@@ -41,7 +44,7 @@ def export_peft(
 
     Args:
         trained: trained values by logical name.
-        lora: "rank", "alpha", "dropout" and "rslora" of the run.
+        lora: "rank", "alpha", "alpha_pattern", "dropout" and "rslora" of the run.
         model: the base that they belong to.
         out: folder to make.
         overwrite: replace an existing adapter at `out`.
@@ -52,7 +55,7 @@ def export_peft(
         UserError: there are no adapters, PEFT cannot express what was trained, a value is not finite, or a factor that
             does not start from zeros is all zero.
     """
-    model = replace(model, names=stored_names(model))
+    described, model = model, replace(model, names=stored_names(model))
     names = trained.tensor_names()
     modules = adapted_modules(names)
     if not modules:
@@ -62,18 +65,18 @@ def export_peft(
         )
     parts = [part for module in modules for part in unfused_modules(module)]
     saved = _modules_to_save(fully_trained(names), parts, model)
-    tensors = _adapter_tensors(trained, modules, model)
-    blocks = _block_tensors(trained, modules, model)
-    tensors |= blocks
+    alphas = {module: _alpha(lora, module, described) for module in modules}
+    tensors, adapters = _adapter_tensors(trained, modules, model, alphas)
+    blocks, more = _block_tensors(trained, modules, model, alphas, rslora=bool(lora["rslora"]))
+    tensors, adapters = tensors | blocks, adapters | more
     for name in fully_trained(names):
         tensors[KEY_PREFIX + model.names.to_hf(name).name] = trained.read_whole(name)
     for key, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(f"{key} is not finite, so nothing was exported: use an earlier step (--step).")
-    notes = [*_notes(modules, parts, saved, model), *_refuse_zeros(trained, modules)]
     config = _adapter_config(lora, _target_modules(parts, model), saved, model)
-    leaves = {key.split(".")[-3] for key in blocks}
-    config |= block_patterns(config["r"], config["lora_alpha"], rslora=config["use_rslora"], leaves=leaves)
+    config |= patterns(adapters, rank=config["r"], alpha=config["lora_alpha"])
+    notes = [*_notes(modules, parts, saved, model, config), *_refuse_zeros(trained, modules)]
     with staged_folder(out, overwrite=overwrite, inputs=[model.path, *inputs]) as staging:
         declared = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
         with SafetensorsWriter(staging / ADAPTER_WEIGHTS, declared, {"format": "pt"}) as writer:
@@ -94,8 +97,20 @@ def export_peft(
     )
 
 
-def _adapter_tensors(trained: TensorReader, modules: list[str], model: ModelFolder) -> dict[str, Tensor]:
+Adapters = dict[str, tuple[int, float]]
+"""Module of the checkpoint -> rank and alpha of its adapter."""
+
+
+def _alpha(lora: Mapping[str, Any], module: str, model: ModelFolder) -> float:
+    first = unfused_modules(module)[0]  # a run gives all parts of a fused one the same
+    return recorded_alpha(lora, first, [model.names.module_to_hf(first)])
+
+
+def _adapter_tensors(
+    trained: TensorReader, modules: list[str], model: ModelFolder, alphas: Mapping[str, float]
+) -> tuple[dict[str, Tensor], Adapters]:
     tensors: dict[str, Tensor] = {}
+    adapters: Adapters = {}
     for module in modules:
         if module.endswith(QKV) and QKV in model.names.fused:
             pairs = {module: tuple(trained.read_whole(f"{module}.{leaf}") for leaf in ("lora_A", "lora_B"))}
@@ -104,12 +119,14 @@ def _adapter_tensors(trained: TensorReader, modules: list[str], model: ModelFold
         else:
             pairs = read_factors(trained, module, model.decoder)
         for part, (a, b) in pairs.items():
-            key = KEY_PREFIX + model.names.module_to_hf(part)
+            name = model.names.module_to_hf(part)
+            key = KEY_PREFIX + name
+            adapters[name] = a.shape[0], alphas[module]
             if part == "embed_tokens":
                 tensors[f"{key}.lora_embedding_A"], tensors[f"{key}.lora_embedding_B"] = a, b
             else:
                 tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a, b
-    return tensors
+    return tensors, adapters
 
 
 def _fused_with(module: str, model: ModelFolder) -> str | None:
@@ -119,23 +136,33 @@ def _fused_with(module: str, model: ModelFolder) -> str | None:
     return None if fused is None else f"layers.{layer}.{fused}"
 
 
-def _block_tensors(trained: TensorReader, modules: list[str], model: ModelFolder) -> dict[str, Tensor]:
+def _block_tensors(
+    trained: TensorReader, modules: list[str], model: ModelFolder, alphas: Mapping[str, float], *, rslora: bool
+) -> tuple[dict[str, Tensor], Adapters]:
     """Adapters of parts of the base's fused matrices: A stacked, B with a block for each part."""
     tensors: dict[str, Tensor] = {}
+    adapters: Adapters = {}
     shapes = model.expected_shapes()
     for fused in dict.fromkeys(name for module in modules if (name := _fused_with(module, model)) is not None):
-        rank = next(trained.shape(f"{part}.lora_A")[0] for part in fused_parts(fused) if f"{part}.lora_A" in trained)
+        parts = fused_parts(fused)
+        found = {(trained.shape(f"{part}.lora_A")[0], alphas[part]) for part in parts if f"{part}.lora_A" in trained}
+        if len(found) > 1:
+            raise UserError(
+                f"the parts of {fused} have adapters of several ranks or alphas, and the base stores them as one "
+                "matrix, for which a PEFT folder has one of each: export with --format hf --merge."
+            )
+        ((rank, alpha),) = found
         stacked, blocks = [], []
-        for part in fused_parts(fused):
+        for part in parts:
             rows, columns = shapes[f"{part}.weight"]
             present = f"{part}.lora_A" in trained
             stacked.append(trained.read_whole(f"{part}.lora_A") if present else torch.zeros(rank, columns))
             blocks.append(trained.read_whole(f"{part}.lora_B") if present else torch.zeros(rows, rank))
-        key = KEY_PREFIX + model.names.module_to_hf(fused)
-        dtype = blocks[0].dtype
-        tensors[f"{key}.lora_A.weight"] = torch.cat(stacked)
-        tensors[f"{key}.lora_B.weight"] = torch.block_diag(*blocks).to(dtype)
-    return tensors
+        name, count = model.names.module_to_hf(fused), len(parts)
+        adapters[name] = rank * count, alpha * (math.sqrt(count) if rslora else count)  # the scale of one part
+        tensors[f"{KEY_PREFIX}{name}.lora_A.weight"] = torch.cat(stacked)
+        tensors[f"{KEY_PREFIX}{name}.lora_B.weight"] = torch.block_diag(*blocks).to(blocks[0].dtype)
+    return tensors, adapters
 
 
 def _modules_to_save(full: list[str], adapted: list[str], model: ModelFolder) -> list[str]:
@@ -212,8 +239,15 @@ def _refuse_zeros(trained: TensorReader, modules: list[str]) -> list[str]:
     return [f"{len(untrained)} of {len(modules)} adapters are untrained (B is zero): {', '.join(untrained[:3])}"]
 
 
-def _notes(modules: list[str], parts: list[str], saved: list[str], model: ModelFolder) -> list[str]:
+def _notes(
+    modules: list[str], parts: list[str], saved: list[str], model: ModelFolder, config: Mapping[str, Any]
+) -> list[str]:
     notes = []
+    if config.keys() & {"rank_pattern", "alpha_pattern"}:
+        notes.append(
+            "the adapters differ in rank or alpha, which adapter_config.json says in rank_pattern and alpha_pattern: "
+            "PEFT reads them, vLLM and SGLang take r and lora_alpha for all, so for them merge with --format hf --merge"
+        )
     if modules != parts and QKV not in model.names.fused:
         notes.append("fused query-key-value adapters are written as three that share A, which is exact")
     if model.decoder.tied_embeddings and {"embed_tokens", "lm_head"} & set(parts):

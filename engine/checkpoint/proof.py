@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.live_logits import Overlay, adapter_plan, live_logits, proof_tokens
-from engine.checkpoint.merge import MergedSource, adapted_modules
+from engine.checkpoint.merge import MergedSource
 from engine.checkpoint.peft_read import ADAPTER_WEIGHTS
 from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.scales import Scale
 from engine.checkpoint.source import ModelFolder, WeightSource, open_source
 from engine.errors import UserError
 from engine.layers.plan import TrainingPlan
@@ -44,11 +45,9 @@ class Live(NamedTuple):
     plan: TrainingPlan
 
 
-def live_model(config: DecoderConfig, base: TensorReader | None, trained: TensorReader, scale: float) -> Live:
+def live_model(config: DecoderConfig, base: TensorReader | None, trained: TensorReader, scale: Scale) -> Live:
     """The live model of trained values beside their base, which is None where there was none."""
-    names = trained.tensor_names()
-    rank = max((trained.shape(f"{module}.lora_A")[0] for module in adapted_modules(names)), default=1)
-    return Live(config, Overlay(trained, base), adapter_plan(names, rank=rank, scale=scale))
+    return Live(config, Overlay(trained, base), adapter_plan(trained, scale))
 
 
 def prove_model(folder: Path, source: WeightSource) -> str:
@@ -90,7 +89,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
     )
 
 
-def prove_adapter(folder: Path, base: WeightSource, trained: TensorReader, scale: float) -> str:
+def prove_adapter(folder: Path, base: WeightSource, trained: TensorReader, scale: Scale) -> str:
     """Holds a PEFT folder against the live model; as `prove_model`."""
     model = base.model
     if missing := [name for name in ("transformers", "peft") if find_spec(name) is None]:

@@ -190,7 +190,10 @@ def _type_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"{'one of ' if len(get_args(kind)) > 1 else ''}{', '.join(get_args(kind))}"
     if get_origin(kind) is tuple:
-        return "a list of names" if get_args(kind)[-1] is Ellipsis else "a list of two numbers"
+        many = "a list of whole numbers" if get_args(kind)[0] is int else "a list of names"
+        return many if get_args(kind)[-1] is Ellipsis else "a list of two numbers"
+    if get_origin(kind) is dict:
+        return f"a mapping of names to {'whole ' if get_args(kind)[1] is int else ''}numbers"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     return names[kind]
 
@@ -201,7 +204,9 @@ def _example(option: str, kind: Any) -> str:
     owner = sections()[section] if section else RunConfig
     default: Any = next(field.default for field in fields(owner) if field.name == name)
     if get_origin(kind) is tuple:
-        return f"[{', '.join(str(item) for item in default or ('lm_head',))}]"
+        return f"[{', '.join(str(item) for item in default or ((0,) if get_args(kind)[0] is int else ('lm_head',)))}]"
+    if get_origin(kind) is dict:
+        return "{down_proj: 32}"
     if kind is bool:
         return "true" if default is None else str(default).lower()
     if default in (None, MISSING):

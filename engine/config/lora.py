@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from engine.config.checks import require, require_at_least, require_positive
+from engine.config.checks import require, require_at_least, require_choice, require_positive
+from engine.config.matching import matches_target
 
 BLOCK_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Every linear of a decoder block."""
+
+_ALTERING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
+Number = TypeVar("Number", int, float)
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +29,14 @@ class LoraOptions:
         targets: Modules that get an adapter, as names (q_proj) or regular expressions that match the whole name
             (.*self_attn\\.(q|v)_proj), in the engine's or the checkpoint's spelling. lm_head and embed_tokens can be
             targets too.
+        exclude: Modules that get none although lora.targets means them, written in the same way.
+        layers: Numbers of the layers whose modules get adapters, from 0; null for all of the model.
+        rank_pattern: Ranks of modules that have another one than lora.rank, by name or expression as in lora.targets,
+            such as {down_proj: 32}; of several that mean a module the first counts. null for none.
+        alpha_pattern: The same of lora.alpha.
         rslora: Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732).
+        init: What A starts from; B starts from zeros, of an embedding the other way round. "kaiming" is uniform as
+            PEFT has it by default, "gaussian" normal with deviation 1 / rank.
         fused_qkv: One adapter for query, key and value together instead of one each.
         init_from: Folder of a PEFT adapter to start from; null starts from fresh ones.
     """
@@ -31,7 +45,12 @@ class LoraOptions:
     alpha: float = 32.0
     dropout: float = 0.0
     targets: tuple[str, ...] = BLOCK_LINEARS
+    exclude: tuple[str, ...] = ()
+    layers: tuple[int, ...] | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
     rslora: bool = False
+    init: str = "kaiming"
     fused_qkv: bool = False
     init_from: str | None = None
 
@@ -47,23 +66,65 @@ class LoraOptions:
             f"lora.targets is the text {self.targets!r}, but a list is expected: write [{self.targets}].",
         )
         for target in self.targets:
-            _check_target(target)
+            _check_target("lora.targets", target)
+        for target in self.exclude:
+            _check_target("lora.exclude", target)
+        for layer in self.layers or ():
+            require_at_least("lora.layers", layer, 0, "layers are counted from 0")
+        for target, rank in (self.rank_pattern or {}).items():
+            _check_target("lora.rank_pattern", target)
+            require_at_least(f"lora.rank_pattern of {target}", rank, 1, "use for example 16, or lora.exclude for none")
+        for target, alpha in (self.alpha_pattern or {}).items():
+            _check_target("lora.alpha_pattern", target)
+            require_positive(f"lora.alpha_pattern of {target}", alpha, "use for example twice the rank")
+        require(
+            not self.init.startswith(_ALTERING_INITS),
+            f"lora.init is {self.init}, which changes the base that it starts from: use kaiming or gaussian, or let "
+            "PEFT start, convert the result to a plain adapter (path_initial_model_for_weight_conversion), and name "
+            "its folder in lora.init_from.",
+        )
+        require_choice("lora.init", self.init, ("kaiming", "gaussian"))
 
-    @property
-    def scale(self) -> float:
-        """Factor on the adapter's output; 0 without adapters."""
-        if self.rank == 0:
-            return 0.0
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+    def targets_module(self, module: str, aliases: Sequence[str] = ()) -> bool:
+        """Whether an adapter sits on `module`.
+
+        Args:
+            module: full name in the engine.
+            aliases: further full names of it.
+        """
+        layer = _LAYER.match(module)
+        in_layers = self.layers is None or (layer is not None and int(layer[1]) in self.layers)
+        excluded = matches_target(module, self.exclude, aliases)
+        return in_layers and not excluded and matches_target(module, self.targets, aliases)
+
+    def rank_of(self, module: str, aliases: Sequence[str] = ()) -> int:
+        """Rank of the adapter on `module`; arguments as of `targets_module`."""
+        return _patterned(self.rank_pattern, self.rank, module, aliases)
+
+    def scale_of(self, module: str, aliases: Sequence[str] = ()) -> float:
+        """Factor on the output of the adapter on `module`; arguments as of `targets_module`."""
+        alpha = _patterned(self.alpha_pattern, self.alpha, module, aliases)
+        return adapter_scale(self.rank_of(module, aliases), alpha, rslora=self.rslora)
 
 
-def _check_target(target: str) -> None:
-    require(bool(target), "lora.targets contains an empty name, but module names are expected: remove it.")
+def adapter_scale(rank: int, alpha: float, *, rslora: bool) -> float:
+    """Factor on B A; 0 without adapters."""
+    if rank == 0:
+        return 0.0
+    return alpha / (rank**0.5 if rslora else rank)
+
+
+def _patterned(pattern: Mapping[str, Number] | None, default: Number, module: str, aliases: Sequence[str]) -> Number:
+    return next((value for key, value in (pattern or {}).items() if matches_target(module, (key,), aliases)), default)
+
+
+def _check_target(option: str, target: str) -> None:
+    require(bool(target), f"{option} contains an empty name, but module names are expected: remove it.")
     try:
         re.compile(target)
     except re.error as error:
         require(
             False,
-            f"lora.targets contains {target!r}, which is not a valid regular expression ({error}): "
+            f"{option} contains {target!r}, which is not a valid regular expression ({error}): "
             "write a module name such as q_proj, or mend the expression.",
         )

@@ -65,12 +65,18 @@ def fill_normal(shard: NamedShard, std: float, seed: int) -> None:
     _fill(shard.tensor, shard.spec, draw)
 
 
-def initialise_adapters(shards: Iterable[NamedShard], seed: int) -> None:
-    """A uniform as in PEFT (Kaiming with a = sqrt(5): bound 1 / sqrt(in)), B zero; embeddings A zero, B normal."""
+def initialise_adapters(shards: Iterable[NamedShard], seed: int, *, gaussian: bool = False) -> None:
+    """As PEFT: A uniform (Kaiming with a = sqrt(5): bound 1 / sqrt(in)), B zero; embeddings A zero, B normal.
+
+    Args:
+        gaussian: A, and of embeddings B, normal with standard deviation 1 / rank instead.
+    """
     for shard in shards:
         module, _, leaf = shard.name.rpartition(".")
         is_embedding = module == "embed_tokens"
-        if leaf == "lora_A" and not is_embedding:
+        if gaussian and leaf == ("lora_B" if is_embedding else "lora_A"):
+            fill_normal(shard, 1.0 / shard.spec.global_shape[1 if is_embedding else 0], seed)
+        elif leaf == "lora_A" and not is_embedding:
             fill_uniform(shard, 1.0 / math.sqrt(shard.spec.global_shape[1]), seed)
         elif leaf == "lora_B" and is_embedding:
             fill_normal(shard, 1.0, seed)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from engine.checkpoint.merge import unfused_modules
+from engine.config.lora import LoraOptions
 from engine.config.matching import matches_target, matches_trainable, require_matched
 from engine.config.run import RunConfig
 from engine.errors import UserError
@@ -32,7 +36,8 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
             for index in range(decoder.num_layers):
                 candidates[f"layers.{index}.attention.qkv_proj"] = []
         require_matched("lora.targets", config.lora.targets, candidates, matches_target)
-        adapted = {name for name, aliases in candidates.items() if matches_target(name, config.lora.targets, aliases)}
+        _require_patterns(config.lora, candidates, decoder)
+        adapted = {name for name, aliases in candidates.items() if config.lora.targets_module(name, aliases)}
         if config.lora.fused_qkv:
             adapted = _fuse(adapted)
     if both := sorted(trained & adapted):
@@ -40,13 +45,44 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
             f"{both[0]} is in lora.targets and in trainable, but a module is either trained in full or carries an "
             "adapter: remove it from one of them (lora.rank 0 trains without adapters)."
         )
-    settings = AdapterSettings(rank=config.lora.rank, scale=config.lora.scale, dropout=config.lora.dropout)
+    settings = {module: _settings(config.lora, module, modules) for module in sorted(adapted)}
     return TrainingPlan(
         trains=trained.__contains__,
-        adapter=lambda module: settings if module in adapted else None,
+        adapter=settings.get,
         fused_qkv=config.lora.fused_qkv,
         seed=config.train.seed,
     )
+
+
+def _require_patterns(lora: LoraOptions, candidates: Mapping[str, Sequence[str]], decoder: DecoderConfig) -> None:
+    """Raises UserError where an option about some of the adapters means no module at all."""
+    for option, patterns in (
+        ("lora.exclude", lora.exclude),
+        ("lora.rank_pattern", tuple(lora.rank_pattern or ())),
+        ("lora.alpha_pattern", tuple(lora.alpha_pattern or ())),
+    ):
+        require_matched(option, patterns, candidates, matches_target)
+    if beyond := [layer for layer in lora.layers or () if layer >= decoder.num_layers]:
+        raise UserError(
+            f"lora.layers has {beyond[0]}, but the model has {decoder.num_layers} layers, counted from 0: remove it."
+        )
+
+
+def _settings(lora: LoraOptions, module: str, modules: Mapping[str, Sequence[str]]) -> AdapterSettings:
+    """What the adapter on `module` looks like.
+
+    Args:
+        modules: each module of the model -> its names in the checkpoint.
+    """
+    parts = unfused_modules(module)
+    found = {(lora.rank_of(part, modules[part]), lora.scale_of(part, modules[part])) for part in parts}
+    if len(found) > 1:
+        raise UserError(
+            f"lora.rank_pattern and lora.alpha_pattern tell {', '.join(parts)} apart, but lora.fused_qkv gives them "
+            "one adapter: give them one rank and alpha, or set lora.fused_qkv to false."
+        )
+    ((rank, scale),) = found
+    return AdapterSettings(rank=rank, scale=scale, dropout=lora.dropout)
 
 
 def _fuse(adapted: set[str]) -> set[str]:
@@ -54,5 +90,14 @@ def _fuse(adapted: set[str]) -> set[str]:
     fused = set()
     for name in adapted:
         parent, _, leaf = name.rpartition(".")
-        fused.add(f"{parent}.qkv_proj" if leaf in ("q_proj", "k_proj", "v_proj") else name)
+        if leaf not in ("q_proj", "k_proj", "v_proj"):
+            fused.add(name)
+            continue
+        whole = f"{parent}.qkv_proj"
+        if missing := sorted(set(unfused_modules(whole)) - adapted):
+            raise UserError(
+                f"lora.fused_qkv gives query, key and value one adapter, but {missing[0]} is not to have one: add it "
+                "to lora.targets, remove it from lora.exclude, or set lora.fused_qkv to false."
+            )
+        fused.add(whole)
     return fused

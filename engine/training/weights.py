@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.merge import fully_trained
 from engine.checkpoint.peft_read import AdapterSource
 from engine.checkpoint.source import ModelFolder
 from engine.config.run import RunConfig
+from engine.errors import UserError
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.plan import TrainingPlan
 from engine.layers.sharded_storage import SpreadWeights
@@ -41,9 +43,12 @@ def fill_parameters(
             load_parameters(base, source.weights, progress=progress.advance)
     if config.lora.rank > 0:
         if config.lora.init_from is None:
-            initialise_adapters(adapters, config.train.seed)
+            initialise_adapters(adapters, config.train.seed, gaussian=config.lora.init == "gaussian")
         else:
-            load_parameters(adapters, _adapter_source(config, source.model, plan))
+            start = _adapter_source(config, source.model, plan)
+            if source.weights is not None:
+                start.require_base(source.weights)
+            load_parameters(adapters + [shard for shard in base if shard.name in start], start)
     flat.publish()
 
 
@@ -51,8 +56,17 @@ def _adapter_source(config: RunConfig, model: ModelFolder, plan: TrainingPlan) -
     """The PEFT adapter of `lora.init_from`, found to be what this run would train."""
     lora = config.lora
     assert lora.init_from is not None
-    source = AdapterSource(lora.init_from, names=model.names, decoder=model.decoder, fused_qkv=lora.fused_qkv)
+    source = AdapterSource(
+        lora.init_from, names=model.names, decoder=model.decoder, fused_qkv=lora.fused_qkv, with_saved_modules=True
+    )
     names = [entry.name for entry in shard_entries(meta_model(model.decoder, plan=plan))]
-    modules = {name.rpartition(".")[0] for name in names if name.endswith(".lora_A")}
-    source.require_matching(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora, modules=modules)
+    modules = [name.rpartition(".")[0] for name in names if name.endswith(".lora_A")]
+    settings = {module: found for module in modules if (found := plan.adapter(module)) is not None}
+    source.require_matching({module: (found.rank, found.scale) for module, found in settings.items()})
+    for name in fully_trained(source.tensor_names()):
+        if not plan.trains(name.rpartition(".")[0]):
+            raise UserError(
+                f"the adapter in {lora.init_from} has {name} trained in full (modules_to_save), which this run does "
+                f"not train: add {name.rpartition('.')[0]} to trainable."
+            )
     return source

@@ -47,7 +47,7 @@ def test_live_logits_are_pefts(tmp_path: Path, modules: list[str], tied: bool) -
     with torch.no_grad():
         plain = stock(input_ids=tokens).logits
         expected = PeftModel.from_pretrained(stock, tmp_path / "adapter").eval()(input_ids=tokens).logits
-    plan = adapter_plan(trained.tensor_names(), rank=RANK, scale=SCALE)
+    plan = adapter_plan(trained, SCALE)
     found = live_logits(base.model.decoder, Overlay(trained, base), tokens, plan)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(live_logits(base.model.decoder, base, tokens), plain, rtol=0, atol=1e-4)

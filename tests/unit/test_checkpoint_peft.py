@@ -291,28 +291,30 @@ def test_a_stock_adapter_is_read_by_shard(tmp_path: Path) -> None:
 def test_a_run_that_differs_from_its_adapter_is_refused(tmp_path: Path) -> None:
     stock_adapter(tmp_path)
     source = open_adapter(tmp_path)
-    fits: dict[str, Any] = {"rank": RANK, "alpha": 7, "rslora": False, "modules": source.modules()}
-    source.require_matching(**fits)
-    for change, words in (
-        ({"rank": 4}, "lora.rank is 4, but .* has 3: set lora.rank to 3"),
-        ({"alpha": 8.0}, "lora.alpha is 8, but .* has 7"),
-        ({"rslora": True}, "lora.rslora is true, but .* has false"),
-        ({"modules": [*source.modules(), "lm_head"]}, "asks for lm_head"),
-        ({"modules": source.modules()[1:]}, "has embed_tokens, which lora.targets does not ask for"),
+    fits = dict.fromkeys(source.modules(), (RANK, 7 / RANK))
+    source.require_matching(fits)
+    q_proj = "layers.0.attention.q_proj"
+    for changed, words in (
+        ({**fits, q_proj: (4, 7 / RANK)}, f"gives {q_proj} rank 4, but .* has 3 there: set it to 3"),
+        (
+            {**fits, q_proj: (RANK, 8.0)},
+            rf"{q_proj} by 8, but that in .* by 2.33333: set lora.alpha to 7",
+        ),
+        ({**fits, "lm_head": fits[q_proj]}, "asks for lm_head"),
+        (dict.fromkeys(source.modules()[1:], fits[q_proj]), "has embed_tokens, which lora"),
     ):
         with pytest.raises(UserError, match=words):
-            source.require_matching(**{**fits, **change})
+            source.require_matching(changed)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"use_dora": True, "target_modules": ["q_proj"]}, "use_dora True"),
-        ({"rank_pattern": {"o_proj": 2}}, "rank_pattern"),
-        ({"alpha_pattern": {"o_proj": 2}}, "alpha_pattern"),
         ({"modules_to_save": ["norm"]}, "modules_to_save"),
         ({"bias": "lora_only"}, "bias 'lora_only'"),
-        ({"layers_to_transform": [0], "target_modules": ["q_proj"]}, "layers_to_transform"),
+        ({"trainable_token_indices": [3], "target_modules": ["q_proj"]}, "trainable_token_indices"),
+        ({"layer_replication": [[0, 2], [1, 2]], "target_modules": ["q_proj"]}, "layer_replication"),
         ({"init_lora_weights": "pissa", "target_modules": ["q_proj"]}, "init_lora_weights 'pissa'"),
     ],
 )

@@ -123,7 +123,7 @@ def test_yaml_round_trip(path, lr, eps, beta, steps, sequence, trainable, valida
     assert from_yaml(text) == config
     plain = asdict(config) | {"trainable": trainable}
     plain["optim"]["betas"] = [beta, 0.5]
-    plain["lora"]["targets"] = list(config.lora.targets)
+    plain["lora"] |= {"targets": list(config.lora.targets), "exclude": []}
     assert yaml.safe_load(text) == plain
 
 
@@ -149,9 +149,9 @@ def test_derived_values() -> None:
         *(False, False, False),
         *(True, True, False),
     ]
-    assert LoraOptions(rank=16, alpha=32).scale == 2.0
-    assert LoraOptions(rank=16, alpha=32, rslora=True).scale == 8.0
-    assert LoraOptions(rank=0).scale == 0.0
+    assert LoraOptions(rank=16, alpha=32).scale_of("q_proj") == 2.0
+    assert LoraOptions(rank=16, alpha=32, rslora=True).scale_of("q_proj") == 8.0
+    assert LoraOptions(rank=0).scale_of("q_proj") == 0.0
     assert [TrainOptions().num_epochs, TrainOptions(steps=3).num_epochs, TrainOptions(epochs=0.5).num_epochs] == [
         *(1.0, None, 0.5)
     ]

@@ -1,0 +1,164 @@
+"""What adapter_config.json of a PEFT LoRA adapter says, read and written.
+
+Only what the engine computes the same way is accepted; everything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.checkpoint.folder import ADAPTER_CONFIG
+from engine.config.lora import adapter_scale
+from engine.errors import UserError
+
+# What says who wrote the adapter, where it sits (the tensors' names say that too) or how it is loaded elsewhere.
+# fmt: off
+_HARMLESS_KEYS = frozenset((
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "target_modules", "task_type",
+))
+_READ_KEYS = frozenset((
+    "alpha_pattern", "lora_alpha", "lora_dropout", "r", "rank_pattern", "use_rslora",
+))
+# fmt: on
+_HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeftSettings:
+    """What an adapter_config.json says.
+
+    Args:
+        rank, alpha: of modules that no pattern means.
+        rslora: whether the scale is rank-stabilised.
+        dropout: of the adapters' input.
+        rank_pattern, alpha_pattern: end of a module's name in the checkpoint, as an expression -> its rank or alpha.
+    """
+
+    rank: int
+    alpha: float
+    rslora: bool
+    dropout: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+
+    @property
+    def scale(self) -> float:
+        """Factor on B A, where no pattern says otherwise."""
+        return adapter_scale(self.rank, self.alpha, rslora=self.rslora)
+
+    def rank_of(self, hf_module: str) -> int:
+        """Rank of the adapter on a module of the checkpoint."""
+        return _first(self.rank_pattern, self.rank, hf_module)
+
+    def scale_of(self, hf_module: str) -> float:
+        """Factor on B A of the adapter on a module of the checkpoint."""
+        alpha = _first(self.alpha_pattern, self.alpha, hf_module)
+        return adapter_scale(self.rank_of(hf_module), alpha, rslora=self.rslora)
+
+
+def _first(pattern: Mapping[str, _Number], default: _Number, hf_module: str) -> _Number:
+    """As PEFT looks a pattern up: the first that matches the whole name, or its end behind a dot."""
+    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", hf_module)), default)
+
+
+def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
+    """Reads adapter_config.json.
+
+    Args:
+        with_saved_modules: whether modules trained in full (`modules_to_save`) are accepted.
+
+    Raises:
+        UserError: it is not that of a LoRA adapter, is malformed, or asks for what is not supported.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise UserError(f"{folder} has no {ADAPTER_CONFIG}: expected the folder of a PEFT LoRA adapter, mend the path.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
+        raise UserError(f"{path} is not valid JSON ({error}): copy it again.") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise UserError(f"{path} has peft_type {kind!r}: expected LORA, use a LoRA adapter.")
+    _refuse_unsupported(path, config, with_saved_modules)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)):
+        raise UserError(f"{path} has r {rank!r} and lora_alpha {alpha!r}: expected a positive number each, mend them.")
+    return PeftSettings(
+        rank=rank,
+        alpha=float(alpha),
+        rslora=bool(config.get("use_rslora", False)),
+        dropout=float(config.get("lora_dropout", 0.0)),
+        rank_pattern=_pattern(path, config, "rank_pattern", (int,)),
+        alpha_pattern=_pattern(path, config, "alpha_pattern", (int, float)),
+    )
+
+
+def _pattern(path: Path, config: Mapping[str, Any], key: str, kinds: tuple[type, ...]) -> dict[str, Any]:
+    pattern = config.get(key) or {}
+    if not isinstance(pattern, dict):
+        raise UserError(f"{path} has {key} {pattern!r}: expected an object of module names and numbers, mend it.")
+    for name, value in pattern.items():
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise UserError(f"{path} has {value!r} for {name} in {key}: expected a positive number, mend it.")
+        try:
+            re.compile(name)
+        except re.error as error:
+            raise UserError(f"{path} has {name!r} in {key}, which is no expression ({error}): mend it.") from error
+    return pattern
+
+
+def _refuse_unsupported(path: Path, config: Mapping[str, Any], with_saved_modules: bool) -> None:
+    if (bias := config.get("bias", "none")) != "none":
+        raise UserError(f"{path} has bias {bias!r}, which is not supported: use an adapter with bias none.")
+    known = _HARMLESS_KEYS | _READ_KEYS | ({"modules_to_save"} if with_saved_modules else set())
+    for key, value in sorted(config.items()):
+        if key not in known and value:
+            raise UserError(f"{path} has {key} {value!r}, which is not supported: use an adapter without it.")
+    if (init := config.get("init_lora_weights", True)) not in _HARMLESS_INITS:
+        # These replace the base's weights by their remainder, so the factors mean nothing beside the plain base.
+        raise UserError(
+            f"{path} has init_lora_weights {init!r}, which alters the base: "
+            "convert it to a plain adapter first (PEFT: path_initial_model_for_weight_conversion)."
+        )
+
+
+def patterns(
+    adapters: Mapping[str, tuple[int, float]], *, rank: int, alpha: float
+) -> dict[str, dict[str, float]]:
+    """rank_pattern and alpha_pattern of an adapter_config.json; only those that say anything.
+
+    Args:
+        adapters: module of the checkpoint -> rank and alpha of its adapter.
+        rank, alpha: what "r" and "lora_alpha" say.
+    """
+    found = {
+        "rank_pattern": _shortened({name: one[0] for name, one in adapters.items()}, rank),
+        "alpha_pattern": _shortened({name: one[1] for name, one in adapters.items()}, alpha),
+    }
+    return {key: pattern for key, pattern in found.items() if pattern}
+
+
+def _shortened(values: Mapping[str, float], default: float) -> dict[str, float]:
+    """The values that are not the default, by the last component of the names where all of that component agree."""
+    leaves: dict[str, set[float]] = {}
+    for name, value in values.items():
+        leaves.setdefault(name.rpartition(".")[2], set()).add(value)
+    pattern: dict[str, float] = {}
+    for name, value in values.items():
+        leaf = name.rpartition(".")[2]
+        if not math.isclose(value, default, rel_tol=1e-12):
+            value = int(value) if float(value).is_integer() else value
+            pattern[leaf if len(leaves[leaf]) == 1 else re.escape(name)] = value
+    return pattern

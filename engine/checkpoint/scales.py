@@ -1,0 +1,36 @@
+"""What B A is multiplied by: one number for all adapters, or one for each module that has one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.config.matching import matches_target
+
+Scale = float | Mapping[str, float]
+"""The factor of all adapters, or engine module -> factor."""
+
+
+def scale_of(scale: Scale, module: str) -> float:
+    """The factor of one adapter."""
+    return scale[module] if isinstance(scale, Mapping) else scale
+
+
+def one_or_each(scales: Mapping[str, float], default: float) -> Scale:
+    """The one factor that all have, `default` where there are none, else all of them."""
+    first = next(iter(scales.values()), default)
+    return first if all(math.isclose(scale, first, rel_tol=1e-12) for scale in scales.values()) else dict(scales)
+
+
+def recorded_alpha(lora: Mapping[str, Any], module: str, aliases: Sequence[str]) -> float:
+    """Alpha of an adapter.
+
+    Args:
+        lora: the settings of a run, as its checkpoints have them.
+        module: the engine's name of what the adapter sits on.
+        aliases: its other names.
+    """
+    pattern = lora.get("alpha_pattern") or {}  # checkpoints from before there were patterns have no such entry
+    found = (float(value) for key, value in pattern.items() if matches_target(module, (key,), aliases))
+    return next(found, float(lora["alpha"]))

@@ -64,6 +64,8 @@ class Batch:
             ranks; None where they are whole.
         embeddings_TH: optional input embeddings that replace the embedding lookup.
         answers: who is compared with whom, where the objective compares answers; None otherwise.
+        mismatched: the questions of the same rows with other questions' answers, where the objective asks how likely
+            such answers are; None otherwise.
     """
 
     tokens_BS: Tensor
@@ -76,6 +78,7 @@ class Batch:
     context_plan: ContextPlan | None = None
     embeddings_TH: Tensor | None = None
     answers: Answers | None = None
+    mismatched: Batch | None = None
 
     @property
     def num_rows(self) -> int:
@@ -96,7 +99,11 @@ class Batch:
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with `change` applied to each of its tensors."""
         moved = _changed(self, change)
-        return replace(moved, answers=None if self.answers is None else _changed(self.answers, change))
+        return replace(
+            moved,
+            answers=None if self.answers is None else _changed(self.answers, change),
+            mismatched=None if self.mismatched is None else self.mismatched.map(change),
+        )
 
 
 def _changed(record: Record, change: Callable[[Tensor], Tensor]) -> Record:

@@ -72,12 +72,12 @@ def build_batch(
         loss_weights_BS=torch.from_numpy((labels_BS != IGNORE_LABEL).astype(np.float32)),
         document_offsets=torch.from_numpy(np.cumsum([0, *document_lengths], dtype=np.int32)),
         document_lengths=tuple(document_lengths),
-        answers=_answers(dataset, rows, length, labels_BS) if dataset.group > 1 else None,
+        answers=_answers(dataset, rows, length, labels_BS) if dataset.compares else None,
     )
 
 
 def _answers(dataset: TokenDataset, rows: Sequence[int | None], length: int, labels_BS: NDArray[np.int64]) -> Answers:
-    """Which answer each token belongs to, where documents are answers in groups."""
+    """Which answer each token belongs to, where documents are answers."""
     ids_BS = np.zeros((len(rows), length), dtype=np.int64)
     documents: list[int] = []
     for b, row in enumerate(rows):
@@ -114,6 +114,41 @@ def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
     if answers is not None:
         answers = replace(answers, ids_BS=answers.ids_BS[:, columns])
     return replace(batch, context_plan=make_plan(layout, rank), answers=answers, **held)
+
+
+def rank_batch(
+    dataset: TokenDataset,
+    rows: Sequence[int | None],
+    slots: Sequence[int],
+    *,
+    pad_multiple: int,
+    pad_token: int,
+    context_size: int,
+    context_rank: int,
+) -> Batch:
+    """One micro-batch as a rank holds it, with the mismatched answers of its rows where the data set has them.
+
+    Args:
+        dataset, rows, slots, pad_token: as for `build_batch`.
+        pad_multiple: row lengths are multiples of it.
+        context_size, context_rank: this rank's place among those that hold parts of each row.
+    """
+    minimum = 2 * context_size if context_size > 1 else 1  # each rank holds two chunks of a row
+    length = row_length(dataset, rows, pad_multiple, minimum)
+    batch = build_batch(dataset, rows, slots, length=length, pad_token=pad_token)
+    batch = context_part(batch, size=context_size, rank=context_rank)
+    if dataset.mismatched is None:
+        return batch
+    mismatched = rank_batch(
+        dataset.mismatched,
+        rows,
+        slots,
+        pad_multiple=pad_multiple,
+        pad_token=pad_token,
+        context_size=context_size,
+        context_rank=context_rank,
+    )
+    return replace(batch, mismatched=mismatched)
 
 
 def pin(batch: Batch) -> Batch:

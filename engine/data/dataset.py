@@ -103,11 +103,13 @@ class TokenDataset:
         seq_length: tokens of a row.
         packing: whether rows hold several documents.
         group: documents that belong together and lie side by side in one row: 2 for pairs of answers, else 1.
-        signs: float32 [D], which documents of a group are preferred (1) and which are not (-1); None where `group`
-            is 1.
+        signs: float32 [D], which documents are answers that are liked (1) and which are not (-1); None where documents
+            are no answers that are compared. A group of 2 has one of each.
+        sizes: int64 [groups], what packing takes for the length of each; None for its tokens.
+        mismatched: the same questions, each with another question's answer, in the same rows; None where nobody asks.
         report: what is known of the records so far; completed here.
 
-    A row's weight in the loss (`target_counts`) is its learnt tokens, or, where documents come in groups, its groups.
+    A row's weight in the loss (`target_counts`) is its learnt tokens, or, where answers are compared, its groups.
     """
 
     def __init__(
@@ -120,6 +122,8 @@ class TokenDataset:
         packing: bool,
         group: int = 1,
         signs: NDArray[np.float32] | None = None,
+        sizes: NDArray[np.int64] | None = None,
+        mismatched: TokenDataset | None = None,
         report: DatasetReport | None = None,
     ) -> None:
         lengths = np.diff(offsets)
@@ -135,17 +139,20 @@ class TokenDataset:
         self.seq_length = seq_length
         self.packing = packing
         self.group = group
+        self.compares = signs is not None
+        """Whether documents are answers that are compared."""
+        self.mismatched = mismatched
         self.signs = np.ones(len(lengths), dtype=np.float32) if signs is None else signs
         self.reference_logps: NDArray[np.float32] | None = None
         """float32 [D], log-likelihood of each answer under the reference, where it is known beforehand."""
         together = lengths.reshape(-1, group).sum(axis=1)
-        packs = _pack(together, seq_length) if packing else one_each(len(together))
+        packs = _pack(together if sizes is None else sizes, seq_length) if packing else one_each(len(together))
         self.rows: Packs = packs.of_groups(group)
         sums = np.zeros(len(tokens) + 1, dtype=np.int64)
         np.cumsum(targets, out=sums[1:])
         in_row_order = (sums[offsets[1:]] - sums[offsets[:-1]])[self.rows.documents]
         self.target_counts: NDArray[np.int64] = (
-            _sum_rows(in_row_order, self.rows.offsets) if group == 1 else np.diff(packs.offsets)
+            _sum_rows(in_row_order, self.rows.offsets) if signs is None else np.diff(packs.offsets)
         )
         self.row_lengths: NDArray[np.int64] = _sum_rows(lengths[self.rows.documents], self.rows.offsets)
         self.report = replace(
@@ -171,9 +178,11 @@ class TokenDataset:
     def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         arrays = (self.tokens, self.targets, self.offsets, self.rows.documents, self.rows.offsets)
-        for array in arrays if self.group == 1 else (*arrays, self.signs):
+        for array in (*arrays, self.signs) if self.compares else arrays:
             digest.update(f"{array.dtype.str}{len(array)};".encode())
             digest.update(np.ascontiguousarray(array).data)
+        if self.mismatched is not None:
+            digest.update(self.mismatched.fingerprint().encode())
         return digest.hexdigest()
 
     def fingerprint(self) -> str:

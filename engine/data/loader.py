@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch import Batch
-from engine.data.collate import build_batch, context_part, pin, round_up, row_length
+from engine.data.collate import pin, rank_batch, round_up
 from engine.data.dataset import TokenDataset
 from engine.errors import UserError
 
@@ -43,9 +43,12 @@ def _check_lengths(dataset: TokenDataset, seq_length: int, pad_multiple: int) ->
     assert dataset.seq_length == seq_length, (dataset.seq_length, seq_length)
     if seq_length % pad_multiple:
         # A row that is padded past seq_length would share dropout coordinates with the next slot.
+        given, answers = seq_length // dataset.group, ""
+        if dataset.group > 1:
+            answers = f" for each of {dataset.group} answers in a row"
         raise UserError(
-            f"data.seq_length {seq_length} is not a multiple of {pad_multiple}, by which rows are divided among ranks; "
-            f"set data.seq_length to {round_up(seq_length, pad_multiple)}."
+            f"data.seq_length {given}{answers} is not a multiple of {pad_multiple}, by which rows are divided among "
+            f"ranks; set data.seq_length to {round_up(given, pad_multiple)}."
         )
 
 
@@ -106,10 +109,12 @@ class DataLoader:
         self._data_rank = data_rank
         self._data_size = data_size
         self._seed = seed
-        self._pad_multiple = pad_multiple
-        self._context = {"size": context_size, "rank": context_rank}
-        self._minimum = 2 * context_size if context_size > 1 else 1  # each rank holds two chunks of a row
-        self._pad_token = pad_token
+        self._shape = {
+            "pad_multiple": pad_multiple,
+            "pad_token": pad_token,
+            "context_size": context_size,
+            "context_rank": context_rank,
+        }
         self._shuffle = shuffle
         self._num_workers = num_workers
         self._pin_memory = pin_memory
@@ -139,9 +144,7 @@ class DataLoader:
             first = (accumulation * self._data_size + self._data_rank) * self.micro_batch_size
             slots = range(first, first + self.micro_batch_size)
             mine = rows[first : first + self.micro_batch_size].tolist()
-            length = row_length(self.dataset, mine, self._pad_multiple, self._minimum)
-            batch = build_batch(self.dataset, mine, slots, length=length, pad_token=self._pad_token)
-            batch = context_part(batch, **self._context)
+            batch = rank_batch(self.dataset, mine, slots, **self._shape)
             batches.append(pin(batch) if self._pin_memory else batch)
         return batches
 
@@ -202,10 +205,12 @@ class EvalLoader:
         self._micro_batch_size = micro_batch_size
         self._data_rank = data_rank
         self._data_size = data_size
-        self._pad_multiple = pad_multiple
-        self._context = {"size": context_size, "rank": context_rank}
-        self._minimum = 2 * context_size if context_size > 1 else 1  # each rank holds two chunks of a row
-        self._pad_token = pad_token
+        self._shape = {
+            "pad_multiple": pad_multiple,
+            "pad_token": pad_token,
+            "context_size": context_size,
+            "context_rank": context_rank,
+        }
         self.num_micro_batches = -(-self.num_samples // (micro_batch_size * data_size))
 
     def __len__(self) -> int:
@@ -217,9 +222,7 @@ class EvalLoader:
             first = (step * self._data_size + self._data_rank) * self._micro_batch_size
             slots = range(first, first + self._micro_batch_size)
             rows = [row if row < self.num_samples else None for row in slots]
-            length = row_length(self.dataset, rows, self._pad_multiple, self._minimum)
-            batch = build_batch(self.dataset, rows, slots, length=length, pad_token=self._pad_token)
-            yield context_part(batch, **self._context)
+            yield rank_batch(self.dataset, rows, slots, **self._shape)
 
     def target_count(self) -> float:
         """Sum of the loss weights of all micro-batches of all data ranks."""

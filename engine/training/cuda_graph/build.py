@@ -39,12 +39,12 @@ def check_graphs(config: RunConfig, device: torch.device, attention: AttentionCh
             f"memory.cuda_graph is {graph}, but attention reads the documents' lengths on the host, which a graph "
             f"cannot ({attention.sentence}): set memory.cuda_graph to none, or change what that sentence names."
         )
-    length = config.data.seq_length
+    length = config.row_length
     windows = [kind.window for kind in decoder.layer_kinds if kind.window is not None]
     if decoder.attention_softcap is not None or min(windows, default=length) < length:
         raise UserError(
             f"memory.cuda_graph is {graph}, but this {decoder.family} model has attention with a cap on scores, or "
-            f"that sees less than data.seq_length {length} tokens, and that is computed from lengths on the host: set "
+            f"that sees less than a row's {length} tokens, and that is computed from lengths on the host: set "
             "memory.cuda_graph to none, or, where there is no cap, data.seq_length to the model's window."
         )
 
@@ -80,7 +80,7 @@ def build_graphs(
         most_in_a_row=most_documents,
         uniform=graph == "step" and data_ranks > 1,
     )
-    shape = StaticShape(rows=rows, length=config.data.seq_length, documents=capacity)
+    shape = StaticShape(rows=rows, length=config.row_length, documents=capacity)
     capture = CudaCapture(device)
     if graph == "layer":
         return LayerGraphs(step, stages, capture, shape)

@@ -33,6 +33,7 @@ def check_config(config: RunConfig) -> None:
     check_sequence_split(config)
     check_context_split(config)
     check_objective(config)
+    check_synthetic_steps(config)
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
@@ -216,6 +217,40 @@ def check_evaluation(config: RunConfig) -> None:
         config.train.eval_every == 0 or config.data.validation is not None,
         f"train.eval_every is {config.train.eval_every} and data.validation is not set, so there is nothing to "
         "evaluate: set data.validation to a file, or train.eval_every to 0.",
+    )
+    first, every, target = config.train.eval_first, config.train.eval_every, config.train.target_eval_loss
+    require(
+        first is None or (every > 0 and first % every == 0),
+        f"train.eval_first is {first} and train.eval_every is {every}, but the first evaluation is one of those of "
+        f"train.eval_every: set train.eval_first to {f'a multiple of {every}' if every else 'null'}.",
+    )
+    require(
+        target is None or config.data.validation is not None,
+        f"train.target_eval_loss is {target} and data.validation is not set, so that the target could never be "
+        "reached: set data.validation to a file, or train.target_eval_loss to null.",
+    )
+    require(
+        config.train.eval_mean == "tokens" or not config.objective.compares_answers,
+        f"train.eval_mean is rows and objective.name is {config.objective.name}, whose loss is a mean over pairs: set "
+        "train.eval_mean to tokens.",
+    )
+
+
+def check_synthetic_steps(config: RunConfig) -> None:
+    """Rows of made-up tokens look like those of the data."""
+    steps = config.train.synthetic_steps
+    if not steps:
+        return
+    require(
+        not config.objective.compares_answers,
+        f"train.synthetic_steps is {steps} and objective.name is {config.objective.name}, but there are no made-up "
+        "pairs of answers: set train.synthetic_steps to 0.",
+    )
+    require(
+        config.memory.cuda_graph == "none" or config.data.packing == "concatenate",
+        f"train.synthetic_steps is {steps} and memory.cuda_graph is {config.memory.cuda_graph}, whose size depends on "
+        "the documents in a row, which are not known before the data is read: set data.packing to concatenate, or "
+        "train.synthetic_steps to 0.",
     )
 
 

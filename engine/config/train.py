@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from engine.config.checks import require, require_at_least, require_positive
+from engine.config.checks import require, require_at_least, require_choice, require_positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +20,14 @@ class TrainOptions:
         seed: Seed of the data order, of fresh weights and of dropout.
         deterministic: Use only operations that give the same bits on every run of the same layout.
         eval_every: Steps between evaluations of data.validation, beside those at the start and at the end; 0 for none.
+        eval_first: Step of the first evaluation; from there on there are those of train.eval_every, and none at the
+            start or at the end but in their turn. null evaluates at the start and at the end too.
         eval_samples: Evaluate only the first so many validation samples; null evaluates all of them.
+        eval_mean: What the evaluation loss is the mean over. "tokens" weighs all learnt tokens alike; "rows" takes the
+            mean of each row first and weighs all rows alike.
+        target_eval_loss: Training ends as soon as an evaluation loss is at most this; null goes on to the last step.
+        synthetic_steps: Steps on made-up tokens that warm the devices up before any data is read; what they change
+            is put back. The data is then read after the model, so that what is wrong with it is said later.
         collective_timeout: Seconds that ranks wait for one that does not answer before the run stops; more than the
             longest time that one rank may be behind the others, such as rank 0 while it writes a file.
         hang_report_after: Seconds without any progress after which the run says which ranks wait in what and which
@@ -34,7 +42,11 @@ class TrainOptions:
     seed: int = 1234
     deterministic: bool = False
     eval_every: int = 0
+    eval_first: int | None = None
     eval_samples: int | None = None
+    eval_mean: Literal["tokens", "rows"] = "tokens"
+    target_eval_loss: float | None = None
+    synthetic_steps: int = 0
     collective_timeout: float = 600.0
     hang_report_after: float | None = None
 
@@ -55,6 +67,12 @@ class TrainOptions:
             f"train.seed is {self.seed}, but a whole number from 0 to {2**32 - 1} is expected: use for example 1234.",
         )
         require_at_least("train.eval_every", self.eval_every, 0, "use 0 to evaluate only at the start and the end")
+        if self.eval_first is not None:
+            require_at_least("train.eval_first", self.eval_first, 1, "use null to evaluate at the start too")
+        require_choice("train.eval_mean", self.eval_mean, ("tokens", "rows"))
+        if self.target_eval_loss is not None:
+            require_positive("train.target_eval_loss", self.target_eval_loss, "use null to take all steps")
+        require_at_least("train.synthetic_steps", self.synthetic_steps, 0, "use 0 for none")
         if self.eval_samples is not None:
             require_at_least("train.eval_samples", self.eval_samples, 1, "use null for all samples")
         require_positive("train.collective_timeout", self.collective_timeout, "use for example 600")

@@ -140,12 +140,13 @@ class MetricsWriter:
         self._file = _open_append(self._path)
         return len(lines) - len(kept)
 
-    def has_evaluation(self, step: int) -> bool:
-        """Whether the file, whose lines are whole, holds an evaluation after `step` steps; False without a file."""
+    def evaluation_loss(self, step: int) -> float | None:
+        """The loss of an evaluation after `step` steps, as the file, whose lines are whole, has it; None if not."""
         if self._path is None:
-            return False
+            return None
         records = map(json.loads, self._path.read_text(encoding="utf-8").splitlines())
-        return any(record["step"] == step and "eval_loss" in record for record in records)
+        found = [record["eval_loss"] for record in records if record["step"] == step and "eval_loss" in record]
+        return float(found[-1]) if found else None
 
     def close(self) -> None:
         """Close the files; nothing can be written afterwards."""

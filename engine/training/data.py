@@ -9,6 +9,7 @@ from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.preference import build_pairs
+from engine.data.row_means import RowMeanLoader
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.distributed.launch import Launch
 from engine.errors import UserError
@@ -38,15 +39,9 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {decoder.vocab_size}: tokens beyond the "
             "model's vocabulary will be refused."
         )
-    data_size = data_parallel_size(config, launch.world_size)
-    # tensor-parallel neighbours are neighbouring ranks and share a data rank
-    tensor, context = config.parallel.tensor, config.parallel.context
-    data_rank = launch.rank // (tensor * context) % data_size
     assert config.data.train is not None
     train = _dataset(config, config.data.train, tokenizer, decoder, log, "training")
-    common = loader_options(
-        config, data_rank=data_rank, data_size=data_size, context_rank=launch.rank // tensor % context
-    )
+    common = loader_options(config, **place_in_data(config, launch))
     loader = DataLoader(
         train,
         global_batch_size=config.train.global_batch_size,
@@ -58,8 +53,18 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
     validation = None
     if config.data.validation is not None:
         rows = _dataset(config, config.data.validation, tokenizer, decoder, log, "validation")
-        validation = EvalLoader(rows, max_samples=config.train.eval_samples, **common)
+        kind = RowMeanLoader if config.train.eval_mean == "rows" else EvalLoader
+        validation = kind(rows, max_samples=config.train.eval_samples, **common)
     return RunData(tokenizer=tokenizer, train=loader, validation=validation)
+
+
+def place_in_data(config: RunConfig, launch: Launch) -> dict[str, int]:
+    """Which part of each global batch, and of each row, this rank reads: arguments of `loader_options`."""
+    data_size = data_parallel_size(config, launch.world_size)
+    # tensor-parallel neighbours are neighbouring ranks and share a data rank
+    tensor, context = config.parallel.tensor, config.parallel.context
+    data_rank = launch.rank // (tensor * context) % data_size
+    return {"data_rank": data_rank, "data_size": data_size, "context_rank": launch.rank // tensor % context}
 
 
 def loader_options(config: RunConfig, *, data_rank: int, data_size: int, context_rank: int) -> dict[str, int]:

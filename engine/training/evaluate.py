@@ -8,10 +8,23 @@ from itertools import islice
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.config.train import TrainOptions
 from engine.data.loader import EvalLoader
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Mesh
 from engine.training.stages import Stages
+
+
+def is_due(options: TrainOptions, step: int, *, ends: bool = False) -> bool:
+    """Whether the validation data is evaluated after `step` steps.
+
+    Args:
+        ends: no step follows.
+    """
+    in_turn = step > 0 and options.eval_every > 0 and step % options.eval_every == 0
+    if options.eval_first is not None:
+        return in_turn and step >= options.eval_first
+    return step == 0 or ends or in_turn
 
 
 def evaluate(

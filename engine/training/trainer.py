@@ -6,13 +6,14 @@ import time
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from engine.config.load import to_yaml
 from engine.config.rules import check_world
 from engine.config.run import RunConfig
-from engine.distributed.collectives import broadcast_object
+from engine.distributed.collectives import barrier, broadcast_object
 from engine.distributed.failures import CommunicationError
 from engine.distributed.launch import Launch, end_at_once, start, stop, world_size_from_environment
 from engine.errors import UserError
@@ -20,6 +21,7 @@ from engine.objectives.stuck import StuckLoss
 from engine.optim.schedule import learning_rate
 from engine.telemetry.errors import EXIT_USER_ERROR
 from engine.telemetry.format import format_duration
+from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
 from engine.telemetry.memory import peak_memory_bytes
 from engine.telemetry.metrics import MetricsWriter
@@ -27,7 +29,7 @@ from engine.telemetry.progress import TrainProgress
 from engine.training.build import Training, build_training
 from engine.training.cuda_graph.static_batch import most_in_a_row
 from engine.training.data import RunData, build_data
-from engine.training.evaluate import evaluate
+from engine.training.evaluate import evaluate, is_due
 from engine.training.guards.guards import StepSeen, build_guards
 from engine.training.reference import know_references
 from engine.training.run_folder import RunFolder
@@ -37,6 +39,7 @@ from engine.training.state import load_state
 from engine.training.step import StepResult
 from engine.training.summary import RunSummary, announce
 from engine.training.supervision import Preempted, Supervision
+from engine.training.warm_up import warm_up
 
 _SECONDS_FOR_A_SAVE = 30.0
 """What a checkpoint that is being written gets to be finished, where the run ends with an error."""
@@ -57,8 +60,8 @@ class _Record:
 class Trainer:
     """Drives one run on this rank."""
 
-    def __init__(self, config: RunConfig, launch: Launch, log: Log) -> None:
-        self._config, self._launch, self._log = config, launch, log
+    def __init__(self, config: RunConfig, launch: Launch, log: Log, listener: RunListener) -> None:
+        self._config, self._launch, self._log, self._listener = config, launch, log, listener
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
         # everything that can be refused without reading data or weights comes first
@@ -67,10 +70,13 @@ class Trainer:
         self._folder = RunFolder(config.checkpoint, launch)
         self.run_dir = self._folder.path
         resume = self._folder.resume_path()
-        self._data: RunData = build_data(config, launch, source.model.decoder, log)
-        self._training: Training = build_training(
-            config, launch, source, plan, log, documents_per_row=most_in_a_row(self._data.train.dataset)
-        )
+        data = None if config.train.synthetic_steps else build_data(config, launch, source.model.decoder, log)
+        documents = 1 if data is None else most_in_a_row(data.train.dataset)
+        self._training: Training = build_training(config, launch, source, plan, log, documents_per_row=documents)
+        warm_up(config, launch, self._training, log)
+        barrier()
+        listener.run_started()
+        self._data: RunData = data or build_data(config, launch, source.model.decoder, log)
         self.step, self._consumed = 0, 0
         self._data_fingerprint = self._data.train.dataset.fingerprint()
         if resume is not None:
@@ -81,7 +87,8 @@ class Trainer:
         self._total = self._total_steps()
         self._metrics = self._open_metrics(self.step if resume is not None else -1)
         self._saved = self.step
-        self._evaluated = bool(broadcast_object(self._metrics.has_evaluation(self.step)))
+        known = cast(float | None, broadcast_object(self._metrics.evaluation_loss(self.step)))
+        self._evaluated, self._reached = known is not None, self._is_target(known)
         self._supervision = Supervision(config.train, launch, self.run_dir)
         self._progress = TrainProgress(log, self._total, self.step)
         self._saver = StateSaver(
@@ -100,6 +107,12 @@ class Trainer:
         self._paused, self._report_clock = 0.0, 0.0
         self._losses: list[float] = []
         self._eval_losses: list[float] = []
+        listener.data_read(
+            train_samples=len(self._data.train.dataset),
+            eval_samples=0 if self._data.validation is None else self._data.validation.num_samples,
+            total_steps=self._total,
+            accumulation=self._data.train.num_micro_batches,
+        )
 
     def train(self) -> RunSummary:
         """Steps, evaluations and saves, to the end or until a scheduler wants the run to stop.
@@ -119,9 +132,11 @@ class Trainer:
                 self._take_steps()
                 self._report(None, last=True)
                 self._guards.finish(self.step, self._consumed)
-                self._evaluate()
+                if not self._reached and is_due(self._config.train, self.step, ends=True):
+                    self._evaluate()
             except Preempted as reason:
                 stopped = str(reason)
+            self._listener.run_stopped(self._consumed, self._status(stopped))
             seconds = self._now() - begin
             if self._saved != self.step:
                 self._save(last=True)
@@ -136,8 +151,11 @@ class Trainer:
     def _take_steps(self) -> None:
         """The loop. Figures of a step are read while the next one already runs."""
         config, loader = self._config, self._data.train
+        self._listener.block_started(self._consumed)
         if self._is_evaluation_due():
             self._evaluate()
+        if self._reached:
+            return
         self._guards.begin(self.step, self._consumed)
         take_step = self._training.step if self._training.graphs is None else self._training.graphs
         for batches in loader.stream(self._consumed, self._total - self.step):
@@ -156,6 +174,8 @@ class Trainer:
             self._evaluated = False
             if self._is_evaluation_due():
                 self._evaluate()
+            if self._reached:
+                return
             if config.checkpoint.every and self.step % config.checkpoint.every == 0:
                 self._save(last=self.step == self._total)
             self._saver.report()
@@ -216,19 +236,20 @@ class Trainer:
         more = dict(zip(objective.metrics, ready.result.metrics.tolist(), strict=True))
         self._metrics.train(**figures, **more)
         self._progress.update(**figures, more={name: more[name] for name in objective.shown})
+        self._listener.reported(ready.step * self._data.train.global_batch_size, loss=loss, lr=ready.lr)
         if (warning := self._stuck.seen(loss)) is not None:
             self._progress.info(warning)
         self._guards.read(ready.step, loss, norm)
 
     def _is_evaluation_due(self) -> bool:
         """Whether this is one of the evaluations before the last."""
-        every = self._config.train.eval_every
-        return self.step < self._total and (self.step == 0 or (every > 0 and self.step % every == 0))
+        return self.step < self._total and is_due(self._config.train, self.step)
 
     def _evaluate(self) -> None:
         if self._data.validation is None or self._evaluated:
             return
         begin = time.monotonic()
+        self._listener.block_stopped(self._consumed)
         training = self._training
         loss, *metrics = evaluate(training.stages, self._data.validation, training.mesh, progress=self._passed_group)
         more = dict(zip(training.objective.metrics, metrics, strict=True))
@@ -239,6 +260,19 @@ class Trainer:
         shown = "".join(f", {name} {more[name]:.4g}" for name in training.objective.shown)
         self._progress.info(f"step {self.step}: evaluation loss {loss:.4f}{shown} ({format_duration(seconds)})")
         self._paused += seconds
+        self._listener.evaluated(self._consumed, loss)
+        self._reached = self._is_target(loss)
+        if not self._reached and self.step < self._total:
+            self._listener.block_started(self._consumed)
+
+    def _is_target(self, loss: float | None) -> bool:
+        target = self._config.train.target_eval_loss
+        return target is not None and loss is not None and loss <= target
+
+    def _status(self, stopped: str | None) -> RunStatus:
+        if stopped is not None:
+            return "stopped"
+        return "target" if self._reached else "end"
 
     def _passed_group(self, _: int) -> None:
         """An evaluation may be left between two groups of micro-batches."""
@@ -284,8 +318,11 @@ class Trainer:
         return metrics
 
 
-def train(config: RunConfig) -> RunSummary:
+def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
     """Trains as configured, in this process or as one rank under torchrun.
+
+    Args:
+        listener: hears, on every rank, when things happen.
 
     After an error the process is expected to end: its connections stay open until it does, so that the other ranks,
     which notice when they close, do not speak before the one that knows the reason.
@@ -298,7 +335,7 @@ def train(config: RunConfig) -> RunSummary:
     try:
         launch = start(config.train.collective_timeout)
         log = Log(launch.rank)
-        trainer = Trainer(config, launch, log)
+        trainer = Trainer(config, launch, log, listener or RunListener())
         summary = trainer.train()
     except (UserError, KeyboardInterrupt):
         if trainer is not None:

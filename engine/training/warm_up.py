@@ -1,0 +1,92 @@
+"""Steps on made-up tokens before any data is read: kernels are compiled, memory is reserved, ranks are connected.
+
+They leave no trace. Masters, moments, counters and torch's generators are put back as they were, and dropout and the
+data order are functions of the step and the sample, so that the run's first step has the bits it would have had.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from engine.batch import Batch
+from engine.config.rules import data_parallel_size, gradient_accumulation_steps
+from engine.config.run import RunConfig
+from engine.data.dataset import TokenDataset
+from engine.data.loader import DataLoader
+from engine.distributed.launch import Launch
+from engine.telemetry.format import format_duration
+from engine.telemetry.log import Log
+from engine.training.build import Training
+from engine.training.data import loader_options, place_in_data
+
+
+def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> None:
+    """Takes train.synthetic_steps steps and as many evaluations of one group. Collective: every rank calls it."""
+    steps = config.train.synthetic_steps
+    if not steps:
+        return
+    begin = time.monotonic()
+    loader = _synthetic_loader(config, launch, vocabulary=training.source.model.decoder.vocab_size)
+    before = _State(training)
+    take_step = training.step if training.graphs is None else training.graphs
+    for number in range(steps):
+        consumed = number * loader.global_batch_size
+        batches: list[Batch] = loader.batches(consumed)
+        take_step(batches, loader.target_count(consumed), config.optim.lr)
+        training.stages.figures(batches)
+    before.put_back()
+    if launch.device.type == "cuda":
+        torch.cuda.synchronize(launch.device)
+    log.info(f"warm-up: {steps} steps on synthetic tokens in {format_duration(time.monotonic() - begin)}, undone")
+
+
+def _synthetic_loader(config: RunConfig, launch: Launch, *, vocabulary: int) -> DataLoader:
+    """Full rows of one document each, of tokens that mean nothing, as this rank would get them."""
+    length = config.data.seq_length
+    rows = gradient_accumulation_steps(config, launch.world_size) * config.train.micro_batch_size
+    rows *= data_parallel_size(config, launch.world_size)
+    tokens = np.random.Philox(key=config.train.seed).random_raw(rows * length) % vocabulary
+    targets = np.ones(rows * length, dtype=bool)
+    targets[::length] = False
+    offsets = np.arange(rows + 1, dtype=np.int64) * length
+    packing = bool(config.data.packing)
+    dataset = TokenDataset(tokens.astype(np.int32), targets, offsets, seq_length=length, packing=packing)
+    place = place_in_data(config, launch)
+    return DataLoader(
+        dataset,
+        global_batch_size=config.train.global_batch_size,
+        seed=config.train.seed,
+        num_workers=0,
+        pin_memory=launch.device.type == "cuda",
+        **loader_options(config, **place),
+    )
+
+
+class _State:
+    """What steps change, on this rank, copied."""
+
+    def __init__(self, training: Training) -> None:
+        optimizer = training.optimizer
+        self._training = training
+        self._tensors = [
+            *(shard.tensor for shard in optimizer.state_shards()),
+            optimizer.lr,
+            optimizer.updates,
+            optimizer.skipped,
+            optimizer.non_finite,
+            training.stages.step,
+        ]
+        self._copies = [tensor.clone() for tensor in self._tensors]
+        self._generator = torch.get_rng_state()
+        self._device_generators = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def put_back(self) -> None:
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            tensor.copy_(copy)
+        self._training.optimizer.flat.publish()
+        torch.set_rng_state(self._generator)
+        if self._device_generators:
+            torch.cuda.set_rng_state_all(self._device_generators)

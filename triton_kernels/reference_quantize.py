@@ -34,7 +34,7 @@ INT8_LARGEST = 127.0
 FP8_LARGEST = 448.0
 """The largest finite e4m3 number (Micikevicius et al., arXiv 2209.05433)."""
 
-_CHUNK = 1 << 22
+CHUNK = 1 << 22
 """Elements that are worked on at once, so that temporaries stay small beside a matrix."""
 
 
@@ -75,7 +75,7 @@ def dynamic_bounds(device: torch.device) -> Tensor:
 
 
 def _row_chunks(rows: int, columns: int) -> list[slice]:
-    step = max(1, _CHUNK // max(columns, 1))
+    step = max(1, CHUNK // max(columns, 1))
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 

@@ -27,6 +27,8 @@ class HeadKept:
     logits: Block | None = None
     vectors: Block | None = None
     """Targets, scales and losses: a few numbers a token."""
+    answers: Block | None = None
+    """Whose token it is, for each answer."""
 
 
 class EndWalk:
@@ -83,8 +85,22 @@ class EndWalk:
         """Norm, head and loss."""
         assert end.linear is not None
         if end.linear.rank or end.linear.trained_rows:
-            return self._whole_logits(end, saved=saved)
-        return self._blocks_of_logits(end, saved=saved)
+            kept = self._whole_logits(end, saved=saved)
+        else:
+            kept = self._blocks_of_logits(end, saved=saved)
+        kept.answers = self._compare(saved=saved)
+        return kept
+
+    def _compare(self, *, saved: bool) -> Block | None:
+        """Where answers are compared, each token's loss in the row of its answer, and whose it is; see
+        engine.objectives.preference."""
+        numbers = self.sizes.answers * self.sizes.tokens
+        whose = self.ledger.take(LOGITS, numbers)
+        self.ledger.touch(LOGITS, WIDE * numbers)
+        if numbers and saved:
+            return whose
+        self.ledger.drop(whose)
+        return None
 
     def _blocks_of_logits(self, end: EndShape, *, saved: bool) -> HeadKept:
         """The head's input, its gradient, and the logits of one block of tokens, which plain torch repeats in fp32
@@ -133,6 +149,8 @@ class EndWalk:
         """The gradient of the residual stream. Frees `x` and what was kept."""
         assert end.linear is not None
         ledger, sizes = self.ledger, self.sizes
+        ledger.touch(LOGITS, 2 * WIDE * sizes.answers * sizes.tokens)
+        ledger.drop(kept.answers)
         if kept.logits is not None:
             self._wide_logits(end, sizes.tokens)
             du = self._linear.backward(

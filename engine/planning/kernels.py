@@ -23,27 +23,36 @@ class KernelMemory:
         mask_bytes: number of features -> bytes of one token's dropout mask.
         wide_attention_gradient: whether attention's backward adds up dq in fp32 and writes dk and dv for every query
             head before summing those of a group, as flash attention on a GPU does.
+        decodes_plainly: whether frozen weights that are stored encoded are decoded by several torch operations.
+        quantizes_plainly: the same of the operands of FP8 products.
     """
 
     name: str
     writes_intermediates: bool
     mask_bytes: Callable[[int], int]
     wide_attention_gradient: bool = False
+    decodes_plainly: bool = False
+    quantizes_plainly: bool = False
 
 
 KERNEL_MEMORY = {
     "reference": KernelMemory(
-        name="reference", writes_intermediates=True, mask_bytes=lambda features: features
+        name="reference", writes_intermediates=True, mask_bytes=lambda features: features,
+        decodes_plainly=True, quantizes_plainly=True,
     ),
     # bits in rows of whole 8 bytes
     "native": KernelMemory(
-        name="native", writes_intermediates=False, mask_bytes=lambda features: -(-features // 64) * 8
+        name="native", writes_intermediates=False, mask_bytes=lambda features: -(-features // 64) * 8,
+        quantizes_plainly=True,
     ),
     "triton": KernelMemory(
         name="triton", writes_intermediates=False, mask_bytes=lambda features: -(-features // 8),
         wide_attention_gradient=True,
     ),
 }  # fmt: skip
+
+
+_NATIVE = ("float32", "bfloat16")
 
 
 def kernel_memory(name: str, *, device_type: str, dtype: str) -> KernelMemory:
@@ -53,13 +62,13 @@ def kernel_memory(name: str, *, device_type: str, dtype: str) -> KernelMemory:
         name: as in the configuration; "auto" is the fast backend of the device, and "apex" is counted as "triton",
             from which it differs in its norms alone.
         device_type: "cuda" or "cpu".
-        dtype: of the model; the compiled CPU kernels know float32 only.
+        dtype: of the model; the compiled CPU kernels know float32 and bfloat16.
 
     Raises:
         UserError: there is no such backend.
     """
     if name == "auto":
-        name = "triton" if device_type == "cuda" else "native" if dtype == "float32" else "reference"
+        name = "triton" if device_type == "cuda" else "native" if dtype in _NATIVE else "reference"
     if name == "apex":
         name = "triton"
     if name not in KERNEL_MEMORY:

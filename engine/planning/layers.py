@@ -61,6 +61,14 @@ class LayerKept:
     down: LinearKept = field(default_factory=LinearKept)
     down_norm: tuple[Block | None, Block | None] = (None, None)
 
+    def blocks(self) -> list[Block]:
+        """All that is there."""
+        found = (
+            *self.qkv.blocks(), *self.attention.blocks(), *self.out.blocks(), *self.out_norm, self.middle,
+            *self.gate_up.blocks(), self.activated, *self.down.blocks(), *self.down_norm,
+        )  # fmt: skip
+        return [block for block in found if block is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class Needs:

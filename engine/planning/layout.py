@@ -67,6 +67,12 @@ class Workload:
         micro_batch: rows of a micro-batch.
         global_batch: rows of a step, over all ranks.
         seq_length: tokens of a row.
+        longest_document: tokens of the longest document of a row; 0 where one fills the row.
+        answers: of a micro-batch, where the objective compares answers; else 0.
+        refers_to_base: each step goes through the model without adapters first, for the objective to compare with.
+        base_dtype: how frozen weights of the layers are stored; None for `dtype`.
+        device_type: "cuda" or "cpu".
+        beside: frozen parameters of other parts than the decoder, in `dtype`; what they compute is not counted.
         kernels: the backend of the ops.
         finds_done: whether a send says that it is done; see engine.planning.messages.
         square_sum_writes: whether the gradient's norm writes the squares of a region, as plain torch does.
@@ -81,10 +87,21 @@ class Workload:
     global_batch: int
     seq_length: int
     kernels: KernelMemory
+    longest_document: int = 0
+    answers: int = 0
+    refers_to_base: bool = False
+    base_dtype: str | None = None
+    device_type: str = "cuda"
+    beside: int = 0
     finds_done: bool = True
     square_sum_writes: bool = True
     offload_weights: bool = False
     offload_optimizer: bool = False
+
+    @property
+    def document_length(self) -> int:
+        """Tokens of the longest document."""
+        return self.longest_document or self.seq_length
 
     def num_microbatches(self, layout: Layout) -> int:
         """Of each rank in a step."""
@@ -96,11 +113,21 @@ class Shapes:
 
     Args:
         decoder, plan: of the model.
+        base_dtype: how frozen weights of the layers are stored; None for the model's dtype.
+        device_type: whose products must take what is stored encoded; "meta" asks nobody.
     """
 
-    def __init__(self, decoder: DecoderConfig, plan: TrainingPlan) -> None:
+    def __init__(
+        self, decoder: DecoderConfig, plan: TrainingPlan, base_dtype: str | None = None, device_type: str = "meta"
+    ) -> None:
         self._decoder, self._plan = decoder, plan
+        self._base_dtype, self._device_type = base_dtype, device_type
         self._known: dict[tuple[object, ...], ModelShape] = {}
+
+    @classmethod
+    def for_workload(cls, workload: Workload) -> Shapes:
+        """Of what is trained."""
+        return cls(workload.decoder, workload.plan, workload.base_dtype, workload.device_type)
 
     def of(self, parallel: ParallelOptions, tensor_rank: int = 0) -> ModelShape:
         """For one tensor-parallel rank.
@@ -115,6 +142,7 @@ class Shapes:
             self._known[key] = model_shape(
                 self._decoder, self._plan, tensor_size=parallel.tensor, tensor_rank=tensor_rank,
                 sequence_parallel=parallel.sequence_parallel, joint_reduce=joint, tied_ends=tied_ends,
+                base_dtype=self._base_dtype, device_type=self._device_type,
             )  # fmt: skip
         return self._known[key]
 

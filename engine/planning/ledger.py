@@ -18,9 +18,10 @@ BATCHES = "batches"
 ACTIVATIONS = "activations"
 LOGITS = "logits"
 COMMUNICATION = "collectives"
+DECODED = "decoded weights"
 TEMPORARY = "temporary"
 PARTS = (
-    WEIGHTS, ADAPTERS, MASTERS, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY,
+    WEIGHTS, ADAPTERS, MASTERS, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS, LOGITS, COMMUNICATION, DECODED, TEMPORARY,
 )  # fmt: skip
 """What bytes are held for, in the order of reports."""
 
@@ -35,6 +36,8 @@ class Block:
     part: str
     nbytes: int
     held: bool = True
+    away: bool = False
+    """In host memory; its bytes are not held here."""
 
 
 class Ledger:
@@ -59,7 +62,7 @@ class Ledger:
         """Tensors are freed; None, where there was none, is passed over."""
         for block in blocks:
             if block is not None:
-                assert block.held, block
+                assert block.held and not block.away, block
                 block.held = False
                 self._held[block.part] -= block.nbytes
                 self._total -= block.nbytes
@@ -67,6 +70,17 @@ class Ledger:
     def touch(self, part: str, nbytes: int) -> None:
         """A tensor is made and freed before anything else happens."""
         self.drop(self.take(part, nbytes))
+
+    def send(self, block: Block) -> None:
+        """A tensor goes to host memory."""
+        self.drop(block)
+        block.held, block.away = True, True
+
+    def fetch(self, block: Block) -> None:
+        """A tensor comes back, unless it is here."""
+        if block.away:
+            self.take(block.part, block.nbytes)
+            block.away = False
 
     def mark(self) -> None:
         """The fullest moment is looked for from now on."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.planning.kernels import KernelMemory
-from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, TEMPORARY, Block, Ledger
+from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, DECODED, TEMPORARY, Block, Ledger
 from engine.planning.shapes import LinearShape
+from triton_kernels.reference_quantize import CHUNK
 
 Source = Literal["norm", "swiglu", "given"]
 """What a linear's input is made by; see engine.ops.inputs."""
@@ -31,6 +32,7 @@ class Sizes:
         kernels: the backend.
         row_length: tokens of the longest document.
         ranks: of the tensor axis.
+        answers: of a micro-batch, where the objective compares them.
     """
 
     tokens: int
@@ -39,6 +41,7 @@ class Sizes:
     kernels: KernelMemory
     row_length: int
     ranks: int = 1
+    answers: int = 0
 
     @property
     def splits(self) -> bool:
@@ -154,6 +157,56 @@ class LinearWalk:
             ledger.touch(TEMPORARY, n * WIDE if sizes.is_wide else 2 * n * WIDE)
         return du
 
+    # Products.
+
+    def product(self, linear: LinearShape, part: str) -> Block:
+        """y of all tokens, beside what an encoded weight needs for it."""
+        ledger, sizes = self.ledger, self.sizes
+        operand = None
+        if linear.is_decoded:
+            self._decode(linear)
+        elif linear.encoding is not None:
+            operand = self._operand(linear.inputs, scaled=False)
+        y = ledger.take(part, sizes.numbers(sizes.tokens, linear.outputs))
+        if linear.encoding == "fp8":  # a product for each stacked matrix
+            ledger.touch(TEMPORARY, sizes.numbers(sizes.tokens, linear.stacked))
+        ledger.drop(operand)
+        return y
+
+    def input_gradient(self, linear: LinearShape, needs: bool) -> Block:
+        """dX of all tokens, with dH beside it where folded.
+
+        Args:
+            needs: whether dX is wanted, or dH alone.
+        """
+        ledger, sizes = self.ledger, self.sizes
+        width = linear.inputs + (linear.extra if linear.folded else 0)
+        held: list[Block | None] = []
+        if needs and linear.is_decoded:
+            self._decode(linear)
+        elif needs and linear.encoding is not None:
+            held = [self._operand(linear.outputs, scaled=True), ledger.take(DECODED, linear.inputs * linear.outputs)]
+        dx = ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, width))
+        ledger.drop(*held)
+        return dx
+
+    def _decode(self, linear: LinearShape) -> None:
+        """Into the scratch, which is always there; plain torch takes some rows at a time. NF4: 8 bytes an index, one a
+        code and 4 a number, and, from the second rows on, the numbers of those before."""
+        if self.sizes.kernels.decodes_plainly:
+            height = max(1, CHUNK // max(linear.inputs, 1))
+            n = min(height, linear.outputs) * linear.inputs
+            nf4 = 13 + (WIDE if linear.outputs > height else 0)
+            self.ledger.touch(TEMPORARY, n * (nf4 if linear.encoding == "nf4" else WIDE))
+
+    def _operand(self, features: int, *, scaled: bool) -> Block:
+        """[T, features] in one byte each and a scale a token; plain torch has them in fp32 first, and scaled again."""
+        n = self.sizes.tokens * features
+        if self.sizes.kernels.quantizes_plainly:
+            wide = WIDE * n if scaled or not self.sizes.is_wide else 0
+            self.ledger.touch(TEMPORARY, wide + WIDE * n + n)
+        return self.ledger.take(TEMPORARY, n + WIDE * self.sizes.tokens)
+
     # Forward.
 
     def forward(
@@ -200,7 +253,7 @@ class LinearWalk:
             if not keeps_input:
                 ledger.drop(x)
                 x = None
-        y = ledger.take(output, 0 if without_rows else sizes.numbers(sizes.tokens, linear.outputs))
+        y = ledger.take(output, 0) if without_rows else self.product(linear, output)
         if linear.folded:
             kept.h = ledger.take(ACTIVATIONS, sizes.numbers(sizes.tokens, linear.rank))
         if not column and sizes.splits and not without_rows:
@@ -281,12 +334,12 @@ class LinearWalk:
             return ledger.take(COMMUNICATION, sizes.numbers(sizes.local, width))
 
         if linear.folded:
-            dx = reduced(ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, columns)), columns)
+            dx = reduced(self.input_gradient(linear, needs), columns)
         else:
             if linear.rank:
                 dh = ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, linear.rank))
             if needs:
-                dx = ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, linear.inputs))
+                dx = self.input_gradient(linear, True)
                 if linear.rank and self._updates_before_collective(linear):
                     self.update(linear, sizes.tokens)
             dh = reduced(dh, linear.rank) if dh is not None else None
@@ -312,12 +365,12 @@ class LinearWalk:
             gathered = ledger.take(COMMUNICATION, sizes.numbers(sizes.tokens, linear.outputs))
         made = self._make_again(linear, source, kept, sizes.tokens)
         if linear.folded and needs:
-            dx = ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, linear.inputs + linear.extra))
+            dx = self.input_gradient(linear, True)
         else:
             if linear.rank:
                 dh = ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, linear.rank))
             if needs:
-                dx = ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, linear.inputs))
+                dx = self.input_gradient(linear, True)
         if linear.rank:
             self.dropped(linear, sizes.tokens)
             self.adapter_products(linear)

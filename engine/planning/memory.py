@@ -9,7 +9,7 @@ device's context and its communicators, and what a caching allocator holds witho
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.layers.recompute import MemoryPlan
 from engine.optim.offload import NUM_STATES, device_bytes
@@ -19,10 +19,10 @@ from engine.optim.sharding import ShardLevel
 from engine.planning.attention import context_sizes
 from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan
 from engine.planning.ledger import (
-    ACTIVATIONS,
     ADAPTERS,
     BATCHES,
     COMMUNICATION,
+    DECODED,
     GRADIENTS,
     MASTERS,
     OPTIMIZER,
@@ -37,9 +37,14 @@ from engine.planning.linears import WIDE, Sizes
 from engine.planning.messages import messages_held
 from engine.planning.shapes import ModelShape, Parameters
 from engine.planning.stage import StageBytes, stage_bytes
+from triton_kernels.reference_quantize import CHUNK
 
 _BATCH_BYTES = 4 * 8 + 4
 """Of a token: its id, label, position and dropout coordinate as int64, its weight as fp32."""
+_ENCODING_BYTES = {"nf4": 14, "int8": 9, "fp8": 9, "fp8_row": 9}
+"""Of a number that is being encoded, beside what it was read as: in fp32, scaled, its scale, and its codes."""
+_ANSWER_BYTES = 8
+"""And the number of its answer, where answers are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +114,7 @@ def predict_layout(
     Raises:
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
     """
-    shapes = shapes or Shapes(workload.decoder, workload.plan)
+    shapes = shapes or Shapes.for_workload(workload)
     shape = shapes.of(layout.parallel)
     memory.check_layers(workload.decoder.num_layers)
     plan = pipeline_plan(workload.decoder, shape, layout.parallel, workload.num_microbatches(layout))
@@ -134,8 +139,9 @@ class _Rank:
             local=tokens // layout.parallel.tensor if splits else tokens,
             itemsize=workload.dtype.itemsize,
             kernels=workload.kernels,
-            row_length=workload.seq_length,
+            row_length=workload.document_length,
             ranks=layout.parallel.tensor,
+            answers=workload.answers,
         )
 
     def estimate(self) -> PeakEstimate:
@@ -182,23 +188,36 @@ class _Rank:
         def held(divided: bool, count: int) -> int:
             return -(-count // ranks) if divided else count
 
-        base, adapters = (
-            item * sum(sizes) for sizes in zip(*((one.base, one.adapters) for one in groups), strict=True)
-        )
+        base = sum(one.base_bytes(item) for one in groups) + self._beside()
+        adapters = item * sum(one.adapters for one in groups)
         parts = {
             WEIGHTS: held(self._sharding.weights, base),
             ADAPTERS: held(self._sharding.weights, adapters),
             MASTERS: held(self._sharding.masters, flat),
             GRADIENTS: held(self._sharding.gradients, flat),
             OPTIMIZER: held(self._sharding.moments, 2 * flat),
+            DECODED: self._scratch(),
         }
         if self._workload.offload_weights:
-            parts[WEIGHTS] -= item * sum(group.moved - group.copied for group in groups)
+            parts[WEIGHTS] -= sum(group.moved_bytes(item) - group.copied * item for group in groups)
         if self._workload.offload_optimizer:
             # sharded masters are sent from a copy in the weights' dtype
             parts[MASTERS] = parts[MASTERS] // WIDE * item if self._sharding.masters else 0
             parts[OPTIMIZER] = device_bytes(self._largest_span())
         return added(parts)
+
+    def _beside(self) -> int:
+        """Bytes of the frozen parameters of other parts, divided like those of layers."""
+        parallel = self._layout.parallel
+        nbytes: int = self._workload.beside * self._workload.dtype.itemsize
+        return nbytes // (parallel.tensor * parallel.pipeline)
+
+    def _scratch(self) -> int:
+        """The largest matrix that is decoded on this rank, with the columns of folded adapters beside it."""
+        stages = self._stages.values()
+        linears = [one for stage in stages for layer in self._shape.layers[stage.first : stage.last]
+                   for one in layer.linears if one.is_decoded]  # fmt: skip
+        return max((self._sizes.numbers(one.outputs, one.inputs + one.extra) for one in linears), default=0)
 
     def _largest_span(self) -> int:
         """Elements that are treated alike and lie together in what this rank has of the masters."""
@@ -211,16 +230,22 @@ class _Rank:
         """Bytes of host memory that weights, masters and moments wait in."""
         weights = state = 0
         if self._workload.offload_weights:
-            weights = self._workload.dtype.itemsize * sum(group.moved for group in self._groups())
+            weights = sum(group.moved_bytes(self._workload.dtype.itemsize) for group in self._groups())
         if self._workload.offload_optimizer:
             state = NUM_STATES * WIDE * sum(self._regions().values())
             state = -(-state // self._layout.data_and_context) if self._sharding.masters else state
         return weights + state
 
     def _load(self, static: Parts) -> int:
-        """Weights, masters and gradients are there, moments not yet; one tensor is in the dtype it is stored in."""
-        largest = max((group.largest for group in self._groups()), default=0)
-        return total(without(static, {OPTIMIZER: static[OPTIMIZER]})) + largest * WIDE
+        """Weights, masters and gradients are there, moments not yet; one tensor is in the dtype it is stored in, at
+        most fp32. Encoding it takes copies of a piece of it, see `triton_kernels.reference_quantize`."""
+        groups = list(self._groups())
+        largest = max((group.largest for group in groups), default=0)
+        encoding = 0
+        if self._workload.base_dtype is not None:
+            encoding = min(largest, CHUNK) * _ENCODING_BYTES[self._workload.base_dtype]
+        there = without(static, {name: static[name] for name in (OPTIMIZER, DECODED)})
+        return total(there) + largest * WIDE + encoding
 
     # A step.
 
@@ -228,15 +253,17 @@ class _Rank:
         """Weights of two layers that have come from where they wait, the other one's on their way; and whole buckets of
         gradients until their sums have left: a few with one micro-batch a step, all with more."""
         weights = gradients = 0
+        item = self._workload.dtype.itemsize
         if self._sharding.weights or self._workload.offload_weights:
             layers = [
-                one.moved if self._workload.offload_weights else one.base + one.adapters for one in self._groups()
+                one.moved_bytes(item) if self._workload.offload_weights else one.base_bytes(item) + one.adapters * item
+                for one in self._groups()
             ]
             weights = max(sum(pair) for pair in zip(layers, [*layers[1:], 0], strict=True))
         if self._sharding.gradients:
             whole = sum(self._regions().values())
             gradients = whole if microbatches > 1 else min(whole, (LEAVING + 2) * self._bucket())
-        return {COMMUNICATION: weights * self._workload.dtype.itemsize, GRADIENTS: gradients * WIDE}
+        return {COMMUNICATION: weights, GRADIENTS: gradients * WIDE}
 
     def _bucket(self) -> int:
         """Elements of a bucket of gradients."""
@@ -246,7 +273,8 @@ class _Rank:
     def _moments(self) -> Iterator[tuple[str, Parts]]:
         """Every moment that may be the fullest, without what is always there."""
         count = self._workload.num_microbatches(self._layout)
-        batches = added({BATCHES: _BATCH_BYTES * self._sizes.tokens * count}, self._gathered(count))
+        token = _BATCH_BYTES + (_ANSWER_BYTES if self._workload.answers else 0)
+        batches = added({BATCHES: token * self._sizes.tokens * count}, self._gathered(count))
         stages = {number: self._stage(number) for number in self._stages}
         message = self._sizes.numbers(self._sizes.local, self._shape.hidden)
         alive: dict[tuple[int, int], Parts] = {}
@@ -282,33 +310,13 @@ class _Rank:
     def _stage(self, number: int) -> StageBytes:
         parallel, workload = self._layout.parallel, self._workload
         first = self._plan.schedule.first_trainable_stage
-        return moved_away(
+        return stage_bytes(
+            self._shape,
+            self._stages[number],
+            self._sizes,
+            context_sizes(workload.micro_batch, workload.seq_length, parallel.context, parallel.context_method),
             self._memory,
-            stage_bytes(
-                self._shape,
-                self._stages[number],
-                self._sizes,
-                context_sizes(workload.micro_batch, workload.seq_length, parallel.context, parallel.context_method),
-                self._memory,
-                trains=number >= first,
-                gives_gradient=number > first,
-                defers=any(action.op == "I" for action in self._plan.schedule.actions[self._rank]),
-            ),
-            self._stages[number].last - self._stages[number].first,
+            trains=number >= first,
+            gives_gradient=number > first,
+            defers=any(action.op == "I" for action in self._plan.schedule.actions[self._rank]),
         )
-
-
-def moved_away(memory: MemoryPlan, stage: StageBytes, num_layers: int) -> StageBytes:
-    """What is kept where layers' activations wait in host memory: those of the last layer, and of one more, which is on
-    its way. An approximation: all that layers keep is counted as moved, and layers as alike.
-    """
-    if num_layers == 0 or not stage.backward or not memory.offload:
-        return stage
-    kept = stage.kept.get(ACTIVATIONS, 0)
-    less = {ACTIVATIONS: kept - min(kept, 2 * kept // num_layers)}
-    return replace(
-        stage,
-        forward=without(stage.forward, less),
-        kept=without(stage.kept, less),
-        backward=without(stage.backward, less),
-    )

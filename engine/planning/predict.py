@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from engine.config.run import RunConfig
-from engine.errors import UserError
 from engine.layers.plan import TrainingPlan
 from engine.layers.recompute import MemoryPlan
 from engine.layers.rounding import FLOAT8
 from engine.models.config import DecoderConfig
 from engine.planning.kernels import kernel_memory
-from engine.planning.layout import Layout, Shapes, Workload
+from engine.planning.layout import Layout, Workload
 from engine.planning.memory import PeakEstimate, predict_layout
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -28,13 +27,8 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         device_type: "cuda" or "cpu".
 
     Raises:
-        UserError: a backend that is not known, or a base in an encoding, whose bytes are not predicted.
+        UserError: a backend that is not known.
     """
-    if config.model.base_dtype is not None:
-        raise UserError(
-            f"model.base_dtype is {config.model.base_dtype}, and what a base that is stored encoded needs is not "
-            "predicted yet: set model.base_dtype to null for the prediction of the same run on the base as it is."
-        )
     kernels = kernel_memory(config.model.kernels, device_type=device_type, dtype=config.model.dtype)
     optimizer = config.optim.backend
     native = optimizer == "native" or (optimizer == "auto" and device_type == "cpu")
@@ -45,6 +39,11 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         micro_batch=config.train.micro_batch_size,
         global_batch=config.train.global_batch_size,
         seq_length=config.row_length,
+        longest_document=config.data.seq_length,
+        answers=2 * config.train.micro_batch_size if config.objective.compares_answers else 0,
+        refers_to_base=config.objective.has_reference and config.objective.reference == "base",
+        base_dtype=config.model.base_dtype,
+        device_type=device_type,
         kernels=kernels,
         finds_done=device_type == "cuda",
         square_sum_writes=not native,
@@ -90,7 +89,7 @@ def predict_peak(
     """
     layout = Layout(parallel=config.parallel, data=max(1, world_size // config.parallel.model_parallel_size))
     workload = workload_of(config, decoder, plan, device_type=device_type)
-    estimates = predict_layout(workload, layout, memory_plan_of(config), Shapes(decoder, plan))
+    estimates = predict_layout(workload, layout, memory_plan_of(config))
     if pipeline_rank is not None:
         return estimates[pipeline_rank]
     return max(estimates, key=lambda estimate: estimate.peak)

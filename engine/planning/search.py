@@ -88,7 +88,7 @@ class Found:
 
 def search(wanted: Wanted, workload: Workload, machine: Machine) -> Found:
     """Tries every layout."""
-    shapes = Shapes(workload.decoder, workload.plan)
+    shapes = Shapes.for_workload(workload)
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     refused: list[Refused] = []

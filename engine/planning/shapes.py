@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from engine.distributed.mesh import Axis, shape_mesh
 from engine.distributed.ranks import RankGrid
-from engine.layers.host_storage import is_kept_in_host_memory
+from engine.layers.encoded_storage import encoded_entries, encoded_memories
+from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import ShardedModule, ShardEntry, shard_entries
 from engine.layers.norm import RMSNorm
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.quantized_products import require_product_sizes
 from engine.optim.flat import ALIGNMENT
+from engine.quantization.encoding import encoding
+
+DECODED = ("nf4", "int8")
+"""Encodings whose numbers are needed for a product; the others multiply with their codes."""
 
 RegionKey = tuple[tuple[str, ...], tuple[str, ...], bool]
 """What parameters of one region of the optimizer have in common; see engine.optim.flat."""
@@ -37,6 +44,8 @@ class LinearShape:
         trained_rows: output rows of each weight that trains.
         trains: a weight or a bias trains.
         adapter_products: elements of the largest A or B, whose gradient is a product of its own.
+        encoding: how the weight is stored; None for the model's dtype.
+        stacked: the largest number of rows of the matrices that are stacked in it, where it is encoded.
     """
 
     inputs: int
@@ -49,6 +58,13 @@ class LinearShape:
     trained_rows: tuple[int, ...]
     trains: bool
     adapter_products: int
+    encoding: str | None = None
+    stacked: int = 0
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether products need its numbers first, see engine.ops.encoded_weight."""
+        return self.encoding in DECODED
 
     @property
     def has_leaves(self) -> bool:
@@ -130,12 +146,14 @@ class Parameters:
     """Of a layer or an end: elements stored in the model's dtype, and what the optimizer holds of them.
 
     Args:
-        base: elements of weights, norms and biases.
+        base: elements of weights, norms and biases, but for those that are stored encoded.
         adapters: elements of A and B, folded columns and their padding included.
         trained: region of the optimizer -> elements, each parameter aligned.
-        largest: elements of the largest tensor.
+        largest: elements of the largest tensor, encoded ones included.
         moved: elements of the storages that wait in host memory, where frozen weights do.
         copied: of those, the trained ones, of which the device keeps a copy.
+        encoded: bytes of the weights that are stored encoded.
+        encoded_moved: of those, bytes of the storages that wait in host memory, where frozen weights do.
     """
 
     base: int
@@ -144,6 +162,16 @@ class Parameters:
     largest: int
     moved: int = 0
     copied: int = 0
+    encoded: int = 0
+    encoded_moved: int = 0
+
+    def base_bytes(self, itemsize: int) -> int:
+        """Of weights, norms and biases."""
+        return self.base * itemsize + self.encoded
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Of what waits in host memory, where frozen weights do."""
+        return self.moved * itemsize + self.encoded_moved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,14 +217,18 @@ def model_shape(
     sequence_parallel: bool = False,
     joint_reduce: bool = False,
     tied_ends: bool = False,
+    base_dtype: str | None = None,
+    device_type: str = "meta",
 ) -> ModelShape:
     """Builds the model on the meta device and reads it.
 
     Args:
         tied_ends: a tied head lies on another pipeline rank than the embedding.
+        base_dtype: how frozen weights of the layers are stored; None for the model's dtype.
+        device_type: whose products must take what is stored encoded.
 
     Raises:
-        UserError: the model's sizes do not fit `tensor_size`.
+        UserError: the model's sizes do not fit `tensor_size`, or the encoding does not fit them.
     """
     mesh = shape_mesh(RankGrid(tp=tensor_size), tensor_rank, config.num_kv_heads)
     layout = TensorLayout(
@@ -205,8 +237,10 @@ def model_shape(
         pp_ends=Axis("pp_ends", 2) if tied_ends else Axis("pp_ends"),
         sequence_parallel=sequence_parallel,
         joint_reduce=joint_reduce,
+        base=None if base_dtype is None else BaseEncoding(encoding=encoding(base_dtype)),
     )
     model = Decoder(config, layout=layout, plan=plan, device=torch.device("meta"), dtype=torch.float32)
+    _check_products(model, device_type)
     assert model.embedding is not None and model.head is not None and model.norm is not None
     embedding = model.embedding.operands
     pieces = model.vocab_spec.pieces
@@ -215,7 +249,7 @@ def model_shape(
     return ModelShape(
         hidden=config.hidden,
         layers=_layers(model),
-        layer_parameters=tuple(_parameters(shard_entries(layer)) for layer in model.layers),
+        layer_parameters=tuple(_layer_parameters(layer) for layer in model.layers),
         embedding=EndShape(
             rows=rows,
             ids=ids,
@@ -263,6 +297,8 @@ def _linear(linear: ColumnParallelLinear | RowParallelLinear) -> LinearShape:
         trained_rows=tuple(sink.count for sink in operands.sinks if sink.weight is not None),
         trains=bool(operands.sinks),
         adapter_products=max(products, default=0),
+        encoding=None if linear.encoded is None else linear.encoded.weight.encoding.name,
+        stacked=0 if linear.encoded is None else max(linear.encoded.weight.sections),
     )
 
 
@@ -293,6 +329,26 @@ def _layer(layer: DecoderLayer) -> LayerShape:
 
 def _trains(norm: RMSNorm | None) -> bool:
     return norm is not None and norm.weight.sink is not None
+
+
+def _check_products(model: Decoder, device_type: str) -> None:
+    device = torch.device(device_type)
+    for entry in encoded_entries(model):
+        rows, columns = entry.spec.local_shape
+        require_product_sizes(entry.encoding.name, rows, columns, device, entry.name)
+
+
+def _layer_parameters(layer: DecoderLayer) -> Parameters:
+    """With what of it is stored encoded."""
+    found = _parameters(shard_entries(layer))
+    sizes = [entry.parameter.nbytes for entry in encoded_memories(layer)]
+    largest = [prod(entry.spec.local_shape) for entry in encoded_entries(layer)]
+    return replace(
+        found,
+        encoded=sum(sizes),
+        encoded_moved=sum(size for size in sizes if size >= STAYS_BELOW),
+        largest=max([found.largest, *largest]),
+    )
 
 
 def _parameters(entries: Iterable[ShardEntry]) -> Parameters:

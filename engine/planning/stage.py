@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.layers.recompute import MemoryPlan
+from engine.layers.saved import MIN_MOVED_BYTES
 from engine.planning.attention import ContextSizes
 from engine.planning.ends import EndWalk, HeadKept
 from engine.planning.layers import LayerKept, LayerWalk, Needs, needs_of
@@ -81,6 +82,8 @@ class _Passed:
     kept: LayerKept
     x: Block | None
     between: list[Block] = field(default_factory=list)
+    moved: list[Block] = field(default_factory=list)
+    """What of it waits in host memory."""
 
 
 class _StageWalk:
@@ -142,8 +145,30 @@ class _StageWalk:
         # autograd keeps the input of what needs a gradient; a stage keeps its own input as long
         keeps_x = own.qkv or (index == stage.first and not stage.embedding and self._trains)
         output, kept, kept_x = self._layers.forward(layer, self._memory.level(index), own, x, keeps_x=keeps_x)
-        self._kept.append(_Passed(index, own, kept, kept_x))
+        passed = _Passed(index, own, kept, kept_x)
+        self._kept.append(passed)
+        if self._memory.offload and index < stage.last - 1:
+            blocks = [*kept.blocks(), *([] if kept_x is None or not own.qkv else [kept_x])]
+            passed.moved = [block for block in blocks if block.nbytes >= MIN_MOVED_BYTES]
+            for block in passed.moved:
+                self.ledger.send(block)
         return output, own.output
+
+    def _fetch(self, place: int) -> Block | None:
+        """Brings back what a layer keeps, and what the one before it does: as a block of its own where that layer was
+        not gone through."""
+        if not self._memory.offload:
+            return None
+        for block in self._kept[place].moved:
+            self.ledger.fetch(block)
+        if place == 0:
+            return None
+        before = self._kept[place - 1]
+        if before.between:
+            return self.ledger.take(ACTIVATIONS, sum(block.nbytes for block in before.moved))
+        for block in before.moved:
+            self.ledger.fetch(block)
+        return None
 
     def _alike(self, index: int) -> int:
         """Layers in a row, from this one on, that differ in nothing; 1 where the next one's input differs."""
@@ -169,8 +194,11 @@ class _StageWalk:
             # the next stage's gradient and this one's output live as long as backward runs
             held = [self._layers.stream(COMMUNICATION), self._output]
             dy = ledger.take(COMMUNICATION, 0)
-        for passed in reversed(self._kept):
-            ledger.drop(*passed.between)
+        ahead: Block | None = None
+        for place in range(len(self._kept) - 1, -1, -1):
+            passed = self._kept[place]
+            ledger.drop(*passed.between, ahead)
+            ahead = self._fetch(place)
             index, needs, kept, x = passed.index, passed.needs, passed.kept, passed.x
             if index == stage.first and not stage.embedding:
                 held.append(x)  # the input lives as long too

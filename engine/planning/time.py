@@ -178,7 +178,7 @@ def predict_time(
     Raises:
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
     """
-    shapes = shapes or Shapes(workload.decoder, workload.plan)
+    shapes = shapes or Shapes.for_workload(workload)
     shape = shapes.of(layout.parallel)
     microbatches = workload.num_microbatches(layout)
     plan = pipeline_plan(workload.decoder, shape, layout.parallel, microbatches)

@@ -26,7 +26,6 @@ from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.inputs import GivenInput
-from engine.planning.predict import workload_of
 from engine.quantization.encoding import encoding
 from engine.training.base_encoding import base_encoding, check_base
 from tests.distributed.cases import Case, cut, make_batch, relative_error, small_config, whole_parameters, whole_tensor
@@ -301,12 +300,6 @@ def test_a_weight_that_is_not_finite_is_named(base: str) -> None:
     weight[7, 3] = math.nan
     message = _refusal(lambda: _linear(base, weight))
     assert message.startswith("down_proj.weight: ") and "row 7" in message
-
-
-def test_bytes_of_an_encoded_base_are_not_predicted() -> None:
-    config = RunConfig(model=ModelOptions(path="x", base_dtype="nf4"))
-    message = _refusal(lambda: workload_of(config, CONFIG, TrainingPlan(), device_type="cpu"))
-    assert "model.base_dtype is nf4" in message and "not predicted yet" in message
 
 
 @pytest.mark.distributed

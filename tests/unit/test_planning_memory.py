@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config.load import from_yaml
 from engine.config.run import RunConfig
@@ -33,7 +34,8 @@ EXACT = 0.01
 gradient is 2% to 6% of these models' peaks."""
 ROUGH = 0.05
 """Where the formula says that it is an approximation: what Ulysses packs, inputs that are kept and rounded, the blocks
-of attention with a cap, dY and x that a split backward leaves."""
+of attention with a cap, dY and x that a split backward leaves; and of encoded weights that come and go, where the two
+largest neighbours are not layers."""
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -70,6 +72,8 @@ class Case:
     dtype: str = "float32"
     parallel: str = "{}"
     memory: str = "{}"
+    base: str = "null"
+    objective: str = "{}"
     world: int = 1
     place: int = 0
     family: str = "llama"
@@ -85,12 +89,14 @@ class Case:
         }  # fmt: skip
         (folder / "config.json").write_text(json.dumps(sizes))
         return from_yaml(
-            f"model: {{path: '{folder}', dtype: {self.dtype}, init: random, kernels: reference}}\n"
+            f"model: {{path: '{folder}', dtype: {self.dtype}, init: random, kernels: reference,"
+            f" base_dtype: {self.base}}}\n"
             f"lora: {{rank: {self.rank}, dropout: {self.dropout}, targets: {self.targets}}}\n"
             f"trainable: {self.trainable}\n"
             f"data: {{seq_length: {self.length}}}\n"
             f"train: {{micro_batch_size: {self.rows}, global_batch_size: {self.rows * self.micro_batches}}}\n"
             f"optim: {{backend: torch}}\nparallel: {self.parallel}\nmemory: {self.memory}\n"
+            f"objective: {self.objective}\n"
         )
 
 
@@ -153,6 +159,43 @@ CASES = {
     "offloaded optimizer, shard gradients": Case(
         world=2, micro_batches=2, memory="{offload_optimizer: true}", parallel="{shard: gradients}", **ALL
     ),
+    "nf4": Case(base="nf4"),
+    "nf4, bf16, dropout": Case(base="nf4", dtype="bfloat16", dropout=0.1),
+    "int8": Case(base="int8", hidden=256, intermediate=704),
+    "int8, bf16, full": Case(base="int8", dtype="bfloat16", memory="{recompute: full}"),
+    "fp8": Case(base="fp8"),
+    "fp8, bf16, dropout": Case(base="fp8", dtype="bfloat16", dropout=0.1),
+    "fp8_row": Case(base="fp8_row"),
+    "fp8_row, bf16, two of four layers full": Case(
+        base="fp8_row", dtype="bfloat16", layers=4, memory="{recompute: full, recompute_layers: 2}"
+    ),
+    "nf4, queries and values, head": Case(base="nf4", targets="[q_proj, v_proj]", trainable="[lm_head]"),
+    "nf4, gates train": Case(base="nf4", trainable="[gate_proj]", targets="[q_proj, k_proj, v_proj, o_proj]"),
+    "nf4, tensor 2": Case(world=2, base="nf4", parallel="{tensor: 2}", intermediate=384),
+    "fp8_row, tensor 2, bf16": Case(world=2, base="fp8_row", dtype="bfloat16", parallel="{tensor: 2}"),
+    "int8, shard parameters": Case(
+        world=4,
+        base="int8",
+        hidden=256,
+        intermediate=704,
+        micro_batches=4,
+        length=128,
+        parallel="{shard: parameters}",
+        tolerance=ROUGH,
+    ),
+    "nf4, offloaded weights": Case(
+        base="nf4", memory="{offload_weights: true}", hidden=256, intermediate=704, tolerance=ROUGH
+    ),
+    "fp8, both offloads, kept in float8": Case(
+        base="fp8",
+        dtype="bfloat16",
+        layers=6,
+        memory="{offload_weights: true, offload_optimizer: true, activation_dtype: float8, recompute: full}",
+        tolerance=ROUGH,
+    ),
+    "dpo": Case(objective="{name: dpo}", length=256),
+    "dpo, nf4, two rows": Case(objective="{name: dpo}", length=128, rows=2, base="nf4", dtype="bfloat16"),
+    "orpo, head": Case(objective="{name: orpo}", length=256, targets="['.*_proj', lm_head]"),
     "context 2": Case(world=2, parallel="{context: 2}"),
     "context 2, second": Case(world=2, place=1, parallel="{context: 2}"),
     "context 4, bf16": Case(world=4, parallel="{context: 4}", dtype="bfloat16"),
@@ -260,3 +303,20 @@ def test_the_count_is_that_of_torchs_own_tracker(tmp_path: Path) -> None:
         training.step(batches, 512.0, 1e-4)
     peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
     assert peak - between == pytest.approx(counted.step - counted.static, rel=0.01)
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_the_peak_of_loading_an_encoded_base(base: str, tmp_path: Path) -> None:
+    """Of weights stored in 2 bytes, where the prediction allows for 4; a matrix has 512 x 2048 numbers."""
+    sizes = LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=1000,
+    )  # fmt: skip
+    LlamaForCausalLM(sizes).to(torch.bfloat16).save_pretrained(tmp_path)
+    config = from_yaml(
+        f"model: {{path: '{tmp_path}', dtype: bfloat16, kernels: reference, base_dtype: {base}}}\n"
+        "lora: {rank: 8}\ndata: {seq_length: 64}\ntrain: {micro_batch_size: 1, global_batch_size: 1}\n"
+        "optim: {backend: torch}\n"
+    )
+    measured = measure(config, Launch(rank=0, world_size=1, device=CPU))
+    assert _prediction(Case(), config, 0).load - 2 * 512 * 2048 == pytest.approx(measured.load, rel=0.05)

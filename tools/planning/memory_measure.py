@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.batch import Batch
+from engine.batch import Answers, Batch
 from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.data.collate import context_part
@@ -158,24 +158,40 @@ def _step(training: Training, batches: list[Batch]) -> float:
 
 
 def draw_batches(config: RunConfig, training: Training, launch: Launch) -> list[Batch]:
-    """This rank's micro-batches of a step: full rows of one document each, every token a target."""
-    rows, length = config.train.micro_batch_size, config.data.seq_length
+    """This rank's micro-batches of a step: full rows of one document each, or of two answers that are compared; every
+    token a target."""
+    rows, length = config.train.micro_batch_size, config.row_length
     count = gradient_accumulation_steps(config, launch.world_size)
     assert count * rows * data_parallel_size(config, launch.world_size) == config.train.global_batch_size
     generator = torch.Generator().manual_seed(config.train.seed)
+    document = config.data.seq_length
+    columns = torch.arange(length).expand(rows, length)
     batches = []
     for number in range(count):
         tokens = torch.randint(0, training.source.model.decoder.vocab_size, (rows, length), generator=generator)
-        columns = torch.arange(length).expand(rows, length)
         batch = Batch(
             tokens_BS=tokens,
             labels_BS=tokens.roll(-1, 1),
-            positions_BS=columns.contiguous(),
+            positions_BS=(columns % document).contiguous(),
             token_index_BS=columns + length * (torch.arange(rows)[:, None] + number * rows),
             loss_weights_BS=torch.ones(rows, length),
-            document_offsets=torch.arange(rows + 1, dtype=torch.int32) * length,
-            document_lengths=(length,) * rows,
+            document_offsets=torch.arange(rows * length // document + 1, dtype=torch.int32) * document,
+            document_lengths=(document,) * (rows * length // document),
+            answers=_pairs(config, rows) if config.objective.compares_answers else None,
         )
         axis = training.mesh.cp
         batches.append(context_part(batch, size=axis.size, rank=axis.rank).to(launch.device))
     return batches
+
+
+def _pairs(config: RunConfig, rows: int) -> Answers:
+    """Two answers a row, of which the first was preferred."""
+    length, count = config.data.seq_length, 2 * rows
+    known = config.objective.has_reference and config.objective.reference == "initial"
+    return Answers(
+        ids_BS=torch.arange(count).repeat_interleave(length).view(rows, 2 * length),
+        signs=torch.tensor([1.0, -1.0]).repeat(rows),
+        lengths=torch.full((count,), float(length)),
+        documents=tuple(range(count)),
+        reference_logps=torch.zeros(count) if known else None,
+    )

@@ -7,7 +7,7 @@ from typing import Literal
 
 from engine.config.checks import require, require_at_least, require_choice
 
-FORMATS = ("auto", "text", "completion", "alpaca", "sharegpt", "messages")
+FORMATS = ("auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +19,8 @@ class DataOptions:
         validation: File with the samples that are evaluated; null evaluates nothing.
         format: Shape of a record. "text" has text; "completion" has prompt and completion; "alpaca" has
             instruction, input and output; "sharegpt" has conversations; "messages" has messages with roles, which go
-            through the tokenizer's chat template. "auto" looks at the fields of the first record.
+            through the tokenizer's chat template; "tokens" has input_ids and, where not all of them are learnt, labels.
+            "auto" looks at the fields of the first record.
         seq_length: Tokens in a row, at most.
         packing: Put several samples in one row. true fits whole samples into rows, and attention never crosses from one
             to another; "concatenate" puts them all end to end, as MLPerf does it, and cuts the whole into rows of
@@ -35,7 +36,7 @@ class DataOptions:
 
     train: str | None = None
     validation: str | None = None
-    format: Literal["auto", "text", "completion", "alpaca", "sharegpt", "messages"] = "auto"
+    format: Literal["auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens"] = "auto"
     seq_length: int = 2048
     packing: bool | Literal["concatenate"] = False
     overlong: Literal["truncate", "drop", "error"] = "truncate"

@@ -8,6 +8,7 @@
 | alpaca     | JSON, JSONL | instruction, output, and optionally input                                               |
 | sharegpt   | JSON, JSONL | conversations: turns of {from, value} or {role, content}; optionally system             |
 | messages   | JSON, JSONL | messages: turns of {role, content, and whatever the chat template reads}                |
+| tokens     | JSON, JSONL | input_ids, and optionally labels: the same ids, or -100 where a token is not learnt     |
 
 `auto` looks at the fields of a file's first record. Other fields (ids, sources) are left alone, but a field that
 carries content which the format cannot use (images, an earlier history) is an error, because leaving it out would
@@ -21,11 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import IGNORE_LABEL
 from engine.data.chat import Message
 from engine.data.files import Place, Record, read_records, read_text
 from engine.errors import UserError
 
-FORMATS = ("auto", "text", "completion", "alpaca", "sharegpt", "messages")
+FORMATS = ("auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens")
 
 ALPACA_PROMPT = "Below is an instruction. Write a response that fulfils it.\n\n### Instruction:\n{instruction}\n\n"
 ALPACA_PROMPT_WITH_INPUT = (
@@ -40,6 +45,7 @@ _FIELDS = {
     "alpaca": ("instruction", "output"),
     "completion": ("prompt", "completion"),
     "text": ("text",),
+    "tokens": ("input_ids",),
 }
 _UNUSABLE = ("images", "videos", "audios", "history", "tools")
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
@@ -72,7 +78,21 @@ class ChatSample:
     messages: tuple[Message, ...]
 
 
-Sample = TextSample | CompletionSample | ChatSample
+@dataclass(frozen=True, slots=True)
+class TokenSample:
+    """Text that is tokens already, begin and end tokens included.
+
+    Args:
+        ids: int32 [T], not negative.
+        answers: bool [T], tokens that are learnt where prompts are masked.
+    """
+
+    place: Place
+    ids: NDArray[np.int32]
+    answers: NDArray[np.bool_]
+
+
+Sample = TextSample | CompletionSample | ChatSample | TokenSample
 
 
 def read_samples(path: Path, data_format: str) -> tuple[int, Iterator[Sample]]:
@@ -123,6 +143,8 @@ def parse_record(place: Place, record: Record, data_format: str) -> Sample:
         )
     if data_format == "alpaca":
         return _alpaca(place, record)
+    if data_format == "tokens":
+        return _tokens(place, record)
     return _conversation(place, record, data_format)
 
 
@@ -180,6 +202,34 @@ def _alpaca(place: Place, record: Record) -> CompletionSample:
     # One pass of str.format each: braces in the record's own text stay as they are.
     prompt = ALPACA_PROMPT_WITH_INPUT if given else ALPACA_PROMPT
     return CompletionSample(place, prompt.format(instruction=instruction, input=given) + ALPACA_RESPONSE, output)
+
+
+def _tokens(place: Place, record: Record) -> TokenSample:
+    ids = _token_ids(place, record, "input_ids")
+    if not len(ids) or ids.min() < 0:
+        raise place.error("field 'input_ids' is empty or has negative numbers, expected token ids; correct the record.")
+    if record.get("labels") is None:
+        return TokenSample(place, ids, np.ones(len(ids), dtype=bool))
+    labels = _token_ids(place, record, "labels")
+    if len(labels) != len(ids) or (wrong := (labels != ids) & (labels != IGNORE_LABEL)).any():
+        where = f"{len(labels)} numbers" if len(labels) != len(ids) else f"{labels[wrong][0]} at {int(wrong.argmax())}"
+        raise place.error(
+            f"field 'labels' has {where}, expected the {len(ids)} numbers of input_ids, in the same places, or "
+            f"{IGNORE_LABEL} where a token is not learnt; correct the record."
+        )
+    return TokenSample(place, ids, labels == ids)
+
+
+def _token_ids(place: Place, record: Record, field: str) -> NDArray[np.int32]:
+    value = record.get(field)
+    try:
+        numbers = np.asarray(value if value else [0])
+    except ValueError:  # lists of different lengths
+        numbers = np.empty(0)
+    if not isinstance(value, list) or numbers.ndim != 1 or numbers.dtype.kind != "i" or abs(numbers).max() >= 1 << 31:
+        given = "missing" if field not in record else _kind(value) if not isinstance(value, list) else "another list"
+        raise place.error(f"field '{field}' is {given}, expected a list of token ids; correct the record.")
+    return numbers.astype(np.int32)[: len(value)]
 
 
 def _conversation(place: Place, record: Record, data_format: str) -> ChatSample:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.files import Place
-from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample
+from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample, TokenSample
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 
@@ -60,6 +60,11 @@ def tokenize_samples(
     begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
     for sample in samples:
+        if isinstance(sample, TokenSample):
+            targets = sample.answers.copy() if mask_prompt else np.ones(len(sample.ids), dtype=bool)
+            targets[:1] = False
+            yield Document(sample.place, sample.ids, targets)
+            continue
         if isinstance(sample, ChatSample):
             ids, answers = _apply_chat(sample, tokenizer)
         elif isinstance(sample, CompletionSample):

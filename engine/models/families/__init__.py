@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from engine.errors import UserError
 from engine.models.config import DecoderConfig
 from engine.models.families import gemma2, gemma3, granite, llama, minicpm, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from engine.models.families.checking import check_kinds, part_of
 from engine.models.families.reading import NAMES, REQUIRED
 from engine.models.names import NameMap, part_rows
 
@@ -60,16 +61,20 @@ def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     The family's names know this model's sizes where those are in the config.
 
     Raises:
-        UserError: the model type is absent or not supported; says what is missing where the config tells.
+        UserError: the model type is absent or not supported; says what is missing where the config tells. A value is
+            not of the kind that families read.
     """
     text = hf_config
+    if not isinstance(hf_config.get("model_type") or "", str):
+        raise UserError(f"config.json has model_type {hf_config['model_type']!r}, but text is expected: copy it again.")
     if hf_config.get("model_type") not in FAMILIES:
-        text = hf_config.get("text_config") or hf_config.get("llm_config") or hf_config
+        text = part_of(hf_config, "text_config") or part_of(hf_config, "llm_config") or hf_config
     model_type = text.get("model_type")
     if model_type not in FAMILIES:
         raise UserError(_refusal(model_type, text))
+    check_kinds(text)
     family = FAMILIES[model_type]
-    if all(key in text for key in REQUIRED):
+    if all(text.get(key) is not None for key in REQUIRED):
         names = replace(family.names, rows=part_rows(family.config_from_hf(text)))
         family = family._replace(names=names.fuse(family.fused))
     return family, text
@@ -77,7 +82,8 @@ def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
 
 def _refusal(model_type: str | None, text: dict[str, Any]) -> str:
     known = f"expected one of {', '.join(sorted(FAMILIES))}."
-    architecture = (text.get("architectures") or [None])[0]
+    architectures = text.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     name = f"model_type {model_type!r}" + (f" ({architecture})" if architecture else "")
     missing = [what for what, keys in _MISSING if any(text.get(key) for key in keys)]
     if not missing:

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.errors import UserError
 from engine.models.config import DecoderConfig, LayerKind, RopeScaling
+from engine.models.families.checking import rope_value
 from engine.models.families.reading import check_activation, decoder_config, rope_from_hf
 from engine.models.names import GATE_UP, QKV
 
@@ -27,7 +28,7 @@ def _longrope(scaling: dict[str, Any], hf: dict[str, Any]) -> tuple[RopeScaling,
     table_scale = scaling.get("attention_factor")
     if table_scale is None:
         table_scale = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-    factors = tuple(float(factor) for factor in scaling["short_factor"])
+    factors = tuple(float(factor) for factor in rope_value(scaling, "longrope", "short_factor"))
     return RopeScaling(kind="longrope", factors=factors, table_scale=float(table_scale)), length
 
 
@@ -63,6 +64,11 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     )
     share = float(rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)))
     rotary_dim = int(config.head_dim * share)
+    if scaling is not None and scaling.factors and len(scaling.factors) * 2 != rotary_dim:
+        raise UserError(
+            f"config.json has {len(scaling.factors)} numbers in short_factor for {rotary_dim} rotated features, "
+            f"expected {rotary_dim // 2}: mend it or copy it again."
+        )
     return config if rotary_dim == config.head_dim else _rotating(config, rotary_dim)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.errors import UserError
 from engine.models.config import DecoderConfig, LayerKind, RopeScaling
+from engine.models.families.checking import rope_value
 from engine.models.names import NameMap
 
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -41,22 +42,22 @@ def rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling, from transformers 4's `rope_theta` + `rope_scaling` or 5's `rope_parameters`.
 
     Raises:
-        UserError: the scaling is of a kind that the decoder does not have.
+        UserError: the scaling is of a kind that the decoder does not have, or lacks a value.
     """
     scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    theta = float(scaling.get("rope_theta", hf.get("rope_theta", 10000.0)))
+    theta = float(scaling.get("rope_theta") or hf.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind == "linear":
-        return theta, RopeScaling(kind="linear", factor=float(scaling["factor"]))
+        return theta, RopeScaling(kind="linear", factor=float(rope_value(scaling, kind, "factor")))
     if kind == "llama3":
         return theta, RopeScaling(
             kind="llama3",
-            factor=float(scaling["factor"]),
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
-            original_length=int(scaling["original_max_position_embeddings"]),
+            factor=float(rope_value(scaling, kind, "factor")),
+            low_freq_factor=float(rope_value(scaling, kind, "low_freq_factor")),
+            high_freq_factor=float(rope_value(scaling, kind, "high_freq_factor")),
+            original_length=int(rope_value(scaling, kind, "original_max_position_embeddings")),
         )
     raise UserError(f"rope type {kind!r} in config.json is not supported: use a model with default, linear or llama3.")
 
@@ -104,7 +105,7 @@ def decoder_config(hf: Mapping[str, Any], family: str, **more: Any) -> DecoderCo
     Raises:
         UserError: a required key is missing, or the rotary embedding is of an unknown kind.
     """
-    if missing := [key for key in REQUIRED if key not in hf]:
+    if missing := [key for key in REQUIRED if hf.get(key) is None]:
         raise UserError(f"config.json lacks {', '.join(missing)}: the config of a {family} model has them all.")
     if "rope_theta" not in more:
         more["rope_theta"], more["rope_scaling"] = rope_from_hf(hf)
@@ -124,4 +125,9 @@ def decoder_config(hf: Mapping[str, Any], family: str, **more: Any) -> DecoderCo
         "out_bias": bool(hf.get("attention_bias", False)),
         "max_length": int(hf.get("max_position_embeddings", 2048)),
     }
+    if fields["head_dim"] % 2:
+        raise UserError(
+            f"config.json makes heads of {fields['head_dim']} features, which do not pair up to be rotated: mend "
+            "head_dim, or hidden_size and num_attention_heads."
+        )
     return DecoderConfig(**{**fields, **more})

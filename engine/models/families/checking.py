@@ -1,0 +1,142 @@
+"""Whether the values of a `config.json` are of the kinds that families read, before any of them reads one.
+
+Only what is there is looked at: which keys a family needs, and what they mean, is the family's own knowledge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.errors import UserError
+
+MOST_LAYERS = 1000
+"""Several times those of any released model; a number beyond is a slip, and every layer costs time to describe."""
+_MOST = 2**31 - 1
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_list_of(value: object, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(fits, value))
+
+
+_COUNTS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "max_position_embeddings", "sliding_window", "no_rope_layer_interval", "sliding_window_pattern",
+    "original_max_position_embeddings", "dim_model_base",
+)  # fmt: skip
+_FACTORS = (
+    "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "final_logit_softcapping", "logits_scaling", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
+    "scale_emb", "scale_depth", "initializer_range", "partial_rotary_factor",
+)  # fmt: skip
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_TEXTS = ("hidden_act", "hidden_activation")
+_MAPPINGS = ("rope_scaling", "rope_parameters", "quantization_config")
+
+Kind = tuple[str, Callable[[Any], bool]]
+_COUNT: Kind = ("a whole number above 0", lambda value: _is_whole(value) and 0 < value <= _MOST)
+_FACTOR: Kind = ("a number above 0", lambda value: _is_number(value) and value > 0)
+_SWITCH: Kind = ("true or false", lambda value: isinstance(value, bool))
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(_COUNTS, _COUNT),
+    **dict.fromkeys(_FACTORS, _FACTOR),
+    **dict.fromkeys(_SWITCHES, _SWITCH),
+    **dict.fromkeys(_TEXTS, ("text", lambda value: isinstance(value, str))),
+    **dict.fromkeys(_MAPPINGS, ("a mapping", lambda value: isinstance(value, dict))),
+    "num_hidden_layers": (
+        f"a whole number from 1 to {MOST_LAYERS}",
+        lambda value: _is_whole(value) and 0 < value <= MOST_LAYERS,
+    ),
+    "max_window_layers": ("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0),
+    "layer_types": ("a list of texts", lambda value: _is_list_of(value, lambda item: isinstance(item, str))),
+    "no_rope_layers": ("a list of 0 and 1", lambda value: _is_list_of(value, lambda item: item in (0, 1))),
+}
+_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "rope_theta", "partial_rotary_factor")
+_NEVER_NULL = (
+    "rms_norm_eps", "query_pre_attn_scalar", "logits_scaling", "embedding_multiplier", "attention_multiplier",
+    "residual_multiplier", "scale_emb", "scale_depth", "dim_model_base", "no_rope_layer_interval",
+    "sliding_window_pattern", "max_position_embeddings",
+)  # fmt: skip
+_SHOWN = 40
+
+
+def part_of(hf: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    """The config inside a config; None where there is none.
+
+    Raises:
+        UserError: there is something else.
+    """
+    part = hf.get(key)
+    if part is not None and not isinstance(part, dict):
+        raise _wrong(key, part, "a mapping")
+    return part or None
+
+
+def check_kinds(hf: Mapping[str, Any]) -> None:
+    """Looks at every value that some family reads.
+
+    Raises:
+        UserError: one is of another kind or out of range, or the sizes of heads do not fit each other.
+    """
+    for key, (expected, fits) in _KINDS.items():
+        value = hf.get(key)
+        if (value is not None and not fits(value)) or (value is None and key in hf and key in _NEVER_NULL):
+            raise _wrong(key, value, expected)
+    for key in ("rope_scaling", "rope_parameters"):
+        _check_rope(key, hf.get(key) or {})
+    heads, groups = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
+    if heads and groups and heads % groups:
+        raise UserError(
+            f"config.json has {heads} num_attention_heads and {groups} num_key_value_heads, but each key head serves "
+            "equally many heads: mend it or copy it again."
+        )
+    hidden, size = hf.get("hidden_size"), hf.get("head_dim")
+    if size is None and hidden and heads and hidden % heads:
+        raise UserError(
+            f"config.json has hidden_size {hidden}, which does not divide into {heads} num_attention_heads, and no "
+            "head_dim: mend it or copy it again."
+        )
+
+
+def _check_rope(key: str, rope: Mapping[str, Any]) -> None:
+    for name, value in rope.items():
+        place = f"{key}.{name}"
+        if isinstance(value, dict):  # a rotary embedding for each kind of layer
+            _check_rope(place, value)
+        elif name in _ROPE_KEYS and not _FACTOR[1](value):
+            raise _wrong(place, value, _FACTOR[0])
+        elif name == "original_max_position_embeddings" and not _COUNT[1](value):
+            raise _wrong(place, value, _COUNT[0])
+        elif name in ("rope_type", "type") and not isinstance(value, str):
+            raise _wrong(place, value, "text")
+        elif name in ("short_factor", "long_factor") and not _is_list_of(value, _FACTOR[1]):
+            raise _wrong(place, value, "a list of numbers above 0")
+
+
+def rope_value(rope: Mapping[str, Any], kind: str, key: str) -> Any:
+    """What a rotary embedding of this kind needs.
+
+    Raises:
+        UserError: it is missing.
+    """
+    if rope.get(key) is None:
+        raise UserError(
+            f"config.json has a rotary embedding of type {kind}, which needs {key}, and lacks that: mend it or copy it "
+            "again."
+        )
+    return rope[key]
+
+
+def _wrong(key: str, value: object, expected: str) -> UserError:
+    text = "null" if value is None else ascii(value)
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return UserError(f"config.json has {key} {shown}, but {expected} is expected: mend it or copy it again.")

@@ -1,4 +1,5 @@
 """Converts checkpoints: import a Hugging Face model, export a model or an adapter, merge, reshard, look into either.
+Or a configuration: accelerate's and DeepSpeed's files, command lines and scripts of other trainers.
 
 python tools/convert.py import --source HF_DIR --out CKPT_DIR --tensor 2
 python tools/convert.py reshard --source CKPT_DIR --out OTHER_DIR --tensor 4
@@ -7,6 +8,7 @@ python tools/convert.py export --source RUN_DIR --out HF_DIR --format hf --merge
 python tools/convert.py export --source CKPT_DIR --out HF_DIR --format hf
 python tools/convert.py merge --base HF_DIR --adapter ADAPTER_DIR --out MERGED_DIR
 python tools/convert.py inspect DIR
+python tools/convert.py config accelerate.yaml --flags "--lora_r 16 --max_steps 1024" --out run.yaml
 
 A conversion that was killed goes on where it stopped when the same command is given again.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from engine.config.conversion import command as config_conversion
 from engine.telemetry.errors import run_command
 
 
@@ -60,6 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
     inspecting.add_argument("folder", type=Path, help="a run, a checkpoint, or a model")
     inspecting.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest)")
     inspecting.add_argument("--verify", action="store_true", help="read every piece and check its checksum")
+
+    configuring = commands.add_parser("config", help="turn another trainer's files and flags into a run's YAML")
+    config_conversion.add_arguments(configuring)
     return parser
 
 
@@ -90,6 +96,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     arguments = build_parser().parse_args()
+    if arguments.command == "config":
+        config_conversion.run(arguments)
+        return
     # Imported after the command line is known to be sound: torch takes seconds to load.
     from engine.checkpoint import commands
 

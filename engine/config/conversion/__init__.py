@@ -1,0 +1,1 @@
+"""Turns the configuration files and command lines of other trainers into this engine's YAML."""

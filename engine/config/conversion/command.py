@@ -1,0 +1,148 @@
+"""`tools/convert.py config`: reads what was given, writes the run's YAML, and prints what became of each key."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.config.conversion import launcher_rules, trainer_rules
+from engine.config.conversion.conversion import Conversion
+from engine.config.conversion.finish import finish, program
+from engine.config.conversion.reading import PROGRAM, Given, read_file, read_flags
+from engine.config.load import from_yaml
+from engine.config.rules import check_config
+from engine.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this command."""
+    parser.add_argument("file", type=Path, help="an accelerate or DeepSpeed file (YAML or JSON), or a script .sh")
+    parser.add_argument("--flags", default="", help="the command line that went with it, in quotes")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="OPTION=VALUE", dest="values",
+        help="an option of the run, such as data.train=train.jsonl; may be given several times, and wins",
+    )  # fmt: skip
+    parser.add_argument("--ranks", type=int, help="processes of the run (default: what the file says)")
+    parser.add_argument("--out", required=True, type=Path, help="YAML file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Converts, writes and reports.
+
+    Raises:
+        UserError: something cannot be read, or the result is no possible configuration.
+    """
+    if arguments.out.exists() and not arguments.overwrite:
+        raise UserError(f"{arguments.out} is there already: give another --out, or --overwrite to replace it.")
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise UserError(f"--ranks is {arguments.ranks}: give at least 1 process.")
+    given = read_file(arguments.file) + read_flags(arguments.flags, "flags", arguments.file.parent)
+    conversion, ranks = convert(given, values=arguments.values, ranks=arguments.ranks)
+    text = to_text(conversion.options, title=f"From {arguments.file.name}; {_launch(arguments.out, ranks)}")
+    check_config(from_yaml(text))
+    try:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{arguments.out} cannot be written ({error.strerror}): give another --out.") from None
+    print(report(conversion, shutil.get_terminal_size((120, 24)).columns))
+    print(f"\nwritten: {arguments.out}\nstart it: {_launch(arguments.out, ranks)}")
+
+
+def convert(given: list[Given], *, values: list[str], ranks: int | None) -> tuple[Conversion, int]:
+    """Options from keys.
+
+    Args:
+        given: all keys, files before flags.
+        values: "option=value", which win.
+        ranks: processes, where the user says it.
+
+    Returns:
+        The conversion, and how many processes the run has.
+
+    Raises:
+        UserError: a value that its key cannot have.
+    """
+    conversion = Conversion()
+    # DeepSpeed's and the launcher's keys come first: some flags depend on them
+    for one in sorted(given, key=lambda one: launcher_rules.rule_for(one.key) is None):
+        rule = launcher_rules.rule_for(one.key) or trainer_rules.rule_for(one.key)
+        if one.key == PROGRAM:
+            program(conversion, one)
+        elif rule is not None:
+            rule(conversion, one)
+        else:
+            conversion.miss(one, "look whether it matters, and set what it means")
+    for pair in values:
+        name, equals, value = pair.partition("=")
+        if not equals or not conversion.has(name):
+            raise UserError(f"--set {pair} is not an option of a run: write for example --set data.train=train.jsonl.")
+        conversion.take(Given(source="--set", key=name, value=value), name, yaml.safe_load(value))
+    for name in [name for name in conversion.options if not conversion.has(name)]:
+        del conversion.options[name]
+        for row in conversion.rows:
+            if row.kind == "taken" and row.became.startswith(f"{name}:"):
+                row.became, row.kind = f"dropped: there is no {name}", "dropped"
+    return conversion, finish(conversion, ranks)
+
+
+def to_text(options: dict[str, Any], *, title: str) -> str:
+    """The run's YAML, a section a block, in the order of the engine's options."""
+    nested: dict[str, Any] = {}
+    for name in sorted(options, key=lambda name: ("." in name, name)):
+        section, _, leaf = name.rpartition(".")
+        if section:
+            nested.setdefault(section, {})[leaf] = options[name]
+        else:
+            nested[name] = options[name]
+    return f"# {title}\n" + yaml.safe_dump(nested, sort_keys=False, allow_unicode=True)
+
+
+def report(conversion: Conversion, width: int) -> str:
+    """One line for each key, and what is left to do."""
+    rows = conversion.rows
+    keys = [row.given.key for row in rows]
+    values = [_short(row.given.value) for row in rows]
+    first = min(max(map(len, keys), default=0), 44)
+    second = min(max(map(len, values), default=0), 28)
+    lines: list[str | None] = []
+    source = None
+    for row, key, value in zip(rows, keys, values, strict=True):
+        if row.given.source != source:
+            source = row.given.source
+            lines += ["" if lines else None, f"{source}:"]
+        lines.append(_line(key, value, row.became, first, second, width))
+    kinds = [row.kind for row in rows]
+    lines += ["", f"{len(rows)} keys: {kinds.count('taken')} taken, {kinds.count('dropped')} dropped, "
+              f"{kinds.count('unknown')} not known"]  # fmt: skip
+    unknown = [row.given.key for row in rows if row.kind == "unknown"]
+    if unknown:
+        lines.append(f"warning: not known and left out: {', '.join(unknown)}")
+    lines += [f"still to say: {sentence}" for sentence in conversion.to_fill]
+    return "\n".join(line for line in lines if line is not None)
+
+
+def _line(key: str, value: str, became: str, first: int, second: int, width: int) -> str:
+    start = f"  {key:<{first}}  {value:<{second}}  "
+    if len(start) > width - 30:
+        return f"{start}{became}"
+    return textwrap.fill(
+        became, width, initial_indent=start, subsequent_indent=" " * (first + second + 6), break_long_words=False
+    )
+
+
+def _short(value: object) -> str:
+    text = str(value).lower() if isinstance(value, bool) or value is None else " ".join(str(value).split())
+    return text if len(text) <= 28 else text[:25] + "..."
+
+
+def _launch(out: Path, ranks: int) -> str:
+    if ranks == 1:
+        return f"python tools/pretrain_lora.py --config {out}"
+    return f"torchrun --nproc-per-node {ranks} tools/pretrain_lora.py --config {out}"

@@ -1,0 +1,147 @@
+"""What has been converted so far: the engine's options, and one row for each key of what it became."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.config.conversion.reading import Given
+from engine.config.keys import option_types
+from engine.errors import UserError
+
+
+@dataclass(slots=True)
+class Row:
+    """A line of the report.
+
+    Args:
+        given: the key.
+        became: what it is now, or why it was dropped.
+        kind: "taken", "dropped" or "unknown".
+    """
+
+    given: Given
+    became: str
+    kind: str
+
+
+@dataclass(slots=True)
+class Conversion:
+    """Options by their full name, and what is known beside them until all is read."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    to_fill: list[str] = field(default_factory=list)
+    _owner: dict[str, Row] = field(default_factory=dict)
+
+    def take(self, given: Given, option: str, value: Any, note: str = "") -> Row:
+        """`option` gets `value`; who gave it another before is told that it lost."""
+        row = Row(given, f"{option}: {_text(value)}{f' ({note})' if note else ''}", "taken")
+        earlier = self._owner.get(option)
+        if earlier is not None and self.options[option] != value:
+            earlier.became, earlier.kind = (
+                f"dropped: {given.key} of {given.source} says otherwise and counts",
+                "dropped",
+            )
+        self.options[option] = value
+        self._owner[option] = row
+        self.rows.append(row)
+        return row
+
+    def know(self, given: Given, fact: str, value: Any, became: str) -> None:
+        """Something that an option follows from, once all is read."""
+        row = Row(given, became, "taken")
+        earlier = self._owner.get(f"({fact})")
+        if earlier is not None and self.facts[fact] != value:
+            earlier.became, earlier.kind = (
+                f"dropped: {given.key} of {given.source} says otherwise and counts",
+                "dropped",
+            )
+        self.facts[fact] = value
+        self._owner[f"({fact})"] = row
+        self.rows.append(row)
+
+    def drop(self, given: Given, why: str) -> None:
+        self.rows.append(Row(given, f"dropped: {why}", "dropped"))
+
+    def miss(self, given: Given, why: str) -> None:
+        """A key that may matter and is not understood."""
+        self.rows.append(Row(given, f"not known: {why}", "unknown"))
+
+    def imply(self, source: str, key: str, option: str, value: Any, note: str = "") -> None:
+        """An option that nobody wrote: what the other trainer does when it is left out."""
+        if option not in self.options:
+            self.take(Given(source=source, key=key, value="not given"), option, value, note)
+
+    def has(self, option: str) -> bool:
+        """Whether this engine has such an option."""
+        return option in option_types()
+
+
+Rule = Callable[[Conversion, Given], None]
+
+
+def option(name: str, kind: Callable[[Given], Any], note: str = "") -> Rule:
+    """A key that is an option of this engine."""
+    return lambda conversion, given: _take(conversion, given, name, kind(given), note)
+
+
+def _take(conversion: Conversion, given: Given, name: str, value: Any, note: str) -> None:
+    conversion.take(given, name, value, note)
+
+
+def fact(name: str, kind: Callable[[Given], Any], became: str) -> Rule:
+    """A key that an option follows from."""
+    return lambda conversion, given: conversion.know(given, name, kind(given), became)
+
+
+def dropped(why: str) -> Rule:
+    """A key without a counterpart."""
+    return lambda conversion, given: conversion.drop(given, why)
+
+
+def number(given: Given) -> float:
+    """Raises: UserError: it is none."""
+    try:
+        return float(given.value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise _wrong(given, "a number") from None
+
+
+def whole(given: Given) -> int:
+    """Raises: UserError: it is no whole number."""
+    value = number(given)
+    if value != int(value):
+        raise _wrong(given, "a whole number")
+    return int(value)
+
+
+def text(given: Given) -> str:
+    return str(given.value)
+
+
+def truth(given: Given) -> bool:
+    """Raises: UserError: it is neither true nor false."""
+    if isinstance(given.value, bool):
+        return given.value
+    word = str(given.value).lower()
+    if word in ("1", "yes", "on", "true", "0", "no", "off", "false", "none"):
+        return word in ("1", "yes", "on", "true")
+    raise _wrong(given, "true or false")
+
+
+def _wrong(given: Given, expected: str) -> UserError:
+    return UserError(
+        f"{given.source} gives {given.key} as {given.value!r}, but {expected} is expected: mend it there, or leave "
+        "the key out."
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(str, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)

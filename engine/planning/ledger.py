@@ -102,6 +102,11 @@ def total(parts: Parts) -> int:
     return sum(parts.values())
 
 
+def largest_part(parts: Parts) -> str:
+    """What most bytes are for."""
+    return max(parts, key=lambda name: parts[name])
+
+
 def added(*several: Parts) -> dict[str, int]:
     """Part by part."""
     return {name: sum(parts.get(name, 0) for parts in several) for name in PARTS}

@@ -30,6 +30,7 @@ from engine.planning.ledger import (
     WEIGHTS,
     Parts,
     added,
+    largest_part,
     total,
     without,
 )
@@ -98,9 +99,15 @@ class PeakEstimate:
         """At the fullest moment of all."""
         return max(self.step, self.load, self.save)
 
+    def fullest(self) -> tuple[str, Parts]:
+        """The fullest moment of all, and what bytes are for then; of loading and saving, what is there all the time."""
+        moments = {self.moment: self.step, "loading": self.load, "saving": self.save}
+        moment = max(moments, key=lambda name: moments[name])
+        return moment, self.parts if moment == self.moment else self.static
+
     def largest_part(self) -> str:
-        """What most bytes are for."""
-        return max(self.parts, key=lambda name: self.parts[name])
+        """What most bytes of a step are for."""
+        return largest_part(self.parts)
 
 
 def predict_layout(

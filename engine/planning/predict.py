@@ -13,7 +13,7 @@ from engine.planning.kernels import kernel_memory
 from engine.planning.layout import Layout, Workload
 from engine.planning.memory import PeakEstimate, predict_layout
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {None: None, "bfloat16": torch.bfloat16, "float8": FLOAT8}
 
 
@@ -40,7 +40,7 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         global_batch=config.train.global_batch_size,
         seq_length=config.row_length,
         longest_document=config.data.seq_length,
-        answers=2 * config.train.micro_batch_size if config.objective.compares_answers else 0,
+        answers=_answers(config),
         refers_to_base=config.objective.has_reference and config.objective.reference == "base",
         base_dtype=config.model.base_dtype,
         device_type=device_type,
@@ -50,6 +50,13 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         offload_weights=config.memory.offload_weights,
         offload_optimizer=config.memory.offload_optimizer,
     )
+
+
+def _answers(config: RunConfig) -> int:
+    """Of a micro-batch of full rows, where answers are compared; else 0."""
+    objective = config.objective
+    in_a_row = config.row_length // config.data.seq_length
+    return config.train.micro_batch_size * in_a_row if objective.compares_answers else 0
 
 
 def memory_plan_of(config: RunConfig) -> MemoryPlan:

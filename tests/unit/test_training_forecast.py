@@ -1,0 +1,86 @@
+"""What a run says of its memory before it starts, and when it speaks of a difference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config.run import RunConfig
+from engine.data.dataset import TokenDataset
+from engine.distributed.launch import Launch
+from engine.errors import UserError
+from engine.telemetry.format import format_bytes
+from engine.training import forecast
+from engine.training.build import Training
+from engine.training.forecast import MemoryForecast
+from tests.unit.test_planning_memory import Case
+from tools.planning.memory_measure import build, measure
+
+CPU = Launch(rank=0, world_size=1, device=torch.device("cpu"))
+GPU = replace(CPU, device=torch.device("cuda"))
+"""Where a figure of 1.11 times the prediction is a difference; nothing is computed on it."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Training]:
+    config = Case(layers=2, length=512).write(tmp_path_factory.mktemp("model"))
+    return config, build(config, CPU)
+
+
+def _rows(*lengths: int, packing: bool = False) -> TokenDataset:
+    targets = np.ones(sum(lengths), dtype=bool)
+    offsets = np.cumsum([0, *lengths])
+    targets[offsets[:-1]] = False
+    return TokenDataset(
+        np.zeros(sum(lengths), dtype=np.int32), targets, offsets.astype(np.int64), seq_length=512, packing=packing
+    )
+
+
+def _forecast(
+    run: tuple[RunConfig, Training], launch: Launch = CPU, dataset: TokenDataset | None = None
+) -> MemoryForecast:
+    return MemoryForecast(run[0], launch, run[1], dataset or _rows(512))
+
+
+def test_the_line_is_for_the_longest_row_of_the_data(run: tuple[RunConfig, Training], tmp_path: Path) -> None:
+    measured = measure(Case(layers=2, length=128).write(tmp_path), CPU).step
+    found = _forecast(run, dataset=_rows(100, 128, 16))
+    assert found.estimate.step == pytest.approx(measured, rel=0.01)
+    line = found.line()
+    assert line.startswith(f"memory: {format_bytes(found.estimate.peak)} predicted for rank 0, fullest in ")
+    assert f"the largest part {found.estimate.largest_part()} with " in line
+    packed = _forecast(run, dataset=_rows(100, 128, 16, packing=True)).estimate
+    assert packed == _forecast(run, dataset=_rows(512)).estimate and packed.step > 1.5 * measured
+
+
+def test_a_difference_of_more_than_a_tenth_is_told_once(run: tuple[RunConfig, Training]) -> None:
+    above = _forecast(run, GPU)
+    predicted = above.estimate.peak
+    assert above.seen(int(1.09 * predicted)) is None
+    sentence = above.seen(int(1.5 * predicted))
+    assert "50% more than" in sentence and format_bytes(predicted) in sentence
+    assert above.seen(2 * predicted, last=True) is None
+    below = _forecast(run, GPU)
+    assert below.seen(predicted // 2) is None  # the longest row, or a save, may still come
+    assert "50% less than" in below.seen(predicted // 2, last=True)
+    on_a_cpu = _forecast(run)
+    assert on_a_cpu.seen(100 * predicted, last=True) is None
+
+
+def test_other_ranks_are_silent(run: tuple[RunConfig, Training]) -> None:
+    other = _forecast(run, replace(GPU, rank=1))
+    assert other.line() is None and other.seen(1 << 50) is None
+
+
+def test_what_cannot_be_predicted_runs_on(run: tuple[RunConfig, Training], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **more: object) -> None:
+        raise UserError("there is no formula for this.")
+
+    monkeypatch.setattr(forecast, "workload_of", refuse)
+    found = _forecast(run, GPU)
+    assert found.line() == "memory: not predicted: there is no formula for this."
+    assert found.seen(1 << 50, last=True) is None

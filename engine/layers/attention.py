@@ -132,7 +132,7 @@ class Attention(nn.Module):
         tp = layout.tp
         check_heads(num_heads, num_kv_heads, tp.size, fused_qkv=plan.fused_qkv)
         self.num_heads, self.num_kv_heads = num_heads // tp.size, max(1, num_kv_heads // tp.size)
-        self.head_dim, self.layout, self.kind = head_dim, layout, kind
+        self.prefix, self.head_dim, self.layout, self.kind = prefix, head_dim, layout, kind
         self.scale = head_dim**-0.5 if kind.scale is None else kind.scale
         self.attention = layout.kernels.attention
         if kind.window is not None or kind.softcap is not None:
@@ -227,6 +227,8 @@ class Attention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: TokenContext) -> Tensor:
         layout, scale = self.layout, self.scale
+        if context.cache is not None:
+            return context.cache.attend(self.prefix, q, k, v, self.attention, context.documents, scale=scale)
         if context.context_plan is None:
             return self.attention(q, k, v, context.documents, scale=scale)
         return context_attention(

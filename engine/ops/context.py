@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.ops.attention import Documents
+from engine.ops.cache import KeyValueCache
 from engine.zigzag import ContextPlan
 
 
@@ -27,6 +28,7 @@ class TokenContext:
         training: False turns dropout off.
         adapters: False computes with the base alone, as if there were no adapters; for passes without gradients.
         document_offsets: int32 [D + 1] cumulative document lengths on the device; see engine.ops.attention.Documents.
+        cache: keys and values of the tokens before, when text is generated; None where attention sees these tokens alone.
     """
 
     num_rows: int
@@ -41,6 +43,7 @@ class TokenContext:
     training: bool
     document_offsets: Tensor | None = None
     adapters: bool = True
+    cache: KeyValueCache | None = None
 
     @property
     def documents(self) -> Documents:

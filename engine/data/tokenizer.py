@@ -68,6 +68,17 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation up to where the assistant's next turn begins.
+
+        Args:
+            messages: as of `apply_chat`.
+
+        Raises:
+            UserError: no template, or one that refuses these messages.
+        """
+        ...
+
 
 def _with_special(ids: list[int], bos_id: int | None, eos_id: int | None) -> list[int]:
     if bos_id is not None:
@@ -122,6 +133,9 @@ class SentencePieceTokenizer:
     def apply_chat(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         raise UserError(_no_template(self._path))
 
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        raise UserError(_no_template(self._path))
+
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json` with the settings that lie beside it, opened by transformers.
@@ -165,6 +179,11 @@ class HuggingFaceTokenizer:
         ids: list[int] = encoding["input_ids"]
         is_special = [token_id in self._special_ids for token_id in ids]
         return ids, mask_tokens(text, spans, encoding["offset_mapping"], is_special)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        if not self.has_chat_template:
+            raise UserError(_no_template(self._path))
+        return self.encode(self._render(messages, True))
 
     def _render(self, messages: Sequence[Message], generate: bool) -> str:
         from jinja2 import TemplateError

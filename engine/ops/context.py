@@ -28,7 +28,7 @@ class TokenContext:
         training: False turns dropout off.
         adapters: False computes with the base alone, as if there were no adapters; for passes without gradients.
         document_offsets: int32 [D + 1] cumulative document lengths on the device; see engine.ops.attention.Documents.
-        cache: keys and values of the tokens before, when text is generated; None where attention sees these tokens alone.
+        cache: keys and values of earlier tokens, when text is generated; None where attention sees these tokens alone.
     """
 
     num_rows: int

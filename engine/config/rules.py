@@ -286,13 +286,13 @@ def check_objective(config: RunConfig) -> None:
         return
     require(
         data.format == "auto" and data.mask_prompt,
-        f"objective.name is {objective.name}, whose records are pairs of answers, and data.format is {data.format} and "
-        f"data.mask_prompt {str(data.mask_prompt).lower()}: leave both out, pairs are recognised by their fields and "
-        "only answers are compared.",
+        f"objective.name is {objective.name}, whose records are judged answers, and data.format is {data.format} and "
+        f"data.mask_prompt {str(data.mask_prompt).lower()}: leave both out, these records are recognised by their "
+        "fields and only answers are compared.",
     )
     require(
         data.packing != "concatenate",
-        f"objective.name is {objective.name} and data.packing is concatenate, which would tear pairs of answers apart: "
+        f"objective.name is {objective.name} and data.packing is concatenate, which would tear answers apart: "
         "set data.packing to true or false.",
     )
     require(

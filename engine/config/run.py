@@ -64,4 +64,4 @@ class RunConfig:
     @property
     def row_length(self) -> int:
         """Tokens of a row, at most. Pairs of answers lie side by side in one, each of up to data.seq_length."""
-        return self.data.seq_length * (2 if self.objective.compares_answers else 1)
+        return self.data.seq_length * (2 if self.objective.compares_pairs else 1)

@@ -130,9 +130,7 @@ def parse_record(place: Place, record: Record, data_format: str) -> Sample:
     Raises:
         UserError: a field is missing or is not what the format expects.
     """
-    for field in _UNUSABLE:
-        if record.get(field):
-            raise place.error(f"field '{field}' is not supported; remove it or leave such records out of the data.")
+    refuse_unusable(place, record)
     if data_format == "text":
         return TextSample(place, string_field(place, record, "text", data_format))
     if data_format == "completion":
@@ -148,7 +146,28 @@ def parse_record(place: Place, record: Record, data_format: str) -> Sample:
     return _conversation(place, record, data_format)
 
 
+def refuse_unusable(place: Place, record: Record) -> None:
+    """Refuses a record with content that would be left out in silence.
+
+    Raises:
+        UserError: it has such a field.
+    """
+    for field in _UNUSABLE:
+        if record.get(field):
+            raise place.error(f"field '{field}' is not supported; remove it or leave such records out of the data.")
+
+
 def _detect(place: Place, record: Record) -> str:
+    if "chosen" in record and "rejected" in record:
+        raise place.error(
+            "the record is a pair of answers (chosen, rejected), but objective.name language_modeling learns all it is "
+            "given: set objective.name to dpo."
+        )
+    if isinstance(record.get("label", record.get("kto_tag")), bool) and "text" not in record:
+        raise place.error(
+            "the record has a label that says whether its answer was liked, but objective.name language_modeling "
+            "learns all it is given: set objective.name to kto, or remove the label."
+        )
     for data_format, fields in _FIELDS.items():
         if all(field in record for field in fields):
             return data_format

@@ -7,7 +7,7 @@
 | chosen, rejected: texts                         | what both begin with        | the rest                           |
 | prompt, chosen, rejected: lists of turns        | turns                       | turns that follow                  |
 | chosen, rejected: lists of turns                | their common beginning      | the whole conversation             |
-| conversations, chosen, rejected: {from, value}  | turns                       | one turn                           |
+| conversations or messages, chosen, rejected     | turns                       | one turn                           |
 
 Of a conversation the last turn of the assistant is compared; both sides have what stands before it in common. A pair
 is two documents side by side in one row, the preferred one first, so that attention, packing and every layout treat
@@ -35,6 +35,7 @@ from engine.data.formats import (
     ChatSample,
     CompletionSample,
     conversation_turns,
+    refuse_unusable,
     string_field,
 )
 from engine.data.tokenize import Document, tokenize_samples
@@ -62,10 +63,12 @@ def parse_pair(place: Place, record: Record) -> Pair:
     for answer in ANSWERS:
         if answer not in record:
             found = ", ".join(record) or "none"
+            other = "kto" if "label" in record or "kto_tag" in record else "language_modeling"
             raise place.error(
                 f"the record has the fields {found}, expected chosen and rejected, two answers to one question: add "
-                f"'{answer}', or set objective.name to language_modeling."
+                f"'{answer}', or set objective.name to {other}."
             )
+    refuse_unusable(place, record)
     if isinstance(record["chosen"], str):
         prompt, answers = _texts(place, record)
         sides = [CompletionSample(place, prompt, answer) for answer in answers]
@@ -77,6 +80,10 @@ def parse_pair(place: Place, record: Record) -> Pair:
 def _texts(place: Place, record: Record) -> tuple[str, list[str]]:
     """The question, and what follows it on each side."""
     answers = [string_field(place, record, name, "preference") for name in ANSWERS]
+    if record.get("system"):
+        raise place.error(
+            "field 'system' does not go with answers that are texts; give lists of turns, or put it into the prompt."
+        )
     if "instruction" in record:
         instruction = string_field(place, record, "instruction", "preference")
         given = string_field(place, record, "input", "preference") if record.get("input") else ""
@@ -93,20 +100,19 @@ def _texts(place: Place, record: Record) -> tuple[str, list[str]]:
 def _conversations(place: Place, record: Record) -> list[tuple[Message, ...]]:
     """The whole conversation of each side."""
     before: tuple[Message, ...] = ()
-    for field in ("prompt", "conversations"):
+    if record.get("system"):
+        before = ({"role": "system", "content": string_field(place, record, "system", "preference")},)
+    for field in ("prompt", "conversations", "messages"):
         if field in record:
-            before = conversation_turns(place, record, field)
+            before += conversation_turns(place, record, field)
+            break
     sides = []
     for name in ANSWERS:
         answer: Any = record[name]
         if isinstance(answer, dict):
             record = {**record, name: [answer]}
         turns = before + conversation_turns(place, record, name)
-        if turns[-1]["role"] != "assistant":
-            raise place.error(
-                f"field '{name}' ends with a turn of {turns[-1]['role']}, but an answer of the assistant is compared; "
-                "correct the record."
-            )
+        ends_with_answer(place, turns, name)
         sides.append(turns)
     if sides[0][:-1] != sides[1][:-1]:
         raise place.error(
@@ -114,6 +120,32 @@ def _conversations(place: Place, record: Record) -> list[tuple[Message, ...]]:
             "correct the record."
         )
     return sides
+
+
+def ends_with_answer(place: Place, turns: Sequence[Message], field: str) -> None:
+    """Refuses a conversation that ends with somebody else than the assistant.
+
+    Raises:
+        UserError: it does; names file, record and field.
+    """
+    if turns[-1]["role"] != "assistant":
+        raise place.error(
+            f"field '{field}' ends with a turn of {turns[-1]['role']}, but an answer of the assistant is compared; "
+            "correct the record."
+        )
+
+
+def answer_files(paths: str | Path | list[str] | tuple[str, ...]) -> list[Path]:
+    """The files of records that the paths or patterns name.
+
+    Raises:
+        UserError: there is none, or one is plain text.
+    """
+    files = expand_paths(paths)
+    for path in files:
+        if path.suffix.lower() == ".txt":
+            raise UserError(f"{path} is a text file, but answers to compare are records; give a JSON or JSONL file.")
+    return files
 
 
 def build_pairs(
@@ -139,10 +171,7 @@ def build_pairs(
         UserError: a file or record that cannot be used, or nothing left to compare.
     """
     started = time.monotonic()
-    files = expand_paths(paths)
-    for path in files:
-        if path.suffix.lower() == ".txt":
-            raise UserError(f"{path} is a text file, but pairs of answers are records; give a JSON or JSONL file.")
+    files = answer_files(paths)
     sources = [read_records(path) for path in files]
     collected = _Pairs(seq_length, overlong)
     total = sum(count for count, _ in sources)
@@ -160,11 +189,11 @@ def build_pairs(
 
 def _documents(pairs: Sequence[Pair], tokenizer: Tokenizer) -> Iterator[tuple[Document, Document]]:
     samples = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
-    documents = map(_last_answer, tokenize_samples(samples, tokenizer, mask_prompt=True, stream_length=2))
+    documents = map(last_answer, tokenize_samples(samples, tokenizer, mask_prompt=True, stream_length=2))
     return zip(documents, documents, strict=True)
 
 
-def _last_answer(document: Document) -> Document:
+def last_answer(document: Document) -> Document:
     """The document with the last run of its targets as its only ones."""
     targets = document.targets
     ends = np.flatnonzero(np.diff(targets.astype(np.int8), prepend=0) == 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from engine.batch import Batch
@@ -19,6 +21,7 @@ class LanguageModeling:
     shown: tuple[str, ...] = ()
     loss_at_chance: float | None = None
     compares_with_base = False
+    baseline = None
 
     def loss_sum(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
         """0-dim fp32 sum over the micro-batch.
@@ -33,7 +36,13 @@ class LanguageModeling:
         """Never asked for: nothing is compared."""
         raise NotImplementedError
 
-    def sums(self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None) -> ObjectiveSums:
+    def named(self, means: Sequence[float]) -> dict[str, float]:
+        """Nothing beside the loss."""
+        return {}
+
+    def sums(
+        self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
+    ) -> ObjectiveSums:
         """See engine.objectives.objective.Objective."""
         loss = self.loss_sum(token_losses_T, batch)
         return ObjectiveSums(loss, loss.detach()[None])

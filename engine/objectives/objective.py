@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -23,17 +24,42 @@ class ObjectiveSums(NamedTuple):
     figures: Tensor
 
 
+class Baseline(Protocol):
+    """One number of the whole global batch, made of what the model says of mismatched answers."""
+
+    def sums(self, mismatched: Batch, policy: Tensor, reference: Tensor | None) -> Tensor:
+        """What a micro-batch adds.
+
+        Args:
+            mismatched: the micro-batch's `mismatched`.
+            policy: as `Objective.reference` gave it for `mismatched` and the model as it is.
+            reference: the same for the model without adapters; None where it is not computed with each step.
+
+        Returns:
+            fp32 [2]: a sum, and how many it is of.
+        """
+        ...
+
+    def of(self, sums: Tensor) -> Tensor:
+        """0-dim fp32, the number. Collective over the data-parallel ranks that call it.
+
+        Args:
+            sums: fp32 [2], what this rank's micro-batches add.
+        """
+        ...
+
+
 class Objective(Protocol):
     """Turns token losses into the loss of a micro-batch."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of what is reported beside the loss."""
+        """Names of what is summed beside the loss; see `named` for what is reported of it."""
         ...
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Those of `metrics` that a line of progress shows."""
+        """What a line of progress shows of what is reported."""
         ...
 
     @property
@@ -46,16 +72,32 @@ class Objective(Protocol):
         """Whether each micro-batch must go through the model without adapters first; see `reference`."""
         ...
 
+    @property
+    def baseline(self) -> Baseline | None:
+        """What must be known of the whole global batch before the first loss; None where nothing must."""
+        ...
+
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
         """What is kept of a pass without adapters, to be given to `sums`."""
         ...
 
-    def sums(self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None) -> ObjectiveSums:
+    def named(self, means: Sequence[float]) -> dict[str, float]:
+        """What is reported.
+
+        Args:
+            means: of each of `metrics`, over the global batch.
+        """
+        ...
+
+    def sums(
+        self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
+    ) -> ObjectiveSums:
         """What a micro-batch adds.
 
         Args:
             token_losses_T: fp32 [T] negative log-likelihoods.
             batch: their labels and weights.
             reference: as `reference` gave it for this batch; None where none was asked for.
+            baseline: as `baseline` gave it for the global batch; None where there is none.
         """
         ...

@@ -20,15 +20,16 @@ Legend: T tokens held here, N answers and P = N / 2 pairs of the micro-batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.batch import Answers, Batch
-from engine.distributed.differentiable import reduce_from_all
+from engine.batch import Batch
 from engine.distributed.mesh import Axis
+from engine.objectives.likelihood import answers_of, log_likelihoods
 from engine.objectives.objective import ObjectiveSums
 
 LOSSES = ("sigmoid", "ipo", "hinge", "orpo", "simpo")
@@ -74,37 +75,35 @@ class Preference:
         "logp_chosen",
         "logp_rejected",
     )
-    """Means over pairs. A reward is b (l - l_ref), or b l / n where there is no reference."""
+    """Means over pairs. A reward is b times the side of d that the loss sees: b (l - l_ref), divided by n where lengths
+    are normalised, or b l / n where there is no reference."""
+    shown: tuple[str, ...] = ("accuracy", "margin")
+    baseline = None
 
     def __init__(self, settings: PreferenceSettings, *, cp: Axis, compares_with_base: bool) -> None:
         assert settings.loss in LOSSES, settings.loss
         self.settings, self.compares_with_base = settings, compares_with_base
         self._cp = cp
 
-    shown: tuple[str, ...] = ("accuracy", "margin")
-
     @property
     def loss_at_chance(self) -> float | None:
         """Of a policy that is its reference: log 2 for sigmoid, whatever the smoothing."""
         return CHANCE if self.settings.loss == "sigmoid" else None
 
-    def log_likelihoods(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
-        """fp32 [N] of each answer, summed over its target tokens in the whole row; differentiable."""
-        weighted_T = token_losses_T * batch.loss_weights_BS.flatten()
-        answers = _answers(batch)
-        numbers = torch.arange(answers.signs.shape[0], device=weighted_T.device)
-        # no atomic additions: the same bits in every run
-        held = torch.where(answers.ids_BS.flatten() == numbers[:, None], weighted_T, 0.0).sum(dim=1)
-        return -reduce_from_all(held, self._cp)
-
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
-        """fp32 [N], see `log_likelihoods`."""
-        return self.log_likelihoods(token_losses_T, batch)
+        """fp32 [N] log-likelihoods."""
+        return log_likelihoods(token_losses_T, batch, self._cp)
 
-    def sums(self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None) -> ObjectiveSums:
+    def named(self, means: Sequence[float]) -> dict[str, float]:
+        """All of `metrics`."""
+        return dict(zip(self.metrics, means, strict=True))
+
+    def sums(
+        self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
+    ) -> ObjectiveSums:
         """See engine.objectives.objective.Objective."""
-        settings, answers = self.settings, _answers(batch)
-        logps = self.log_likelihoods(token_losses_T, batch)
+        settings, answers = self.settings, answers_of(batch)
+        logps = log_likelihoods(token_losses_T, batch, self._cp)
         reference = answers.reference_logps if reference is None else reference
         lengths = answers.lengths.clamp(min=1.0)
         if settings.loss in REFERENCE_FREE:
@@ -139,15 +138,10 @@ class Preference:
         """Sums over pairs, in the order of `metrics`."""
         rewards_chosen, rewards_rejected = (self.settings.beta * scores).view(-1, 2).unbind(1)
         logp_chosen, logp_rejected = logps.view(-1, 2).unbind(1)
-        better = (rewards_chosen > rewards_rejected).float()
+        better = (rewards_chosen > rewards_rejected).to(scores.dtype)
         margin = rewards_chosen - rewards_rejected
         columns = (better, margin, rewards_chosen, rewards_rejected, logp_chosen, logp_rejected)
         return tuple(column.sum() for column in columns)
-
-
-def _answers(batch: Batch) -> Answers:
-    assert batch.answers is not None, "a batch without pairs of answers"
-    return batch.answers
 
 
 def _log_one_minus_exp(x: Tensor) -> Tensor:

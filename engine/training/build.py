@@ -100,7 +100,7 @@ def build_training(
     log.info(choice)
     places = host_places(config.memory, launch.device)
     weights = SpreadWeights(mesh.dp_cp if config.parallel.shard == "parameters" else Axis("dp_cp"), host=places.weights)
-    objective = build_objective(config.objective, cp=mesh.cp)
+    objective = build_objective(config.objective, cp=mesh.cp, dp=mesh.dp)
     stages = _build_stages(config, launch, decoder, plan, partition, layout, mesh, weights, objective)
     entries = stages.entries()
     flat = FlatParameters(entries, launch.device, sharding=_sharding(config, mesh, weights, log), host=places.state)
@@ -168,7 +168,7 @@ def _layout(
     dtype = DTYPES[config.model.dtype]
     kernels, choice = choose_kernels(config.model.kernels, device=launch.device, dtype=dtype)
     log.info(choice)
-    packed = config.data.packing or config.objective.compares_answers
+    packed = config.data.packing or config.objective.compares_pairs
     attention = choose_attention(kernels, device=launch.device, dtype=dtype, head_dim=decoder.head_dim, packed=packed)
     check_graphs(config, launch.device, attention, decoder)
     log.info(attention.sentence)

@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.checkpoint.reshard import boxes_of
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.config.run import RunConfig
+from engine.data.dataset import TokenDataset
 from engine.distributed.launch import Launch
 from engine.distributed.sharding import NamedShard
 from engine.layers.module import shard_entries
@@ -31,6 +32,7 @@ from engine.models.initialise import fill_normal
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
 from engine.training.data import build_data
+from engine.training.reference import compute_references
 from engine.training.source import check_model, model_source
 
 GRADIENT, PARAMETER = "gradient", "parameter"
@@ -64,6 +66,7 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
     config = certificate_config(config, trained)
     loader = build_data(config, launch, source.model.decoder, log).train
     training = build_training(config, launch, source, plan, log)
+    _know_references(config, training, loader.dataset, log)
     optimizer = training.optimizer
     if draws_factors(config):
         _draw_zero_factors(training, config.train.seed)
@@ -81,6 +84,15 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
     _write_pieces(_pieces_file(folder, launch.rank, PARAMETER, num_steps), flat.master_shards())
     figures = {LOSS: losses, NORM: norms}
     _figures_file(folder, launch.rank).write_text(json.dumps(figures), encoding="utf-8")
+
+
+def _know_references(config: RunConfig, training: Training, dataset: TokenDataset, log: Log) -> None:
+    """What an objective compares with where that is the model as it starts: before factors are drawn."""
+    if not (config.objective.has_reference and config.objective.reference == "initial"):
+        return
+    for name, one in (("training", dataset), ("mismatched", dataset.mismatched)):
+        if one is not None:
+            one.reference_logps = compute_references(config, training, one, log, name)
 
 
 def draws_factors(config: RunConfig) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from engine.config.rules import data_parallel_size
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
+from engine.data.judged import build_judged
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.preference import build_pairs
 from engine.data.row_means import RowMeanLoader
@@ -99,8 +100,10 @@ def _dataset(
             "overlong": config.data.overlong,
             "progress": advance,
         }
-        if config.objective.compares_answers:
+        if config.objective.compares_pairs:
             dataset = build_pairs(path, **common)
+        elif config.objective.compares_answers:
+            dataset = build_judged(path, **common)
         else:
             data = config.data
             dataset = TokenDataset.build(path, data_format=data.format, mask_prompt=data.mask_prompt, **common)

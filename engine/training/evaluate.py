@@ -36,7 +36,10 @@ def evaluate(
         progress: called after each group of micro-batches with their number.
     """
     total: Tensor | float = 0.0
-    for group in _groups(loader, 4 * mesh.pp.size if mesh.pp.size > 1 else 1):
+    size = group_size(mesh)
+    if stages.has_baseline:
+        stages.know_baseline(groups(loader, size))
+    for group in groups(loader, size):
         total = total + stages.figures(group).double()
         if progress is not None:
             progress(len(group))
@@ -44,8 +47,13 @@ def evaluate(
     return (all_reduce(total, mesh.dp_cp) / max(loader.target_count(), 1.0)).tolist()
 
 
-def _groups(loader: EvalLoader, size: int) -> Iterator[list[Batch]]:
+def group_size(mesh: Mesh) -> int:
     """Micro-batches that go through the pipeline together; the more, the less of it stands idle."""
+    return 4 * mesh.pp.size if mesh.pp.size > 1 else 1
+
+
+def groups(loader: EvalLoader, size: int) -> Iterator[list[Batch]]:
+    """The loader's micro-batches, `size` at a time."""
     batches = iter(loader)
     while group := list(islice(batches, size)):
         yield group

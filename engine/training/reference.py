@@ -1,81 +1,131 @@
 """Log-likelihoods under the model as a run starts, for objectives that compare with it.
 
 They are computed once, before the first step, one number an answer, and kept in the run's folder: a run that is resumed
-has moved on from the model it is compared with.
+has moved on from the model it is compared with. A run that has not taken a step yet computes them anew, whatever lies
+in its folder, because nothing says that this is of the same model.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import EvalLoader
-from engine.distributed.collectives import all_reduce, broadcast_object
+from engine.distributed.collectives import all_reduce, barrier, broadcast_object
 from engine.errors import UserError
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.build import Training
 from engine.training.data import RunData, loader_options
+from engine.training.evaluate import group_size, groups
 
 
 def know_references(
-    config: RunConfig, training: Training, data: RunData, log: Log, *, run_dir: Path, rank: int, started: bool
+    config: RunConfig,
+    training: Training,
+    data: RunData,
+    log: Log,
+    *,
+    run_dir: Path,
+    rank: int,
+    resumed: Path | None,
 ) -> None:
     """Gives the data sets the reference's log-likelihoods where `objective.reference` is initial. Collective.
 
     Args:
         run_dir: where they are kept.
         rank: of this process.
-        started: whether the model has been trained by this run already, so that they must be there.
+        resumed: the checkpoint whose weights the model has now, in the folder of this run or of another one; None where
+            the run has just started.
 
     Raises:
-        UserError: they are not there, or belong to other data.
+        UserError: they are not there, belong to other data, or are not finite.
     """
     if not (config.objective.has_reference and config.objective.reference == "initial"):
         return
     sets = {"train": data.train.dataset}
     if data.validation is not None:
         sets["validation"] = data.validation.dataset
+    for name, dataset in list(sets.items()):
+        if dataset.mismatched is not None:
+            sets[f"{name}-mismatched"] = dataset.mismatched
     for name, dataset in sets.items():
         path = run_dir / f"reference-{name}.safetensors"
-        if not broadcast_object(path.is_file()):
-            if started:
-                raise UserError(
-                    f"{path} is missing, which holds what the model this run started from says of the data: put it "
-                    "back, or start a new run from the checkpoint's adapter with lora.init_from."
-                )
-            with Progress(log, f"reference of the {name} data", len(dataset), "rows") as progress:
-                dataset.reference_logps = _computed(config, training, dataset, progress)
-            if rank == 0:
-                run_dir.mkdir(parents=True, exist_ok=True)
-                logps = torch.from_numpy(dataset.reference_logps)
-                save_file({"logps": logps}, path, metadata={"data": dataset.fingerprint()})
+        if resumed is None:
+            dataset.reference_logps = compute_references(config, training, dataset, log, name)
         else:
-            dataset.reference_logps = _read(path, dataset)
+            found = _found(path, resumed)
+            dataset.reference_logps = _read(found, dataset)
+            if found == path:
+                continue
+            barrier()  # all have read before anything is written
+        if rank == 0:
+            _write(path, dataset)
 
 
-def _computed(config: RunConfig, training: Training, dataset: TokenDataset, progress: Progress) -> np.ndarray:
-    """float32 [documents], equal on all ranks."""
+def compute_references(
+    config: RunConfig, training: Training, dataset: TokenDataset, log: Log, name: str
+) -> NDArray[np.float32]:
+    """float32 [documents], equal on all ranks: what the model as it is says of each answer. Collective.
+
+    Args:
+        name: of the data set, for the log.
+
+    Raises:
+        UserError: one is not finite.
+    """
     mesh, stages = training.mesh, training.stages
     options = loader_options(config, data_rank=mesh.dp.rank, data_size=mesh.dp.size, context_rank=mesh.cp.rank)
+    options["seq_length"] = dataset.seq_length
     found = torch.zeros(len(dataset.offsets) - 1, dtype=torch.float32, device=stages.step.device)
-    for batch in EvalLoader(dataset, **options):
-        references = stages.references([batch])
-        assert batch.answers is not None
-        if references is not None and batch.answers.documents:
-            documents = torch.tensor(batch.answers.documents, device=found.device)
-            found[documents] = references[0].float()
-        progress.advance(batch.num_rows * mesh.dp.size)
-    return all_reduce(all_reduce(found, mesh.dp), mesh.pp).cpu().numpy()
+    with Progress(log, f"reference of the {name} data", len(dataset), "rows") as progress:
+        for group in groups(EvalLoader(dataset, **options), group_size(mesh)):
+            for batch, logps in zip(group, stages.references(group) or (), strict=False):
+                assert batch.answers is not None
+                documents = torch.tensor(batch.answers.documents, dtype=torch.int64, device=found.device)
+                found[documents] = logps.float()
+            progress.advance(sum(batch.num_rows for batch in group) * mesh.dp.size)
+    logps = all_reduce(all_reduce(found, mesh.dp), mesh.pp).cpu().numpy()
+    if not np.isfinite(logps).all():
+        raise UserError(
+            f"the model that the run starts from gives {int((~np.isfinite(logps)).sum())} of {len(logps)} answers of "
+            f"the {name} data no finite likelihood, so that nothing can be compared with it: look at its weights, or "
+            "set model.dtype to float32."
+        )
+    return logps
 
 
-def _read(path: Path, dataset: TokenDataset) -> np.ndarray:
+def _found(path: Path, resumed: Path) -> Path:
+    """The file of this run, or of the run that is gone on from. Collective."""
+    other = resumed.parents[1] / path.name
+    found = broadcast_object(next((str(one) for one in (path, other) if one.is_file()), None))
+    if found is None:
+        raise UserError(
+            f"{path} is missing, which holds what the model this run started from says of the data: put it back, or "
+            "start a new run from the checkpoint's adapter with lora.init_from."
+        )
+    return Path(str(found))
+
+
+def _write(path: Path, dataset: TokenDataset) -> None:
+    """Under its name only when it is whole: a run may be killed at any moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    assert dataset.reference_logps is not None
+    logps = torch.from_numpy(dataset.reference_logps)
+    save_file({"logps": logps}, part, metadata={"data": dataset.fingerprint()})
+    os.replace(part, path)
+
+
+def _read(path: Path, dataset: TokenDataset) -> NDArray[np.float32]:
     try:
         with safe_open(path, "pt") as file:
             metadata, logps = file.metadata() or {}, file.get_tensor("logps")

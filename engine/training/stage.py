@@ -41,7 +41,7 @@ class ModelStage:
         step: Tensor | None = None,
     ) -> None:
         self.model = model
-        self._objective, self._device = objective, device
+        self.objective, self._device = objective, device
         self._trains, self._gives_gradient = trains, gives_gradient
         self.entries: list[ShardEntry] = list(shard_entries(model))
         self._batches: list[Batch] = []
@@ -58,12 +58,15 @@ class ModelStage:
         """fp32 [1 + metrics]: this rank's loss and metrics, added up since `load`; 0 but on the last stage."""
         self.references: dict[int, Tensor] = {}
         """By micro-batch; empty but on the last stage."""
+        self.baseline = torch.zeros((), dtype=torch.float32, device=device)
+        """0-dim fp32, what the objective must know of the global batch beforehand; its own value only on the last stage
+        and where the objective has a baseline."""
 
     def without_graphs(self) -> ModelStage:
         """A stage of the same part of the model whose layers run one by one."""
         return ModelStage(
             self.model,
-            self._objective,
+            self.objective,
             self._device,
             trains=self._trains,
             gives_gradient=self._gives_gradient,
@@ -74,11 +77,6 @@ class ModelStage:
     def loss_sum(self) -> Tensor:
         """0-dim fp32, this rank's loss since `load`."""
         return self.sums[0]
-
-    @property
-    def compares_with_base(self) -> bool:
-        """Whether micro-batches go through the model without adapters first."""
-        return self._objective.compares_with_base
 
     def load(
         self,
@@ -130,9 +128,10 @@ class ModelStage:
         """0-dim loss of a micro-batch, or what it will be compared with."""
         batch = self._batches[microbatch]
         if self._collects:
-            self.references[microbatch] = self._objective.reference(token_losses_T, batch)
+            self.references[microbatch] = self.objective.reference(token_losses_T, batch)
             return self.references[microbatch]
-        loss, figures = self._objective.sums(token_losses_T, batch, self.references.pop(microbatch, None))
+        reference = self.references.pop(microbatch, None)
+        loss, figures = self.objective.sums(token_losses_T, batch, reference, self.baseline)
         self.sums.add_(figures)
         return loss
 

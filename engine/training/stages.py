@@ -106,7 +106,10 @@ class Stages:
         Returns:
             fp32 [1 + metrics], this rank's sums of the loss and the objective's metrics: 0 where it has no last stage.
         """
-        moved = self._moved(batches)
+        moved = [batch.to(self.step.device) for batch in batches]
+        if self.has_baseline:
+            self._know_baseline(self._baseline_sums(moved))
+        self._compare_with_base(moved)
         for stage in self._stages.values():
             stage.load(moved, target_count)
         self._runner(len(batches), training=True).run(
@@ -118,16 +121,37 @@ class Stages:
     def figures(self, batches: list[Batch]) -> Tensor:
         """fp32 [1 + metrics] sums of the loss and the objective's metrics without dropout, equal on all pipeline
         ranks."""
-        self._forward(self._moved(batches))
+        moved = [batch.to(self.step.device) for batch in batches]
+        self._compare_with_base(moved)
+        self._forward(moved)
         return all_reduce(self._sums(), self._axis)
 
-    def references(self, batches: list[Batch]) -> list[Tensor] | None:
+    @property
+    def has_baseline(self) -> bool:
+        """Whether `figures` needs one number of the whole data set first."""
+        return self._last.objective.baseline is not None
+
+    def know_baseline(self, groups: Iterable[list[Batch]]) -> None:
+        """Computes what `figures` needs of a whole data set. Collective over the ranks of dp and pp.
+
+        Args:
+            groups: this rank's micro-batches, as many as go through the pipeline together at a time.
+        """
+        sums = torch.zeros(2, dtype=torch.float64, device=self.step.device)
+        for group in groups:
+            sums += self._baseline_sums([batch.to(self.step.device) for batch in group])
+        self._know_baseline(sums.float())
+
+    def references(self, batches: list[Batch], *, adapters: bool = True) -> list[Tensor] | None:
         """What the objective compares with, by the model as it is now, of each micro-batch; None where this rank does
-        not have the last stage."""
-        self._forward([batch.to(self.step.device) for batch in batches], collects=True)
-        last = list(self._stages.values())[-1].references
-        found = [last.pop(number) for number in range(len(batches))] if last else None
-        return found
+        not have the last stage.
+
+        Args:
+            adapters: False leaves them out.
+        """
+        self._forward([batch.to(self.step.device) for batch in batches], adapters=adapters, collects=True)
+        found = self._last.references
+        return [found.pop(number) for number in range(len(batches))] if found else None
 
     def capture_layers(self, capture: Capture, shape: StaticShape, num_microbatches: int) -> None:
         """Captures the layers of every stage that has a backward. Between two steps.
@@ -140,12 +164,35 @@ class Stages:
             if num_slots := most_alive(actions, number):
                 stage.capture_layers(capture, shape, num_slots)
 
-    def _moved(self, batches: list[Batch]) -> list[Batch]:
-        """The micro-batches on the device, with what they are compared with computed."""
-        moved = [batch.to(self.step.device) for batch in batches]
-        if any(stage.compares_with_base for stage in self._stages.values()):
-            self._forward(moved, adapters=False, collects=True)
-        return moved
+    @property
+    def _last(self) -> ModelStage:
+        """Of this rank's; the model's last one on the rank that has it."""
+        return list(self._stages.values())[-1]
+
+    def _compare_with_base(self, batches: list[Batch]) -> None:
+        """Computes what the micro-batches are compared with, where that is the model without adapters."""
+        if self._last.objective.compares_with_base:
+            self._forward(batches, adapters=False, collects=True)
+
+    def _baseline_sums(self, batches: list[Batch]) -> Tensor:
+        """fp32 [2] of these micro-batches on the last stage's rank, 0 elsewhere."""
+        sums = torch.zeros(2, dtype=torch.float32, device=self.step.device)
+        objective = self._last.objective
+        assert objective.baseline is not None
+        mismatched = [batch.mismatched for batch in batches if batch.mismatched is not None]
+        assert len(mismatched) == len(batches), "micro-batches without mismatched answers"
+        policies = self.references(mismatched)
+        bases = self.references(mismatched, adapters=False) if objective.compares_with_base else None
+        for number, policy in enumerate(policies or ()):
+            base = None if bases is None else bases[number]
+            sums += objective.baseline.sums(mismatched[number].to(self.step.device), policy, base)
+        return sums
+
+    def _know_baseline(self, sums: Tensor) -> None:
+        """Every data-parallel rank that has the last stage puts its part together with those of the others."""
+        baseline = self._last.objective.baseline
+        if baseline is not None and self._last.model.head is not None:
+            self._last.baseline.copy_(baseline.of(sums))
 
     @torch.no_grad()
     def _forward(self, batches: list[Batch], *, adapters: bool = True, collects: bool = False) -> None:

@@ -30,7 +30,6 @@ from engine.training.build import Training, build_training
 from engine.training.cuda_graph.static_batch import most_in_a_row
 from engine.training.data import RunData, build_data
 from engine.training.evaluate import evaluate, is_due
-from engine.training.forecast import MemoryForecast
 from engine.training.guards.guards import StepSeen, build_guards
 from engine.training.reference import know_references
 from engine.training.run_folder import RunFolder
@@ -82,9 +81,7 @@ class Trainer:
         self._data_fingerprint = self._data.train.dataset.fingerprint()
         if resume is not None:
             self._load(resume)
-        know_references(
-            config, self._training, self._data, log, run_dir=self.run_dir, rank=launch.rank, started=self.step > 0
-        )
+        know_references(config, self._training, self._data, log, run_dir=self.run_dir, rank=launch.rank, resumed=resume)
         self._total = self._total_steps()
         self._metrics = self._open_metrics(self.step if resume is not None else -1)
         self._saved = self.step
@@ -104,7 +101,6 @@ class Trainer:
         self._pending: _Record | None = None
         self._guards = build_guards(config, self._training, launch, say=self._progress.info)
         self._stuck = StuckLoss(self._training.objective.loss_at_chance)
-        self._forecast = MemoryForecast(config, launch, self._training, self._data.train.dataset)
         self._tokens, self._report_tokens = 0, 0
         self._paused, self._report_clock = 0.0, 0.0
         self._losses: list[float] = []
@@ -125,8 +121,6 @@ class Trainer:
         """
         loader = self._data.train
         announce(self._config, self._launch, self._training, self._log, num_micro_batches=loader.num_micro_batches)
-        if (line := self._forecast.line()) is not None:
-            self._log.info(line)
         self._log.info(f"run: {self._total} steps, folder {self.run_dir}")
         begin = self._report_clock = self._now()
         stopped = None
@@ -237,13 +231,12 @@ class Trainer:
         }
         self._report_clock, self._report_tokens = ready.finished, 0
         objective = self._training.objective
-        more = dict(zip(objective.metrics, ready.result.metrics.tolist(), strict=True))
+        more = objective.named(ready.result.metrics.tolist())
         self._metrics.train(**figures, **more)
-        self._progress.update(**figures, more={name: more[name] for name in objective.shown})
+        self._progress.update(**figures, more={name: more[name] for name in objective.shown if name in more})
         self._listener.reported(ready.step * self._data.train.global_batch_size, loss=loss, lr=ready.lr)
-        for warning in (self._stuck.seen(loss), self._forecast.seen(figures["memory"], last=last)):
-            if warning is not None:
-                self._progress.info(warning)
+        if (warning := self._stuck.seen(loss)) is not None:
+            self._progress.info(warning)
         self._guards.read(ready.step, loss, norm)
 
     def _is_evaluation_due(self) -> bool:
@@ -257,12 +250,12 @@ class Trainer:
         self._listener.block_stopped(self._consumed)
         training = self._training
         loss, *metrics = evaluate(training.stages, self._data.validation, training.mesh, progress=self._passed_group)
-        more = dict(zip(training.objective.metrics, metrics, strict=True))
+        more = training.objective.named(metrics)
         seconds = time.monotonic() - begin
         self._evaluated = True
         self._eval_losses.append(loss)
         self._metrics.evaluation(step=self.step, eval_loss=loss, seconds=seconds, **more)
-        shown = "".join(f", {name} {more[name]:.4g}" for name in training.objective.shown)
+        shown = "".join(f", {name} {more[name]:.4g}" for name in training.objective.shown if name in more)
         self._progress.info(f"step {self.step}: evaluation loss {loss:.4f}{shown} ({format_duration(seconds)})")
         self._paused += seconds
         self._listener.evaluated(self._consumed, loss)

@@ -141,8 +141,7 @@ class _WatchedStage:
         self._stage, self._watch = stage, watch
         self.model, self.entries, self.step = stage.model, stage.entries, stage.step
         self.load, self.before_last_backward = stage.load, stage.before_last_backward
-
-        self.references, self.compares_with_base = stage.references, stage.compares_with_base
+        self.objective, self.references, self.baseline = stage.objective, stage.references, stage.baseline
 
     @property
     def sums(self) -> Tensor:

@@ -1,0 +1,190 @@
+"""Answers that were judged one by one: records with a label, and data sets of such answers.
+
+| fields of a record                                 | the question         | the answer                          |
+|----------------------------------------------------|----------------------|-------------------------------------|
+| prompt, completion, label: texts                   | prompt               | completion                          |
+| instruction, (input,) output, label: texts         | the Alpaca template  | output                              |
+| prompt, completion, label: lists of turns          | turns                | turns that follow                   |
+| messages or conversations, label: turns            | what stands before   | the last turn, of the assistant     |
+
+`label` is true where the answer was liked and false where it was not; `kto_tag` is read as the same. Each answer comes
+with a mismatched one: its question with the answer of the record before it that was kept (the first takes the last).
+Answers of a row and their mismatched ones lie in rows of their own, in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.dataset import CHUNK, DatasetReport, TokenDataset
+from engine.data.files import Place, Record, read_records
+from engine.data.formats import ChatSample, CompletionSample, conversation_turns, parse_record, refuse_unusable
+from engine.data.preference import answer_files, ends_with_answer, last_answer
+from engine.data.tokenize import Document, tokenize_samples
+from engine.data.tokenizer import Tokenizer
+from engine.errors import UserError
+
+LABELS = ("label", "kto_tag")
+_FORMATS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca", "prompt": "completion"}
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An answer to a question, and whether it was liked."""
+
+    sample: CompletionSample | ChatSample
+    liked: bool
+
+
+def parse_judged(place: Place, record: Record) -> Judged:
+    """One record of any form in the table above.
+
+    Raises:
+        UserError: a malformed record: names file, record and field.
+    """
+    found = ", ".join(record) or "none"
+    if "chosen" in record or "rejected" in record:
+        raise place.error(
+            f"the record has the fields {found}, a pair of answers, but objective.name kto learns from single answers "
+            "with a label: set objective.name to dpo."
+        )
+    label = next((name for name in LABELS if name in record), None)
+    if label is None:
+        raise place.error(
+            f"the record has the fields {found}, expected 'label' beside a question and its answer: add label, true or "
+            "false, or set objective.name to language_modeling."
+        )
+    if not isinstance(record[label], bool):
+        raise place.error(f"field '{label}' is {record[label]!r}, expected true or false; correct the record.")
+    refuse_unusable(place, record)
+    return Judged(_sample(place, record, found), record[label])
+
+
+def _sample(place: Place, record: Record, found: str) -> CompletionSample | ChatSample:
+    data_format = next((name for field, name in _FORMATS.items() if field in record), None)
+    if data_format is None:
+        raise place.error(
+            f"the record has the fields {found}, expected a question and its answer: prompt and completion, "
+            "instruction and output, messages, or conversations; rename them."
+        )
+    if data_format == "completion" and isinstance(record["prompt"], list):
+        turns = conversation_turns(place, record, "prompt") + conversation_turns(place, record, "completion")
+        ends_with_answer(place, turns, "completion")
+        return ChatSample(place, turns)
+    sample = parse_record(place, record, data_format)
+    assert isinstance(sample, CompletionSample | ChatSample), data_format
+    if isinstance(sample, ChatSample):
+        ends_with_answer(place, sample.messages, "messages" if data_format == "messages" else "conversations")
+    return sample
+
+
+def build_judged(
+    paths: str | Path | list[str] | tuple[str, ...],
+    *,
+    tokenizer: Tokenizer,
+    seq_length: int,
+    packing: bool = False,
+    overlong: str = "truncate",
+    progress: Callable[[int, int], None] | None = None,
+) -> TokenDataset:
+    """Reads and tokenises files of judged answers; arguments as for `engine.data.preference.build_pairs`, but a row has
+    room for `seq_length` tokens.
+
+    Raises:
+        UserError: a file or record that cannot be used, or fewer than two answers, which leaves none to mismatch.
+    """
+    started = time.monotonic()
+    files = answer_files(paths)
+    sources = [read_records(path) for path in files]
+    collected = _Answers(seq_length, overlong)
+    total = sum(count for count, _ in sources)
+    for _, records in sources:
+        answers = (parse_judged(place, record) for place, record in records)
+        while chunk := list(islice(answers, CHUNK)):
+            samples = [answer.sample for answer in chunk]
+            documents = tokenize_samples(samples, tokenizer, mask_prompt=True, stream_length=2)
+            for answer, document in zip(chunk, documents, strict=True):
+                collected.add(last_answer(document), answer.liked)
+            if progress is not None:
+                progress(collected.records, total)
+    dataset = collected.dataset(", ".join(map(str, files)), packing=packing)
+    dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
+    return dataset
+
+
+class _Answers:
+    """Answers as they come, and what happened to them."""
+
+    def __init__(self, seq_length: int, overlong: str) -> None:
+        self._seq_length, self._overlong = seq_length, overlong
+        self.records = 0
+        self._whole: list[Document] = []
+        self._liked: list[bool] = []
+        self._truncated = self._too_long = self._without_target = 0
+
+    def add(self, document: Document, liked: bool) -> None:
+        self.records += 1
+        limit, length = self._seq_length, len(document.tokens)
+        if length > limit and self._overlong == "error":
+            raise document.place.error(
+                f"the answer with its question has {length} tokens, more than data.seq_length {limit}; raise it, or "
+                "set data.overlong to truncate or drop."
+            )
+        if length > limit and self._overlong == "drop":
+            self._too_long += 1
+        elif not document.targets[:limit].any():
+            self._without_target += 1
+        else:
+            self._truncated += length > limit
+            self._whole.append(document)
+            self._liked.append(liked)
+
+    def dataset(self, names: str, *, packing: bool) -> TokenDataset:
+        if not self.records:
+            raise UserError(f"{names} has no records; give a file that has some.")
+        if len(self._whole) < 2:
+            raise UserError(
+                f"{names} leaves {len(self._whole)} answers to learn from, expected at least 2: of {self.records} "
+                f"records {self._too_long} are longer than data.seq_length {self._seq_length} and "
+                f"{self._without_target} have no answer within it; raise data.seq_length or give more records."
+            )
+        answers = [self._cut(document.tokens, document.targets) for document in self._whole]
+        before = [self._whole[-1], *self._whole[:-1]]
+        mismatched = [self._mismatched(own, other) for own, other in zip(self._whole, before, strict=True)]
+        sizes = np.array([max(len(own[0]), len(other[0])) for own, other in zip(answers, mismatched, strict=True)])
+        signs = np.where(self._liked, 1.0, -1.0).astype(np.float32)
+        common = {"seq_length": self._seq_length, "packing": packing, "signs": signs, "sizes": sizes.astype(np.int64)}
+        report = DatasetReport(
+            records=self.records,
+            truncated=self._truncated,
+            dropped_overlong=self._too_long,
+            dropped_without_target=self._without_target,
+        )
+        return TokenDataset(
+            *_arrays(answers), **common, mismatched=TokenDataset(*_arrays(mismatched), **common), report=report
+        )
+
+    def _cut(self, tokens: NDArray[np.int32], targets: NDArray[np.bool_]) -> _Cut:
+        return tokens[: self._seq_length], targets[: self._seq_length]
+
+    def _mismatched(self, own: Document, other: Document) -> _Cut:
+        """The question of one with the answer of the other."""
+        question, answer = int(own.targets.argmax()), int(other.targets.argmax())
+        targets = np.concatenate((np.zeros(question, dtype=bool), other.targets[answer:]))
+        return self._cut(np.concatenate((own.tokens[:question], other.tokens[answer:])), targets)
+
+
+_Cut = tuple[NDArray[np.int32], NDArray[np.bool_]]
+
+
+def _arrays(documents: Sequence[_Cut]) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
+    lengths = [len(tokens) for tokens, _ in documents]
+    tokens, targets = zip(*documents, strict=True)
+    return np.concatenate(tokens), np.concatenate(targets), np.cumsum([0, *lengths], dtype=np.int64)

@@ -1,0 +1,38 @@
+"""How likely each answer of a micro-batch is: what all objectives that compare answers begin with.
+
+Legend: T tokens held here, N answers of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.batch import Answers, Batch
+from engine.distributed.differentiable import reduce_from_all
+from engine.distributed.mesh import Axis
+
+
+def answers_of(batch: Batch) -> Answers:
+    """The answers of a batch that must have some."""
+    assert batch.answers is not None, "a batch without answers"
+    return batch.answers
+
+
+def log_likelihoods(token_losses_T: Tensor, batch: Batch, cp: Axis) -> Tensor:
+    """Of each answer given its question, summed over its target tokens in the whole row; differentiable.
+
+    Args:
+        token_losses_T: fp32 [T] negative log-likelihoods.
+        batch: their weights and answers.
+        cp: over whose ranks the tokens of each row are split; all of them get the same.
+
+    Returns:
+        fp32 [N].
+    """
+    weighted_T = token_losses_T * batch.loss_weights_BS.flatten()
+    answers = answers_of(batch)
+    numbers = torch.arange(answers.signs.shape[0], device=weighted_T.device)
+    # no atomic additions: the same bits in every run
+    held = torch.where(answers.ids_BS.flatten() == numbers[:, None], weighted_T, 0.0).sum(dim=1)
+    return -reduce_from_all(held, cp)

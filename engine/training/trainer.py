@@ -30,6 +30,7 @@ from engine.training.build import Training, build_training
 from engine.training.cuda_graph.static_batch import most_in_a_row
 from engine.training.data import RunData, build_data
 from engine.training.evaluate import evaluate, is_due
+from engine.training.forecast import MemoryForecast
 from engine.training.guards.guards import StepSeen, build_guards
 from engine.training.reference import know_references
 from engine.training.run_folder import RunFolder
@@ -101,6 +102,7 @@ class Trainer:
         self._pending: _Record | None = None
         self._guards = build_guards(config, self._training, launch, say=self._progress.info)
         self._stuck = StuckLoss(self._training.objective.loss_at_chance)
+        self._forecast = MemoryForecast(config, launch, self._training, self._data.train.dataset)
         self._tokens, self._report_tokens = 0, 0
         self._paused, self._report_clock = 0.0, 0.0
         self._losses: list[float] = []
@@ -121,6 +123,8 @@ class Trainer:
         """
         loader = self._data.train
         announce(self._config, self._launch, self._training, self._log, num_micro_batches=loader.num_micro_batches)
+        if (line := self._forecast.line()) is not None:
+            self._log.info(line)
         self._log.info(f"run: {self._total} steps, folder {self.run_dir}")
         begin = self._report_clock = self._now()
         stopped = None
@@ -235,8 +239,9 @@ class Trainer:
         self._metrics.train(**figures, **more)
         self._progress.update(**figures, more={name: more[name] for name in objective.shown if name in more})
         self._listener.reported(ready.step * self._data.train.global_batch_size, loss=loss, lr=ready.lr)
-        if (warning := self._stuck.seen(loss)) is not None:
-            self._progress.info(warning)
+        for warning in (self._stuck.seen(loss), self._forecast.seen(figures["memory"], last=last)):
+            if warning is not None:
+                self._progress.info(warning)
         self._guards.read(ready.step, loss, norm)
 
     def _is_evaluation_due(self) -> bool:

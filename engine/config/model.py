@@ -18,7 +18,7 @@ class ModelOptions:
     Args:
         path: Folder of the model, either a Hugging Face checkpoint or a partitioned one made by tools/convert.py.
         dtype: Arithmetic of the forward and backward pass; masters, gradients and optimizer state are always float32.
-            float16 is refused for now because it needs loss scaling.
+            float16 needs a loss scale, which finds its own size (optim.loss_scale).
         base_dtype: How linear weights of the layers that do not train are stored; null for model.dtype. "nf4" is 4 bits
             a weight with one scale for 64, as QLoRA has it (arXiv 2305.14314); "int8" is 8 bits with one scale a row;
             "fp8" is e4m3 with one scale a matrix and "fp8_row" with one a row, and both also round what the weights
@@ -44,7 +44,3 @@ class ModelOptions:
             require_choice("model.base_dtype", self.base_dtype, ("nf4", "int8", "fp8", "fp8_row"))
         require_choice("model.init", self.init, ("checkpoint", "random"))
         require_choice("model.kernels", self.kernels, ("auto", "reference", "native", "triton", "apex"))
-        require(
-            self.dtype != "float16",
-            "model.dtype is float16, which needs loss scaling that is not built yet: use bfloat16 or float32.",
-        )

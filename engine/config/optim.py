@@ -23,6 +23,9 @@ class OptimOptions:
         clip_grad_norm: Gradients are scaled down to this norm where theirs is larger; 0 switches clipping off.
         max_skipped_steps: A step whose loss or gradient is not finite, or leaps where guards.spike_policy is skip,
             changes nothing and is counted; after so many of them in a row the run stops. 1 stops at the first.
+        loss_scale: What the loss is multiplied by at first where model.dtype is float16, a power of two. It halves when
+            the gradient overflows, and that step is left out.
+        loss_scale_window: Steps without an overflow after which the loss scale doubles.
         schedule: Course of the learning rate after the warm-up. "linear" and "cosine" fall to optim.min_lr at the
             last step; "constant" stays.
         warmup_steps: Steps over which the learning rate rises linearly from 0 to optim.lr.
@@ -36,6 +39,8 @@ class OptimOptions:
     weight_decay: float = 0.0
     clip_grad_norm: float = 1.0
     max_skipped_steps: int = 10
+    loss_scale: float = 65536.0
+    loss_scale_window: int = 1000
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: int = 0
     min_lr: float = 0.0
@@ -52,6 +57,12 @@ class OptimOptions:
         require_not_negative("optim.weight_decay", self.weight_decay, "use 0 for none")
         require_not_negative("optim.clip_grad_norm", self.clip_grad_norm, "use 0 to switch clipping off")
         require_at_least("optim.max_skipped_steps", self.max_skipped_steps, 1, "use 1 to stop at the first")
+        require(
+            self.loss_scale in [2.0**power for power in range(25)],
+            f"optim.loss_scale is {self.loss_scale:g}, but a power of two from 1 to {2**24} is expected: use for "
+            "example 65536.",
+        )
+        require_at_least("optim.loss_scale_window", self.loss_scale_window, 1, "use for example 1000")
         require_choice("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
         require_at_least("optim.warmup_steps", self.warmup_steps, 0, "use 0 for no warm-up")
         require_not_negative("optim.min_lr", self.min_lr, "use 0 to end at zero")

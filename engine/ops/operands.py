@@ -142,9 +142,10 @@ class LinearOperands:
             return x, project(x, mask, low_rank, self.kernels, h), statistics
         buffer = u.new_empty(u.shape[0], self.extended_OE.shape[1])
         end = self.in_features + low_rank.rank
+        # 16-bit products on a CPU multiply up to 63 columns beyond their operand's by zero, which a NaN there outlives
+        buffer[:, self.in_features :] = 0
         x, statistics = source.make(u, buffer[:, : self.in_features], self.kernels)
         h = project(x, mask, low_rank, self.kernels, buffer[:, self.in_features : end])
-        buffer[:, end:] = 0
         return buffer, h, statistics
 
     def split_gradient(self, gradient: Tensor) -> tuple[Tensor, Tensor]:

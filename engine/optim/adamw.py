@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter, arXiv 1711.05101) on flat fp32 buffers, without host synchronisation.
 
-The learning rate, the step count, the clip factor and the non-finite flag are device tensors. A step whose gradient or
-loss is not finite, or lies above a limit, leaves weights, moments and the step count as they were.
+The learning rate, the step count, the clip factor, the loss scale and the non-finite flag are device tensors. A step
+whose gradient or loss is not finite, or lies above a limit, leaves weights, moments and the step count as they were.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from engine.distributed.mesh import Mesh
 from engine.distributed.sharding import NamedShard
 from engine.optim.backends import TORCH, AdamWState, OptimizerBackend, Update
 from engine.optim.flat import FlatParameters
+from engine.optim.loss_scale import LossScale
 from engine.optim.offload import PIECE_ELEMENTS, StreamedUpdate
 from engine.optim.reduce import gradient_norm
 
@@ -28,6 +29,7 @@ class FlatAdamW:
         clip_grad_norm: largest L2 norm of the gradient; 0 turns clipping off.
         backend: how the buffers are updated.
         piece_elements: of masters that wait in host memory and are updated together.
+        loss_scale: what the gradient is multiplied by, and what follows from it; None where it is not.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class FlatAdamW:
         clip_grad_norm: float,
         backend: OptimizerBackend = TORCH,
         piece_elements: int = PIECE_ELEMENTS,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.flat, self._mesh, self._clip, self._backend = flat, mesh, clip_grad_norm, backend
+        self.loss_scale = loss_scale
         device = flat.gradient.device
         self.exp_avg = flat.state()
         self.exp_avg_sq = flat.state()
@@ -58,7 +62,7 @@ class FlatAdamW:
         """A step whose loss is larger is skipped."""
         self.skipped = torch.zeros((), dtype=torch.float32, device=device)
         """Steps skipped so far."""
-        self._clip_factor = torch.ones_like(self.lr) if clip_grad_norm > 0 else None
+        self._clip_factor = torch.ones_like(self.lr) if clip_grad_norm > 0 or loss_scale is not None else None
         state = AdamWState(
             flat=flat,
             exp_avg=self.exp_avg,
@@ -85,12 +89,15 @@ class FlatAdamW:
             loss: 0-dim fp32, equal on all ranks; None where it has no say in whether the step is skipped.
 
         Returns:
-            0-dim fp32 gradient norm before clipping.
+            0-dim fp32 gradient norm before clipping, without the loss scale.
         """
         self.lr.fill_(lr)
         if self.flat.sharding.weights is not None:
             self.flat.sharding.weights.rest()
         norm = gradient_norm(self.flat, self._mesh, self._backend.square_sum)
+        scale = None if self.loss_scale is None else self.loss_scale.value
+        if scale is not None:
+            norm = norm / scale
         # written so that what is not a number is skipped, too
         applies = norm <= self.norm_limit
         if loss is not None:
@@ -98,9 +105,13 @@ class FlatAdamW:
         self.non_finite.copy_(~applies)
         self.skipped.add_(self.non_finite)
         if self._clip_factor is not None:
-            # as torch.nn.utils.clip_grad_norm_ does it
-            self._clip_factor.copy_((self._clip / (norm + 1e-6)).clamp(max=1.0))
+            if self._clip > 0:  # as torch.nn.utils.clip_grad_norm_ does it
+                self._clip_factor.copy_((self._clip / (norm + 1e-6)).clamp(max=1.0))
+            if scale is not None:
+                self._clip_factor.copy_((self._clip_factor if self._clip > 0 else 1.0) / scale)
         self._update()
+        if self.loss_scale is not None:
+            self.loss_scale.update(norm)
         self.updates.add_(1.0 - self.non_finite)
         return norm
 

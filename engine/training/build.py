@@ -29,6 +29,7 @@ from engine.ops.varlen_attention import choose_attention
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import choose_backend
 from engine.optim.flat import FlatParameters
+from engine.optim.loss_scale import LossScale
 from engine.optim.reduce import GradientReducer
 from engine.optim.sharding import Sharding
 from engine.telemetry.log import Log
@@ -42,7 +43,7 @@ from engine.training.stages import Stages
 from engine.training.step import TrainStep
 from engine.training.weights import fill_parameters
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float8": FLOAT8}
 
 
@@ -101,7 +102,10 @@ def build_training(
     places = host_places(config.memory, launch.device)
     weights = SpreadWeights(mesh.dp_cp if config.parallel.shard == "parameters" else Axis("dp_cp"), host=places.weights)
     objective = build_objective(config.objective, cp=mesh.cp, dp=mesh.dp)
-    stages = _build_stages(config, launch, decoder, plan, partition, layout, mesh, weights, objective)
+    loss_scale = None
+    if config.model.dtype == "float16":
+        loss_scale = LossScale(config.optim.loss_scale, config.optim.loss_scale_window, launch.device)
+    stages = _build_stages(config, launch, decoder, plan, partition, layout, mesh, weights, objective, loss_scale)
     entries = stages.entries()
     flat = FlatParameters(entries, launch.device, sharding=_sharding(config, mesh, weights, log), host=places.state)
     if (sentence := host_sentence(places, weights, flat)) is not None:
@@ -116,6 +120,7 @@ def build_training(
         weight_decay=config.optim.weight_decay,
         clip_grad_norm=config.optim.clip_grad_norm,
         backend=backend,
+        loss_scale=loss_scale,
     )
     reducer = GradientReducer(flat, mesh, bucket_bytes=_bucket_bytes(config))
     step = TrainStep(stages, reducer, optimizer, mesh)
@@ -196,7 +201,7 @@ def _layout(
 
 def _build_stages(
     config: RunConfig, launch: Launch, decoder: DecoderConfig, plan: TrainingPlan, partition: Partition,
-    layout: TensorLayout, mesh: Mesh, weights: SpreadWeights, objective: Objective,
+    layout: TensorLayout, mesh: Mesh, weights: SpreadWeights, objective: Objective, loss_scale: LossScale | None,
 ) -> Stages:  # fmt: skip
     """This rank's parts of the model, still empty, as stages."""
     first_trained = partition.choice.first_trainable_stage
@@ -223,5 +228,6 @@ def _build_stages(
             trains=number >= first_trained,
             gives_gradient=number > first_trained,
             step=step,
+            loss_scale=None if loss_scale is None else loss_scale.value,
         )
     return Stages(stages, mesh.pp, partition.choice)

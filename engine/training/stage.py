@@ -28,6 +28,7 @@ class ModelStage:
         trains: whether the stage, or one below it, has a trainable parameter; else it has no backward.
         gives_gradient: whether a stage below has a trainable parameter, so that the input's gradient is wanted.
         step: 0-dim int64 that the stages of a rank share; None makes one.
+        loss_scale: 0-dim fp32 that the loss is multiplied by before backward; None for 1.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class ModelStage:
         trains: bool = True,
         gives_gradient: bool = False,
         step: Tensor | None = None,
+        loss_scale: Tensor | None = None,
     ) -> None:
         self.model = model
         self.objective, self._device = objective, device
@@ -51,6 +53,7 @@ class ModelStage:
         self._start_reduction: Callable[[Iterable[ShardEntry]], None] | None = None
         self._training = self._adapters = True
         self._collects = False
+        self._loss_scale = loss_scale
         self._scale = torch.ones((), dtype=torch.float32, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device) if step is None else step
         """Optimizer steps taken; the dropout coordinate, on the device so that a graph can replay it."""
@@ -71,6 +74,7 @@ class ModelStage:
             trains=self._trains,
             gives_gradient=self._gives_gradient,
             step=self.step,
+            loss_scale=self._loss_scale,
         )
 
     @property
@@ -102,6 +106,8 @@ class ModelStage:
         if not isinstance(target_count, Tensor):
             target_count = torch.full_like(self.sums[0], target_count)
         self._scale = target_count.clamp(min=1.0).reciprocal()
+        if self._loss_scale is not None:
+            self._scale = self._scale * self._loss_scale
         self.sums.zero_()
 
     def forward(self, microbatch: int, activation: Tensor | None = None) -> Tensor | None:

@@ -46,6 +46,8 @@ def state_contents(config: RunConfig, training: Training, *, step: int, consumed
         "updates": float(optimizer.updates),
         "skipped": float(optimizer.skipped),
     }
+    if (scale := optimizer.loss_scale) is not None:
+        state |= {"loss_scale": float(scale.value), "good_steps": float(scale.good_steps)}
     base = {
         "path": str(Path(config.model.path).resolve()),
         "fingerprint": training.source.fingerprint(),  # of the weights as they were read, not as they are stored
@@ -91,6 +93,9 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
     optimizer.updates.fill_(state["updates"])
     optimizer.skipped.fill_(state["skipped"])
     training.stages.step.fill_(state["step"])
+    if optimizer.loss_scale is not None and "loss_scale" in state:  # else it ran in another dtype
+        optimizer.loss_scale.value.fill_(state["loss_scale"])
+        optimizer.loss_scale.good_steps.fill_(state["good_steps"])
     return state
 
 
@@ -101,12 +106,15 @@ _RECORDED: dict[str, dict[str, tuple[type, ...]]] = {
     "lora": {"rank": (int,), "alpha": (int, float), "rslora": (bool,), "fused_qkv": (bool,)},
 }
 """What is read of a checkpoint's records."""
+_OF_FLOAT16: dict[str, tuple[type, ...]] = {"loss_scale": (int, float), "good_steps": (int, float)}
+"""What the state of a run in float16 has too."""
 
 
 def _check_recorded(checkpoint: TrainingCheckpoint) -> None:
     """Raises UserError unless the records are of the kinds that were saved; without adapters "lora" is empty."""
     records = {"state": checkpoint.state, "base": checkpoint.base, "lora": checkpoint.lora}
     for section, kinds in _RECORDED.items():
+        kinds = kinds | (_OF_FLOAT16 if section == "state" and _OF_FLOAT16.keys() & records[section].keys() else {})
         for key, kind in kinds.items() if records[section] or section != "lora" else ():
             value = records[section].get(key)
             if not isinstance(value, kind) or (isinstance(value, int | float) and not 0 <= value < 2**62):

@@ -12,6 +12,7 @@ from engine.distributed.collectives import all_reduce, all_reduce_async
 from engine.distributed.mesh import Mesh
 from engine.optim.adamw import FlatAdamW
 from engine.optim.reduce import GradientReducer
+from engine.training.phases import PhaseClock
 from engine.training.stages import Stages
 
 
@@ -22,11 +23,13 @@ class StepResult(NamedTuple):
         loss: 0-dim fp32 mean over the targets of the global batch, before the update.
         grad_norm: 0-dim fp32 norm before clipping.
         metrics: fp32 means of the objective's metrics.
+        loss_scale: 0-dim fp32, what the loss was multiplied by before backward; 1 where it is not scaled.
     """
 
     loss: Tensor
     grad_norm: Tensor
     metrics: Tensor
+    loss_scale: Tensor
 
 
 class TrainStep:
@@ -40,6 +43,8 @@ class TrainStep:
         self._stages, self._reducer, self._optimizer, self._mesh = stages, reducer, optimizer, mesh
         self._target_count = torch.ones((), dtype=torch.float32, device=stages.step.device)
         self._lr = torch.zeros_like(self._target_count)
+        self.phases = PhaseClock(stages.step.device)
+        self._unscaled = torch.ones_like(self._target_count)
 
     @property
     def stages(self) -> Stages:
@@ -51,7 +56,7 @@ class TrainStep:
         return TrainStep(stages, self._reducer, self._optimizer, self._mesh)
 
     def gradients(self, batches: list[Batch], target_count: float) -> Tensor:
-        """Leaves the global batch's summed gradient in the flat buffer.
+        """Leaves the global batch's summed gradient, times the loss scale where there is one, in the flat buffer.
 
         Returns:
             0-dim fp32 mean loss over the targets of the global batch.
@@ -62,10 +67,13 @@ class TrainStep:
     def _gradients(self, batches: list[Batch]) -> Tensor:
         """fp32 [1 + metrics]: means of the loss and the objective's metrics over the global batch."""
         sums = self._stages.gradients(batches, self._target_count, before_last_backward=self._reducer.arm)
+        self.phases.passed("forward_backward")
         figures, handle = all_reduce_async(sums, self._mesh.dp_cp)  # hidden by the gradients' sum
         self._reducer.finish()
         handle.wait()
-        return all_reduce(figures, self._mesh.pp) / self._target_count.clamp(min=1.0)
+        means = all_reduce(figures, self._mesh.pp) / self._target_count.clamp(min=1.0)
+        self.phases.passed("reduce")
+        return means
 
     def __call__(self, batches: list[Batch], target_count: float, lr: float) -> StepResult:
         """One step on this rank's micro-batches.
@@ -85,7 +93,11 @@ class TrainStep:
 
     def on_device(self, batches: list[Batch]) -> StepResult:
         """The step that was prepared."""
+        self.phases.begin()
         figures = self._gradients(batches)
+        loss_scale = self._optimizer.loss_scale
+        scale = self._unscaled if loss_scale is None else loss_scale.value.clone()  # the update may change it
         norm = self._optimizer.step(self._lr, figures[0])
         self._stages.step.add_(1)
-        return StepResult(figures[0], norm, figures[1:])
+        self.phases.passed("optimizer", last=True)
+        return StepResult(figures[0], norm, figures[1:], scale)

@@ -236,6 +236,8 @@ class Trainer:
         self._report_clock, self._report_tokens = ready.finished, 0
         objective = self._training.objective
         more = objective.named(ready.result.metrics.tolist())
+        if self._training.optimizer.loss_scale is not None:
+            more["loss_scale"] = float(ready.result.loss_scale)
         self._metrics.train(**figures, **more)
         self._progress.update(**figures, more={name: more[name] for name in objective.shown if name in more})
         self._listener.reported(ready.step * self._data.train.global_batch_size, loss=loss, lr=ready.lr)

@@ -78,6 +78,7 @@ class _State:
             optimizer.skipped,
             optimizer.non_finite,
             training.stages.step,
+            *([] if optimizer.loss_scale is None else optimizer.loss_scale.tensors()),
         ]
         self._copies = [tensor.clone() for tensor in self._tensors]
         self._generator = torch.get_rng_state()

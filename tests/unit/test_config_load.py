@@ -188,7 +188,6 @@ def test_help_explains_every_option_in_time() -> None:
         ("--parallel.sequence maybe", "parallel.sequence is 'maybe', but true or false or null is expected"),
         ("--parallel.bucket_mb 0", "parallel.bucket_mb is 0.0"),
         ("stray", "'stray' belongs to no option"),
-        ("--model.dtype float16", "needs loss scaling that is not built yet: use bfloat16 or float32"),
         ("--model.dtype fp8", "model.dtype is 'fp8', but one of float32, bfloat16, float16 is expected"),
         ("--lora.rank -1", "lora.rank is -1, but it must be 0 or more"),
         ("--lora.dropout 1", "lora.dropout is 1.0, but a probability"),

@@ -22,6 +22,7 @@ from engine.distributed.mesh import Axis, Mesh
 from engine.errors import UserError
 from engine.layers.encoded_storage import encoded_entries
 from engine.optim.adamw import FlatAdamW
+from engine.optim.loss_scale import FLOOR
 from engine.training.build import Training
 from engine.training.guards import liveness, replicas
 from engine.training.guards.fingerprint import Fingerprints
@@ -190,6 +191,8 @@ class Guards:
     # leaps, and what is not finite
 
     def _judge(self, seen: StepSeen, loss: float, norm: float) -> None:
+        if isfinite(loss) and not isfinite(norm) and self._is_overflow(seen):
+            return
         finite = isfinite(loss) and isfinite(norm)
         skipped = not finite or loss > seen.loss_limit or norm > seen.norm_limit
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
@@ -205,6 +208,24 @@ class Guards:
                 "finite or far above those before, and were skipped: lower optim.lr, set optim.clip_grad_norm, or look "
                 "at the data around this step; optim.max_skipped_steps says how many may follow each other."
             )
+
+    def _is_overflow(self, seen: StepSeen) -> bool:
+        """Whether a gradient that is not finite is a normal event of float16: the scale has been halved, and the next
+        step tries again. At the scale's floor nothing is left to halve."""
+        if self._optimizer.loss_scale is None:
+            return False
+        scale = float(seen.result.loss_scale)
+        if scale <= FLOOR:
+            return False
+        self._say(
+            f"step {seen.step}: the gradient overflowed, the update was skipped and the loss scale {scale:g} halved"
+        )
+        if scale / 2 <= FLOOR:
+            self._say(
+                f"warning: the loss scale is at its floor of {FLOOR:g}; if gradients go on to overflow the model does "
+                "not train in float16, use model.dtype bfloat16"
+            )
+        return True
 
     def _say_not_finite(self, seen: StepSeen, loss: float, norm: float) -> None:
         text = f"step {seen.step}: loss {loss}, gradient norm {norm}: not finite, the update was skipped"
@@ -276,6 +297,8 @@ class Guards:
             "the count of updates": optimizer.updates.view(torch.int32).long(),
             "the learning rate": optimizer.lr.view(torch.int32).long(),
         }
+        if optimizer.loss_scale is not None:
+            numbers["the loss scale"] = optimizer.loss_scale.value.view(torch.int32).long()
         if seen is not None:
             numbers["the loss"] = seen.result.loss.view(torch.int32).long()
             numbers["the gradient norm"] = seen.result.grad_norm.view(torch.int32).long()

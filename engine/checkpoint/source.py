@@ -36,6 +36,9 @@ OUTSIDE = "outside/"
 
 TIED_HEAD = "lm_head.weight"
 
+_WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ENCODE_HERE = ", and model.base_dtype to encode it while it is read"
+
 # Buffers that old checkpoints carry and every reader computes for itself.
 _HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
 
@@ -235,6 +238,7 @@ class HfSource(WeightSource):
         self._outside = self._check_names(nested)
         for name in self._shapes:
             self._check_shape(name)
+            self._check_dtype(name)
 
     def tensor_names(self) -> list[str]:
         return list(self._shapes)
@@ -293,6 +297,7 @@ class HfSource(WeightSource):
         wanted = {location.name for location in self._locations.values()}
         names = self.model.names
         if missing := sorted(wanted - stored):
+            self._refuse_encoded(missing)
             raise UserError(
                 f"{self.label} lacks {_some(missing)}, which its config.json calls for: copy the model again, "
                 "or mend config.json."
@@ -302,11 +307,28 @@ class HfSource(WeightSource):
         unknown = sorted(name for name in stored - wanted if not name.endswith(_HARMLESS))
         outside = [name for name in unknown if nested and not name.startswith((names.body, f"{names.head}."))]
         if strange := sorted(set(unknown) - set(outside)):
+            self._refuse_encoded(strange)
             raise UserError(
                 f"{self.label} has {_some(strange)}, which a {self.model.decoder.family} model with its config.json "
                 "does not have: it is another architecture, use a supported one."
             )
         return outside
+
+    def _refuse_encoded(self, unexpected: list[str]) -> None:
+        """Raises UserError where the reason is that the weights are stored in some encoding."""
+        if (encoding := self.model.hf_config.get("quantization_config")) is not None:
+            raise UserError(
+                f"{self.label} is stored encoded (quantization_config.quant_method {encoding.get('quant_method')} in "
+                f"config.json; see {unexpected[0]}): use the model as it was before{_ENCODE_HERE}."
+            )
+
+    def _check_dtype(self, name: str) -> None:
+        """Codes of an encoding would be read as numbers."""
+        if (dtype := self.dtype(name)) not in _WEIGHT_DTYPES:
+            raise UserError(
+                f"{self.label} stores {self._locations[name].name} as {str(dtype).removeprefix('torch.')}, which is no "
+                f"dtype of weights but of codes: use the model as it was before it was encoded{_ENCODE_HERE}."
+            )
 
     def _check_shape(self, name: str) -> None:
         location, shape = self._locations[name], self._shapes[name]

@@ -116,6 +116,10 @@ def _items(node: yaml.Node, source: str) -> list[tuple[str, yaml.Node]]:
     assert isinstance(node, yaml.MappingNode)
     items: dict[str, yaml.Node] = {}
     for key, value in node.value:
+        require(
+            isinstance(key, yaml.ScalarNode),
+            f"{source} has a key that is no name in line {key.start_mark.line + 1}: write one option a line.",
+        )
         name = str(key.value)
         require(
             name not in items,

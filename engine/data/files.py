@@ -60,12 +60,14 @@ def read_text(path: Path) -> str:
     """The text of a file, line ends as \\n.
 
     Raises:
-        UserError: it is not UTF-8.
+        UserError: it is not UTF-8, or has no text.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 at byte {error.start}; convert the file to UTF-8.") from error
+    if not text.strip():
+        raise UserError(f"{path} has no text; give a file that has some.")
     return text.replace("\r\n", "\n")
 
 
@@ -105,6 +107,8 @@ def _load_array(path: Path) -> list[Any]:
         raise UserError(
             f"{path} line {error.lineno}: the array is not JSON ({error.msg}, column {error.colno}); correct the file."
         ) from error
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or lists in lists without end
+        raise UserError(f"{path}: the array cannot be read ({error}); correct the file.") from error
     assert isinstance(records, list)
     return records
 
@@ -134,6 +138,8 @@ def _parse_line(place: Place, line: bytes) -> object:
         raise place.error(
             f"not a JSON record ({error.msg}, column {error.colno}); each line must be one complete object."
         ) from error
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or lists in lists without end
+        raise place.error(f"the record cannot be read ({error}); correct it.") from error
     return record
 
 

@@ -192,7 +192,7 @@ class HuggingFaceTokenizer:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=generate
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:  # a template is a program
             raise UserError(
                 f"the chat template of {self._path} refuses these messages ({error}); change the order of their roles "
                 f"or use a format that needs no template ({FORMATS_WITHOUT_TEMPLATE})."
@@ -256,14 +256,51 @@ def _load_fast(source: Path) -> HuggingFaceTokenizer:
     from transformers import PreTrainedTokenizerFast
 
     file = source / "tokenizer.json" if source.is_dir() else source
-    try:
-        json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{file} is not a JSON file ({error}); replace it by the model's tokenizer.json.") from error
-    if source.is_dir():
-        return HuggingFaceTokenizer(PreTrainedTokenizerFast.from_pretrained(str(source), local_files_only=True), source)
+    content = _read_mapping(file, "replace it by the model's tokenizer.json")
+    if not isinstance(content.get("model"), dict) or not isinstance(content.get("added_tokens"), list):
+        raise UserError(f"{file} has no model and added_tokens; replace it by the model's tokenizer.json.")
     opened: Any = PreTrainedTokenizerFast
-    return HuggingFaceTokenizer(opened(tokenizer_file=str(source)), source)
+    try:
+        if source.is_dir():
+            _check_settings(source)
+            tokenizer = opened.from_pretrained(str(source), local_files_only=True)
+        else:
+            tokenizer = opened(tokenizer_file=str(source))
+    except Exception as error:
+        # what the Rust library raises is of no kind of its own; the others are settings of a wrong kind
+        if type(error) is not Exception and not isinstance(error, TypeError | ValueError | LookupError):
+            raise
+        raise UserError(
+            f"{file}, with the settings beside it, is not one that transformers can open ({error}); copy the model's "
+            "tokenizer files again."
+        ) from error
+    return HuggingFaceTokenizer(tokenizer, source)
+
+
+def _check_settings(folder: Path) -> None:
+    """Raises UserError where the files beside tokenizer.json are not what transformers reads them for."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            _read_mapping(folder / name, "repair or remove it")
+    if (file := folder / "tokenizer_config.json").is_file():
+        template = _read_mapping(file, "repair or remove it").get("chat_template")
+        if template is not None and not isinstance(template, str | list):
+            raise UserError(f"{file} has chat_template {template!r}, expected text; repair the file.")
+
+
+def _read_mapping(file: Path, remedy: str) -> dict[str, Any]:
+    """What a JSON file holds.
+
+    Raises:
+        UserError: it is no JSON, or no mapping; ends in `remedy`.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
+        raise UserError(f"{file} is not a JSON file ({error}); {remedy}.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} holds no JSON mapping; {remedy}.")
+    return content
 
 
 def _configured_bos(folder: Path) -> bool | None:
@@ -271,9 +308,5 @@ def _configured_bos(folder: Path) -> bool | None:
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return None
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{file} is not a JSON file ({error}); repair or remove it.") from error
-    value = config.get("add_bos_token")
+    value = _read_mapping(file, "repair or remove it").get("add_bos_token")
     return value if isinstance(value, bool) else None

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from engine.checkpoint.training_state import latest_checkpoint, open_run
+from engine.checkpoint.training_state import CHECKPOINTS, latest_checkpoint, open_run
 from engine.config.checkpoint import CheckpointOptions
 from engine.distributed.collectives import broadcast_object
 from engine.distributed.launch import Launch, Launcher
@@ -16,6 +16,9 @@ from engine.training.run_lock import RunLock
 RUNS = Path("runs")
 """Where folders are made for runs that are given none."""
 
+CONFIG_COPY = "config.yaml"
+"""The resolved configuration, in the run's folder."""
+
 
 class RunFolder:
     """Collective: every rank makes one; rank 0 holds the lock.
@@ -23,18 +26,21 @@ class RunFolder:
     Args:
         options: where the run is kept.
         launch: this rank.
+        metrics: name of the file of figures in the folder.
 
     Raises:
         UserError: another run is in the folder, or what the options say cannot be.
     """
 
-    def __init__(self, options: CheckpointOptions, launch: Launch) -> None:
+    def __init__(self, options: CheckpointOptions, launch: Launch, *, metrics: str | None = None) -> None:
         self._options, self._launcher = options, Launcher.from_environment()
         name = options.dir
         if name is None:
             _check_name_is_found_again(self._launcher)
             name = str(broadcast_object(str(_own_name(self._launcher))))
         self.path = Path(name)
+        if launch.rank == 0:
+            _check_places(self.path, metrics)
         self._lock = RunLock(self.path, _say) if launch.rank == 0 else None
 
     def resume_path(self) -> Path | None:
@@ -70,6 +76,17 @@ class RunFolder:
         """Lets others in."""
         if self._lock is not None:
             self._lock.release()
+
+
+def _check_places(folder: Path, metrics: str | None) -> None:
+    """Raises UserError where something else has a name that the run will want."""
+    for name in (CONFIG_COPY, metrics):
+        if name is not None and (folder / name).is_dir():
+            raise UserError(
+                f"{folder / name} is a folder, but the run writes a file there: give another checkpoint.dir."
+            )
+    if (folder / CHECKPOINTS).exists() and not (folder / CHECKPOINTS).is_dir():
+        raise UserError(f"{folder / CHECKPOINTS} is a file, but the run saves in it: give another checkpoint.dir.")
 
 
 def _check_name_is_found_again(launcher: Launcher | None) -> None:

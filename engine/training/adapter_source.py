@@ -1,0 +1,70 @@
+"""The PEFT adapter that a run starts from, found to be what the run would train before any weight is read."""
+
+from __future__ import annotations
+
+from engine.checkpoint.merge import fully_trained
+from engine.checkpoint.peft_read import AdapterSource
+from engine.config.run import RunConfig
+from engine.errors import UserError
+from engine.layers.module import shard_entries
+from engine.layers.plan import TrainingPlan
+from engine.models.describe import meta_model
+from engine.training.source import ModelSource
+
+
+def check_adapter(config: RunConfig, source: ModelSource, plan: TrainingPlan) -> None:
+    """Looks into the folder of `lora.init_from`, where there is one.
+
+    Raises:
+        UserError: as `adapter_source`.
+    """
+    if config.lora.rank > 0 and config.lora.init_from is not None:
+        adapter_source(config, source, plan)
+
+
+def adapter_source(config: RunConfig, source: ModelSource, plan: TrainingPlan) -> AdapterSource:
+    """The adapter of `lora.init_from`.
+
+    Raises:
+        UserError: it is no adapter that can be read, belongs to another base, or differs from what the run would train
+            in modules, ranks, scales, shapes or dtypes, or has numbers that are not finite.
+    """
+    lora, model = config.lora, source.model
+    assert lora.init_from is not None
+    found = AdapterSource(
+        lora.init_from, names=model.names, decoder=model.decoder, fused_qkv=lora.fused_qkv, with_saved_modules=True
+    )
+    if source.weights is not None:
+        found.require_base(source.weights)
+    shapes = {entry.name: entry.spec.global_shape for entry in shard_entries(meta_model(model.decoder, plan=plan))}
+    modules = [name.rpartition(".")[0] for name in shapes if name.endswith(".lora_A")]
+    settings = {module: own for module in modules if (own := plan.adapter(module)) is not None}
+    found.require_matching({module: (own.rank, own.scale) for module, own in settings.items()})
+    for name in fully_trained(found.tensor_names()):
+        if not plan.trains(name.rpartition(".")[0]):
+            raise UserError(
+                f"the adapter in {lora.init_from} has {name} trained in full (modules_to_save), which this run does "
+                f"not train: add {name.rpartition('.')[0]} to trainable."
+            )
+    for name in found.tensor_names():
+        _check_tensor(found, name, shapes.get(name))
+    return found
+
+
+def _check_tensor(source: AdapterSource, name: str, shape: tuple[int, ...] | None) -> None:
+    """As `load_parameters` would find it later, when everything else has been read."""
+    if shape is not None and source.shape(name) != shape:
+        raise UserError(
+            f"the adapter in {source.label} has {name} with shape {list(source.shape(name))}, but this model takes "
+            f"{list(shape)}: use an adapter that was trained on it."
+        )
+    if not (dtype := source.dtype(name)).is_floating_point:
+        raise UserError(
+            f"the adapter in {source.label} stores {name} as {str(dtype).removeprefix('torch.')}, but numbers with a "
+            "point are expected: save it in float32 or bfloat16."
+        )
+    if not source.read_whole(name).isfinite().all():
+        raise UserError(
+            f"the adapter in {source.label} has numbers in {name} that are not finite: use one from before its "
+            "training went wrong."
+        )

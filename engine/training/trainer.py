@@ -26,6 +26,7 @@ from engine.telemetry.log import Log
 from engine.telemetry.memory import peak_memory_bytes
 from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import TrainProgress
+from engine.training.adapter_source import check_adapter
 from engine.training.build import Training, build_training
 from engine.training.cuda_graph.static_batch import most_in_a_row
 from engine.training.data import RunData, build_data
@@ -33,7 +34,7 @@ from engine.training.evaluate import evaluate, is_due
 from engine.training.forecast import MemoryForecast
 from engine.training.guards.guards import StepSeen, build_guards
 from engine.training.reference import know_references
-from engine.training.run_folder import RunFolder
+from engine.training.run_folder import CONFIG_COPY, RunFolder
 from engine.training.saving import StateSaver
 from engine.training.source import check_model, model_source
 from engine.training.state import load_state
@@ -68,7 +69,8 @@ class Trainer:
         # everything that can be refused without reading data or weights comes first
         source = model_source(config)
         plan = check_model(config, source.model, launch.world_size)
-        self._folder = RunFolder(config.checkpoint, launch)
+        check_adapter(config, source, plan)
+        self._folder = RunFolder(config.checkpoint, launch, metrics=config.log.metrics)
         self.run_dir = self._folder.path
         resume = self._folder.resume_path()
         data = None if config.train.synthetic_steps else build_data(config, launch, source.model.decoder, log)
@@ -313,7 +315,7 @@ class Trainer:
         """The records of steps after `known` are written again."""
         if self._launch.rank != 0:
             return MetricsWriter(None)
-        (self.run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
+        (self.run_dir / CONFIG_COPY).write_text(to_yaml(self._config), encoding="utf-8")
         options = self._config.log
         metrics = MetricsWriter(
             self.run_dir / options.metrics if options.metrics else None,

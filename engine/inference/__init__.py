@@ -1,0 +1,1 @@
+"""Text from a model: cache, sampling, and the loop over rows."""

@@ -1,0 +1,232 @@
+"""The loop that continues prompts: rows come and go, all rows that are there take one token a pass.
+
+A row that ends gives its place to the next prompt at once, and the last row moves into a gap that nobody fills, so
+that a pass never computes a row that has ended. Prompts that begin together are run as one pass without padding. Every
+rank runs this loop with the same prompts and sees the same tokens, so that nothing about rows is ever sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.errors import UserError
+from engine.inference.options import Limits
+from engine.inference.stage import InferenceStage
+from engine.inference.text import Decodes, TextStream
+from engine.models.config import DecoderConfig
+
+Ending = Literal["stop_token", "stop_text", "length"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A prompt.
+
+    Args:
+        row: its number in the run; a coordinate of its random numbers.
+        ids: its tokens.
+    """
+
+    row: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a prompt was continued with.
+
+    Args:
+        request: the prompt.
+        ids: the new tokens, the one that ended the row included.
+        text: of them, without what ended the row.
+        ending: why the row ended.
+    """
+
+    request: Request
+    ids: tuple[int, ...]
+    text: str
+    ending: Ending
+
+
+@dataclass(slots=True)
+class Speed:
+    """What passes took, on this rank.
+
+    Args:
+        prefill_tokens, prefill_seconds: of prompts.
+        decode_tokens, decode_passes, decode_seconds, decode_waited: of passes of one token a row; the last is what this
+            rank waited in them for other pipeline ranks.
+        cache_bytes: read from the cache in these passes.
+    """
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_passes: int = 0
+    decode_seconds: float = 0.0
+    decode_waited: float = 0.0
+    cache_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Row:
+    request: Request
+    stream: TextStream
+    ids: list[int] = field(default_factory=list)
+    ending: Ending | None = None
+
+    @property
+    def position(self) -> int:
+        """Of the last token."""
+        return len(self.request.ids) + len(self.ids) - 1
+
+
+def context_limit(config: DecoderConfig) -> int:
+    """Tokens that a row may have in all."""
+    return min(config.max_length, config.max_row_length or config.max_length)
+
+
+def check_requests(requests: Sequence[Request], config: DecoderConfig, max_new_tokens: int) -> None:
+    """Whether the model can continue these prompts.
+
+    Raises:
+        UserError: one is empty, has a token that the model does not know, or does not fit the context.
+    """
+    limit = context_limit(config)
+    for request in requests:
+        number, length = request.row + 1, len(request.ids)
+        if not length:
+            raise UserError(f"prompt {number} has no tokens, and a model continues at least one: write a text.")
+        if (largest := max(request.ids)) >= config.vocab_size:
+            raise UserError(
+                f"prompt {number} has token {largest}, but the model has {config.vocab_size} tokens, counted from 0: "
+                "give the tokenizer of this model with --tokenizer."
+            )
+        if length + max_new_tokens > limit:
+            room = limit - length
+            change = f"set --max-new-tokens to {room} or less" if room > 0 else "shorten the prompt"
+            raise UserError(
+                f"prompt {number} has {length} tokens and --max-new-tokens is {max_new_tokens}, but the model's "
+                f"context is {limit}: {change}."
+            )
+
+
+class Generator:
+    """Continues prompts on the ranks that hold the model.
+
+    Args:
+        stage: this rank's part.
+        limits: when rows end.
+        tokenizer: of the model.
+        speed: figures to go on with; None for new ones.
+    """
+
+    def __init__(
+        self, stage: InferenceStage, limits: Limits, tokenizer: Decodes, *, speed: Speed | None = None
+    ) -> None:
+        assert limits.slots <= stage.cache.slots, (limits.slots, stage.cache.slots)
+        self.stage, self._limits, self._tokenizer = stage, limits, tokenizer
+        row_limit = stage.model.config.max_row_length
+        # prompts of one pass lie in one row of tokens
+        self._prefill_tokens = min(limits.prefill_tokens, row_limit or limits.prefill_tokens)
+        self.speed = Speed() if speed is None else speed
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        *,
+        on_text: Callable[[Request, str], None] | None = None,
+        on_answer: Callable[[Answer], None] | None = None,
+    ) -> list[Answer]:
+        """Continues all prompts. Collective: every rank calls it with the same ones.
+
+        Args:
+            requests: found to fit by `check_requests`, and the cache.
+            on_text: called with text as it comes.
+            on_answer: called when a row has ended.
+
+        Returns:
+            The answers in the order of `requests`.
+        """
+        waiting, rows, answers = deque(requests), list[_Row](), dict[int, Answer]()
+        while waiting or rows:
+            free = self._limits.slots - len(rows)
+            first = len(rows) if waiting and free else 0
+            tokens = self._begin(waiting, rows) if waiting and free else self._go_on(rows)
+            for row, token in zip(rows[first:], tokens, strict=True):
+                self._take(row, token, on_text)
+            for row in rows:
+                if row.ending is not None:
+                    answer = answers[row.request.row] = Answer(
+                        request=row.request, ids=tuple(row.ids), text=row.stream.text, ending=row.ending
+                    )
+                    if on_answer is not None:
+                        on_answer(answer)
+            self._close_gaps(rows)
+        self.stage.finish()
+        return [answers[request.row] for request in requests]
+
+    def _begin(self, waiting: deque[Request], rows: list[_Row]) -> list[int]:
+        """Runs the next prompts, as many as there are slots and tokens for; their rows are the last of `rows`."""
+        starting, total = [waiting.popleft()], 0
+        total = len(starting[0].ids)
+        while (
+            waiting
+            and len(rows) + len(starting) < self._limits.slots
+            and total + len(waiting[0].ids) <= self._prefill_tokens
+        ):
+            total += len(waiting[0].ids)
+            starting.append(waiting.popleft())
+        slots = range(len(rows), len(rows) + len(starting))
+        began = self.stage.now()
+        tokens = self.stage.begin([request.ids for request in starting], slots, [request.row for request in starting])
+        self.speed.prefill_seconds += self.stage.now() - began
+        self.speed.prefill_tokens += total
+        for request in starting:
+            rows.append(_Row(request, TextStream(self._tokenizer, self._limits.stop_texts, request.ids)))
+        return tokens
+
+    def _go_on(self, rows: list[_Row]) -> list[int]:
+        positions = [row.position for row in rows]
+        began, waited = self.stage.now(), self.stage.waits.seconds
+        tokens = self.stage.go_on([row.ids[-1] for row in rows], positions, [row.request.row for row in rows])
+        speed = self.speed
+        speed.decode_seconds += self.stage.now() - began
+        speed.decode_waited += self.stage.waits.seconds - waited
+        speed.decode_tokens += len(rows)
+        speed.decode_passes += 1
+        speed.cache_bytes += self.stage.cache.bytes_read([position + 1 for position in positions])
+        return tokens
+
+    def _take(self, row: _Row, token: int, on_text: Callable[[Request, str], None] | None) -> None:
+        row.ids.append(token)
+        text = ""
+        if token in self._limits.stop_ids:
+            row.ending = "stop_token"
+        else:
+            text = row.stream.push(token)
+            if row.stream.stopped:
+                row.ending = "stop_text"
+            elif len(row.ids) == self._limits.max_new_tokens:
+                row.ending = "length"
+        if row.ending is not None:
+            text += row.stream.finish()
+            if row.stream.stopped and row.ending == "length":
+                row.ending = "stop_text"
+        if text and on_text is not None:
+            on_text(row.request, text)
+
+    def _close_gaps(self, rows: list[_Row]) -> None:
+        """Takes out rows that have ended; the last ones fill their places."""
+        slot = 0
+        while slot < len(rows):
+            if rows[slot].ending is None:
+                slot += 1
+                continue
+            last = rows.pop()
+            if last.ending is None:
+                self.stage.move(len(rows), slot)
+                rows[slot] = last

@@ -1,0 +1,169 @@
+"""The next token of each row, from logits whose vocabulary lies over the tensor-parallel ranks.
+
+    z = logits, with a repetition penalty;   s = z / temperature;   s_i = -inf below the row's bound
+    token = argmax_i (s_i + g_i),   g_i = -log(-log u_i)
+
+which draws from softmax(s) (the Gumbel-max trick), so greedy choice and sampling are one argmax: each rank finds the
+best of its own part, and two numbers a row and rank decide. u is Philox of (seed, row, position, token), and so the
+same on every layout and in every batch: what differs between layouts is the rounding of logits, which moves choices no
+more than it moves the distribution. Top-k, top-p and min-p are all a lower bound on s, found from the best k of each
+rank, from all of s for top-p alone, or from the maximum. Their order is penalty, temperature, top-k, top-p, min-p.
+
+Legend: N rows, V vocabulary, R tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.distributed.collectives import all_gather, all_reduce
+from engine.distributed.mesh import Axis
+from engine.inference.options import Sampling
+from triton_kernels.philox import philox4x32
+
+_MASK = 0xFFFFFFFF
+_SITE = 0x67656E21
+"""Second word of the key; no dropout site and no tensor's checksum of a model is expected to be it."""
+
+
+class Chooser:
+    """Chooses tokens on the ranks that have logits.
+
+    Args:
+        settings: how.
+        tp: ranks over which the vocabulary is split.
+        first_id, num_ids: the token ids whose logits are here.
+        vocab_size: of all ranks.
+        slots: rows at a time.
+        device: of logits.
+    """
+
+    def __init__(
+        self, settings: Sampling, *, tp: Axis, first_id: int, num_ids: int, vocab_size: int, slots: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._settings, self._tp, self._vocab_size = settings, tp, vocab_size
+        self._first_id, self._num_ids = first_id, num_ids
+        self._seen: Tensor | None = None
+        if settings.repetition_penalty != 1.0:
+            self._seen = torch.zeros(slots, num_ids, dtype=torch.bool, device=device)
+
+    def start_row(self, slot: int, ids: Tensor) -> None:
+        """A row begins with int64 `ids` in this slot."""
+        if self._seen is not None:
+            self._seen[slot] = False
+            self._note(torch.full_like(ids, slot), ids)
+
+    def move_row(self, source: int, target: int) -> None:
+        """A row goes to another slot."""
+        if self._seen is not None:
+            self._seen[target] = self._seen[source]
+
+    def choose(self, logits_NV: Tensor, slots: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """The next token of each row; collective over the tensor-parallel ranks, the same on all.
+
+        Args:
+            logits_NV: [N, V / R] with padding columns; any float dtype.
+            slots, rows, positions: int64 [N]: where the row is, its number in the run, and the position of the token
+                that is chosen.
+
+        Returns:
+            int64 [N].
+        """
+        scores = self.scores(logits_NV, slots)
+        if not self._settings.greedy:
+            scores = self._bounded(scores).double() + self._noise(rows, positions)
+        tokens = self._argmax(scores)
+        if self._seen is not None:
+            self._note(slots, tokens)
+        return tokens
+
+    def scores(self, logits_NV: Tensor, slots: Tensor) -> Tensor:
+        """fp32 [N, ids here]: logits with the penalty, over the temperature."""
+        scores = logits_NV[:, : self._num_ids].float()
+        if self._seen is not None:
+            penalty = self._settings.repetition_penalty
+            repeated = torch.where(scores < 0, scores * penalty, scores / penalty)
+            scores = torch.where(self._seen[slots], repeated, scores)
+        return scores if self._settings.greedy else scores / self._settings.temperature
+
+    def _note(self, slots: Tensor, ids: Tensor) -> None:
+        assert self._seen is not None
+        local = ids - self._first_id
+        here = (local >= 0) & (local < self._num_ids)
+        self._seen[slots[here], local[here]] = True
+
+    def _bounded(self, scores: Tensor) -> Tensor:
+        """-inf below the row's bound."""
+        settings = self._settings
+        if settings.top_k is None and settings.top_p == 1 and settings.min_p == 0:
+            return scores
+        bound = scores.new_full((scores.shape[0], 1), -torch.inf)
+        if settings.top_k is not None:
+            candidates = self._gathered(scores, settings.top_k)
+            bound = candidates.topk(min(settings.top_k, self._vocab_size), dim=1).values[:, -1:]
+        elif settings.top_p < 1:
+            candidates = self._gathered(scores, None)
+        else:
+            candidates = self._maximum(scores)
+        if settings.top_p < 1:
+            bound = _nucleus(candidates.masked_fill(candidates < bound, -torch.inf), settings.top_p)
+        if settings.min_p > 0:
+            bound = torch.maximum(bound, candidates.amax(1, keepdim=True) + math.log(settings.min_p))
+        return scores.masked_fill(scores < bound, -torch.inf)
+
+    def _gathered(self, scores: Tensor, count: int | None) -> Tensor:
+        """[N, C] scores of all ranks, or of each rank the best `count`; -inf where a rank has fewer."""
+        width = -(-self._vocab_size // self._tp.size)
+        if count is not None and count < width:
+            width = count
+            scores = scores.topk(min(width, self._num_ids), dim=1).values
+        full = scores.new_full((scores.shape[0], width), -torch.inf)
+        full[:, : scores.shape[1]] = scores
+        return all_gather(full.t().contiguous(), self._tp).t()
+
+    def _maximum(self, scores: Tensor) -> Tensor:
+        """[N, 1] over all ranks."""
+        best = scores.new_full((scores.shape[0], 1), -torch.inf)
+        if self._num_ids:
+            best = scores.amax(1, keepdim=True)
+        return all_reduce(best, self._tp, dist.ReduceOp.MAX)
+
+    def _noise(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """fp64 [N, ids here] standard Gumbel numbers, functions of (seed, row, position, token id)."""
+        first, last = self._first_id // 4, (self._first_id + max(self._num_ids, 1) - 1) // 4
+        blocks = torch.arange(first, last + 1, device=rows.device, dtype=torch.int64)[None]
+        row, position = rows[:, None], positions[:, None]
+        words = philox4x32(
+            (blocks, row & _MASK, (row >> 32) & _MASK, position & _MASK), (self._settings.seed & _MASK, _SITE)
+        )
+        skip = self._first_id - 4 * first
+        draws = torch.stack(words, dim=-1).flatten(1)[:, skip : skip + self._num_ids]
+        uniform = (draws.double() + 0.5) * 2.0**-32
+        return -torch.log(-torch.log(uniform))
+
+    def _argmax(self, scores: Tensor) -> Tensor:
+        """int64 [N] token id of the largest score over all ranks; of equal ones the first."""
+        best = torch.full((scores.shape[0], 2), -torch.inf, dtype=torch.float64, device=scores.device)
+        if self._num_ids:
+            place = scores.argmax(1, keepdim=True)
+            best = torch.cat((scores.gather(1, place).double(), (place + self._first_id).double()), dim=1)
+        if self._tp.size == 1:
+            return best[:, 1].long()
+        ranks_RN2 = all_gather(best, self._tp).view(self._tp.size, -1, 2)
+        winner = ranks_RN2[..., 0].argmax(0, keepdim=True)
+        return ranks_RN2[..., 1].gather(0, winner)[0].long()
+
+
+def _nucleus(candidates_NC: Tensor, top_p: float) -> Tensor:
+    """[N, 1] the least score among the most likely ones whose probabilities together reach `top_p`."""
+    ordered = candidates_NC.sort(dim=1, descending=True).values
+    probabilities = ordered.double().softmax(1)
+    before = probabilities.cumsum(1) - probabilities
+    kept = before < top_p
+    kept[:, 0] = True
+    return ordered.masked_fill(~kept, torch.inf).amin(1, keepdim=True)

@@ -1,0 +1,82 @@
+"""From tokens that come one by one to text that can be shown, and where text says that an answer ends.
+
+A token may be part of a character, and decoding a part of a text may differ from that part of the decoded text (white
+space at its front). So what is new is the difference of two decodings that begin at the same token, some way back, and
+nothing is shown that ends in an unfinished character. What may be the beginning of a stop text is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_UNFINISHED = "\ufffd"
+
+
+class Decodes(Protocol):
+    """What is asked of a tokenizer."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; control tokens are left out."""
+        ...
+
+
+class TextStream:
+    """The text of one row.
+
+    Args:
+        tokenizer: of the model.
+        stops: texts that end the row; they are left out of its text, and so is what follows.
+        before: tokens before the first that is pushed, whose text is not part of it.
+    """
+
+    def __init__(self, tokenizer: Decodes, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._ids = list(before[-8:])
+        self._begin, self._end = 0, len(self._ids)
+        self._shown = 0
+        self.text = ""
+        """All text so far, without what is unfinished."""
+        self.stopped = False
+        """Whether a stop text has come."""
+
+    def push(self, token: int) -> str:
+        """Takes a token; returns the text that can be shown now, which may be none."""
+        self._ids.append(token)
+        self._decode(finished=False)
+        return self._take(self._safe())
+
+    def finish(self) -> str:
+        """No token follows: the rest of the text."""
+        self._decode(finished=True)
+        return self._take(len(self.text))
+
+    def _decode(self, *, finished: bool) -> None:
+        if self.stopped:
+            return
+        old = self._tokenizer.decode(self._ids[self._begin : self._end])
+        new = self._tokenizer.decode(self._ids[self._begin :])
+        if len(new) <= len(old) or (new.endswith(_UNFINISHED) and not finished):
+            return
+        searched = max(0, len(self.text) - max(map(len, self._stops), default=0))
+        self.text += new[len(old) :]
+        self._begin, self._end = self._end, len(self._ids)
+        ends = [place for stop in self._stops if (place := self.text.find(stop, searched)) >= 0]
+        if ends:
+            self.text, self.stopped = self.text[: min(ends)], True
+
+    def _safe(self) -> int:
+        """How much of the text is no beginning of a stop text."""
+        if self.stopped:
+            return len(self.text)
+        held = 0
+        for stop in self._stops:
+            for length in range(1, min(len(stop), len(self.text) + 1)):
+                if self.text.endswith(stop[:length]):
+                    held = max(held, length)
+        return len(self.text) - held
+
+    def _take(self, end: int) -> str:
+        new = self.text[self._shown : end]
+        self._shown = max(self._shown, end)
+        return new

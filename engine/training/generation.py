@@ -1,0 +1,212 @@
+"""Opens a model for generation: any checkpoint the engine reads, an adapter beside it, on this rank's place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.commands import open_trained
+from engine.checkpoint.folder import ADAPTER_CONFIG
+from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.merge import MergedSource, fully_trained
+from engine.checkpoint.peft_read import AdapterSource
+from engine.checkpoint.proof import Live, live_model
+from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.scales import Scale
+from engine.checkpoint.source import WeightSource, open_source
+from engine.checkpoint.training_state import open_run
+from engine.config.model import ModelOptions
+from engine.config.parallel import ParallelOptions
+from engine.config.run import RunConfig
+from engine.distributed.launch import Launch
+from engine.distributed.mesh import Axis, Mesh, build_mesh
+from engine.distributed.ranks import RankGrid
+from engine.errors import UserError
+from engine.inference.options import ModelChoice
+from engine.layers.encoded_storage import encoded_entries
+from engine.layers.module import shard_entries
+from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.layers.sharded_storage import SpreadWeights
+from engine.models.config import DecoderConfig
+from engine.models.decoder import Decoder, Part
+from engine.models.describe import parameter_specs
+from engine.ops.backends import choose_kernels
+from engine.ops.varlen_attention import choose_attention
+from engine.pipeline.partition import LayerWeights, split_layers
+from engine.telemetry.log import Log
+from engine.telemetry.progress import Progress
+from engine.training.base_encoding import base_encoding, check_base, fill_base
+from engine.training.build import DTYPES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedModel:
+    """A model on this rank.
+
+    Args:
+        decoder: this rank's part, with weights.
+        config: of the whole model.
+        mesh: of the ranks.
+        folder: of the model, where its tokenizer and generation_config.json are.
+    """
+
+    decoder: Decoder
+    config: DecoderConfig
+    mesh: Mesh
+    folder: Path
+
+    def end_tokens(self, tokenizer_end: int | None) -> frozenset[int]:
+        """The tokens that end an answer: those of generation_config.json, else of config.json, else the tokenizer's."""
+        for name in ("generation_config.json", "config.json"):
+            path = self.folder / name
+            value = _read_json(path).get("eos_token_id") if path.is_file() else None
+            if isinstance(value, int):
+                return frozenset((value,))
+            if isinstance(value, list):
+                return frozenset(int(one) for one in value)
+        return frozenset(() if tokenizer_end is None else (tokenizer_end,))
+
+
+def open_for_generation(choice: ModelChoice, launch: Launch, log: Log) -> OpenedModel:
+    """Builds this rank's part of the model and reads its weights. Collective.
+
+    Raises:
+        UserError: no such model or adapter, one that does not fit the other, or a layout that does not fit the model.
+    """
+    tensor = choice.tensor_size(launch.world_size)
+    source, live = _sources(choice, log)
+    dtype_name = choice.dtype or ("bfloat16" if launch.device.type == "cuda" else "float32")
+    options = RunConfig(
+        model=ModelOptions(
+            path=str(source.model.path), dtype=dtype_name, base_dtype=choice.base_dtype, kernels=choice.kernels
+        ),
+        parallel=ParallelOptions(tensor=tensor, pipeline=choice.pipeline),
+    )
+    check_base(options, live.config, live.plan)
+    grid = RankGrid(tp=tensor, cp=1, dp=1, pp=choice.pipeline)
+    part_of = _parts(live.config, choice.pipeline)
+    mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=live.config.num_kv_heads)
+    decoder = Decoder(
+        live.config,
+        layout=_layout(options, mesh, live.config, launch, log),
+        plan=live.plan,
+        device=launch.device,
+        dtype=DTYPES[dtype_name],
+        part=part_of[mesh.pp.rank],
+    )
+    shards = [entry.shard for entry in shard_entries(decoder)]
+    with Progress(log, "reading weights", sum(shard.tensor.nbytes for shard in shards), "bytes") as progress:
+        load_parameters(shards, live.tensors, progress=progress.advance)
+    fill_base(options, source.model, live.tensors, (decoder,), SpreadWeights(Axis("dp_cp")), log)
+    return OpenedModel(decoder=decoder, config=live.config, mesh=mesh, folder=source.model.path)
+
+
+def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live]:
+    """The base, and the live model of it and the adapter."""
+    if choice.adapter is None:
+        assert choice.path is not None
+        source = open_source(choice.path)
+        return source, Live(source.model.decoder, source, TrainingPlan())
+    source, trained, scale, encoded = _adapter(choice)
+    if encoded is not None and encoded != choice.base_dtype:
+        log.warning(
+            f"the adapter was trained beside a base in {encoded}, and --base-dtype is "
+            f"{choice.base_dtype or 'not given'}: --base-dtype {encoded} gives the model that was trained"
+        )
+    config = MergedSource(source.model, source, trained, scale=scale).live_config
+    live = live_model(config, source, trained, scale)
+    full = {name.rpartition(".")[0] for name in fully_trained(trained.tensor_names())}
+    if full and choice.base_dtype is not None:  # what training changed in full was not encoded
+        live = live._replace(plan=replace(live.plan, trains=full.__contains__))
+    return source, live
+
+
+def _adapter(choice: ModelChoice) -> tuple[WeightSource, TensorReader, Scale, str | None]:
+    """Base, trained values and their scale, and the encoding of the base that they were trained beside, if known."""
+    folder = choice.adapter
+    assert folder is not None
+    if not folder.is_dir():
+        raise UserError(f"--adapter {folder} is not a folder: give that of a PEFT adapter, or of a run.")
+    if (folder / ADAPTER_CONFIG).is_file():
+        if choice.path is None:
+            raise UserError(f"--adapter {folder} is a PEFT adapter, which holds no base: give its base with --model.")
+        if choice.step is not None:
+            raise UserError(f"--step chooses a checkpoint of a run, but {folder} is a PEFT adapter: leave it out.")
+        base = open_source(choice.path)
+        adapter = AdapterSource(folder, names=base.model.names, decoder=base.model.decoder, with_saved_modules=True)
+        adapter.require_base(base)
+        return base, adapter, adapter.scale, None
+    checkpoint = open_run(folder, step=choice.step)
+    trained = open_trained(checkpoint, choice.path)
+    if trained.weights is None:
+        raise UserError(
+            f"the run in {folder} began with random weights and is no adapter: export it with tools/convert.py export "
+            "--format hf, and give the result to --model."
+        )
+    return trained.weights, checkpoint.trained(), trained.scale, checkpoint.base.get("dtype")
+
+
+def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launch, log: Log) -> TensorLayout:
+    """How this rank's tensors lie; adapters are folded also without sequence parallelism, as nothing trains."""
+    dtype = DTYPES[options.model.dtype]
+    kernels, sentence = choose_kernels(options.model.kernels, device=launch.device, dtype=dtype)
+    log.info(sentence)
+    attention = choose_attention(kernels, device=launch.device, dtype=dtype, head_dim=config.head_dim, packed=True)
+    return TensorLayout(
+        tp=mesh.tp,
+        kv_replica=mesh.kv_replica,
+        pp_ends=mesh.pp_ends,
+        joint_reduce=True,
+        kernels=attention.kernels,
+        base=base_encoding(options, launch.device),
+    )
+
+
+def _parts(config: DecoderConfig, pipeline: int) -> list[Part]:
+    """The part of each pipeline rank; the head counts as the layers that take as long.
+
+    Raises:
+        UserError: fewer layers than ranks.
+    """
+    if pipeline > config.num_layers:
+        raise UserError(
+            f"--pipeline {pipeline} needs a layer for each rank, but the model has {config.num_layers}: use at most "
+            f"{config.num_layers}."
+        )
+    shapes = {name: spec.global_shape for name, spec in parameter_specs(config, tensor_rank=0, tensor_size=1).items()}
+    layer = sum(prod(shape) for name, shape in shapes.items() if name.startswith("layers.0.") and len(shape) == 2)
+    head = config.hidden * config.vocab_size / layer
+    layers = split_layers(config.num_layers, pipeline, LayerWeights(head=head))
+    ends = [sum(layers[: rank + 1]) for rank in range(pipeline)]
+    return [
+        Part(first=end - count, last=end, embedding=rank == 0, head=rank == pipeline - 1)
+        for rank, (count, end) in enumerate(zip(layers, ends, strict=True))
+    ]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a JSON file ({error}): mend it or copy it again.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON mapping: mend it or copy it again.")
+    return content
+
+
+def storage_bytes(decoder: Decoder, *, each_token: bool = False) -> int:
+    """Bytes of the weights on this rank, encoded ones as they are stored.
+
+    Args:
+        each_token: only of what every pass reads as a whole: not of an embedding, unless it is the head as well.
+    """
+    parts = (decoder.layers, decoder.norm, decoder.head) if each_token else (decoder,)
+    tensors = [parameter for part in parts if part is not None for parameter in part.parameters()]
+    if each_token and decoder.head is not None and decoder.config.tied_embeddings:
+        tensors.append(decoder.head.operands.weight_OI)
+    tensors += [entry.memory for entry in encoded_entries(decoder)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

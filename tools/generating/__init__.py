@@ -1,0 +1,1 @@
+"""What tools/generate.py is made of."""

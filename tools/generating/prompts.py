@@ -1,0 +1,139 @@
+"""Where prompts come from and where answers go: texts, files of records, and their tokens."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from engine.data.tokenizer import Tokenizer
+from engine.errors import UserError
+from engine.inference.generate import Answer, Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Writer:
+    """What makes tokens of texts and conversations.
+
+    Args:
+        tokenizer: of the model.
+        chat: whether a plain text is what a user says.
+        system: in front of each conversation that has no system message of its own; None for nothing.
+    """
+
+    tokenizer: Tokenizer
+    chat: bool
+    system: str | None
+
+    def __post_init__(self) -> None:
+        if self.chat and not self.tokenizer.has_chat_template:
+            raise UserError(
+                "--chat needs a chat template, which the tokenizer of this model does not have: leave --chat out, or "
+                "give a tokenizer that has one with --tokenizer."
+            )
+
+    def text(self, text: str) -> tuple[int, ...]:
+        """Tokens of a prompt."""
+        if self.chat:
+            return self.conversation([{"role": "user", "content": text}])
+        return tuple(self.tokenizer.encode(text, bos=self.tokenizer.adds_bos))
+
+    def conversation(self, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+        """Tokens of a conversation, up to where the assistant speaks next."""
+        if self.system is not None and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return tuple(self.tokenizer.chat_prompt(messages))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL file of prompts, each of which has a prompt or messages.
+
+    Raises:
+        UserError: the file cannot be read, or a line is something else; names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts {path} cannot be read ({error}): give a JSONL file in UTF-8.") from error
+    records = [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not records:
+        raise UserError(f'--prompts {path} has no records: write lines such as {{"prompt": "Once upon a time"}}.')
+    return records
+
+
+def _record(line: str, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place} is not JSON ({error}): mend it.") from error
+    if not isinstance(record, dict):
+        raise UserError(f'{place} is no JSON mapping: write {{"prompt": ...}} or {{"messages": [...]}}.')
+    if ("prompt" in record) == ("messages" in record):
+        raise UserError(f"{place} needs either prompt or messages, and has {', '.join(record) or 'nothing'}: mend it.")
+    if "prompt" in record and not isinstance(record["prompt"], str):
+        raise UserError(f"{place} has a prompt that is no text: write it in quotes.")
+    messages = record.get("messages", [{"role": "user", "content": ""}])
+    good = isinstance(messages, list) and messages and all(isinstance(one, dict) and "role" in one for one in messages)
+    if not good:
+        raise UserError(f'{place} has messages that are no list of {{"role": ..., "content": ...}}: mend it.')
+    return record
+
+
+def record_ids(record: dict[str, Any], writer: Writer) -> tuple[int, ...]:
+    """Tokens of a record."""
+    return writer.text(record["prompt"]) if "prompt" in record else writer.conversation(record["messages"])
+
+
+class RecordsOut:
+    """Writes each record with its answer, in the order of the prompts, as soon as all before it are there.
+
+    Args:
+        records: as they were read.
+        path: of the JSONL file; None for stdout.
+        with_ids: the answers' token ids too.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+
+    def __init__(self, records: Sequence[dict[str, Any]], path: Path | None, *, with_ids: bool) -> None:
+        self._records, self._with_ids = records, with_ids
+        self._ready: dict[int, Answer] = {}
+        self._next = 0
+        self._path = path
+        self._file: TextIO = sys.stdout
+        if path is not None:
+            try:
+                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+            except OSError as error:
+                raise UserError(f"--out {path} cannot be written ({error.strerror}): give another path.") from error
+
+    def add(self, answer: Answer) -> None:
+        """Takes an answer in any order."""
+        self._ready[answer.request.row] = answer
+        while self._next in self._ready:
+            record = {**self._records[self._next], **self._fields(self._ready.pop(self._next))}
+            print(json.dumps(record, ensure_ascii=False), file=self._file, flush=True)
+            self._next += 1
+
+    def close(self) -> None:
+        """Ends the file."""
+        if self._path is not None:
+            self._file.close()
+
+    def _fields(self, answer: Answer) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "completion": answer.text,
+            "ending": answer.ending,
+            "prompt_tokens": len(answer.request.ids),
+            "completion_tokens": len(answer.ids),
+        }
+        return fields | ({"completion_ids": list(answer.ids)} if self._with_ids else {})
+
+
+def requests_of(prompts: Sequence[tuple[int, ...]]) -> list[Request]:
+    """Prompts as requests, numbered in their order."""
+    return [Request(row=row, ids=ids) for row, ids in enumerate(prompts)]

@@ -3,7 +3,7 @@
 Peaks are those of the vendors' data sheets: dense bf16 products with fp32 sums, memory, and one direction of the links
 of a GPU; nodes are taken to have eight of them, with 400 Gbit/s each to other nodes. What a program gets is a share of
 that: on one H200, products of 8192 x 8192 matrices ran at 790 TFLOP/s and copies at 4.3 TB/s. The same shares are
-assumed of the others, which were not measured.
+assumed of the others, which were not measured, and of FP8 products and of the link to host memory.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ class Machine:
         name: as a user asks for it.
         memory: GiB of a device, as it is sold.
         products: TFLOP/s that matrix products get.
+        products_fp8: the same of e4m3; 0 where the device has none.
+        scales_rows: whether those may have a scale for each row.
+        host: GB/s that a device gets from host memory, or sends there, each way.
         copies: GB/s read and written that memory gets.
         link: GB/s that a device sends to others of its node.
         network: GB/s that a device sends to other nodes.
@@ -36,6 +39,9 @@ class Machine:
     copies: float
     link: float
     network: float = 50.0
+    products_fp8: float = 0.0
+    scales_rows: bool = True
+    host: float = 57.0
     node_size: int = 8
 
     def wire(self, ranks: int) -> float:
@@ -43,22 +49,47 @@ class Machine:
         return self.link if ranks <= self.node_size else self.network
 
 
-def _card(name: str, memory: float, products: float, copies: float, link: float) -> Machine:
+def _card(
+    name: str, memory: float, products: float, copies: float, link: float, *, products_fp8: float, host: float,
+    scales_rows: bool = False,
+) -> Machine:  # fmt: skip
     return Machine(
-        name=name, memory=memory, products=products * PRODUCT_SHARE, copies=copies * COPY_SHARE, link=link * COPY_SHARE
+        name=name,
+        memory=memory,
+        products=products * PRODUCT_SHARE,
+        copies=copies * COPY_SHARE,
+        link=link * COPY_SHARE,
+        products_fp8=products_fp8 * PRODUCT_SHARE,
+        scales_rows=scales_rows,
+        host=host * COPY_SHARE,
     )
 
 
 MACHINES = {
     machine.name: machine
     for machine in (
-        _card("h100-80", 80, 989, 3350, 450),
-        _card("h200-141", 141, 989, 4800, 450),
-        _card("a100-80", 80, 312, 2039, 300),
-        _card("a100-40", 40, 312, 1555, 300),
-        _card("rtx4090-24", 24, 165, 1008, 32),
+        _card("h100-80", 80, 989, 3350, 450, products_fp8=1979, host=64, scales_rows=True),
+        _card("h200-141", 141, 989, 4800, 450, products_fp8=1979, host=64, scales_rows=True),
+        _card("a100-80", 80, 312, 2039, 300, products_fp8=0, host=32),
+        _card("a100-40", 40, 312, 1555, 300, products_fp8=0, host=32),
+        _card("rtx4090-24", 24, 165, 1008, 32, products_fp8=330, host=32),
     )
 }
+
+
+def check_encoding(machine: Machine, base_dtype: str | None) -> None:
+    """Whether a machine has the products of an encoding.
+
+    Raises:
+        UserError: it has none.
+    """
+    if base_dtype not in ("fp8", "fp8_row"):
+        return
+    if not machine.products_fp8 or (base_dtype == "fp8_row" and not machine.scales_rows):
+        raise UserError(
+            f"model.base_dtype is {base_dtype}, for which {machine.name} has no products: set model.base_dtype to int8 "
+            "or nf4."
+        )
 
 
 def machine_for(name: str | None, gpu_memory: float) -> Machine:

@@ -153,7 +153,8 @@ class _Rank:
 
     def estimate(self) -> PeakEstimate:
         static = self._static()
-        moments = list(self._moments())
+        stages = {number: self._stage(number) for number in self._stages}
+        moments = list(self._moments(stages))
         moment, moving = max(moments, key=lambda pair: total(pair[1]))
         written = max((group.largest for group in self._groups() if group.trained), default=0)
         return PeakEstimate(
@@ -162,7 +163,7 @@ class _Rank:
             static=static,
             load=self._load(static),
             save=total(static) + written * WIDE,
-            host=self._host(),
+            host=self._host() + self._most_away(stages),
             pipeline_rank=self._rank,
         )
 
@@ -277,12 +278,11 @@ class _Rank:
         bucket = int(self._layout.parallel.bucket_mb * 2**20) // WIDE
         return min(bucket, sum(self._regions().values()))
 
-    def _moments(self) -> Iterator[tuple[str, Parts]]:
+    def _moments(self, stages: dict[int, StageBytes]) -> Iterator[tuple[str, Parts]]:
         """Every moment that may be the fullest, without what is always there."""
         count = self._workload.num_microbatches(self._layout)
         token = _BATCH_BYTES + (_ANSWER_BYTES if self._workload.answers else 0)
         batches = added({BATCHES: token * self._sizes.tokens * count}, self._gathered(count))
-        stages = {number: self._stage(number) for number in self._stages}
         message = self._sizes.numbers(self._sizes.local, self._shape.hidden)
         alive: dict[tuple[int, int], Parts] = {}
         deferred: dict[tuple[int, int], Parts] = {}
@@ -300,6 +300,15 @@ class _Rank:
             else:
                 deferred.pop(key)
         yield from self._update(batches)
+
+    def _most_away(self, stages: dict[int, StageBytes]) -> int:
+        """Bytes in host memory of the micro-batches whose backward is still to come, when they are most."""
+        now = most = 0
+        for action in self._plan.schedule.actions[self._rank]:
+            nbytes = stages[action.stage].away
+            now += nbytes if action.op == "F" else -nbytes if action.op in ("B", "I") else 0
+            most = max(most, now)
+        return most
 
     def _update(self, batches: Parts) -> Iterator[tuple[str, Parts]]:
         """Where plain torch makes the gradient's norm, some elements in fp64; and, where masters are divided, the

@@ -1,24 +1,29 @@
 """Which layouts of a number of devices fit their memory, and which of them is fastest.
 
 Every way to write the number as tensor x context x pipeline x data ranks is tried, with and without sequence
-parallelism, with one and with two stages a pipeline rank, and with the least recomputation that fits. What the rules of
-the configuration refuse is passed over with their reason.
+parallelism, with one and with two stages a pipeline rank, and with the least recomputation that fits; where that is not
+none, with what may wait in host memory or be kept in fewer bits, too. What the rules of the configuration refuse is
+passed over with their reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
 
 from engine.config.parallel import ParallelOptions
 from engine.config.rules import check_config, check_world
 from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.layers.recompute import Level, MemoryPlan
+from engine.layers.rounding import FLOAT8
 from engine.ops.ulysses_attention import check_context_heads
 from engine.optim.sharding import ShardLevel
 from engine.planning.layout import Layout, Shapes, Workload
-from engine.planning.machine import Machine
+from engine.planning.machine import Machine, check_encoding
 from engine.planning.memory import PeakEstimate, predict_layout
 from engine.planning.time import StepTime, predict_time
 
@@ -32,12 +37,16 @@ class Wanted:
         devices: how many there are.
         capacity: bytes of a device that may be used.
         recompute: the levels to try; all by default.
+        offload: what may wait in host memory: "weights", "optimizer" and "activations".
+        stored: the dtypes to try for activations that are kept; None is their own.
     """
 
     config: RunConfig
     devices: int
     capacity: float
     recompute: tuple[Level, ...] = ("none", "selective", "attention", "full")
+    offload: tuple[str, ...] = ()
+    stored: tuple[torch.dtype | None, ...] = (None,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,12 +54,14 @@ class Candidate:
     """A layout that the rules allow.
 
     Args:
+        workload: with what of it waits in host memory.
         estimate: of the pipeline rank that holds most.
         estimates: of all pipeline ranks.
         time: None where it does not fit.
     """
 
     layout: Layout
+    workload: Workload
     memory: MemoryPlan
     estimate: PeakEstimate
     estimates: tuple[PeakEstimate, ...]
@@ -60,7 +71,15 @@ class Candidate:
         """Layout and recomputation in a few words."""
         memory = self.memory
         layers = "" if memory.recompute_layers is None else f" of {memory.recompute_layers} layers"
-        return f"{self.layout.label()}; recompute {memory.recompute}{layers}"
+        workload = self.workload
+        places = (workload.offload_weights, workload.offload_optimizer, memory.offload)
+        away = [name for name, there in zip(("weights", "optimizer", "activations"), places, strict=True) if there]
+        words = [f"recompute {memory.recompute}{layers}"]
+        if away:
+            words.append(f"{' and '.join(away)} in host memory")
+        if memory.stored_dtype is not None:
+            words.append(f"activations kept in {'float8' if memory.stored_dtype == FLOAT8 else 'bfloat16'}")
+        return "; ".join((self.layout.label(), *words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +106,12 @@ class Found:
 
 
 def search(wanted: Wanted, workload: Workload, machine: Machine) -> Found:
-    """Tries every layout."""
+    """Tries every layout.
+
+    Raises:
+        UserError: the machine has no products for the base's encoding.
+    """
+    check_encoding(machine, workload.base_dtype)
     shapes = Shapes.for_workload(workload)
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
@@ -99,17 +123,31 @@ def search(wanted: Wanted, workload: Workload, machine: Machine) -> Found:
         except UserError as error:
             refused.append(Refused(layout, str(error)))
             continue
+        timed: list[Candidate] = []
         for candidate in tried:
-            if candidate.estimate.peak <= wanted.capacity:
-                time = predict_time(workload, candidate.layout, candidate.memory, machine, shapes)
-                fitting.append(replace(candidate, time=time))
-            else:
+            if candidate.estimate.peak > wanted.capacity:
                 too_large.append(candidate)
+                continue
+            time = predict_time(candidate.workload, candidate.layout, candidate.memory, machine, shapes)
+            timed.append(replace(candidate, time=time))
+        fitting += _fastest_alike(timed)[:_SHOWN_OF_A_LAYOUT]
     return Found(
         fitting=tuple(sorted(fitting, key=_seconds)),
         too_large=tuple(sorted(too_large, key=lambda candidate: candidate.estimate.peak)),
         refused=tuple(refused),
     )
+
+
+_SHOWN_OF_A_LAYOUT = 8
+
+
+def _fastest_alike(candidates: list[Candidate]) -> list[Candidate]:
+    """Of candidates that differ in nothing but the number of layers that are made again, the fastest."""
+    best: dict[object, Candidate] = {}
+    for one in sorted(candidates, key=_seconds):
+        workload, memory = one.workload, replace(one.memory, recompute_layers=None)
+        best.setdefault((one.layout.label(), workload.offload_weights, workload.offload_optimizer, memory), one)
+    return list(best.values())
 
 
 def _seconds(candidate: Candidate) -> tuple[float, int]:
@@ -152,48 +190,99 @@ def _check(wanted: Wanted, workload: Workload, layout: Layout) -> None:
         check_context_heads(*heads, parallel.context)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where things wait, and in how many bits: what is tried beside a layout.
+
+    Args:
+        workload: which says whether weights and the optimizer's state are in host memory.
+        offload: whether what layers leave for backward is.
+        stored: the dtype that it is kept in; None for its own.
+    """
+
+    workload: Workload
+    offload: bool = False
+    stored: torch.dtype | None = None
+
+
+def _places(wanted: Wanted, workload: Workload, layout: Layout) -> list[_Place]:
+    """All that may be tried, the plain one first."""
+    weights = "weights" in wanted.offload and layout.parallel.shard != "parameters"
+    choices = product(
+        _may(weights), _may("optimizer" in wanted.offload), _may("activations" in wanted.offload), wanted.stored
+    )
+    return [
+        _Place(
+            workload=replace(workload, offload_weights=weights, offload_optimizer=state), offload=moves, stored=stored
+        )
+        for weights, state, moves, stored in choices
+    ]
+
+
+def _may(allowed: bool) -> tuple[bool, ...]:
+    return (False, True) if allowed else (False,)
+
+
 def _least_sharding(wanted: Wanted, workload: Workload, layout: Layout, shapes: Shapes) -> list[Candidate]:
     """What to rank of a layout: whole copies on all data and context ranks, and where a level above spreads memory so
-    that less has to be made again, or that it fits at all, that level too."""
+    that less has to be made again, or that it fits at all, that level too; and where something must be made again, what
+    host memory and fewer bits can do instead."""
     tried: list[Candidate] = []
     levels: tuple[ShardLevel, ...] = ("none", "gradients", "parameters") if layout.data_and_context > 1 else ("none",)
+    others: list[tuple[Layout, _Place]] = []
     for level in levels:
         own = replace(layout, parallel=replace(layout.parallel, shard=level))
-        tried += _least_recomputation(wanted, workload, own, shapes)
+        plain, *places = _places(wanted, workload, own)
+        tried += _least_recomputation(wanted, plain, own, shapes)
+        others += [(own, place) for place in places]
         if any(one.memory.recompute in _LIGHT and one.estimate.peak <= wanted.capacity for one in tried):
             break
+    else:
+        for own, place in others:
+            tried += _least_recomputation(wanted, place, own, shapes)
     fitting = [one for one in tried if one.estimate.peak <= wanted.capacity]
     return fitting or [min(tried, key=lambda one: one.estimate.peak)]
 
 
-def _least_recomputation(wanted: Wanted, workload: Workload, layout: Layout, shapes: Shapes) -> list[Candidate]:
-    """What to rank of a layout: the levels that make little again, and of the others the fewest layers that fit.
+def _least_recomputation(wanted: Wanted, place: _Place, layout: Layout, shapes: Shapes) -> list[Candidate]:
+    """What to rank of a layout and a place: the levels that make little again, and of the others the fewest layers that
+    fit.
 
     Making more again than needed is never faster, so a level that makes whole regions again is tried only where the
-    lighter ones are too large. Where nothing fits, the smallest.
+    lighter ones are too large; but where activations travel to host memory, which layers made again do not need, some
+    more layers are tried. Where nothing fits, the smallest.
     """
 
     def candidate(level: Level, layers: int | None = None) -> Candidate:
-        memory = MemoryPlan(recompute=level, recompute_layers=layers)
-        estimates = tuple(predict_layout(workload, layout, memory, shapes))
+        memory = MemoryPlan(recompute=level, recompute_layers=layers, offload=place.offload, stored_dtype=place.stored)
+        estimates = tuple(predict_layout(place.workload, layout, memory, shapes))
         worst = max(estimates, key=lambda estimate: estimate.peak)
-        return Candidate(layout=layout, memory=memory, estimate=worst, estimates=estimates)
+        return Candidate(layout=layout, workload=place.workload, memory=memory, estimate=worst, estimates=estimates)
 
     tried = [candidate(level) for level in _LIGHT if level in wanted.recompute]
     fitting = [one for one in tried if one.estimate.peak <= wanted.capacity]
-    if fitting:
+    if fitting and not place.offload:
         return fitting
+    num_layers = place.workload.decoder.num_layers
     for level in _REGIONS:
         if level not in wanted.recompute:
             continue
         tried.append(candidate(level))
-        if tried[-1].estimate.peak <= wanted.capacity:
-            fitting.append(_fewest_layers(wanted, workload.decoder.num_layers, tried[-1], candidate))
+        if tried[-1].estimate.peak > wanted.capacity:
+            continue
+        fewest = _fewest_layers(wanted, num_layers, tried[-1], candidate)
+        fitting.append(fewest)
+        if place.offload:
+            first = fewest.memory.recompute_layers or num_layers
+            step = max(1, num_layers // _MORE_LAYERS)
+            fitting += [candidate(level, layers) for layers in range(first + step, num_layers, step)]
     return fitting or [min(tried, key=lambda one: one.estimate.peak)]
 
 
 _LIGHT: tuple[Level, ...] = ("none", "selective")
 _REGIONS: tuple[Level, ...] = ("attention", "full")
+_MORE_LAYERS = 16
+"""Shares of the model's layers that are tried beyond the fewest."""
 
 
 def _fewest_layers(

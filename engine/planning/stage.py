@@ -12,7 +12,7 @@ from engine.planning.ends import EndWalk, HeadKept
 from engine.planning.layers import LayerKept, LayerWalk, Needs, needs_of
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, TEMPORARY, Block, Ledger, Parts, total, without
 from engine.planning.linears import WIDE, Sizes
-from engine.planning.shapes import ModelShape
+from engine.planning.shapes import LayerShape, ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +34,14 @@ class StageBytes:
         kept: between forward and backward.
         backward: at the fullest moment of backward; nothing where the stage has none.
         deferred: of a split backward, what its input gradients leave to the weights' gradients.
+        away: bytes of `kept` that wait in host memory instead.
     """
 
     forward: Parts
     kept: Parts
     backward: Parts
     deferred: Parts = field(default_factory=dict)
+    away: int = 0
 
 
 def stage_bytes(
@@ -63,13 +65,13 @@ def stage_bytes(
     walk = _StageWalk(shape, stage, sizes, context, memory, trains=trains, gives_gradient=gives_gradient, defers=defers)
     ledger = walk.ledger
     walk.forward()
-    forward, kept = ledger.peak, ledger.held
+    forward, kept, away = ledger.peak, ledger.held, walk.away
     ledger.mark()
     if not trains:
         return StageBytes(forward=forward, kept={}, backward={})
     walk.backward()
     assert defers or total(ledger.held) == 0, ledger.held
-    return StageBytes(forward=forward, kept=kept, backward=ledger.peak, deferred=ledger.held)
+    return StageBytes(forward=forward, kept=kept, backward=ledger.peak, deferred=ledger.held, away=away)
 
 
 @dataclass(slots=True)
@@ -92,6 +94,7 @@ class _StageWalk:
         *, trains: bool, gives_gradient: bool, defers: bool,
     ) -> None:  # fmt: skip
         self.ledger = Ledger()
+        self.away = 0
         self._shape, self._stage, self._sizes, self._memory = shape, stage, sizes, memory
         self._trains, self._gives_gradient = trains, gives_gradient
         self._layers = LayerWalk(
@@ -128,6 +131,7 @@ class _StageWalk:
                 # of layers that are alike, those between the first and the last keep what the first does
                 grown = without(ledger.held, before)
                 self._kept[-1].between = [ledger.take(part, skipped * count) for part, count in grown.items()]
+                self.away += skipped * sum(block.nbytes for block in self._kept[-1].moved)
                 index += skipped
         if stage.head:
             saved = self._trains and (needs or shape.head.trains_norm or shape.head.trains or _adapted(shape))
@@ -152,6 +156,7 @@ class _StageWalk:
             passed.moved = [block for block in blocks if block.nbytes >= MIN_MOVED_BYTES]
             for block in passed.moved:
                 self.ledger.send(block)
+            self.away += sum(block.nbytes for block in passed.moved)
         return output, own.output
 
     def _fetch(self, place: int) -> Block | None:
@@ -212,6 +217,20 @@ class _StageWalk:
         else:
             ledger.drop(dy)
         ledger.drop(self._tables, *held)
+
+
+def kept_bytes(sizes: Sizes, shape: ModelShape, layer: LayerShape, memory: MemoryPlan) -> int:
+    """What a layer leaves for backward of one micro-batch, its input included.
+
+    Args:
+        memory: whose `recompute` is that of the layer.
+    """
+    ledger = Ledger()
+    walk = LayerWalk(ledger, sizes, ContextSizes(), shape.hidden, stored_dtype=memory.stored_dtype)
+    needs = needs_of(layer, True)
+    output, _, _ = walk.forward(layer, memory.recompute, needs, walk.stream(), keeps_x=True)
+    ledger.drop(output)
+    return total(ledger.held)
 
 
 def _adapted(shape: ModelShape) -> bool:

@@ -3,23 +3,26 @@
 A product takes as long as the slower of its arithmetic and its bytes; the rest takes its bytes. Collectives between
 tensor ranks are waited for where they stand; keys of ring attention travel behind the attention of a block, and
 gradients' sums behind one backward, so that only what is longer counts. The schedule's bubble comes from
-`engine.pipeline.simulate`. Launches, stragglers and the loader cost nothing here: a real step is slower, and figures of
+`engine.pipeline.simulate`. What comes from host memory, or goes there, does so behind a layer's arithmetic, each way
+by itself. Launches, stragglers and the loader cost nothing here: a real step is slower, and figures of
 two layouts are meant to be compared with each other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.layers.recompute import Level, MemoryPlan
+from engine.layers.rounding import FLOAT8
 from engine.pipeline.costs import Costs
 from engine.pipeline.simulate import simulate
 from engine.planning.attention import context_sizes
 from engine.planning.layers import POLICIES
 from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan
-from engine.planning.machine import Machine
-from engine.planning.shapes import EndShape, LayerShape, LinearShape, ModelShape
-from engine.planning.stage import StageRange
+from engine.planning.linears import Sizes
+from engine.planning.machine import Machine, check_encoding
+from engine.planning.shapes import EndShape, LayerShape, LinearShape, ModelShape, Parameters
+from engine.planning.stage import StageRange, kept_bytes
 
 _WIDE = 4
 
@@ -63,15 +66,27 @@ class StepTime:
 class _Times:
     """Times of the pieces of one rank's micro-batch."""
 
-    def __init__(self, workload: Workload, layout: Layout, shape: ModelShape, machine: Machine) -> None:
+    def __init__(
+        self, workload: Workload, layout: Layout, shape: ModelShape, machine: Machine, memory: MemoryPlan
+    ) -> None:
         parallel = layout.parallel
         self._known: dict[tuple[int, Level], tuple[Work, Work, float]] = {}
+        self._workload, self._memory, self._parallel = workload, memory, parallel
         self._shape, self._machine, self._ranks = shape, machine, parallel.tensor
-        self._item, self._length = int(workload.dtype.itemsize), workload.seq_length
+        self._item, self._length = int(workload.dtype.itemsize), workload.document_length
         self._tokens = workload.micro_batch * workload.seq_length // parallel.context
         self._context = context_sizes(workload.micro_batch, workload.seq_length, parallel.context, "ring")
         self._gathers = layout.data_and_context if parallel.shard == "parameters" else 1
         self._gather_wire = machine.wire(layout.world_size) * 1e9
+        splits = parallel.sequence_parallel
+        self._sizes = Sizes(
+            tokens=self._tokens,
+            local=self._tokens // parallel.tensor if splits else self._tokens,
+            itemsize=self._item,
+            kernels=workload.kernels,
+            row_length=self._length,
+            ranks=parallel.tensor,
+        )
         self._context_wire = machine.wire(parallel.tensor * parallel.context) * 1e9
 
     def product(self, rows: int, inner: int, outer: int) -> float:
@@ -87,8 +102,33 @@ class _Times:
     def linear(self, linear: LinearShape) -> float:
         """x [W | B] and the projection on A."""
         columns = linear.inputs + (linear.extra or linear.rank)
-        seconds = self.product(self._tokens, columns, linear.outputs)
+        if linear.encoding is None or linear.is_decoded:
+            seconds = self.product(self._tokens, columns, linear.outputs) + self._decoded(linear)
+        else:
+            seconds = self._fp8_product(linear)
         return seconds + (self.product(self._tokens, linear.inputs, linear.rank) if linear.rank else 0.0)
+
+    def _decoded(self, linear: LinearShape) -> float:
+        """Codes of an encoded weight are read, its numbers written."""
+        if not linear.is_decoded:
+            return 0.0
+        codes = 0.5 if linear.encoding == "nf4" else 1.0
+        return self.copy(linear.inputs * linear.outputs * (codes + self._item))
+
+    def _fp8_product(self, linear: LinearShape) -> float:
+        """x is rounded first (read twice, written once); W is read in one byte a number."""
+        rounded = self.copy(self._tokens * linear.inputs * (2 * self._item + 1))
+        numbers = self._tokens * linear.inputs + linear.inputs * linear.outputs
+        moved = numbers + self._item * self._tokens * linear.outputs
+        arithmetic = 2 * self._tokens * linear.inputs * linear.outputs
+        low_rank = self.product(self._tokens, linear.rank, linear.outputs) if linear.rank else 0.0
+        return rounded + max(arithmetic / (self._machine.products_fp8 * 1e12), self.copy(moved)) + low_rank
+
+    def _transposed(self, linear: LinearShape) -> float:
+        """The codes of an FP8 weight, for the input's gradient."""
+        if linear.encoding is None or linear.is_decoded:
+            return 0.0
+        return self.copy(2 * linear.inputs * linear.outputs)
 
     def weight_gradients(self, linear: LinearShape) -> float:
         """dW of what trains."""
@@ -135,7 +175,7 @@ class _Times:
 
     def backward(self, layer: LayerShape, level: Level) -> Work:
         """dX of every linear, attention, norms and SwiGLU made again unless kept, and whatever runs a second time."""
-        compute = sum(self.linear(one) + self.adapter_gradients(one) for one in layer.linears)
+        compute = sum(self.linear(one) + self.adapter_gradients(one) + self._transposed(one) for one in layer.linears)
         numbers = 10 * self._shape.hidden + 5 * layer.down.inputs + 2 * (layer.width + 2 * layer.kv_width)
         policy = POLICIES[level]
         if not policy.keeps_inputs:
@@ -152,15 +192,50 @@ class _Times:
         """Forward, backward and weight gradients of a layer; of layers that are alike once."""
         key = id(layer), level
         if key not in self._known:
-            forward = self.gathered(layer, self.forward(layer))
-            self._known[key] = forward, self.gathered(layer, self.backward(layer, level)), self.weights(layer)
+            kept = kept_bytes(self._sizes, self._shape, layer, replace(self._memory, recompute=level))
+            rounding = self._rounding(layer, level)
+            forward = self.gathered(layer, self.forward(layer) + Work(13 * rounding))
+            backward = self.gathered(layer, self.backward(layer, level) + Work(7 * rounding))
+            weights = self._moved(layer)
+            sent, fetched = (kept, weights + kept) if self._memory.offload else (0, weights)
+            self._known[key] = (
+                forward + self._behind(max(sent, weights), forward),
+                backward + self._behind(fetched, backward),
+                self.weights(layer),
+            )
         return self._known[key]
+
+    def _rounding(self, layer: LayerShape, level: Level) -> float:
+        """Seconds of a pass over one byte of each number that is kept in fewer bits. Float8 of a
+        bf16 number passes 13 bytes: for the largest of a row, for scaling, for rounding; and 7 on the way back."""
+        if self._memory.stored_dtype is None:
+            return 0.0
+        plan = replace(self._memory, recompute=level, stored_dtype=None, offload=False)
+        numbers = kept_bytes(self._sizes, self._shape, layer, plan) / self._item
+        return self.copy(numbers * (1.0 if self._memory.stored_dtype == FLOAT8 else 0.5))
+
+    def _moved(self, layer: LayerShape) -> int:
+        """Bytes of the layer's frozen weights that come from host memory."""
+        if not self._workload.offload_weights:
+            return 0
+        return self._parameters(layer).moved_bytes(self._item)
+
+    def _parameters(self, layer: LayerShape) -> Parameters:
+        return self._shape.layer_parameters[next(i for i, one in enumerate(self._shape.layers) if one is layer)]
+
+    def _behind(self, nbytes: float, work: Work) -> Work:
+        """What is waited for of a transfer that `work` hides."""
+        return Work(0.0, max(0.0, nbytes / (self._machine.host * 1e9) - work.seconds))
 
     def gathered(self, layer: LayerShape, work: Work) -> Work:
         """`work` of a layer whose weights come from the ranks that keep them, behind the layer before it."""
         elements = sum(linear.outputs * (linear.inputs + linear.extra) for linear in layer.linears)
-        seconds = self._item * elements * (self._gathers - 1) / self._gathers / self._gather_wire
+        seconds = self._weight_bytes(layer, elements) * (self._gathers - 1) / self._gathers / self._gather_wire
         return work + Work(0.0, max(0.0, seconds - work.seconds))
+
+    def _weight_bytes(self, layer: LayerShape, elements: int) -> int:
+        encoded = self._parameters(layer).encoded
+        return encoded if encoded else self._item * elements
 
     def weights(self, layer: LayerShape) -> float:
         return sum(self.weight_gradients(linear) for linear in layer.linears)
@@ -182,11 +257,15 @@ def predict_time(
     shape = shapes.of(layout.parallel)
     microbatches = workload.num_microbatches(layout)
     plan = pipeline_plan(workload.decoder, shape, layout.parallel, microbatches)
-    times = _Times(workload, layout, shape, machine)
+    check_encoding(machine, workload.base_dtype)
+    times = _Times(workload, layout, shape, machine, memory)
     costs, links = _costs(times, workload, layout, memory, machine, shape, plan)
     simulation = simulate(plan.schedule, costs)
-    gradients = _gradients(layout, machine, shape, plan, max(costs.input_grad))
+    gradients = _gradients(workload, layout, machine, shape, plan, max(costs.input_grad))
     step = simulation.makespan + gradients
+    if workload.refers_to_base:
+        stages = [sum(costs.forward[one] for one in plan.stages(rank)) for rank in range(plan.schedule.num_ranks)]
+        step += microbatches * max(stages) + sum(stages) - max(stages)
     return StepTime(
         step=step,
         pipeline=simulation.makespan,
@@ -245,12 +324,17 @@ def _stage(
     return forward, backward, weights
 
 
-def _gradients(layout: Layout, machine: Machine, shape: ModelShape, plan: PipelinePlan, hides: float) -> float:
+def _gradients(
+    workload: Workload, layout: Layout, machine: Machine, shape: ModelShape, plan: PipelinePlan, hides: float
+) -> float:
     """The sums over data and context ranks that are longer than a backward, and the update: masters, moments and
-    gradients are read and written once."""
+    gradients are read and written once, or masters and moments come from host memory and go there."""
     elements = shape.trained_elements() / layout.parallel.pipeline
     ranks = layout.data_and_context
     wire = machine.wire(layout.world_size) * 1e9
     sums = 2 * (ranks - 1) / ranks * _WIDE * elements / wire
-    update = 8 * _WIDE * elements / (machine.copies * 1e9)
+    own = elements / (ranks if layout.parallel.shard != "none" else 1)
+    update = 8 * _WIDE * own / (machine.copies * 1e9)
+    if workload.offload_optimizer:
+        update = max(update, 3 * _WIDE * own / (machine.host * 1e9))
     return max(0.0, sums - hides) + update

@@ -60,8 +60,8 @@ class MemoryForecast:
             host = f", and {format_bytes(estimate.host)} in host memory"
         graphs = "; what graphs keep comes on top" if self._graphs else ""
         return (
-            f"memory: {format_bytes(estimate.peak)} predicted for rank 0{host}, fullest in {moment}, the largest part "
-            f"{name} with {format_bytes(parts[name])}{graphs}"
+            f"memory: {format_bytes(estimate.peak)} of tensors predicted for rank 0{host}, fullest in {moment}, the "
+            f"largest part {name} with {format_bytes(parts[name])}{graphs}"
         )
 
     def seen(self, measured: int, *, last: bool = False) -> str | None:

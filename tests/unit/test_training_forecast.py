@@ -51,7 +51,7 @@ def test_the_line_is_for_the_longest_row_of_the_data(run: tuple[RunConfig, Train
     found = _forecast(run, dataset=_rows(100, 128, 16))
     assert found.estimate.step == pytest.approx(measured, rel=0.01)
     line = found.line()
-    assert line.startswith(f"memory: {format_bytes(found.estimate.peak)} predicted for rank 0, fullest in ")
+    assert line.startswith(f"memory: {format_bytes(found.estimate.peak)} of tensors predicted for rank 0, fullest in ")
     assert f"the largest part {found.estimate.largest_part()} with " in line
     packed = _forecast(run, dataset=_rows(100, 128, 16, packing=True)).estimate
     assert packed == _forecast(run, dataset=_rows(512)).estimate and packed.step > 1.5 * measured

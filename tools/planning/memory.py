@@ -3,8 +3,10 @@
 Predicts the peak memory of a rank by part (weights, adapters, fp32 masters, gradients and optimizer state, activations
 under each recompute policy, logits, buffers of collectives, temporary tensors) and the time of a step, for every layout
 of the GPUs. Prints the fastest that fits with its table, the next ones, why the rest do not fit, and the sections of a
-configuration for tools/pretrain_lora.py. Nothing is measured unless --probe is given; --examples answers for some well
-known models and machines.
+configuration for tools/pretrain_lora.py. --offload and --activation-dtype let it put things into host memory, or keep
+them in fewer bits. --config predicts for one configuration as it is, and with --measure takes its steps on this device,
+with drawn weights. Nothing is measured unless --probe or --measure is given; --examples answers for some well known
+models and machines.
 """
 
 from __future__ import annotations
@@ -36,10 +38,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--targets", metavar="NAME,..", help="modules with an adapter (default: all linears of a layer)")
     work.add_argument("--trainable", metavar="NAME,..", help="modules trained in full, '*' for all (default none)")
     work.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="default bfloat16")
+    work.add_argument(
+        "--base-dtype",
+        metavar="NAME",
+        help="how frozen weights are stored: nf4, int8, fp8 or fp8_row (default --dtype)",
+    )
+    work.add_argument("--objective", default="language_modeling", metavar="NAME", help="as objective.name")
+    work.add_argument(
+        "--beside", type=float, default=0.0, metavar="N",
+        help="frozen parameters of other parts, such as a vision tower, divided like the layers' (default 0)",
+    )  # fmt: skip
     work.add_argument("--kernels", default="auto", help="backend of the ops, as model.kernels (default auto)")
     work.add_argument(
         "--recompute", metavar="LEVEL,..", help=f"policies to try: {', '.join(LEVELS)} (default: all of them)"
     )
+    work.add_argument(
+        "--offload",
+        metavar="NAME,..",
+        help="what may wait in host memory: weights, optimizer, activations (default none)",
+    )
+    work.add_argument(
+        "--activation-dtype", metavar="NAME,..",
+        help="what activations may be kept in beside their own dtype: bfloat16, float8 (default none)",
+    )  # fmt: skip
+    parser.add_argument("--config", metavar="FILE", help="predict for this configuration, on --gpus ranks, not search")
+    parser.add_argument("--measure", action="store_true", help="with --config: take its steps on this device")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="alternatives to show (default 5)")
     parser.add_argument("--probe", action="store_true", help="take real steps of 2 and of 4 layers on this device")
     parser.add_argument("--examples", action="store_true", help="answer for well known models and machines instead")
@@ -51,12 +74,17 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: options that do not go together, or a model that cannot be read.
     """
-    from . import memory_examples, memory_probe, memory_report
+    from . import memory_config, memory_examples, memory_probe, memory_report
     from .memory_question import ask
 
     if arguments.examples:
         print(memory_examples.report())
         return
+    if arguments.config is not None:
+        print(memory_config.report(arguments))
+        return
+    if arguments.measure:
+        raise UserError("--measure is given without --config: name the configuration to measure.")
     if arguments.model is None:
         raise UserError("--model is not given: name the folder of a model or its config.json, or ask for --examples.")
     answer = ask(arguments)

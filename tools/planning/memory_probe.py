@@ -18,7 +18,7 @@ from engine.config.run import RunConfig
 from engine.distributed.launch import Launch
 from engine.errors import UserError
 from engine.models.families import family_of
-from engine.planning.layout import Layout, Shapes
+from engine.planning.layout import Layout
 from engine.planning.machine import Machine
 from engine.planning.memory import PeakEstimate
 from engine.planning.predict import memory_plan_of, predict_peak, workload_of
@@ -100,23 +100,28 @@ def _probe(answer: Answer, layers: int, device: torch.device, machine: Machine) 
     smaller = {**text, "num_hidden_layers": layers, "model_type": text["model_type"]}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(smaller), encoding="utf-8")
-        config = _config(answer, folder)
+        config = _config(answer, folder, device)
         decoder = family.config_from_hf(smaller)
         plan = training_plan(config, decoder, family.names)
         predicted = predict_peak(config, decoder, plan, device_type=device.type)
         _check_room(predicted, layers, device)
         workload = workload_of(config, decoder, plan, device_type=device.type)
-        seconds = predict_time(workload, Layout(), memory_plan_of(config), machine, Shapes(decoder, plan)).step
+        seconds = predict_time(workload, Layout(), memory_plan_of(config), machine).step
         measured = measure(config, Launch(rank=0, world_size=1, device=device), steps=_STEPS)
+        if device.type == "cpu":  # whose memory is the host's
+            measured = replace(measured, step=measured.step - predicted.host)
     return _Probe(layers, predicted, seconds, measured)
 
 
-def _config(answer: Answer, folder: str) -> RunConfig:
+def _config(answer: Answer, folder: str, device: torch.device) -> RunConfig:
     """One micro-batch on one process, with the recomputation of the chosen layout on as many layers as there are."""
     config, train = answer.config, answer.config.train
     memory = config.memory
     if answer.found.fitting:
-        memory = memory_options(replace(answer.found.fitting[0].memory, recompute_layers=None))
+        best = answer.found.fitting[0]
+        memory = replace(memory_options(best), recompute_layers=None)
+        if device.type == "cpu":  # whose memory is the host's
+            memory = replace(memory, offload_activations=False)
     return replace(
         config,
         model=replace(config.model, path=folder, init="random"),

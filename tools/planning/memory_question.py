@@ -15,11 +15,13 @@ from engine.checkpoint.source import open_model
 from engine.config.data import DataOptions
 from engine.config.lora import BLOCK_LINEARS, LoraOptions
 from engine.config.model import ModelOptions
+from engine.config.objective import ObjectiveOptions
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
 from engine.layers.plan import TrainingPlan
 from engine.layers.recompute import Level
+from engine.layers.rounding import FLOAT8
 from engine.models.config import DecoderConfig
 from engine.models.families import family_of
 from engine.planning.layout import Workload
@@ -30,6 +32,8 @@ from engine.training.plan import training_plan
 
 GIB = 2**30
 LEVELS: tuple[Level, ...] = ("none", "selective", "attention", "full")
+PLACES = ("weights", "optimizer", "activations")
+STORED = {"bfloat16": torch.bfloat16, "float8": FLOAT8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +56,21 @@ class Answer:
     gpu_memory: float
     capacity: float
     found: Found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allowed:
+    """What a search may try to make room.
+
+    Args:
+        recompute: levels.
+        offload: of PLACES.
+        stored: of STORED.
+    """
+
+    recompute: tuple[Level, ...] = LEVELS
+    offload: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
 
 
 def ask(arguments: argparse.Namespace) -> Answer:
@@ -80,7 +99,12 @@ def ask(arguments: argparse.Namespace) -> Answer:
         gpu_memory=arguments.gpu_memory,
         reserve=arguments.reserve,
         machine=arguments.machine,
-        recompute=_levels(arguments.recompute),
+        allowed=Allowed(
+            recompute=_levels(arguments.recompute),
+            offload=_chosen("--offload", arguments.offload, PLACES),
+            stored=_chosen("--activation-dtype", arguments.activation_dtype, tuple(STORED)),
+        ),
+        beside=int(arguments.beside),
     )
 
 
@@ -93,7 +117,8 @@ def answer_for(
     reserve: float,
     folder: str | None = None,
     machine: str | None = None,
-    recompute: tuple[Level, ...] = LEVELS,
+    allowed: Allowed | None = None,
+    beside: int = 0,
 ) -> Answer:
     """Searches all layouts of `devices`.
 
@@ -102,6 +127,8 @@ def answer_for(
         config: what is trained; its layout is not read.
         gpu_memory: GiB of a device.
         reserve: percent of it that stay free.
+        allowed: what may be tried to make room.
+        beside: frozen parameters of other parts than the decoder.
 
     Raises:
         UserError: the model or a name in the configuration is not known.
@@ -111,8 +138,13 @@ def answer_for(
     plan = training_plan(config, decoder, family.names)
     chosen = measured_cpu(gpu_memory) if machine == "cpu" else machine_for(machine, gpu_memory)
     workload = workload_of(config, decoder, plan, device_type="cpu" if machine == "cpu" else "cuda")
+    workload = replace(workload, beside=beside)
     capacity = gpu_memory * GIB * (1 - reserve / 100)
-    wanted = Wanted(config=config, devices=devices, capacity=capacity, recompute=recompute)
+    allowed = allowed or Allowed()
+    wanted = Wanted(
+        config=config, devices=devices, capacity=capacity, recompute=allowed.recompute, offload=allowed.offload,
+        stored=(None, *(STORED[name] for name in allowed.stored)),
+    )  # fmt: skip
     return Answer(
         hf_config=hf_config, folder=folder, decoder=decoder, config=config, plan=plan, workload=workload,
         machine=chosen, devices=devices, gpu_memory=gpu_memory, capacity=capacity,
@@ -153,7 +185,10 @@ def config_of(arguments: argparse.Namespace, path: str) -> RunConfig:
     if rank is None:
         rank = 0 if "*" in trainable else 16  # where everything trains, nothing is left for adapters
     return RunConfig(
-        model=ModelOptions(path=path, dtype=arguments.dtype, kernels=arguments.kernels),
+        model=ModelOptions(
+            path=path, dtype=arguments.dtype, base_dtype=arguments.base_dtype, kernels=arguments.kernels
+        ),
+        objective=ObjectiveOptions(name=arguments.objective),
         trainable=trainable,
         lora=LoraOptions(
             rank=rank,
@@ -167,6 +202,14 @@ def config_of(arguments: argparse.Namespace, path: str) -> RunConfig:
 
 def _names(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
+
+def _chosen(option: str, text: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    names = _names(text)
+    for name in names:
+        if name not in known:
+            raise UserError(f"{option} has {name!r}, which is not known: choose from {', '.join(known)}.")
+    return tuple(name for name in known if name in names)
 
 
 def _levels(text: str | None) -> tuple[Level, ...]:
@@ -187,7 +230,7 @@ def measured_cpu(memory: float) -> Machine:
     fastest = MACHINES["h100-80"]  # whose links are not read on one device
     return replace(
         fastest, name="cpu", memory=memory, products=2 * 1024**3 / product / 1e12, copies=copies, link=copies / 2,
-        network=copies / 2,
+        network=copies / 2, products_fp8=2 * 1024**3 / product / 1e12, host=copies / 2,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from engine.config.memory import MemoryOptions
 from engine.config.parallel import ParallelOptions
-from engine.layers.recompute import MemoryPlan
+from engine.layers.rounding import FLOAT8
 from engine.models.describe import num_parameters
 from engine.planning.ledger import PARTS
 from engine.planning.search import Candidate
@@ -53,13 +53,19 @@ def _question(answer: Answer) -> str:
     if config.trainable:
         trained += (" and " if trained else "") + f"{', '.join(config.trainable)} in full"
     return (
-        f"{config.model.path}: {format_count(num_parameters(decoder))} parameters, {trained}, {config.model.dtype}\n"
-        f"{config.train.global_batch_size} rows of {config.data.seq_length} tokens a step, "
+        f"{config.model.path}: {format_count(num_parameters(decoder))} parameters, {trained}, {config.model.dtype}"
+        f"{f', base {config.model.base_dtype}' if config.model.base_dtype else ''}{_beside(answer)}\n"
+        f"{config.train.global_batch_size} rows of {config.row_length} tokens a step, "
         f"{config.train.micro_batch_size} a micro-batch; kernels {answer.workload.kernels.name}\n"
         f"{answer.devices} x {answer.gpu_memory:g} GiB, of which {answer.capacity / GIB:.1f} may be used; speeds of "
         f"{answer.machine.name}\n"
         "All figures are predictions; bytes are those of tensors."
     )
+
+
+def _beside(answer: Answer) -> str:
+    count = answer.workload.beside
+    return f"; {format_count(count)} frozen parameters beside it, whose work is not counted" if count else ""
 
 
 def _chosen(answer: Answer, best: Candidate) -> str:
@@ -83,6 +89,8 @@ def part_table(candidate: Candidate) -> str:
     rows.append(("which is in", *(one.moment for one in shown)))
     rows.append(("while loading", *(f"{one.load / GIB:.2f}" for one in shown)))
     rows.append(("while saving", *(f"{one.save / GIB:.2f}" for one in shown)))
+    if any(one.host for one in shown):
+        rows.append(("in host memory", *(f"{one.host / GIB:.2f}" for one in shown)))
     return table(rows)
 
 
@@ -146,9 +154,9 @@ def winning_yaml(answer: Answer, best: Candidate) -> str:
     """The sections that differ from the defaults, as tools/pretrain_lora.py reads them."""
     config = answer.config
     sections: dict[str, Any] = {
-        "model": {"path": answer.folder, "dtype": config.model.dtype},
+        "model": {"path": answer.folder, "dtype": config.model.dtype, "base_dtype": config.model.base_dtype},
         "parallel": _changed(best.layout.parallel, ParallelOptions(), ("tensor", "pipeline", "context")),
-        "memory": _changed(memory_options(best.memory), MemoryOptions(), ("recompute",)),
+        "memory": _changed(memory_options(best), MemoryOptions(), ("recompute",)),
         "lora": {"rank": config.lora.rank, "dropout": config.lora.dropout, "targets": list(config.lora.targets)},
         "trainable": list(config.trainable),
         "data": {"seq_length": config.data.seq_length},
@@ -157,14 +165,26 @@ def winning_yaml(answer: Answer, best: Candidate) -> str:
             "global_batch_size": config.train.global_batch_size,
         },
     }
-    if answer.folder is None:
-        del sections["model"]["path"]
+    for name in ("path", "base_dtype"):
+        if sections["model"][name] is None:
+            del sections["model"][name]
+    if config.objective.compares_answers:
+        sections["objective"] = {"name": config.objective.name}
     return yaml.safe_dump(sections, sort_keys=False).rstrip()
 
 
-def memory_options(memory: MemoryPlan) -> MemoryOptions:
-    """The section of a configuration for a plan without rounding and moving."""
-    return MemoryOptions(recompute=memory.recompute, recompute_layers=memory.recompute_layers)
+def memory_options(best: Candidate) -> MemoryOptions:
+    """The section of a configuration."""
+    memory = best.memory
+    stored = None if memory.stored_dtype is None else "float8" if memory.stored_dtype == FLOAT8 else "bfloat16"
+    return MemoryOptions(
+        recompute=memory.recompute,
+        recompute_layers=memory.recompute_layers,
+        offload_activations=memory.offload,
+        offload_weights=best.workload.offload_weights,
+        offload_optimizer=best.workload.offload_optimizer,
+        activation_dtype=stored,
+    )
 
 
 def _changed(options: Any, defaults: Any, always: tuple[str, ...]) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def _answers(dataset: TokenDataset, rows: Sequence[int | None], length: int, lab
     for b, row in enumerate(rows):
         start = 0
         for document in () if row is None else dataset.rows.row(row).tolist():
-            end = start + int(dataset.offsets[document + 1] - dataset.offsets[document])
+            end = start + int(dataset.lengths[document])
             ids_BS[b, start:end] = len(documents)
             documents.append(document)
             start = end

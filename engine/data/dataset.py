@@ -93,13 +93,45 @@ class DatasetReport:
         return ", ".join(parts) + f", in {self.seconds:.1f} s"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """What is known of documents without reading their tokens.
+
+    Args:
+        lengths: int64 [D], tokens of each.
+        targets: int64 [D], learnt tokens of each.
+        max_token: the largest id, or -1.
+        identity: changes with the content of the files; None where the arrays are in memory.
+    """
+
+    lengths: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    max_token: int
+    identity: str | None = None
+
+
+def _in_memory(tokens: NDArray[np.integer], targets: NDArray[np.bool_] | None, offsets: NDArray[np.int64]) -> Stored:
+    """Of documents that lie end to end."""
+    assert targets is not None and offsets[0] == 0, "documents in memory have targets"
+    assert len(tokens) == len(targets) == offsets[-1], (len(tokens), len(targets))
+    assert not targets[offsets[:-1]].any(), "the first token of a document has nothing to be predicted from"
+    sums = np.zeros(len(tokens) + 1, dtype=np.int64)
+    np.cumsum(targets, out=sums[1:])
+    return Stored(
+        lengths=np.diff(offsets),
+        targets=sums[offsets[1:]] - sums[offsets[:-1]],
+        max_token=int(tokens.max()) if len(tokens) else -1,
+    )
+
+
 class TokenDataset:
     """Documents and rows.
 
     Args:
         tokens: integer [T], the documents end to end.
-        targets: bool [T], whether a token is learnt; false on the first token of each document.
-        offsets: int64 [D + 1], where documents begin; none is empty or longer than `seq_length`.
+        targets: bool [T], whether a token is learnt; None where all are. A document's first token never is: nothing
+            stands before it to predict it from.
+        offsets: int64 [D + 1], where documents begin; or [D] with `lengths`. None is empty or longer than `seq_length`.
         seq_length: tokens of a row.
         packing: whether rows hold several documents.
         group: documents that belong together and lie side by side in one row: 2 for pairs of answers, else 1.
@@ -108,6 +140,8 @@ class TokenDataset:
         sizes: int64 [groups], what packing takes for the length of each; None for its tokens.
         mismatched: the same questions, each with another question's answer, in the same rows; None where nobody asks.
         report: what is known of the records so far; completed here.
+        stored: how much of a token store each document is, where the arrays are mapped from files and must not be read
+            as a whole.
 
     A row's weight in the loss (`target_counts`) is its learnt tokens, or, where answers are compared, its groups.
     """
@@ -115,7 +149,7 @@ class TokenDataset:
     def __init__(
         self,
         tokens: NDArray[np.integer],
-        targets: NDArray[np.bool_],
+        targets: NDArray[np.bool_] | None,
         offsets: NDArray[np.int64],
         *,
         seq_length: int,
@@ -125,17 +159,20 @@ class TokenDataset:
         sizes: NDArray[np.int64] | None = None,
         mismatched: TokenDataset | None = None,
         report: DatasetReport | None = None,
+        stored: Stored | None = None,
     ) -> None:
-        lengths = np.diff(offsets)
+        stored = stored or _in_memory(tokens, targets, offsets)
+        lengths = stored.lengths
         assert len(lengths) % group == 0 and (group == 1 or signs is not None), (len(lengths), group)
-        assert len(tokens) == len(targets) == offsets[-1] and offsets[0] == 0, (len(tokens), len(targets))
         assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= seq_length, (lengths, seq_length)
-        assert not targets[offsets[:-1]].any(), "the first token of a document has nothing to be predicted from"
-        self.max_token = int(tokens.max()) if len(tokens) else -1
-        narrowest: type[np.uint16 | np.int32] = np.uint16 if self.max_token < 1 << 16 else np.int32
-        self.tokens: NDArray[np.uint16 | np.int32] = tokens.astype(narrowest, copy=False)
+        self.max_token = stored.max_token
+        self.tokens: NDArray[np.integer] = tokens
+        if stored.identity is None:
+            self.tokens = tokens.astype(np.uint16 if self.max_token < 1 << 16 else np.int32, copy=False)
         self.targets = targets
-        self.offsets = offsets
+        self.starts: NDArray[np.int64] = offsets[: len(lengths)]
+        self.lengths = lengths
+        self._identity = stored.identity
         self.seq_length = seq_length
         self.packing = packing
         self.group = group
@@ -148,9 +185,7 @@ class TokenDataset:
         together = lengths.reshape(-1, group).sum(axis=1)
         packs = _pack(together if sizes is None else sizes, seq_length) if packing else one_each(len(together))
         self.rows: Packs = packs.of_groups(group)
-        sums = np.zeros(len(tokens) + 1, dtype=np.int64)
-        np.cumsum(targets, out=sums[1:])
-        in_row_order = (sums[offsets[1:]] - sums[offsets[:-1]])[self.rows.documents]
+        in_row_order = stored.targets[self.rows.documents]
         self.target_counts: NDArray[np.int64] = (
             _sum_rows(in_row_order, self.rows.offsets) if signs is None else np.diff(packs.offsets)
         )
@@ -159,26 +194,36 @@ class TokenDataset:
             report or DatasetReport(),
             documents=len(lengths),
             rows=len(self.rows),
-            tokens=len(tokens),
-            target_tokens=int(sums[-1]),
-            packing_efficiency=len(tokens) / max(len(self.rows) * seq_length, 1) if packing else None,
+            tokens=int(lengths.sum()),
+            target_tokens=int(stored.targets.sum()),
+            packing_efficiency=int(lengths.sum()) / max(len(self.rows) * seq_length, 1) if packing else None,
         )
 
     def __len__(self) -> int:
         """The number of rows."""
         return len(self.rows)
 
-    def documents(self, row: int) -> Iterator[tuple[NDArray[np.uint16 | np.int32], NDArray[np.bool_]]]:
-        """Tokens and targets of each document of a row, as views."""
+    def documents(self, row: int) -> Iterator[tuple[NDArray[np.integer], NDArray[np.bool_]]]:
+        """Tokens and targets of each document of a row; the targets' first is false."""
         for document in self.rows.row(row).tolist():
-            span = slice(self.offsets[document], self.offsets[document + 1])
-            yield self.tokens[span], self.targets[span]
+            start, length = int(self.starts[document]), int(self.lengths[document])
+            span = slice(start, start + length)
+            targets = np.ones(length, dtype=bool) if self.targets is None else self.targets[span]
+            if targets[0]:
+                targets = targets.copy()
+                targets[0] = False
+            yield self.tokens[span], targets
 
     @cached_property
     def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
-        arrays = (self.tokens, self.targets, self.offsets, self.rows.documents, self.rows.offsets)
-        for array in (*arrays, self.signs) if self.compares else arrays:
+        arrays = [self.starts, self.lengths, self.rows.documents, self.rows.offsets]
+        if self._identity is not None:
+            digest.update(self._identity.encode())
+        else:
+            assert self.targets is not None
+            arrays += [self.tokens, self.targets]
+        for array in [*arrays, self.signs] if self.compares else arrays:
             digest.update(f"{array.dtype.str}{len(array)};".encode())
             digest.update(np.ascontiguousarray(array).data)
         if self.mismatched is not None:

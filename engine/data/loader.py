@@ -12,6 +12,8 @@ No communication takes place here: what other ranks read is computed, not asked.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -118,6 +120,8 @@ class DataLoader:
         self._shuffle = shuffle
         self._num_workers = num_workers
         self._pin_memory = pin_memory
+        self.stalled = 0.0
+        """Seconds that whoever iterates `stream` has waited for batches so far."""
 
     def rows(self, consumed: int) -> NDArray[np.int64]:
         """Row of each slot of the global batch that starts at sample `consumed`: int64 [global_batch_size]."""
@@ -156,7 +160,11 @@ class DataLoader:
         """
         starts = range(consumed, consumed + num_steps * self.global_batch_size, self.global_batch_size)
         if not self._num_workers:
-            yield from map(self.batches, starts)
+            for start in starts:
+                begin = time.monotonic()
+                batches = self.batches(start)
+                self.stalled += time.monotonic() - begin
+                yield batches
             return
         ahead = self._num_workers + 1
         waiting: deque[Future[list[Batch]]] = deque()
@@ -165,11 +173,18 @@ class DataLoader:
             for start in starts:
                 waiting.append(pool.submit(self.batches, start))
                 if len(waiting) > ahead:
-                    yield waiting.popleft().result()
+                    yield self._taken(waiting.popleft())
             while waiting:
-                yield waiting.popleft().result()
+                yield self._taken(waiting.popleft())
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            # at the interpreter's end the threads have been joined, and what cancelling needs is gone
+            pool.shutdown(wait=True, cancel_futures=not sys.is_finalizing())
+
+    def _taken(self, future: Future[list[Batch]]) -> list[Batch]:
+        begin = time.monotonic()
+        batches = future.result()
+        self.stalled += time.monotonic() - begin
+        return batches
 
 
 class EvalLoader:

@@ -85,7 +85,7 @@ def compute_references(
     mesh, stages = training.mesh, training.stages
     options = loader_options(config, data_rank=mesh.dp.rank, data_size=mesh.dp.size, context_rank=mesh.cp.rank)
     options["seq_length"] = dataset.seq_length
-    found = torch.zeros(len(dataset.offsets) - 1, dtype=torch.float32, device=stages.step.device)
+    found = torch.zeros(len(dataset.lengths), dtype=torch.float32, device=stages.step.device)
     with Progress(log, f"reference of the {name} data", len(dataset), "rows") as progress:
         for group in groups(EvalLoader(dataset, **options), group_size(mesh)):
             for batch, logps in zip(group, stages.references(group) or (), strict=False):
@@ -131,7 +131,7 @@ def _read(path: Path, dataset: TokenDataset) -> NDArray[np.float32]:
             metadata, logps = file.metadata() or {}, file.get_tensor("logps")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read ({error}): remove it and start the run anew.") from error
-    if metadata.get("data") != dataset.fingerprint() or logps.shape != (len(dataset.offsets) - 1,):
+    if metadata.get("data") != dataset.fingerprint() or logps.shape != (len(dataset.lengths),):
         raise UserError(
             f"{path} belongs to other data than the run's: give the data that the run started with, or choose another "
             "checkpoint.dir."

@@ -2,6 +2,7 @@
 
 python tools/pretrain_lora.py --config run.yaml
 torchrun --nproc-per-node 2 tools/pretrain_lora.py --config run.yaml --parallel.tensor 2
+python tools/pretrain_lora.py --config run.yaml --profile 5,6    # a trace of steps 5 and 6, as --log.profile_steps
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from engine.telemetry.errors import EXIT_STOPPED, run_command
 
 
 def main() -> None:
-    config = load_config()
+    config = load_config(["--log.profile_steps" if word == "--profile" else word for word in sys.argv[1:]])
     # imported after the configuration is known to be sound: torch takes seconds to load
     from engine.training.trainer import train
 

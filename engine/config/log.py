@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config.checks import require, require_at_least
+from engine.config.checks import require, require_at_least, require_not_negative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,11 +15,20 @@ class LogOptions:
         every: Steps between reports, on the terminal and in the metrics file.
         metrics: Name of the JSON-lines metrics file inside the run's folder; null writes none.
         tensorboard: Write TensorBoard event files into the run's folder as well (needs the tensorboard extra).
+        communication: Measure what each kind of collective moves and how long it takes, without waiting for the
+            device; each rank writes it into its file of the run's folder telemetry.
+        profile_steps: Steps, counted from 1, of which torch's profiler writes a trace into the run's folder traces, for
+            chrome://tracing or Perfetto; neighbouring ones share one.
+        peak_tflops: TFLOP/s of one device against which utilisation is told; null measures a product at the start, and
+            0 tells none.
     """
 
     every: int = 1
     metrics: str | None = "metrics.jsonl"
     tensorboard: bool = False
+    communication: bool = False
+    profile_steps: tuple[int, ...] = ()
+    peak_tflops: float | None = None
 
     def __post_init__(self) -> None:
         require_at_least("log.every", self.every, 1, "use 1 to report each step")
@@ -28,3 +37,7 @@ class LogOptions:
             f"log.metrics is {self.metrics!r}, but a file name inside the run's folder is expected: "
             "use for example metrics.jsonl, or null for none.",
         )
+        for step in self.profile_steps:
+            require_at_least("log.profile_steps", step, 1, "steps are counted from 1")
+        if self.peak_tflops is not None:
+            require_not_negative("log.peak_tflops", self.peak_tflops, "use null to measure it")

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.distributed.failures import communicating, raise_if_lost
 from engine.distributed.mesh import Axis
 from engine.distributed.operations import LOG
+from engine.distributed.transfer_meter import METER, sent_bytes
 
 _all_gather: Callable[..., Any] = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -72,11 +73,14 @@ class Handle:
 def _start(operation: str, primitive: Callable[..., Any], axis: Axis, *arguments: Any, **options: Any) -> Handle:
     """A collective of torch's on the axis, called by the name it is known by here."""
     number = LOG.began(operation, axis.name, axis.group)
+    begun = METER.moment(arguments)
     try:
         work = primitive(*arguments, **options, group=axis.group, async_op=True)
     except RuntimeError as error:
         raise_if_lost(error, operation, axis=axis.name, group=axis.group)
         raise
+    if begun is not None:
+        work = METER.watched(work, begun, f"{axis.name} {operation}", sent_bytes(operation, arguments, axis.size))
     return Handle((work, operation, axis, None, number))
 
 
@@ -91,6 +95,7 @@ def _start_transfers(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis)
         for is_send, tensor, peer in operations
     ]
     numbers = [LOG.began(_transfer(is_send), axis.name, axis.group, peer) for is_send, _, peer in operations]
+    begun = METER.moment(tensor for _, tensor, _ in operations)
     try:
         works = dist.batch_isend_irecv(posts) if posts else []
     except RuntimeError as error:
@@ -99,12 +104,26 @@ def _start_transfers(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis)
         operation = " and ".join(sorted({_transfer(is_send) for is_send, _, _ in operations}))
         raise_if_lost(error, operation, axis=axis.name, group=axis.group, peer=peers.pop() if len(peers) == 1 else None)
         raise
+    if begun is not None:
+        works = _watched_transfers(works, begun, operations, axis)
     if len(works) != len(posts):  # one for all of them, which does not block
         return [(work, "send and receive", axis, None, 0) for work in works]
     return [
         (work, _transfer(is_send), axis, peer, number)
         for work, (is_send, _, peer), number in zip(works, operations, numbers, strict=True)
     ]
+
+
+def _watched_transfers(
+    works: Sequence[Any], begun: Any, operations: Sequence[tuple[bool, Tensor, int]], axis: Axis
+) -> list[Any]:
+    """The works, measured; the bytes of a receive are those that come."""
+    sizes = [tensor.numel() * tensor.element_size() for _, tensor, _ in operations]
+    if len(works) != len(operations):
+        name = f"{axis.name} send and receive"
+        return [METER.watched(work, begun, name, sum(sizes) / len(works)) for work in works]
+    names = [f"{axis.name} {_transfer(is_send)}" for is_send, _, _ in operations]
+    return [METER.watched(work, begun, name, size) for work, name, size in zip(works, names, sizes, strict=True)]
 
 
 def _transfer(is_send: bool) -> str:

@@ -33,6 +33,7 @@ from engine.training.data import RunData, build_data
 from engine.training.evaluate import evaluate, is_due
 from engine.training.forecast import MemoryForecast
 from engine.training.guards.guards import StepSeen, build_guards
+from engine.training.observation import Observation
 from engine.training.reference import know_references
 from engine.training.run_folder import CONFIG_COPY, RunFolder
 from engine.training.saving import StateSaver
@@ -102,6 +103,7 @@ class Trainer:
             metrics=self._metrics,
         )
         self._pending: _Record | None = None
+        self._observation = Observation(config, launch, self._training, self.run_dir, step=self.step)
         self._guards = build_guards(config, self._training, launch, say=self._progress.info)
         self._stuck = StuckLoss(self._training.objective.loss_at_chance)
         self._forecast = MemoryForecast(config, launch, self._training, self._data.train.dataset)
@@ -149,6 +151,7 @@ class Trainer:
             self._supervision.close()
         self._progress.close()
         self._metrics.close()
+        self._observation.close()
         self._folder.close()
         return self._summary(seconds, stopped)
 
@@ -167,8 +170,11 @@ class Trainer:
             lr = self._learning_rate()
             targets = loader.target_count(self._consumed)
             tokens = int(loader.dataset.row_lengths[loader.rows(self._consumed)].sum())
+            self._observation.step_begins(self.step + 1)
             result = take_step(batches, targets, lr)
             self.step += 1
+            if (traced := self._observation.step_launched(self.step)) is not None:
+                self._progress.info(traced)
             for part in self._training.parts:
                 if (report := part.saved.take_report()) is not None:  # in the first step, if ever
                     self._progress.info(f"step {self.step}: {report.line()}")
@@ -240,7 +246,8 @@ class Trainer:
         more = objective.named(ready.result.metrics.tolist())
         if self._training.optimizer.loss_scale is not None:
             more["loss_scale"] = float(ready.result.loss_scale)
-        self._metrics.train(**figures, **more)
+        seen = self._observation.report(step=ready.step, tokens=figures["tokens"], seconds=figures["seconds"])
+        self._metrics.train(**figures, **more, **seen)
         self._progress.update(**figures, more={name: more[name] for name in objective.shown if name in more})
         self._listener.reported(ready.step * self._data.train.global_batch_size, loss=loss, lr=ready.lr)
         for warning in (self._stuck.seen(loss), self._forecast.seen(figures["memory"], last=last)):

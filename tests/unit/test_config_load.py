@@ -123,6 +123,7 @@ def test_yaml_round_trip(path, lr, eps, beta, steps, sequence, trainable, valida
     assert from_yaml(text) == config
     plain = asdict(config) | {"trainable": trainable}
     plain["optim"]["betas"] = [beta, 0.5]
+    plain["log"]["profile_steps"] = []
     plain["lora"] |= {"targets": list(config.lora.targets), "exclude": []}
     assert yaml.safe_load(text) == plain
 

@@ -189,7 +189,7 @@ _DEEPSPEED: dict[str, Rule] = {
     "train_batch_size": _auto_or(option("train.global_batch_size", whole)),
     "train_micro_batch_size_per_gpu": _auto_or(fact("micro", whole, "train.micro_batch_size")),
     "steps_per_print": _auto_or(option("log.every", whole)),
-    "wall_clock_breakdown": dropped("always in the metrics: data_stall, seconds, memory_by_rank"),
+    "wall_clock_breakdown": dropped("always in the run's folder telemetry, see tools/report.py"),
     "dump_state": dropped("the run's folder has config.yaml"),
     "zero_allow_untested_optimizer": dropped("every level of parallel.shard is tested with AdamW"),
     "zero_force_ds_cpu_optimizer": dropped("offloaded state is updated on the device"),

@@ -1,0 +1,74 @@
+"""Floating-point operations that a step cannot do without: those of the model, not of how it is computed.
+
+What is recomputed does not count, nor does padding. A product of [n, k] and [k, m] takes 2 n k m. Causal attention
+takes half of the scores; a row counts as one document. Norms, rotation and the loss are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from engine.models.config import DecoderConfig
+
+
+def layer_parameters(config: DecoderConfig) -> int:
+    """Weights of the linears of one layer."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return config.hidden * (2 * queries + 2 * keys + 3 * config.intermediate)
+
+
+def forward_flops(config: DecoderConfig, *, tokens: float, row_tokens: float) -> tuple[float, float, float]:
+    """Of the linears of all layers, of attention, and of the head.
+
+    Args:
+        tokens: of the step.
+        row_tokens: mean tokens of a row.
+    """
+    seen = 0.0
+    for index in range(config.num_layers):
+        window = config.layer_kind(index).window
+        seen += row_tokens / 2 if window is None or window >= row_tokens else window * (1 - window / row_tokens / 2)
+    attention = 4 * config.num_heads * config.head_dim * seen
+    return (
+        2 * tokens * config.num_layers * layer_parameters(config),
+        tokens * attention,
+        2 * tokens * config.hidden * config.vocab_size,
+    )
+
+
+def step_flops(
+    config: DecoderConfig, *, tokens: float, row_tokens: float, trained: Mapping[str, tuple[int, ...]]
+) -> float:
+    """Of forward and backward.
+
+    Backward computes the input gradients of what lies above the lowest trained weight, as much work as forward, and
+    the gradients of trained weights. Adapters take part in all three.
+
+    Args:
+        tokens: of the step, over all ranks.
+        row_tokens: mean tokens of a row.
+        trained: logical name -> global shape of the weights that train.
+    """
+    linears, attention, head = forward_flops(config, tokens=tokens, row_tokens=row_tokens)
+    layers = config.num_layers
+    lowest = min((_layer(name, layers) for name in trained), default=layers + 1)
+    share = max(0, layers - max(lowest, 0)) / layers
+    total = linears + attention + head + share * (linears + 2 * attention)
+    total += head if lowest < layers + 1 else 0
+    for name, shape in trained.items():
+        if "lora" in name:
+            total += 6 * tokens * prod(shape)
+        elif len(shape) == 2 and not name.startswith("embed"):
+            total += 2 * tokens * prod(shape)
+    return total
+
+
+def _layer(name: str, layers: int) -> int:
+    """Below which backward need not go: -1 for the embedding, one more than the layers for the head."""
+    parts = name.split(".")
+    if parts[0] == "layers":
+        return int(parts[1])
+    if parts[0].startswith("embed"):
+        return -1
+    return layers + 1 if parts[0] == "lm_head" else layers

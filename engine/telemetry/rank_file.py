@@ -1,0 +1,63 @@
+"""What each rank writes of itself: one JSON object per line, in a file of its own in the run's folder `telemetry`.
+
+A record has step, memory (most bytes held so far), phases (seconds of each part of the steps that have ended since the
+last record, which may be one more or less) and, where it is measured, communication since then. Ranks do not meet for
+it. A run that goes on from a checkpoint writes the steps after it a second time; the later record counts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO, Any
+
+from engine.errors import UserError
+
+FOLDER = "telemetry"
+"""In the run's folder."""
+
+
+def _open(path: Path) -> IO[str]:
+    return open(path, "a", encoding="utf-8")
+
+
+class RankFile:
+    """Of one rank.
+
+    Args:
+        run_dir: the run's folder.
+        rank: of this process.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self._path = run_dir / FOLDER / f"rank_{rank:05d}.jsonl"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = _open(self._path)
+        except OSError as error:
+            raise self._refusal(error) from None
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends one record, which has "step".
+
+        Raises:
+            UserError: the disk does not take it.
+        """
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._refusal(error) from None
+
+    def close(self) -> None:
+        """Nothing can be written afterwards."""
+        self._file.close()
+
+    def _refusal(self, error: OSError) -> UserError:
+        return UserError(
+            f"{self._path}, where a rank writes what it sees, cannot be written ({error.strerror}): make room there, "
+            "or set log.metrics to null, and start the run again to go on from its last checkpoint."
+        )

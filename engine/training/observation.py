@@ -1,0 +1,144 @@
+"""What a run sees of itself beside its loss: memory and phases of each rank, bandwidth, utilisation, traces.
+
+Each rank writes its own file; no rank and no device is waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config.run import RunConfig
+from engine.distributed.launch import Launch
+from engine.distributed.transfer_meter import METER
+from engine.layers.module import shard_entries
+from engine.models.describe import meta_model
+from engine.models.flops import step_flops
+from engine.telemetry.memory import peak_memory_bytes
+from engine.telemetry.rank_file import RankFile
+from engine.training.build import DTYPES, Training
+from engine.training.ceiling import measure_products
+from engine.training.trace import StepTraces
+
+ENVIRONMENT = "environment.json"
+"""In the run's folder."""
+
+
+class Observation:
+    """Of one rank, from before the first step.
+
+    Args:
+        config, launch, training: of the run.
+        run_dir: its folder.
+        step: steps taken before.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+
+    def __init__(self, config: RunConfig, launch: Launch, training: Training, run_dir: Path, *, step: int) -> None:
+        self._config, self._launch, self._training = config, launch, training
+        self._file = RankFile(run_dir, launch.rank) if config.log.metrics else None
+        self._traces = StepTraces(config.log.profile_steps, run_dir / "traces", launch.rank)
+        self._reported = step
+        self._ceiling = self._measured_ceiling()
+        whole = shard_entries(meta_model(training.source.model.decoder, plan=training.plan))
+        self._trained = {entry.name: tuple(entry.spec.global_shape) for entry in whole if entry.sink is not None}
+        if launch.rank == 0 and config.log.metrics:
+            text = json.dumps(_environment(launch, training, self._ceiling), indent=2)
+            (run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
+        if config.log.communication:
+            METER.start()
+
+    def step_begins(self, step: int) -> None:
+        """`step`, counted from 1, is about to be launched."""
+        self._traces.before(step)
+
+    def step_launched(self, step: int) -> str | None:
+        """What is said where a trace has been written."""
+        path = self._traces.after(step)
+        return None if path is None else f"step {step}: trace {path}"
+
+    def report(self, *, step: int, tokens: int, seconds: float) -> dict[str, float]:
+        """Writes this rank's record; further figures of the step for the metrics file.
+
+        Args:
+            step: the last one that is reported.
+            tokens, seconds: since the report before.
+        """
+        steps, self._reported = step - self._reported, step
+        if self._file is not None:
+            self._file.write(self._record(step))
+        if not self._ceiling or seconds <= 0 or tokens <= 0:
+            return {}
+        rows = self._config.train.global_batch_size * max(1, steps)
+        decoder = self._training.source.model.decoder
+        flops = step_flops(decoder, tokens=tokens, row_tokens=tokens / rows, trained=self._trained)
+        return {"mfu": flops / seconds / self._launch.world_size / self._ceiling}
+
+    def close(self) -> None:
+        """The run ends."""
+        METER.stop()
+        self._traces.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _record(self, step: int) -> dict[str, Any]:
+        record: dict[str, Any] = {
+            "step": step,
+            "memory": peak_memory_bytes(),
+            "phases": self._training.step.phases.totals(),
+        }
+        if self._config.log.communication:
+            record["communication"] = {
+                name: {"calls": one.calls, "sent": one.sent, "timed": one.timed, "seconds": one.seconds}
+                for name, one in METER.totals().items()
+            }
+        return record
+
+    def _measured_ceiling(self) -> float:
+        """FLOP/s of a device; 0 where utilisation is not told, which is rank 0's to tell."""
+        given = self._config.log.peak_tflops
+        if given is not None or self._launch.rank != 0:
+            return (given or 0.0) * 1e12
+        return measure_products(self._launch.device, DTYPES[self._config.model.dtype])
+
+
+def _environment(launch: Launch, training: Training, ceiling: float) -> dict[str, Any]:
+    """Which machine, which versions, which layout."""
+    cuda = launch.device.type == "cuda"
+    grid = training.mesh.grid
+    choice = training.partition.choice
+    return {
+        "device": torch.cuda.get_device_name(launch.device) if cuda else platform.processor() or platform.machine(),
+        "backend": "cuda" if cuda else "cpu",
+        "threads": torch.get_num_threads(),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in ("torch", "triton", "transformers", "safetensors", "numpy")},
+        "command": " ".join(sys.argv),
+        "world_size": launch.world_size,
+        "layout": {"tensor": grid.tp, "context": grid.cp, "data": grid.dp, "pipeline": grid.pp},
+        "schedule": {
+            "name": choice.name,
+            "virtual": choice.virtual,
+            "first_trainable_stage": choice.first_trainable_stage,
+            "layers": list(training.partition.layers),
+        },
+        "ceiling_tflops": ceiling / 1e12 if ceiling else None,
+        "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

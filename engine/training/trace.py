@@ -1,0 +1,53 @@
+"""Traces of chosen steps by torch's profiler: files for chrome://tracing or Perfetto, one a rank and run of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+class StepTraces:
+    """Of one rank.
+
+    Args:
+        steps: which are traced, from 1; neighbours go into one trace.
+        folder: where files are made.
+        rank: of this process.
+    """
+
+    def __init__(self, steps: Sequence[int], folder: Path, rank: int) -> None:
+        self._steps, self._folder, self._rank = frozenset(steps), folder, rank
+        self._profile: profile | None = None
+        self._first = 0
+
+    def before(self, step: int) -> None:
+        """`step` begins."""
+        if step not in self._steps or self._profile is not None:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._profile.__enter__()
+        self._first = step
+
+    def after(self, step: int) -> Path | None:
+        """`step` is launched; the file, where its trace ends here."""
+        if self._profile is None or step + 1 in self._steps:
+            return None
+        self._profile.__exit__(None, None, None)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        steps = f"{self._first}" if step == self._first else f"{self._first}-{step}"
+        path = self._folder / f"steps_{steps}_rank_{self._rank:05d}.json"
+        self._profile.export_chrome_trace(str(path))
+        self._profile = None
+        return path
+
+    def close(self) -> None:
+        """Where the run ends within a trace, what there is of it is left out."""
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            self._profile = None

@@ -16,9 +16,11 @@ A conversion that was killed goes on where it stopped when the same command is g
 from __future__ import annotations
 
 import argparse
+from math import isfinite
 from pathlib import Path
 
 from engine.config.conversion import command as config_conversion
+from engine.errors import UserError
 from engine.telemetry.errors import run_command
 
 
@@ -108,6 +110,10 @@ def main() -> None:
     out, given = arguments.out, vars(arguments)
     model = {}
     if "fused" in given:
+        if not isfinite(arguments.max_shard_gb):
+            raise UserError(
+                f"--max-shard-gb is {arguments.max_shard_gb}, but a number above 0 is expected: use e.g. 5."
+            )
         model = {
             "max_shard_bytes": int(arguments.max_shard_gb * 1e9),
             "fusing": arguments.fused,

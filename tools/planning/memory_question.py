@@ -85,7 +85,7 @@ def ask(arguments: argparse.Namespace) -> Answer:
     for name in ("gpus", "seq_length", "micro_batch", "top"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}: give at least 1.")
-    if arguments.gpu_memory <= 0 or not 0 <= arguments.reserve < 100:
+    if not 0 < arguments.gpu_memory < float("inf") or not 0 <= arguments.reserve < 100:
         raise UserError(
             f"--gpu-memory is {arguments.gpu_memory:g} and --reserve is {arguments.reserve:g}: give a memory above 0 "
             "GiB and a reserve from 0 to below 100 percent."

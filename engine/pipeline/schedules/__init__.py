@@ -60,6 +60,10 @@ def make_schedule(
     )
 
 
+_MOST_PASSES = 1_000_000
+"""Of a schedule that is listed and validated; a step of so many micro-batches would be a slip."""
+
+
 def _check(name: str, num_ranks: int, virtual: int, num_microbatches: int, first_trainable_stage: int) -> None:
     if name not in SCHEDULES:
         raise UserError(f"there is no schedule {name!r}: choose one of {', '.join(SCHEDULES)}.")
@@ -70,6 +74,11 @@ def _check(name: str, num_ranks: int, virtual: int, num_microbatches: int, first
     ):
         if count < 1:
             raise UserError(f"{count} {what} cannot make a schedule: give at least 1.")
+    if (count := num_ranks * virtual * num_microbatches) > _MOST_PASSES:
+        raise UserError(
+            f"{num_ranks} ranks x {virtual} stages x {num_microbatches} micro-batches are {count} passes in a step, more "
+            f"than {_MOST_PASSES}: give fewer micro-batches."
+        )
     if name in ("1f1b", "zb_h1") and virtual != 1:
         raise UserError(f"{name} has one stage a rank, not {virtual}: give 1 virtual stage, or choose interleaved.")
     if name == "zb_v" and virtual != 2:

@@ -214,6 +214,22 @@ class MergedSource(WeightSource):
         module, _, leaf = name.rpartition(".")
         return module if leaf == "weight" else None
 
+    def _check_factors(self, module: str) -> None:
+        """Raises UserError unless an adapter's factors are numbers whose product has its weights' shape."""
+        shapes = [self._shapes[f"{part}.weight"] for part in unfused_modules(module)]
+        size = (sum(shape[0] for shape in shapes), shapes[0][1])
+        rows, columns = size[::-1] if module == "embed_tokens" else size
+        a, b = (f"{module}.{leaf}" for leaf in (LORA_A, LORA_B))
+        rank = self.trained.shape(a)[0]
+        self.trained.require(a, (rank, columns))
+        self.trained.require(b, (rows, rank))
+        for name in (a, b):
+            if not (dtype := self.trained.dtype(name)).is_floating_point:
+                raise UserError(
+                    f"{self.trained.label} stores {name} as {str(dtype).removeprefix('torch.')}, but numbers with a point "
+                    "are expected: save it in float32 or bfloat16."
+                )
+
     def _check(self, folder: Path) -> None:
         modules = {self._module(name) for name in self._shapes}
         if strange := sorted((self._full - set(self._shapes)) | (set(self._adapter_of) - modules)):
@@ -223,6 +239,8 @@ class MergedSource(WeightSource):
             )
         for name in self._full:
             self.trained.require(name, self._shapes[name])
+        for module in adapted_modules(self.trained.tensor_names()):
+            self._check_factors(module)
         if self.base is None and (untrained := sorted(set(self._base_shapes) - self._full)):
             raise UserError(
                 f"{folder} was opened without weights, and {untrained[0]} was not trained: give the base with --base."

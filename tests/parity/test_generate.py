@@ -1,0 +1,116 @@
+"""Greedy generation against transformers' and PEFT's generate: on real weights, and on random models of the families
+that differ in attention. Rows come and go in one batch; transformers has each prompt alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from engine.checkpoint.convert import import_checkpoint
+from engine.checkpoint.peft_read import AdapterSource
+from engine.checkpoint.source import open_model, open_source
+from engine.inference.options import Limits
+from engine.quantization.encoding import encoding
+from tests.family_models import FAMILIES, make_model
+from tests.generation import STORIES, engine_answers, engine_tokens, random_prompts, stock_greedy
+from tests.unit.test_checkpoint_peft import trained_run
+
+LENGTHS = (5, 1, 13, 9)
+ATTENTION = ("llama fused", "mistral", "qwen3", "gemma3", "gemma2", "phi3 longrope")
+"""Full, with a window, with norms on queries and keys, with two ropes and windows, with soft caps, partly rotated."""
+
+
+def test_real_weights(stories_dir: Path) -> None:
+    expected = stock_greedy(AutoModelForCausalLM.from_pretrained(stories_dir), STORIES, 64)
+    assert engine_tokens(stories_dir, STORIES, 64) == expected
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ATTENTION else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_families(name: str, tmp_path: Path) -> None:
+    model = make_model(name, tmp_path / "hf")
+    prompts = random_prompts(67, LENGTHS)
+    expected = stock_greedy(model, prompts, 24)
+    assert len({tuple(answer) for answer in expected}) == len(LENGTHS), "the prompts make no difference"
+    assert engine_tokens(tmp_path / "hf", prompts, 24) == expected
+
+
+def test_a_batch_of_different_lengths_is_each_alone(stories_dir: Path) -> None:
+    together = engine_tokens(stories_dir, STORIES, 24, slots=4)
+    alone = [engine_tokens(stories_dir, [prompt], 24, slots=1)[0] for prompt in STORIES]
+    assert together == alone
+
+
+def test_a_partitioned_base(stories_dir: Path, tmp_path: Path) -> None:
+    import_checkpoint(open_source(stories_dir), tmp_path / "base", tensor=2)
+    assert engine_tokens(tmp_path / "base", STORIES, 12) == engine_tokens(stories_dir, STORIES, 12)
+
+
+def _adapter(stories_dir: Path, folder: Path, **options: object) -> PeftModel:
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **options)  # B is not zero
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(stories_dir), config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]},
+        {"target_modules": ["k_proj"], "modules_to_save": ["up_proj"], "use_rslora": True},
+    ],
+    ids=["linears", "full"],
+)
+def test_an_adapter_that_is_not_merged(stories_dir: Path, tmp_path: Path, options: dict[str, object]) -> None:
+    model = _adapter(stories_dir, tmp_path / "adapter", **options)
+    expected = stock_greedy(model, STORIES, 32)
+    assert expected != stock_greedy(AutoModelForCausalLM.from_pretrained(stories_dir), STORIES, 32)
+    assert engine_tokens(stories_dir, STORIES, 32, adapter=tmp_path / "adapter") == expected
+
+
+def test_a_runs_adapter(stories_dir: Path, tmp_path: Path) -> None:
+    expected = stock_greedy(_adapter(stories_dir, tmp_path / "adapter", target_modules="all-linear"), STORIES, 16)
+    base = open_model(stories_dir)
+    source = AdapterSource(tmp_path / "adapter", names=base.names, decoder=base.decoder)
+    tensors = {name: source.read_whole(name) for name in source.tensor_names()}
+    run = trained_run(tmp_path / "run", tensors, stories_dir, alpha=8)
+    assert engine_tokens(stories_dir, STORIES, 16, adapter=run) == expected
+
+
+@pytest.mark.parametrize("name", ["int8", "nf4"])
+def test_an_encoded_base(name: str, stories_dir: Path) -> None:
+    """transformers with the weights that the encoding makes of the linears."""
+    model = AutoModelForCausalLM.from_pretrained(stories_dir)
+    code = encoding(name)
+    changed = 0
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("_proj.weight"):
+                code.decode(code.encode(parameter.data), parameter.data)
+                changed += 1
+    assert changed == 35
+    assert engine_tokens(stories_dir, STORIES, 24, base_dtype=name) == stock_greedy(model, STORIES, 24)
+
+
+def test_stop_tokens_and_texts(stories_dir: Path) -> None:
+    """Rows end where transformers' answer has the token, and before the text that its ids spell."""
+    (expected,) = stock_greedy(AutoModelForCausalLM.from_pretrained(stories_dir), [STORIES[0]], 40)
+    stop = next(token for token in expected[5:] if token not in expected[:5])
+    first = expected.index(stop)
+    (answer,) = engine_answers(stories_dir, [STORIES[0]], Limits(max_new_tokens=40, stop_ids=frozenset((stop,))))
+    assert (list(answer.ids), answer.ending) == (expected[: first + 1], "stop_token")
+    assert answer.text == "".join(f" {token}" for token in expected[:first])
+    text = f" {expected[first - 1]} {stop}"
+    (answer,) = engine_answers(stories_dir, [STORIES[0]], Limits(max_new_tokens=40, stop_texts=(text, "never")))
+    whole = "".join(f" {token}" for token in expected)
+    assert (answer.text, answer.ending) == (whole[: whole.index(text)], "stop_text")

@@ -206,7 +206,7 @@ def test_real_files() -> None:
         samples_of(shared("longdoc/qmsum/val.jsonl"))
     with pytest.raises(UserError, match=r"mllm_demo\.json index 0: field 'images' is not supported"):
         samples_of(shared("multimodal/mllm_demo.json"))
-    with pytest.raises(UserError, match=r"dpo_en_demo\.json index 0: field 'conversations' has no turn of the assis"):
+    with pytest.raises(UserError, match=r"dpo_en_demo\.json index 0: the record is a pair of answers"):
         samples_of(shared("preference/dpo_en_demo.json"))
 
 

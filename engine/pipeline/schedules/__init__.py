@@ -76,8 +76,8 @@ def _check(name: str, num_ranks: int, virtual: int, num_microbatches: int, first
             raise UserError(f"{count} {what} cannot make a schedule: give at least 1.")
     if (count := num_ranks * virtual * num_microbatches) > _MOST_PASSES:
         raise UserError(
-            f"{num_ranks} ranks x {virtual} stages x {num_microbatches} micro-batches are {count} passes in a step, more "
-            f"than {_MOST_PASSES}: give fewer micro-batches."
+            f"{num_ranks} ranks x {virtual} stages x {num_microbatches} micro-batches are {count} passes in a step, "
+            f"more than {_MOST_PASSES}: give fewer micro-batches."
         )
     if name in ("1f1b", "zb_h1") and virtual != 1:
         raise UserError(f"{name} has one stage a rank, not {virtual}: give 1 virtual stage, or choose interleaved.")

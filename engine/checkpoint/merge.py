@@ -226,8 +226,8 @@ class MergedSource(WeightSource):
         for name in (a, b):
             if not (dtype := self.trained.dtype(name)).is_floating_point:
                 raise UserError(
-                    f"{self.trained.label} stores {name} as {str(dtype).removeprefix('torch.')}, but numbers with a point "
-                    "are expected: save it in float32 or bfloat16."
+                    f"{self.trained.label} stores {name} as {str(dtype).removeprefix('torch.')}, but numbers with a "
+                    "point are expected: save it in float32 or bfloat16."
                 )
 
     def _check(self, folder: Path) -> None:

@@ -6,7 +6,10 @@ Measuring takes the configuration's steps on this device with drawn weights and 
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -72,7 +75,7 @@ def _predicted(config: RunConfig, arguments: argparse.Namespace) -> tuple[Candid
     on_cpu = arguments.machine == "cpu" or (arguments.measure and not torch.cuda.is_available())
     device_type = "cpu" if on_cpu else "cuda"
     machine = measured_cpu(arguments.gpu_memory) if on_cpu else machine_for(arguments.machine, arguments.gpu_memory)
-    workload = _workload(config, device_type)
+    workload = replace(_workload(config, device_type), beside=int(arguments.beside))
     memory = memory_plan_of(config)
     layout = Layout(parallel=config.parallel, data=max(1, arguments.gpus // config.parallel.model_parallel_size))
     estimates = tuple(predict_layout(workload, layout, memory))
@@ -104,7 +107,10 @@ def _measured(config: RunConfig, candidate: Candidate) -> str:
             "memory.offload_activations is true, which needs a GPU: measure there, or set it to false to measure on "
             "this CPU."
         )
-    found = measure(config, Launch(rank=0, world_size=1, device=device), steps=_STEPS)
+    with tempfile.TemporaryDirectory() as folder:  # drawn weights need no more than the model's config.json
+        (Path(folder) / "config.json").write_text(json.dumps(read_config(config.model.path)[0]), encoding="utf-8")
+        config = replace(config, model=replace(config.model, path=folder))
+        found = measure(config, Launch(rank=0, world_size=1, device=device), steps=_STEPS)
     estimate, time = candidate.estimate, candidate.time
     assert time is not None
     # a CPU's memory is the host's, too

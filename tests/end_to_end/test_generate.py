@@ -1,0 +1,150 @@
+"""The command line of generation as a user has it: prompts, files, a terminal's lines, several ranks, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tests.commands import REPOSITORY, run_tool
+
+PROMPTS = ("Once upon a time", "The", "Lily and Tom went to the park. They saw a big dog and")
+
+
+def _stock_texts(folder: Path, prompts: tuple[str, ...], new: int) -> list[list[int]]:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    answers = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=new, do_sample=False, pad_token_id=0)[0]
+        answers.append(ids[inputs["input_ids"].shape[1] :].tolist())
+    return answers
+
+
+@pytest.mark.distributed
+def test_a_file_of_prompts_over_two_ranks(stories_dir: Path, tmp_path: Path) -> None:
+    records = [{"prompt": prompt, "name": str(number)} for number, prompt in enumerate(PROMPTS)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n\n" for record in records))
+    result = run_tool(
+        "generate", "--model", stories_dir, "--pipeline", 2, "--prompts", tmp_path / "in.jsonl", "--out",
+        tmp_path / "out.jsonl", "--ids", "--batch", 2, "--max-new-tokens", 20, "--report", ranks=2,
+    )  # fmt: skip
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [answer["completion_ids"] for answer in answers] == _stock_texts(stories_dir, PROMPTS, 20)
+    assert [{"prompt": answer["prompt"], "name": answer["name"]} for answer in answers] == records
+    assert {answer["ending"] for answer in answers} == {"length"} and result.stdout == ""
+    lines = result.stderr.splitlines()
+    for words in ("prefill ", "decode ", "rank 0 ", "rank 1 "):
+        assert any(line.startswith(words) for line in lines), (words, result.stderr)
+
+
+def test_one_prompt_is_shown_as_text(stories_dir: Path) -> None:
+    result = run_tool("generate", "--model", stories_dir, "--prompt", PROMPTS[0], "--max-new-tokens", 20)
+    (ids,) = _stock_texts(stories_dir, PROMPTS[:1], 20)
+    tokenizer = AutoTokenizer.from_pretrained(stories_dir)
+    assert PROMPTS[0] + result.stdout == tokenizer.decode([*tokenizer(PROMPTS[0])["input_ids"], *ids][1:]) + "\n"
+
+
+@pytest.fixture(scope="module")
+def chat_model(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a real tokenizer that has a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=6400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.weight)
+    model.save_pretrained(folder)
+    for file in (data_dir / "tokenizers" / "minimind").iterdir():
+        shutil.copy(file, folder)
+    return folder
+
+
+def _chat_ids(folder: Path, messages: list[dict[str, str]], new: int) -> tuple[list[int], list[int]]:
+    """Prompt and greedy answer of stock transformers."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    out = model.generate(input_ids=ids, max_new_tokens=new, do_sample=False, pad_token_id=0)[0]
+    return ids[0].tolist(), out[ids.shape[1] :].tolist()
+
+
+def test_conversations(chat_model: Path, tmp_path: Path) -> None:
+    talks = [
+        [{"role": "user", "content": "Hello"}],
+        [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who are you?"}],
+    ]
+    records = [{"messages": talk} for talk in talks] + [{"prompt": "Hello"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    result = run_tool(
+        "generate", "--model", chat_model, "--prompts", tmp_path / "in.jsonl", "--ids", "--max-new-tokens", 8, "--chat"
+    )
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    for answer, talk in zip(answers, [*talks, talks[0]], strict=True):
+        prompt, expected = _chat_ids(chat_model, talk, 8)
+        assert (answer["prompt_tokens"], answer["completion_ids"]) == (len(prompt), expected)
+
+
+def _talk(folder: Path, lines: str, *options: str) -> tuple[list[str], str]:
+    """Lines of stdout after lines of stdin, and what was said beside."""
+    result = subprocess.run(
+        [sys.executable, str(REPOSITORY / "tools" / "generate.py"), "--model", str(folder), *options],
+        input=lines, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines(), result.stderr
+
+
+def test_a_conversation_at_the_terminal(chat_model: Path) -> None:
+    """Each line goes on from those before; /reset forgets them, and a line too long is refused and forgotten."""
+    first, second = {"role": "user", "content": "Hello"}, {"role": "user", "content": "And you?"}
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    long = "many words " * 300
+    out, said = _talk(
+        chat_model, f"Hello\n{long}\nAnd you?\n\n/reset\nHello\n", "--chat", "--max-new-tokens", "6", "--ignore-eos"
+    )
+    answer = tokenizer.decode(_chat_ids(chat_model, [first], 6)[1], skip_special_tokens=True)
+    after = [first, {"role": "assistant", "content": answer}, second]
+    later = tokenizer.decode(_chat_ids(chat_model, after, 6)[1], skip_special_tokens=True)
+    assert out == [*f"{answer}\n{later}\n{answer}".split("\n")]
+    assert "but the model's context is 256: shorten the prompt." in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "{stories}", "--prompt", "word " * 600], "but the model's context is 512: shorten the prompt."),
+        (
+            ["--model", "{stories}", "--prompt", "a", "--max-new-tokens", "600"],
+            "--max-new-tokens is 600, but the model's context is 512: set --max-new-tokens to 5",
+        ),
+        (["--model", "{stories}", "--prompt", "a", "--chat"], "--chat needs a chat template"),
+        (["--model", "{stories}", "--prompt", "a", "--tensor", "2"], "need 2 ranks, but there are 1"),
+        (["--model", "{stories}", "--prompts", "{tmp}/none.jsonl"], "none.jsonl cannot be read"),
+        (["--model", "{stories}", "--prompts", "{tmp}/bad.jsonl"], "line 2 needs either prompt or messages"),
+        (["--model", "{tmp}", "--prompt", "a"], "has no config.json"),
+        (["--model", "{stories}", "--adapter", "{tmp}/none", "--prompt", "a"], "is not a folder"),
+        (["--adapter", "{tmp}", "--step", "3", "--prompt", "a"], "has no complete checkpoint"),
+        (["--prompt", "a"], "there is no --model"),
+        (["--model", "{stories}", "--prompt", "a", "--top-k", "5"], "--temperature is 0"),
+        (["--model", "{stories}", "--prompt", "a", "--batch", "0"], "--batch is 0, but at least 1"),
+        (["--model", "{stories}", "--prompt", "a", "--out", "x"], "--out is for the answers to a file"),
+        (["--model", "{stories}", "--prompt", "a", "--stop", ""], "--stop is an empty text"),
+    ],
+)
+def test_refusals(options: list[str], words: str, stories_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "a"}\n')
+    given = [option.format(stories=stories_dir, tmp=tmp_path) for option in options]
+    result = run_tool("generate", *given, status=2)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and words in last
+    assert "Traceback" not in result.stderr

@@ -19,9 +19,9 @@ from engine.data.loader import permutation
 from engine.data.preference import build_pairs
 from engine.data.tokenizer import load_tokenizer
 from tests.commands import options, run_tool
+from tests.parity.preference_data import save_model_and_adapter, short_pairs, write_records
 
 STEPS, LR, PAIRS, LENGTH, SEED = 20, 2e-3, 4, 96, 11
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 pytestmark = [
     pytest.mark.distributed,
@@ -33,42 +33,10 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Path:
     """A small Qwen3 of MiniMind's kind, an adapter with non-zero B, and real records as texts."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-
     folder = tmp_path_factory.mktemp("preference")
-    torch.manual_seed(SEED)
-    config = Qwen3Config(
-        vocab_size=6400, hidden_size=48, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=12, max_position_embeddings=512, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder / "model")
-    AutoTokenizer.from_pretrained(data_dir / "tokenizers" / "minimind").save_pretrained(folder / "model")
-    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM"))
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02)
-    adapted.save_pretrained(folder / "adapter")
-    records = json.loads((data_dir / "preference" / "dpo_en_demo.json").read_text(encoding="utf-8"))
-    short = [
-        {
-            "prompt": record["conversations"][-1]["value"].strip()[:200] + "\n",
-            "chosen": record["chosen"]["value"].strip(),
-            "rejected": record["rejected"]["value"].strip(),
-        }
-        for record in records
-    ]
-    # questions that leave room for an answer, and answers that differ within it
-    kept = [
-        record
-        for record in short
-        if len(record["prompt"]) < 150 and record["chosen"][:20] != record["rejected"][:20] and record["rejected"]
-    ]
-    lines = "\n".join(json.dumps(record) for record in kept[: STEPS * PAIRS])
-    assert len(kept) >= STEPS * PAIRS, "the order of a second pass is not TRL's"
-    (folder / "pairs.jsonl").write_text(lines + "\n", encoding="utf-8")
+    save_model_and_adapter(folder, data_dir, SEED)
+    records = short_pairs(data_dir, STEPS * PAIRS)  # no second pass, whose order is not TRL's
+    write_records(folder / "pairs.jsonl", records)
     return folder
 
 

@@ -29,7 +29,7 @@ class RankFigures:
     """One rank's part of the report.
 
     Args:
-        place: the rank's place, in words.
+        tensor, pipeline: the rank's place on these axes.
         device: its device, in words.
         weight_bytes, pass_bytes: of all weights here, and of those that every pass reads as a whole.
         cache_bytes: reserved for keys and values.
@@ -40,7 +40,8 @@ class RankFigures:
         pipeline_rate: bytes a second to the next pipeline rank; None where there is none.
     """
 
-    place: str
+    tensor: int
+    pipeline: int
     device: str
     weight_bytes: int
     pass_bytes: int
@@ -77,7 +78,8 @@ def measure(
     peak = peak_memory_bytes()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     figures = RankFigures(
-        place=f"tensor {mesh.tp.rank}, pipeline {mesh.pp.rank}",
+        tensor=mesh.tp.rank,
+        pipeline=mesh.pp.rank,
         device=name,
         weight_bytes=weight_bytes,
         pass_bytes=pass_bytes,
@@ -93,35 +95,41 @@ def measure(
 
 
 def report_lines(figures: list[RankFigures]) -> list[str]:
-    """The report as text; the times of the first rank are those of all."""
+    """The report as text; the times of the first rank are those of all. `busy` is the share of the passes of one
+    token a row in which a rank did not wait for other pipeline ranks; beside it, what of its memory bandwidth it used
+    then."""
     speed = figures[0].speed
-    lines = [f"prefill  {speed.prefill_tokens} tokens in {speed.prefill_seconds:.3f} s"]
+    lines = [f"prefill: {speed.prefill_tokens} tokens in {speed.prefill_seconds:.3f} s"]
     if speed.prefill_tokens:
         lines[0] += f", {format_count(speed.prefill_tokens / speed.prefill_seconds)} tokens/s"
     if speed.decode_passes:
         lines.append(
-            f"decode   {speed.decode_tokens} tokens in {speed.decode_seconds:.3f} s, "
+            f"decode: {speed.decode_tokens} tokens in {speed.decode_seconds:.3f} s, "
             f"{format_count(speed.decode_tokens / speed.decode_seconds)} tokens/s, "
             f"{speed.decode_tokens / speed.decode_passes:.1f} rows and "
             f"{1e3 * speed.decode_seconds / speed.decode_passes:.2f} ms a pass"
         )
-    for rank, one in enumerate(figures):
-        parts = [
-            f"weights {format_bytes(one.weight_bytes)}",
-            f"cache {format_bytes(one.cache_bytes)}",
-            f"peak memory {format_bytes(one.peak_bytes)}",
-        ]
-        if speed.decode_passes:
-            parts += [
-                f"busy {one.busy_seconds / one.speed.decode_seconds:.0%} of decode",
-                f"{one.bandwidth_share:.0%} of the memory bandwidth of {one.copy_rate / 1e9:.1f} GB/s",
-            ]
-        if one.tensor_rate is not None:
-            parts.append(f"all-reduce {one.tensor_rate / 1e9:.2f} GB/s a rank")
-        if one.pipeline_rate is not None:
-            parts.append(f"to the next pipeline rank {one.pipeline_rate / 1e9:.2f} GB/s")
-        lines.append(f"rank {rank}   {one.device}, {one.place}: " + ", ".join(parts))
+    table = [_HEADINGS, *(_row(rank, one) for rank, one in enumerate(figures))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        lines.append("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     return lines
+
+
+_HEADINGS = (
+    "rank", "device", "tensor", "pipeline", "weights", "cache", "peak memory", "busy", "memory bandwidth",
+    "all-reduce", "to next stage",
+)  # fmt: skip
+
+
+def _row(rank: int, one: RankFigures) -> tuple[str, ...]:
+    busy, bandwidth = "-", f"{one.copy_rate / 1e9:.1f} GB/s"
+    if one.speed.decode_passes:
+        busy = f"{one.busy_seconds / one.speed.decode_seconds:.0%}"
+        bandwidth = f"{one.bandwidth_share:.1%} of {bandwidth}"
+    rates = ("-" if rate is None else f"{rate / 1e9:.2f} GB/s" for rate in (one.tensor_rate, one.pipeline_rate))
+    sizes = (format_bytes(size) for size in (one.weight_bytes, one.cache_bytes, one.peak_bytes))
+    return (str(rank), one.device, str(one.tensor), str(one.pipeline), *sizes, busy, bandwidth, *rates)
 
 
 def _best(act: Callable[[], object], device: torch.device) -> float:

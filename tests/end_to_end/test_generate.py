@@ -40,9 +40,10 @@ def test_a_file_of_prompts_over_two_ranks(stories_dir: Path, tmp_path: Path) -> 
     assert [answer["completion_ids"] for answer in answers] == _stock_texts(stories_dir, PROMPTS, 20)
     assert [{"prompt": answer["prompt"], "name": answer["name"]} for answer in answers] == records
     assert {answer["ending"] for answer in answers} == {"length"} and result.stdout == ""
-    lines = result.stderr.splitlines()
-    for words in ("prefill ", "decode ", "rank 0 ", "rank 1 "):
-        assert any(line.startswith(words) for line in lines), (words, result.stderr)
+    *_, prefill, decode, headings, first, second = result.stderr.splitlines()
+    prompt_tokens = sum(answer["prompt_tokens"] for answer in answers)
+    assert prefill.startswith(f"prefill: {prompt_tokens} tokens in ") and decode.startswith("decode: 57 tokens in ")
+    assert "memory bandwidth" in headings and first.endswith("GB/s") and second.endswith("-")
 
 
 def test_one_prompt_is_shown_as_text(stories_dir: Path) -> None:

@@ -1,6 +1,9 @@
-"""examples/llama2_70b_one_gpu at a twentieth of its size: its own configuration, the model's sizes and the tokens
-divided by 20, in steps on a CPU, whose FP8 products take one scale a matrix or one a row. What is measured is next to what the
-planner says of it; and so for the mixes that the example's table compares it with."""
+"""examples/llama2_70b_one_gpu at a twentieth of its size, on a CPU.
+
+The example's own configuration, with the model's sizes and the tokens divided by 20. A CPU's FP8 products take one scale
+a matrix or one a row. What real steps hold is next to what the planner says of it; and so for the mixes that the
+example's table compares it with.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@
     python tools/benchmark.py lora-tax
     python tools/benchmark.py memory
     python tools/benchmark.py convert --gb 8
+    python tools/benchmark.py generate
 
 Each section is a module of `benchmarking` with `run(options)`, which gives a Table or a Report; its options are a
 record in `benchmarking.options`.

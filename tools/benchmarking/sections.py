@@ -129,6 +129,37 @@ class SaveOptions(ModelOptions):
         at_least(self, 1, "repeats", "steps")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions(ModelOptions):
+    """Greedy generation against transformers' generate, from one folder of random weights.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    prompt: int = option(128, "tokens of a prompt; --length and --rows are not read")
+    new: int = option(32, "tokens that each row is continued by")
+    batches: str = option("1,4,16", "rows at a time, one measurement for each")
+    repeats: int = option(5, "timed turns")
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        at_least(self, 4, "prompt")
+        at_least(self, 2, "new")
+        at_least(self, 1, "repeats")
+        if min(self.row_counts()) < 1:
+            raise UserError(f"--batches is {self.batches!r}: give numbers of at least 1.")
+
+    def row_counts(self) -> tuple[int, ...]:
+        """One a measurement."""
+        try:
+            return tuple(int(part) for part in self.batches.split(","))
+        except ValueError:
+            raise UserError(f"--batches is {self.batches!r}: give whole numbers, such as 1,4,16.") from None
+
+
 SECTIONS: dict[str, type] = {
     "step": StepOptions,
     "kernels": KernelOptions,
@@ -138,5 +169,6 @@ SECTIONS: dict[str, type] = {
     "convert": ConvertOptions,
     "guards": GuardsOptions,
     "save": SaveOptions,
+    "generate": GenerateOptions,
 }
 """Section name, which with _ for - is also its module's name -> its options."""

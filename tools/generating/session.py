@@ -18,8 +18,9 @@ from engine.inference.report import measure, report_lines
 from engine.inference.stage import InferenceStage
 from engine.telemetry.log import Log
 from engine.training.generation import OpenedModel, open_for_generation, storage_bytes
-from generating.options import limits, model_choice, sampling
-from generating.prompts import RecordsOut, Writer, read_records, record_ids, requests_of
+
+from .options import limits, model_choice, sampling
+from .prompts import RecordsOut, Writer, read_records, record_ids, requests_of
 
 _HELP = "a line is a prompt; /reset forgets the conversation, /exit or the end of input ends"
 

@@ -1,0 +1,181 @@
+"""The report's page: its figures by hand, one file that needs nothing else, and runs that recorded little."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from engine.errors import UserError
+from tests.commands import run_tool
+from tools.reporting.chart import Series, line_chart, thinned, ticks
+from tools.reporting.page import page
+from tools.reporting.reading import read_runs
+from tools.reporting.timeline import simulated
+
+
+def _record(step: int, **more: object) -> dict[str, object]:
+    return {
+        "step": step, "loss": 3.0 - 0.1 * step, "grad_norm": 1.0, "lr": 1e-3, "tokens": 1000, "seconds": 0.5,
+        "tokens_per_second": 2000.0, "memory": 2**30, "mfu": 0.25, "data_stall": 0.05, **more,
+    }  # fmt: skip
+
+
+def _write(folder: Path, *, ranks: int, steps: int, seconds: float = 0.5, pipeline: int = 1) -> Path:
+    """A run of 10 wanted steps: each takes `seconds`, of which 60 % are forward and backward."""
+    (folder / "telemetry").mkdir(parents=True)
+    records = [_record(step, seconds=seconds) for step in range(1, steps + 1)]
+    lines = [{"step": 0, "eval_loss": 3.2}, *records]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    for rank in range(ranks):
+        own = [
+            {
+                "step": step, "memory": (rank + 1) * 2**30,
+                "phases": {"forward_backward": 0.6 * seconds, "reduce": 0.02},
+                "communication": {"tp all_reduce": {"calls": 4, "sent": 4e6, "timed": 2e6, "seconds": 0.001}},
+            }
+            for step in range(1, steps + 1)
+        ]  # fmt: skip
+        text = "".join(json.dumps(line) + "\n" for line in own)
+        (folder / "telemetry" / f"rank_{rank:05d}.jsonl").write_text(text, encoding="utf-8")
+    config = {
+        "model": {"path": "<model> & co"}, "trainable": [], "log": {"metrics": "metrics.jsonl"},
+        "train": {"steps": 10, "global_batch_size": 8, "micro_batch_size": 1},
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    environment = {
+        "device": "NVIDIA H200", "backend": "cuda", "world_size": ranks,
+        "layout": {"tensor": 1, "context": 1, "data": ranks // pipeline, "pipeline": pipeline},
+        "schedule": {"name": "1f1b", "virtual": 1, "first_trainable_stage": 0, "layers": [2] * pipeline},
+    }  # fmt: skip
+    (folder / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
+    return folder
+
+
+class _Text(HTMLParser):
+    """What a reader sees, and every address."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.seen.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.seen))
+
+
+def test_figures_of_one_run(tmp_path: Path) -> None:
+    html = page(read_runs([_write(tmp_path / "run", ranks=2, steps=10)]))
+    seen = _Text(html)
+    assert "complete, 10 steps" in seen.text
+    assert "2.9000 → 2.0000" in seen.text and "2.00k tokens/s" in seen.text
+    assert "2.0 GiB (rank 1)" in seen.text and "25.0%" in seen.text and "0.500 s in 10 reports" in seen.text
+    assert "forward and backward 300 ms 60.0%" in seen.text  # 0.6 of 0.5 s
+    assert "rest 130 ms 26.0%" in seen.text  # 0.5 - 0.3 - 0.02 - 0.05
+    assert "2.00GB/s" in seen.text and "50%" in seen.text  # 2 MB in 1 ms, half of what was sent
+    assert "<model> & co" in seen.text  # as text, not as a tag
+    assert "script" not in seen.tags and not seen.addresses and "http" not in html and "url(" not in html
+
+
+def test_drawings_are_well_formed(tmp_path: Path) -> None:
+    html = page(
+        read_runs([_write(tmp_path / "a", ranks=2, steps=10, pipeline=2), _write(tmp_path / "b", ranks=4, steps=4)])
+    )
+    drawings = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
+    assert len(drawings) > 10
+    for drawing in drawings:
+        for element in ElementTree.fromstring(drawing).iter():
+            for name in ("width", "height", "x", "y"):
+                assert float(element.attrib.get(name, 0)) >= 0, ElementTree.tostring(element)
+
+
+def test_two_runs_beside_each_other(tmp_path: Path) -> None:
+    """Two devices at 0.5 s a step and four at 0.25: twice the speed, all of what is in proportion."""
+    runs = [
+        _write(tmp_path / "two" / "run", ranks=2, steps=10),
+        _write(tmp_path / "four" / "run", ranks=4, steps=4, seconds=0.25),
+    ]
+    seen = _Text(page(read_runs(runs)))
+    assert "two/run" in seen.text and "four/run" in seen.text
+    assert "ended at step 4 of 10" in seen.text
+    assert "two/run 2 2.00k 100% four/run 4 4.00k 100%" in seen.text
+    assert "All options are equal" in seen.text
+
+
+def test_a_pipeline_is_drawn(tmp_path: Path) -> None:
+    """1F1B on 2 ranks with 8 micro-batches: idle 1 / 9 of the time where forward and backward are equally long."""
+    run = read_runs([_write(tmp_path / "run", ranks=2, steps=2, pipeline=2)])[0]
+    found = simulated(run)
+    assert found is not None and found[1:] == (8, 8)
+    assert found[0].bubble == pytest.approx(1 / 9)
+    assert "idle 11.1%" in page([run])
+
+
+def test_runs_that_recorded_little(tmp_path: Path) -> None:
+    evaluated = tmp_path / "evaluated"
+    evaluated.mkdir()
+    (evaluated / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 2.5}\n', encoding="utf-8")
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    cut.joinpath("metrics.jsonl").write_text(json.dumps(_record(1, loss="NaN")) + '\n{"step": 2, "lo', encoding="utf-8")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.yaml").write_text("train: {steps: 3}\n", encoding="utf-8")
+    text = _Text(page(read_runs([evaluated]))).text
+    assert "evaluated only" in text and "2.5000" in text and "No step is recorded" in text
+    text = _Text(page(read_runs([cut]))).text
+    assert "1 line of metrics.jsonl cannot be read" in text
+    assert "no steps recorded" in _Text(page(read_runs([empty]))).text
+    assert "no steps recorded" in _Text(page(read_runs([evaluated, cut, empty]))).text
+
+
+def test_a_step_written_twice_counts_once(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "run", ranks=1, steps=3)
+    with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(_record(3, loss=1.5)) + "\n")
+    assert read_runs([folder])[0].series("loss")[-1] == (3, 1.5)
+    assert len(read_runs([folder])[0].steps) == 3
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a folder"):
+        read_runs([tmp_path / "nothing"])
+    with pytest.raises(UserError, match="give the folder of a run"):
+        read_runs([tmp_path])
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.93, 0.95), (-3, 12), (5, 5), (0, 0), (1e-9, 2e-9), (0, 3e14)])
+def test_ticks_enclose_the_values(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert found[0] <= low and found[-1] >= high * (1 - 1e-12)
+    assert 2 <= len(found) <= 9 and found == sorted(set(found))
+
+
+def test_long_lines_become_means() -> None:
+    points = [(float(step), 2.0 * step) for step in range(10000)]
+    thin = thinned(points)
+    assert len(thin) <= 400 and thin[0] == (24.0, 24.0)  # the mean of 0, 2, .. 48
+    assert line_chart([Series(name="a", points=[], colour=0)], title="t", x_title="x") == ""
+
+
+def test_the_tool_writes_the_page(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "run", ranks=1, steps=2)
+    result = run_tool("report", folder)
+    assert f"written: {folder / 'report.html'}" in result.stdout
+    assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert "is not a folder" in run_tool("report", tmp_path / "none", status=2).stderr

@@ -1,0 +1,40 @@
+"""Writes a page about a run, or several beside each other: one HTML file that opens in any browser, without a network.
+
+python tools/report.py RUN_DIR
+python tools/report.py RUN_DIR OTHER_RUN_DIR --out compared.html
+
+Loss, throughput, parts of a step, memory of each rank, bandwidth (with log.communication), the pipeline's timeline,
+speed against the number of devices (of several runs), configuration, environment. What a run did not record is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from reporting.page import page
+from reporting.reading import read_runs
+
+from engine.errors import UserError
+from engine.telemetry.errors import run_command
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run")
+    parser.add_argument("--out", type=Path, help="HTML file (default: report.html in the first run's folder)")
+    arguments = parser.parse_args()
+    out = arguments.out or arguments.runs[0] / "report.html"
+    text = page(read_runs(arguments.runs))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}): give another --out.") from None
+    print(f"written: {out}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -195,7 +195,8 @@ class Saver:
         pause = time.monotonic() - begin
         self._reports.append(replace(report, waited=waited, pause=pause))
         if last and report.path is None and report.problem is not None:
-            raise UserError(f"the last checkpoint, of step {contents.step}, could not be saved: {report.problem}")
+            problem = report.problem.rstrip(".")
+            raise UserError(f"the last checkpoint, of step {contents.step}, could not be saved: {problem}.")
         return pause
 
     @property

@@ -39,9 +39,9 @@ class RunFolder:
             _check_name_is_found_again(self._launcher)
             name = str(broadcast_object(str(_own_name(self._launcher))))
         self.path = Path(name)
+        self._lock = RunLock(self.path, _say) if launch.rank == 0 else None
         if launch.rank == 0:
             _check_places(self.path, metrics)
-        self._lock = RunLock(self.path, _say) if launch.rank == 0 else None
 
     def resume_path(self) -> Path | None:
         """The checkpoint to go on from; None to start from the beginning.

@@ -1,0 +1,213 @@
+"""Wrong options, files of options, adapters to start from, world sizes and places: one sentence, at once."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.wrong_inputs.workplace import Workplace
+
+Refused = Callable[..., None]
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"model.pth": "x"}, "--model.pth is not an option: did you mean --model.path"),
+    ({"lora.targets": "w_proj"}, "lora.targets contains 'w_proj', which matches no module"),
+    ({"lora.targets": "(q"}, "'(q', which is not a valid regular expression"),
+    ({"trainable": "foo"}, "trainable contains 'foo', which matches no module"),
+    ({"trainable": "layers.0.attention.q_proj"}, "is in lora.targets and in trainable"),
+    ({"lora.rank": "two"}, "lora.rank is 'two', but a whole number is expected"),
+    ({"lora.rank": 0}, "nothing would be trained"),
+    ({"parallel.tensor": 2}, "The run has 1 rank and parallel.tensor 2"),
+    ({"parallel.pipeline": 3}, "parallel.pipeline 3 x parallel.context 1 needs a multiple of 3"),
+    ({"train.global_batch_size": 3, "train.micro_batch_size": 2}, "not a multiple of train.micro_batch_size 2"),
+    ({"train.steps": "1e99"}, "train.steps is '1e99', but a whole number"),
+    ({"train.seed": 1.5}, "train.seed is '1.5', but a whole number"),
+    ({"train.eval_every": 5}, "data.validation is not set, so there is nothing to evaluate"),
+    ({"optim.lr": "nan"}, "optim.lr is 'nan', but a number is expected"),
+    ({"optim.warmup_steps": 100}, "optim.warmup_steps is 100 and train.steps is 1"),
+    ({"optim.backend": "apex"}, "FusedAdam runs on a GPU"),
+    ({"model.dtype": "fp64"}, "model.dtype is 'fp64', but one of float32, bfloat16, float16 is expected"),
+    ({"model.kernels": "triton"}, "on a CPU the Triton kernels run only where TRITON_INTERPRET=1"),
+    ({"memory.cuda_graph": "step", "data.packing": "true"}, "CUDA graphs need a GPU"),
+    ({"memory.offload_activations": "true"}, "whose memory is the host's already"),
+    ({"checkpoint.resume": "nowhere"}, "checkpoint.resume is nowhere, which is not a folder"),
+    ({"checkpoint.resume": "/"}, "has no complete checkpoint under checkpoints/"),
+    ({"data.packing": "concatenate", "objective.name": "dpo"}, "which would tear"),
+    ({"config": "nowhere.yaml"}, "--config nowhere.yaml cannot be read (No such file or directory)"),
+    ({"checkpoint.dir": ""}, "checkpoint.dir is empty"),
+    ({"checkpoint.dir": "/proc/nowhere"}, "/proc/nowhere cannot be written (No such file or directory)"),
+    ({"checkpoint.dir": "/tmp/" + "a" * 300}, "cannot be written (File name too long)"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), OPTIONS, ids=lambda value: str(value)[:60])
+def test_options(options: dict[str, Any], words: str, place: Workplace, refused: Refused):
+    place.options |= options
+    refused(words)
+
+
+YAML: list[tuple[bytes, str]] = [
+    (b"", "is empty, but a mapping of sections is expected"),
+    (b"- a\n", "holds a list, but sections such as"),
+    (b"modell: {}\n", "has the unknown key modell: did you mean model"),
+    (b"lora: {ranks: 3}\n", "has the unknown key lora.ranks: did you mean lora.rank"),
+    (b"lora: {rank: 3, rank: 4}\n", "has the key rank a second time in line 1"),
+    (b"lora:\n\trank: 3\n", "is not valid YAML in line 2"),
+    (b"lora: 3\n", "gives lora the value 3, but lora is a section"),
+    (b"lora: {dropout: much}\n", "lora.dropout is 'much', but a number is expected"),
+    (b"lora: {exclude: q_proj}\n", "lora.exclude is 'q_proj', but a list of names is expected"),
+    (b"lora: {[1, 2]: 3}\n", "has a key that is no name in line 1"),
+    (b"lora: !!python/object/apply:os.system [ls]\n", "but lora is a section"),
+    (bytes(range(256)), "cannot be read (it is not text in UTF-8)"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), YAML, ids=lambda value: str(value)[:40])
+def test_files_of_options(text: bytes, words: str, place: Workplace, refused: Refused):
+    file = place.folder / "run.yaml"
+    file.write_bytes(text)
+    place.options = {"config": file, **place.options}
+    refused(words)
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "words"),
+    [
+        (3, {"parallel.tensor": 2}, "The run has 3 ranks and parallel.tensor 2"),
+        (5, {"train.global_batch_size": 4}, "1 x 5 data-parallel ranks: use for example train.global_batch_size 5"),
+        (4, {"parallel.pipeline": 2, "parallel.context": 4}, "needs a multiple of 8"),
+    ],
+)
+def test_world_sizes(
+    world: int, options: dict[str, Any], words: str, place: Workplace, refused: Refused, monkeypatch: pytest.MonkeyPatch
+):
+    """Known before the ranks look for each other."""
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    place.options |= options
+    refused(words)
+
+
+ADAPTER_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "PREFIX_TUNING"}, "has peft_type 'PREFIX_TUNING': expected LORA"),
+    ({"r": "two"}, "has r 'two' and lora_alpha 4: expected a positive number each"),
+    ({"r": 0}, "has r 0 and lora_alpha 4"),
+    ({"r": 4}, "has rank 2 at layers.0.attention.q_proj, but adapter_config.json says r 4"),
+    ({"lora_alpha": [4]}, "lora_alpha [4]"),
+    ({"lora_alpha": 8}, "multiplied by 4: set lora.alpha to 8"),
+    ({"use_rslora": True}, "lora.rslora to true"),
+    ({"rank_pattern": [1]}, "rank_pattern [1]: expected an object"),
+    ({"rank_pattern": {"q_proj": "x"}}, "'x' for q_proj in rank_pattern"),
+    ({"rank_pattern": {"(q": 3}}, "'(q' in rank_pattern, which is no expression"),
+    ({"bias": "all"}, "bias 'all', which is not supported"),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out True, which is not supported"),
+    ({"layer_replication": [[0, 1]]}, "layer_replication [[0, 1]], which is not supported"),
+    ({"use_qalora": True}, "use_qalora True, which is not supported"),
+    ({"use_something_new": True}, "use_something_new True, which is not supported"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), ADAPTER_CONFIGS, ids=lambda value: str(value)[:50])
+def test_adapter_configs(changes: dict[str, Any], words: str, place: Workplace, refused: Refused):
+    place.set(lora__init_from=place.adapter)
+    place.change_config(place.adapter / "adapter_config.json", **changes)
+    refused(words)
+
+
+FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+
+
+def _tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Workplace], None]:
+    return lambda place: place.change_tensors(change, place.adapter / WEIGHTS)
+
+
+def _factor(value: torch.Tensor) -> Callable[[Workplace], None]:
+    return _tensors(lambda tensors: tensors.update({FACTOR: value}))
+
+
+def _elsewhere(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.replace("layers.1", "layers.7")] = tensors.pop(name)
+
+
+ADAPTERS: dict[str, tuple[Callable[[Workplace], Any], str]] = {
+    "other targets": (lambda place: place.set(lora__targets="v_proj"), "asks for layers.0.attention.v_proj, which the"),
+    "no config": (lambda place: (place.adapter / SETTINGS).unlink(), "has no adapter_config.json"),
+    "config no JSON": (lambda place: (place.adapter / SETTINGS).write_text("{"), "config.json is not valid JSON"),
+    "config a list": (lambda place: (place.adapter / SETTINGS).write_text("[]"), "expected LORA"),
+    "no weights": (lambda place: (place.adapter / WEIGHTS).unlink(), "adapter_model.safetensors is missing"),
+    "a pickle": (
+        lambda place: (place.adapter / WEIGHTS).rename(place.adapter / "adapter_model.bin"),
+        "holds adapter_model.bin, a pickle, which is never opened here",
+    ),
+    "cut off": (
+        lambda place: (place.adapter / WEIGHTS).write_bytes((place.adapter / WEIGHTS).read_bytes()[:-4]),
+        "is damaged or truncated",
+    ),
+    "one factor": (_tensors(lambda tensors: tensors.pop(FACTOR)), "lacks lora_A of layers.0.attention.q_proj"),
+    "no factor": (_tensors(lambda tensors: tensors.clear()), "which the adapter in"),
+    "a strange tensor": (_tensors(lambda tensors: tensors.update(foo=torch.ones(1))), "has foo, which is not a LoRA"),
+    "another layer": (_tensors(_elsewhere), "lora.targets asks for layers.1.attention.q_proj, which the"),
+    "narrower": (_factor(torch.ones(2, 8)), "with shape [2, 8], but this model takes [2, 16]"),
+    "another rank": (_factor(torch.ones(3, 16)), "has rank 3 at layers.0.attention.q_proj, but"),
+    "codes": (_factor(torch.ones(2, 16, dtype=torch.int8)), "lora_A as int8, but numbers with a point"),
+    "not finite": (_factor(torch.full((2, 16), float("nan"))), "that are not finite"),
+    "a file": (lambda place: place.set(lora__init_from=place.train), "train.jsonl, which is not a folder"),
+    "a model": (lambda place: place.set(lora__init_from=place.model), "has no adapter_config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapters(case: str, place: Workplace, refused: Refused):
+    change, words = ADAPTERS[case]
+    place.set(lora__init_from=place.adapter)
+    change(place)
+    refused(words)
+
+
+def test_places_that_are_taken(place: Workplace, refused: Refused):
+    run = place.folder / "taken"
+    place.set(checkpoint__dir=run)
+    run.write_text("")
+    refused("cannot be written (File exists)")
+    place.set(checkpoint__dir=run / "run")
+    refused("cannot be written (Not a directory)")
+    for name, words in (("metrics.jsonl", "is a folder, but"), ("config.yaml", "is a folder, but")):
+        folder = place.folder / f"run-{name}"
+        (folder / name).mkdir(parents=True)
+        place.set(checkpoint__dir=folder)
+        refused(words)
+    (place.folder / "other").mkdir()
+    (place.folder / "other" / "checkpoints").write_text("")
+    place.set(checkpoint__dir=place.folder / "other")
+    refused("checkpoints is a file, but the run saves in it")
+
+
+def test_a_full_disk(place: Workplace, refused: Refused, monkeypatch: pytest.MonkeyPatch):
+    """Only a write can tell; training before it is not lost work that could have been spared."""
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    refused("could not be saved", at_once=False)
+
+
+def test_a_run_of_other_adapters(place: Workplace, refused: Refused, tmp_path: Path):
+    """What a checkpoint was trained with is found out before the first step."""
+    usual, run = place.options["checkpoint.dir"], tmp_path / "resumed"
+    place.set(checkpoint__dir=run)
+    with pytest.raises(AssertionError, match="step 1/1"):  # it trains
+        refused("")
+    place.set(checkpoint__dir=usual, checkpoint__resume=run, lora__alpha=8)
+    refused("lora.alpha 4.0, but this run has 8.0", at_once=False)
+    manifest = next(run.glob("checkpoints/step_*/manifest.json"))
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "kind": "base"}))
+    refused("manifest.json")

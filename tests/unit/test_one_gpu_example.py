@@ -1,7 +1,7 @@
 """examples/llama2_70b_one_gpu at a twentieth of its size, on a CPU.
 
-The example's own configuration, with the model's sizes and the tokens divided by 20. A CPU's FP8 products take one scale
-a matrix or one a row. What real steps hold is next to what the planner says of it; and so for the mixes that the
+The example's own configuration, with the model's sizes and the tokens divided by 20. A CPU's FP8 products take one
+scale a matrix or one a row. What real steps hold is next to what the planner says of it; and so for the mixes that the
 example's table compares it with.
 """
 

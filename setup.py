@@ -63,6 +63,8 @@ setup(
         "PyYAML",
     ],
     extras_require={
+        # what writes and checks the log of an MLPerf run; its rules change from version to version
+        "mlperf": ["mlperf-logging==4.1.68"],
         "peft": ["peft"],
         "tensorboard": ["tensorboard"],
         # CUDA builds of torch bring their own; this is for running kernels through the interpreter on a CPU.
@@ -70,6 +72,7 @@ setup(
         "test": [
             "triton>=3.6; platform_system == 'Linux'",
             "hypothesis",
+            "mlperf-logging==4.1.68",
             "mypy",
             "peft",
             "pytest",

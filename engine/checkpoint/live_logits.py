@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.checkpoint.loading import load_parameters
-from engine.checkpoint.merge import LORA_A, adapted_modules
+from engine.checkpoint.merge import LORA_A, LORA_MAGNITUDE, adapted_modules
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.scales import Scale, scale_of
@@ -67,7 +67,12 @@ class Overlay(TensorReader):
 def adapter_plan(trained: TensorReader, scale: Scale) -> TrainingPlan:
     """The plan that makes a model with the adapters that `trained` has; without dropout."""
     settings = {
-        module: AdapterSettings(rank=trained.shape(f"{module}.{LORA_A}")[0], scale=scale_of(scale, module), dropout=0.0)
+        module: AdapterSettings(
+            rank=trained.shape(f"{module}.{LORA_A}")[0],
+            scale=scale_of(scale, module),
+            dropout=0.0,
+            dora=f"{module}.{LORA_MAGNITUDE}" in trained,
+        )
         for module in adapted_modules(trained.tensor_names())
     }
     return TrainingPlan(adapter=settings.get, fused_qkv=any(module.endswith(".qkv_proj") for module in settings))

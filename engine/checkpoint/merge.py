@@ -26,10 +26,11 @@ from engine.checkpoint.scales import Scale, one_or_each, recorded_alpha, scale_o
 from engine.checkpoint.source import TIED_HEAD, ModelFolder, WeightSource
 from engine.config.lora import adapter_scale
 from engine.errors import UserError
+from engine.layers.plan import LORA_LEAVES
 from engine.models.config import DecoderConfig
 from engine.models.names import NameMap
 
-LORA_A, LORA_B = "lora_A", "lora_B"
+LORA_A, LORA_B, LORA_MAGNITUDE = LORA_LEAVES
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 
@@ -41,7 +42,7 @@ def adapted_modules(names: Sequence[str]) -> list[str]:
 
 def fully_trained(names: Sequence[str]) -> list[str]:
     """Names of tensors trained in full, in order."""
-    return [name for name in names if name.rpartition(".")[2] not in (LORA_A, LORA_B)]
+    return [name for name in names if name.rpartition(".")[2] not in LORA_LEAVES]
 
 
 def qkv_rows(config: DecoderConfig) -> dict[str, tuple[int, int]]:
@@ -91,7 +92,8 @@ class MergedSource(WeightSource):
     Args:
         model: what describes the base.
         base: its weights; None where every tensor was trained in full from random values.
-        trained: trained values by logical name: full tensors, and lora_A / lora_B of adapted modules.
+        trained: trained values by logical name: full tensors, and lora_A / lora_B (and lora_magnitude) of
+            adapted modules.
         scale: factor on B A.
 
     `live_config` is the model that trained: an adapter on one side of a tied matrix leaves it tied.
@@ -185,7 +187,10 @@ class MergedSource(WeightSource):
     def _factors(self, module: str) -> LowRank:
         adapter = self._adapter_of[module]
         a, b = read_factors(self.trained, adapter, self.model.decoder)[module]
-        return LowRank(a.float(), b.float(), scale_of(self.scale, adapter), transposed=module == "embed_tokens")
+        lengths = f"{module}.{LORA_MAGNITUDE}"
+        magnitude = self.trained.read_whole(lengths).float() if lengths in self.trained else None
+        scale = scale_of(self.scale, adapter)
+        return LowRank(a.float(), b.float(), scale, transposed=module == "embed_tokens", magnitude=magnitude)
 
     def identity(self) -> dict[str, Any]:
         return {"scale": self.scale, **({} if self.base is None else self.base.identity())}

@@ -40,21 +40,29 @@ class LowRank:
         b: fp32 [out, r].
         scale: s.
         transposed: the weight is [in, out], as an embedding's is.
+        magnitude: fp32 [out], the length that each row of the sum is given (DoRA); None where it keeps its own.
     """
 
     a: Tensor
     b: Tensor
     scale: float
     transposed: bool = False
+    magnitude: Tensor | None = None
 
     def added_to(self, rows: Tensor, first: int) -> Tensor:
         """`rows` [n, columns], rows `first` and on of the weight, with the update added in place."""
         last = first + rows.shape[0]
         left, right = (self.a[:, first:last].T, self.b.T) if self.transposed else (self.b[first:last], self.a)
-        return rows.addmm_(left.to(rows.dtype), right.to(rows.dtype), alpha=self.scale)
+        rows.addmm_(left.to(rows.dtype), right.to(rows.dtype), alpha=self.scale)
+        if self.magnitude is not None:
+            lengths = torch.linalg.vector_norm(rows, dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+            rows.mul_((self.magnitude[first:last].to(rows.dtype) / lengths)[:, None])
+        return rows
 
-    def norm(self) -> float:
-        """Frobenius norm of the update, from the factors alone."""
+    def norm(self) -> float | None:
+        """Frobenius norm of the update, from the factors alone; None where the rows' lengths change too."""
+        if self.magnitude is not None:
+            return None
         a, b = self.a.double(), self.b.double()
         return abs(self.scale) * math.sqrt(max(0.0, float(((b.T @ b) * (a @ a.T)).sum())))
 

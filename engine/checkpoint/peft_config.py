@@ -26,7 +26,7 @@ _HARMLESS_KEYS = frozenset((
     "runtime_config", "target_modules", "task_type",
 ))
 _READ_KEYS = frozenset((
-    "alpha_pattern", "lora_alpha", "lora_dropout", "r", "rank_pattern", "use_rslora",
+    "alpha_pattern", "lora_alpha", "lora_dropout", "r", "rank_pattern", "use_dora", "use_rslora",
 ))
 # fmt: on
 _HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -41,6 +41,7 @@ class PeftSettings:
     Args:
         rank, alpha: of modules that no pattern means.
         rslora: whether the scale is rank-stabilised.
+        dora: whether there are magnitudes.
         dropout: of the adapters' input.
         rank_pattern, alpha_pattern: end of a module's name in the checkpoint, as an expression -> its rank or alpha.
     """
@@ -48,6 +49,7 @@ class PeftSettings:
     rank: int
     alpha: float
     rslora: bool
+    dora: bool
     dropout: float
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
@@ -99,6 +101,7 @@ def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
         rank=rank,
         alpha=float(alpha),
         rslora=bool(config.get("use_rslora", False)),
+        dora=bool(config.get("use_dora", False)),
         dropout=float(config.get("lora_dropout", 0.0)),
         rank_pattern=_pattern(path, config, "rank_pattern", (int,)),
         alpha_pattern=_pattern(path, config, "alpha_pattern", (int, float)),
@@ -134,9 +137,7 @@ def _refuse_unsupported(path: Path, config: Mapping[str, Any], with_saved_module
         )
 
 
-def patterns(
-    adapters: Mapping[str, tuple[int, float]], *, rank: int, alpha: float
-) -> dict[str, dict[str, float]]:
+def patterns(adapters: Mapping[str, tuple[int, float]], *, rank: int, alpha: float) -> dict[str, dict[str, float]]:
     """rank_pattern and alpha_pattern of an adapter_config.json; only those that say anything.
 
     Args:

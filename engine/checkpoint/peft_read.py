@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.folder import ADAPTER_CONFIG
-from engine.checkpoint.merge import LORA_A, LORA_B, adapted_modules, qkv_rows, unfused_modules
+from engine.checkpoint.merge import LORA_A, LORA_B, LORA_MAGNITUDE, adapted_modules, qkv_rows, unfused_modules
 from engine.checkpoint.peft_config import read_settings
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
@@ -34,7 +34,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 KEY_PREFIX = "base_model.model."
 
 _COPY = ".base_layer.weight"
-_KEY = re.compile(r"^base_model\.model\.(.+)\.(?:(lora_[AB])\.weight|lora_embedding_([AB]))$")
+_KEY = re.compile(r"^base_model\.model\.(.+)\.(?:(lora_[AB])\.weight|lora_embedding_([AB])|(lora_magnitude)_vector)$")
 
 
 class _Place(NamedTuple):
@@ -46,7 +46,8 @@ class _Place(NamedTuple):
 
 
 class AdapterSource(TensorReader):
-    """The factors in a PEFT folder: `<module>.lora_A` [r, in] and `<module>.lora_B` [out, r].
+    """The factors in a PEFT folder: `<module>.lora_A` [r, in], `<module>.lora_B` [out, r] and, where
+    it is DoRA, `<module>.lora_magnitude` [out].
 
     Args:
         folder: with adapter_config.json and adapter_model.safetensors.
@@ -195,6 +196,7 @@ class AdapterSource(TensorReader):
         if keep_qkv and module.endswith(QKV) and not blocks:
             return
         del self._places[f"{module}.{LORA_A}"], self._places[f"{module}.{LORA_B}"]
+        (lengths,) = self._places.pop(f"{module}.{LORA_MAGNITUDE}", (None,))
         scale, whole = self._scales.pop(module), self._ranks.pop(module)
         rank, first = whole // len(parts) if blocks else whole, 0
         for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
@@ -202,7 +204,9 @@ class AdapterSource(TensorReader):
             own_a = a._replace(rows=block) if blocks else a
             own_b = b._replace(rows=rows, columns=block if blocks else slice(None))
             first += count
-            if not blocks or self._view(own_a).any():  # a part without an adapter has zeros
+            if lengths is not None:
+                self._places[f"{part}.{LORA_MAGNITUDE}"] = (lengths._replace(rows=rows),)
+            if not blocks or lengths is not None or self._view(own_a).any():  # a part without an adapter has zeros
                 self._places[f"{part}.{LORA_A}"], self._places[f"{part}.{LORA_B}"] = (own_a,), (own_b,)
                 self._scales[part], self._ranks[part] = scale, rank
 
@@ -223,6 +227,13 @@ class AdapterSource(TensorReader):
             for leaf in (LORA_A, LORA_B):
                 if f"{module}.{leaf}" not in self:
                     raise UserError(f"{self._file.path} lacks {leaf} of {module}: use a whole adapter.")
+            if self.settings.dora != (f"{module}.{LORA_MAGNITUDE}" in self) or (
+                self.settings.dora and module == "embed_tokens"
+            ):
+                raise UserError(
+                    f"{ADAPTER_CONFIG} in {self.folder} has use_dora {self.settings.dora}, which does not go with "
+                    f"{module}: DoRA is supported on linears alone, with a lora_magnitude_vector for each."
+                )
             ranks = self.shape(f"{module}.{LORA_A}")[0], self.shape(f"{module}.{LORA_B}")[-1]
             if set(ranks) != {self._ranks[module]}:
                 raise UserError(
@@ -238,6 +249,7 @@ class AdapterSource(TensorReader):
             if (
                 any(name not in self for name in factors)
                 or len({self._scales[part] for part in parts}) > 1
+                or self.settings.dora
                 or not all(torch.equal(self.read_whole(name), self.read_whole(factors[0])) for name in factors[1:])
             ):
                 raise UserError(
@@ -267,4 +279,4 @@ def _logical_name(key: str, names: NameMap, path: Path, with_saved_modules: bool
             f"{path} has {key}, which is not a LoRA factor of a module of this model: "
             "use a LoRA adapter that was trained on it."
         )
-    return f"{module}.{match[2] or 'lora_' + match[3]}"
+    return f"{module}.{match[2] or match[4] or 'lora_' + match[3]}"

@@ -44,7 +44,7 @@ def export_peft(
 
     Args:
         trained: trained values by logical name.
-        lora: "rank", "alpha", "alpha_pattern", "dropout" and "rslora" of the run.
+        lora: "rank", "alpha", "alpha_pattern", "dropout", "rslora" and "dora" of the run.
         model: the base that they belong to.
         out: folder to make.
         overwrite: replace an existing adapter at `out`.
@@ -126,6 +126,8 @@ def _adapter_tensors(
                 tensors[f"{key}.lora_embedding_A"], tensors[f"{key}.lora_embedding_B"] = a, b
             else:
                 tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a, b
+            if f"{part}.lora_magnitude" in trained:
+                tensors[f"{key}.lora_magnitude_vector"] = trained.read_whole(f"{part}.lora_magnitude")
     return tensors, adapters
 
 
@@ -152,6 +154,12 @@ def _block_tensors(
                 "matrix, for which a PEFT folder has one of each: export with --format hf --merge."
             )
         ((rank, alpha),) = found
+        lengths = [trained.read_whole(one) for part in parts if (one := f"{part}.lora_magnitude") in trained]
+        if lengths and len(lengths) < len(parts):
+            raise UserError(
+                f"some parts of {fused} have DoRA adapters and others none, and the base stores them as one matrix, "
+                "which a PEFT folder cannot express: export with --format hf --merge."
+            )
         stacked, blocks = [], []
         for part in parts:
             rows, columns = shapes[f"{part}.weight"]
@@ -160,6 +168,8 @@ def _block_tensors(
             blocks.append(trained.read_whole(f"{part}.lora_B") if present else torch.zeros(rows, rank))
         name, count = model.names.module_to_hf(fused), len(parts)
         adapters[name] = rank * count, alpha * (math.sqrt(count) if rslora else count)  # the scale of one part
+        if lengths:
+            tensors[f"{KEY_PREFIX}{name}.lora_magnitude_vector"] = torch.cat(lengths)
         tensors[f"{KEY_PREFIX}{name}.lora_A.weight"] = torch.cat(stacked)
         tensors[f"{KEY_PREFIX}{name}.lora_B.weight"] = torch.block_diag(*blocks).to(blocks[0].dtype)
     return tensors, adapters
@@ -208,6 +218,7 @@ def _adapter_config(
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": float(lora["dropout"]),
         "use_rslora": bool(lora["rslora"]),
+        "use_dora": bool(lora.get("dora", False)),
         "target_modules": targets,
         "modules_to_save": saved or None,
         "bias": "none",
@@ -254,6 +265,10 @@ def _notes(
         notes.append(
             "the base ties its head to its embedding, and the adapter changes one of them: "
             "merge with --format hf --merge, PEFT's own merge would change both"
+        )
+    if config["use_dora"]:
+        notes.append(
+            "the adapters are DoRA's, which PEFT reads and vLLM does not: there merge with --format hf --merge"
         )
     if saved:
         notes.append(

@@ -35,6 +35,8 @@ class LoraOptions:
             such as {down_proj: 32}; of several that mean a module the first counts. null for none.
         alpha_pattern: The same of lora.alpha.
         rslora: Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732).
+        dora: Train the length of each output row beside its direction (arXiv 2402.09353). Dropout then still acts on
+            the adapter's input alone, where PEFT's drops the base's too.
         init: What A starts from; B starts from zeros, of an embedding the other way round. "kaiming" is uniform as
             PEFT has it by default, "gaussian" normal with deviation 1 / rank.
         fused_qkv: One adapter for query, key and value together instead of one each.
@@ -50,6 +52,7 @@ class LoraOptions:
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
     rslora: bool = False
+    dora: bool = False
     init: str = "kaiming"
     fused_qkv: bool = False
     init_from: str | None = None

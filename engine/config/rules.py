@@ -24,6 +24,7 @@ def check_config(config: RunConfig) -> None:
     check_adapters_have_targets(config)
     check_adapter_source(config)
     check_fused_qkv(config)
+    check_dora(config)
     check_lora_reduce(config)
     check_activation_dtype(config)
     check_cuda_graph(config)
@@ -137,6 +138,21 @@ def check_fused_qkv(config: RunConfig) -> None:
         len(missing) in (0, 3),
         f"lora.fused_qkv is true and lora.targets lacks {', '.join(missing)}, but one adapter for query, key and value "
         "needs all three: add them to lora.targets, or set lora.fused_qkv to false.",
+    )
+
+
+def check_dora(config: RunConfig) -> None:
+    """The lengths of rows are those of single matrices whose numbers are known."""
+    if config.lora.rank == 0 or not config.lora.dora:
+        return
+    require(
+        config.model.base_dtype is None,
+        f"lora.dora is true and model.base_dtype is {config.model.base_dtype}, but DoRA needs the lengths of the "
+        "base's rows, which are not known of encoded weights: set model.base_dtype to null, or lora.dora to false.",
+    )
+    require(
+        not config.lora.fused_qkv,
+        "lora.dora and lora.fused_qkv are true, but DoRA has one adapter for each matrix: set one of them to false.",
     )
 
 

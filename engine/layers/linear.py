@@ -26,6 +26,7 @@ from engine.ops.context import TokenContext
 from engine.ops.dropout import DropoutSite
 from engine.ops.inputs import LinearInput
 from engine.ops.low_rank import Factor, LowRank
+from engine.ops.magnitude import Magnitude, scaled_output
 from engine.ops.operands import LinearOperands, RowsSink
 from engine.ops.parallel_linear import column_linear, row_linear
 
@@ -84,6 +85,7 @@ class _ParallelLinear(ShardedModule):
         self.in_features = sections[0].spec.local_shape[1]
         self._sinks: list[RowsSink] = []
         self._leaves: list[Tensor] = []
+        self._magnitude_leaves: list[Tensor] = []
         rows = sum(section.rows for section in sections)
         rank = sum(slot.settings.rank for slot in slots)
         self.encoded = None
@@ -106,10 +108,11 @@ class _ParallelLinear(ShardedModule):
                 self._own_section(section, first)
             first += section.rows
         low_rank = self._build_adapters(slots, rank, dropout, folded=folded, device=device)
+        self.magnitudes = self._build_magnitudes(slots, low_rank)
         self.operands = LinearOperands(
             extended_OE=self.storage,
             in_features=self.in_features,
-            bias_O=self.bias_storage,
+            bias_O=None if self.magnitudes else self.bias_storage,
             low_rank=low_rank,
             folded=folded,
             sinks=tuple(self._sinks),
@@ -131,6 +134,29 @@ class _ParallelLinear(ShardedModule):
 
     def _bias_spec(self, spec: ShardSpec) -> ShardSpec:
         raise NotImplementedError
+
+    def _build_magnitudes(self, slots: list[_AdapterSlot], low_rank: LowRank | None) -> tuple[Magnitude, ...]:
+        """The trained lengths of output rows, of the adapters that have them."""
+        if low_rank is None:
+            return ()
+        magnitudes = []
+        for slot, factor in zip(slots, low_rank.factors, strict=True):
+            if slot.settings.dora:
+                assert self.encoded is None, "the lengths of encoded rows are not known"
+                storage = empty(slot.spec_b.local_shape[:1], self.storage.dtype, self.storage.device)
+                spec = self._bias_spec(slot.spec_b)
+                entry = self.own(f"{slot.name}.lora_magnitude", storage, spec, trainable=True)
+                magnitudes.append(Magnitude(m_O=storage, factor=factor, sink=entry.sink))
+                self._magnitude_leaves.append(entry.parameter)
+        return tuple(magnitudes)
+
+    def _finish(self, y_TO: Tensor, context: TokenContext, *, split_inputs: bool) -> Tensor:
+        """The output, for what the product gave: a linear with magnitudes adds its bias after them."""
+        if not self.magnitudes:
+            return y_TO
+        leaves = tuple(self._magnitude_leaves)
+        y = scaled_output(y_TO, self.operands, self.magnitudes, context, leaves, split_inputs=split_inputs)
+        return y if self.bias_storage is None else y + self.bias_storage
 
     def _share(self, shared: ShardEntry, rows: int) -> None:
         self.storage = shared.parameter.data
@@ -283,7 +309,8 @@ class ColumnParallelLinear(_ParallelLinear):
         return replace(spec, global_shape=spec.global_shape[:1], local_shape=spec.local_shape[:1])
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
-        return column_linear(u, source, self.operands, context, self.leaves(source))
+        y = column_linear(u, source, self.operands, context, self.leaves(source))
+        return self._finish(y, context, split_inputs=False)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -328,4 +355,5 @@ class RowParallelLinear(_ParallelLinear):
         )
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
-        return row_linear(u, source, self.operands, context, self.leaves(source))
+        y = row_linear(u, source, self.operands, context, self.leaves(source))
+        return self._finish(y, context, split_inputs=True)

@@ -11,6 +11,9 @@ from engine.ops.context_attention import Method
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels import REFERENCE, Kernels
 
+LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude")
+"""Last components of the names of an adapter's tensors."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterSettings:
@@ -20,11 +23,13 @@ class AdapterSettings:
         rank: r.
         scale: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv 2312.03732).
         dropout: probability of dropping an element of the adapter's input.
+        dora: whether the lengths of the output rows are trained beside it (see ops.magnitude).
     """
 
     rank: int
     scale: float
     dropout: float
+    dora: bool = False
 
 
 def _nothing(module: str) -> bool:

@@ -129,9 +129,14 @@ def apply_level(level: Level, attention: Attention, mlp: MLP) -> None:
     if level == "none":
         attention.qkv, mlp.gate_up, mlp.down = map(_keeping, (attention.qkv, mlp.gate_up, mlp.down))
     elif level == "attention":
-        attention.o_proj = LastLinear(attention.o_proj)
+        attention.o_proj = _last(attention.o_proj)
     elif level == "full":
-        mlp.down = LastLinear(mlp.down)
+        mlp.down = _last(mlp.down)
+
+
+def _last(linear: RowParallelLinear) -> nn.Module:
+    """Magnitudes read the product in backward, so that it must be made again too."""
+    return linear if linear.magnitudes else LastLinear(linear)
 
 
 def _keeping(linear: ColumnParallelLinear | RowParallelLinear) -> nn.Module:
@@ -160,7 +165,7 @@ def made_again(block: Block, x: Tensor, context: TokenContext) -> Tensor:
     """block(x, context), of which x alone is kept: backward runs it a second time.
 
     Args:
-        block: a pure function of its arguments and of parameters, whose last linear is a `LastLinear`.
+        block: a pure function of its arguments and of parameters, whose last linear is a `LastLinear` if it may be.
         x: [T, hidden] (or [T / tp, hidden]).
         context: token coordinates; not copied.
     """

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from engine.distributed.sharding import NamedShard, ShardSpec
+from engine.distributed.sharding import NamedShard, Piece, ShardSpec
+from engine.layers.plan import LORA_LEAVES
 from triton_kernels.philox import uniform_rows
 
 _CHUNK = 1 << 20
@@ -88,7 +89,7 @@ def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float, norm
     """A fresh model: matrices normal with `std`, norm weights `norm`, biases zero."""
     for shard in shards:
         leaf = shard.name.rpartition(".")[2]
-        if leaf in ("lora_A", "lora_B"):
+        if leaf in LORA_LEAVES:
             continue
         if leaf == "bias":
             shard.tensor.zero_()
@@ -96,3 +97,32 @@ def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float, norm
             shard.tensor.fill_(norm)
         else:
             fill_normal(shard, std, seed)
+
+
+def initialise_magnitudes(
+    shards: Iterable[NamedShard],
+    width: Callable[[str], int],
+    fill: Callable[[NamedShard], None],
+    dtype: torch.dtype,
+) -> None:
+    """DoRA's lengths start as those of the base's rows, so that the adapters begin by changing nothing.
+
+    Args:
+        shards: parts of `<module>.lora_magnitude`.
+        width: module -> columns of its weight.
+        fill: fills rows of `<module>.weight`, as they were when training began.
+        dtype: in which the model computes with them.
+    """
+    for shard in shards:
+        module = shard.name.rpartition(".")[0]
+        columns, total = width(module), shard.spec.global_shape[0]
+        height = max(1, _CHUNK // columns)
+        for run in shard.spec.runs(0):
+            for start in range(0, run.length, height):
+                count = min(height, run.length - start)
+                piece = Piece(run.global_offset + start, 0, count)
+                spec = ShardSpec(global_shape=(total, columns), local_shape=(count, columns), dim=0, pieces=(piece,))
+                rows = torch.empty(count, columns, dtype=dtype)
+                fill(NamedShard(f"{module}.weight", rows, spec))
+                lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+                shard.tensor[run.local_offset + start : run.local_offset + start + count] = lengths

@@ -15,7 +15,7 @@ from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import ShardedModule, ShardEntry, shard_entries
 from engine.layers.norm import RMSNorm
-from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.layers.plan import LORA_LEAVES, TensorLayout, TrainingPlan
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.ops.encoded_weight import BaseEncoding
@@ -363,7 +363,7 @@ def _parameters(entries: Iterable[ShardEntry]) -> Parameters:
         sharing.setdefault(storage._cdata, []).append(entry)
         size = prod(entry.spec.local_shape)
         largest = max(largest, size)
-        if not entry.name.endswith((".lora_A", ".lora_B")):
+        if entry.name.rpartition(".")[2] not in LORA_LEAVES:
             base += size
         if entry.sink is not None:
             key = entry.spec.grad_reduce, entry.spec.replicated, len(entry.spec.global_shape) < 2

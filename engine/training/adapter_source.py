@@ -40,6 +40,11 @@ def adapter_source(config: RunConfig, source: ModelSource, plan: TrainingPlan) -
     modules = [name.rpartition(".")[0] for name in shapes if name.endswith(".lora_A")]
     settings = {module: own for module in modules if (own := plan.adapter(module)) is not None}
     found.require_matching({module: (own.rank, own.scale) for module, own in settings.items()})
+    if found.settings.dora != lora.dora:
+        raise UserError(
+            f"lora.dora is {str(lora.dora).lower()}, but the adapter in {lora.init_from} has use_dora "
+            f"{str(found.settings.dora).lower()}: set lora.dora to {str(found.settings.dora).lower()}."
+        )
     for name in fully_trained(found.tensor_names()):
         if not plan.trains(name.rpartition(".")[0]):
             raise UserError(

@@ -40,6 +40,11 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
         adapted = {name for name, aliases in candidates.items() if config.lora.targets_module(name, aliases)}
         if config.lora.fused_qkv:
             adapted = _fuse(adapted)
+    if config.lora.dora and "embed_tokens" in adapted:
+        raise UserError(
+            "lora.dora is true and lora.targets has embed_tokens, but DoRA is for linears: remove it from "
+            "lora.targets, or add it to lora.exclude."
+        )
     if both := sorted(trained & adapted):
         raise UserError(
             f"{both[0]} is in lora.targets and in trainable, but a module is either trained in full or carries an "
@@ -82,7 +87,7 @@ def _settings(lora: LoraOptions, module: str, modules: Mapping[str, Sequence[str
             "one adapter: give them one rank and alpha, or set lora.fused_qkv to false."
         )
     ((rank, scale),) = found
-    return AdapterSettings(rank=rank, scale=scale, dropout=lora.dropout)
+    return AdapterSettings(rank=rank, scale=scale, dropout=lora.dropout, dora=lora.dora)
 
 
 def _fuse(adapted: set[str]) -> set[str]:

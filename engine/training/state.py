@@ -75,7 +75,8 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
     checkpoint = TrainingCheckpoint(path)
     _check_recorded(checkpoint)
     if checkpoint.lora:
-        saved = {"rank_pattern": None, "alpha_pattern": None, **checkpoint.lora}  # which older checkpoints do not have
+        added = {"rank_pattern": None, "alpha_pattern": None, "dora": False}  # which older checkpoints do not have
+        saved = {**added, **checkpoint.lora}
         _check_same("lora", saved, asdict(config.lora), path, _SAME_LORA)
     fingerprint = training.source.fingerprint()
     if checkpoint.base["fingerprint"] != fingerprint:
@@ -99,7 +100,7 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
     return state
 
 
-_SAME_LORA = ("rank", "alpha", "rank_pattern", "alpha_pattern", "rslora", "fused_qkv")
+_SAME_LORA = ("rank", "alpha", "rank_pattern", "alpha_pattern", "rslora", "dora", "fused_qkv")
 _RECORDED: dict[str, dict[str, tuple[type, ...]]] = {
     "state": {"step": (int,), "consumed": (int,), "updates": (int, float), "skipped": (int, float), "data": (str,)},
     "base": {"path": (str,), "fingerprint": (str, type(None))},

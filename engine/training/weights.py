@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from engine.checkpoint.loading import load_parameters
 from engine.config.run import RunConfig
+from engine.distributed.sharding import NamedShard
 from engine.layers.module import ShardEntry
-from engine.layers.plan import TrainingPlan
+from engine.layers.plan import LORA_LEAVES, TrainingPlan
 from engine.layers.sharded_storage import SpreadWeights
-from engine.models.initialise import initialise_adapters, initialise_weights
+from engine.models.initialise import initialise_adapters, initialise_magnitudes, initialise_weights
 from engine.optim.flat import FlatParameters
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
@@ -28,8 +31,8 @@ def fill_parameters(
     masters, so that nothing is rounded to the compute dtype on the way."""
     masters = flat.master_shards()
     frozen = [part for entry in entries if entry.sink is None for part in weights.parts(entry)]
-    base = frozen + [shard for shard in masters if not shard.name.endswith((".lora_A", ".lora_B"))]
-    adapters = [shard for shard in masters if shard.name.endswith((".lora_A", ".lora_B"))]
+    base = frozen + [shard for shard in masters if shard.name.rpartition(".")[2] not in LORA_LEAVES]
+    adapters = [shard for shard in masters if shard.name.rpartition(".")[2] in LORA_LEAVES]
     if source.weights is None:
         std = float(source.model.hf_config.get("initializer_range", 0.02))
         initialise_weights(base, config.train.seed, std, norm=1.0 - source.model.decoder.norm_offset)
@@ -40,7 +43,31 @@ def fill_parameters(
     if config.lora.rank > 0:
         if config.lora.init_from is None:
             initialise_adapters(adapters, config.train.seed, gaussian=config.lora.init == "gaussian")
+            lengths = [shard for shard in adapters if shard.name.endswith(".lora_magnitude")]
+            if lengths:
+                dtype = next(entry.parameter.dtype for entry in entries if entry.name == lengths[0].name)
+                _initialise_magnitudes(lengths, config, source, dtype)
         else:
             start = adapter_source(config, source, plan)
             load_parameters(adapters + [shard for shard in base if shard.name in start], start)
     flat.publish()
+
+
+def _initialise_magnitudes(
+    shards: list[NamedShard], config: RunConfig, source: ModelSource, dtype: torch.dtype
+) -> None:
+    """DoRA's lengths, from the weights as the checkpoint has them, or drawn once more."""
+    shapes = source.model.expected_shapes()
+    tied = "embed_tokens.weight"  # what a tied head's weight is called
+
+    def fill(shard: NamedShard) -> None:
+        if source.weights is None:
+            std = float(source.model.hf_config.get("initializer_range", 0.02))
+            initialise_weights([shard if shard.name in shapes else shard._replace(name=tied)], config.train.seed, std)
+        else:
+            source.weights.read(shard.name if shard.name in source.weights else tied, shard.spec, out=shard.tensor)
+
+    def width(module: str) -> int:
+        return shapes.get(f"{module}.weight", shapes[tied])[1]
+
+    initialise_magnitudes(shards, width, fill, dtype)

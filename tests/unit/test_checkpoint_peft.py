@@ -310,7 +310,7 @@ def test_a_run_that_differs_from_its_adapter_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"use_dora": True, "target_modules": ["q_proj"]}, "use_dora True"),
+        ({"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}, "use_dora True, .* embed_tokens: DoRA is"),
         ({"modules_to_save": ["norm"]}, "modules_to_save"),
         ({"bias": "lora_only"}, "bias 'lora_only'"),
         ({"trainable_token_indices": [3], "target_modules": ["q_proj"]}, "trainable_token_indices"),

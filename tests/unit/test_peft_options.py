@@ -46,6 +46,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "head in full": {"modules_to_save": ["lm_head"], **PATTERNS},
     "embedding in full": {"modules_to_save": ["embed_tokens"]},
     "linear in full": {"target_modules": ["q_proj"], "modules_to_save": ["down_proj", "norm"]},
+    "dora": {"use_dora": True},
+    "dora and patterns": {"use_dora": True, "use_rslora": True, **PATTERNS},
+    "dora of the head": {"use_dora": True, "target_modules": ["o_proj", "lm_head"]},
     "gaussian": {"init_lora_weights": "gaussian"},
     "dropout": {"lora_dropout": 0.3},
 }
@@ -96,6 +99,7 @@ def test_both_ways(name: str, tmp_path: Path) -> None:
         "dropout": options.get("lora_dropout", 0.0),
         "rslora": options.get("use_rslora", False),
         "alpha_pattern": options.get("alpha_pattern", {}),
+        "dora": options.get("use_dora", False),
     }
     tensors = {tensor: source.read_whole(tensor) for tensor in source.tensor_names()}
     run = open_run(trained_run(tmp_path / "run", tensors, tmp_path / "hf", **lora))

@@ -18,11 +18,12 @@ from torch import Tensor
 from engine.distributed.collectives import all_reduce, gather_objects
 from engine.distributed.mesh import Axis, Mesh
 from engine.layers.module import ShardEntry
+from engine.layers.plan import LORA_LEAVES
 from engine.optim.adamw import FlatAdamW
 from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.replicas import NAMED, ReplicaGuard
 
-FACTORS = (".lora_A", ".lora_B")
+FACTORS = tuple(f".{leaf}" for leaf in LORA_LEAVES)
 _SAME = 1e-4
 """Of the first moment of an earlier run: it fell by beta1 a step and nothing else, within rounding."""
 

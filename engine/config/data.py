@@ -15,7 +15,8 @@ class DataOptions:
     """Data: which text, and how it becomes rows of tokens.
 
     Args:
-        train: File with the training samples: .jsonl, .json or .txt.
+        train: File with the training samples: .jsonl, .json or .txt; or a folder that tools/preprocess.py wrote, or the
+            .bin of Megatron's indexed data, which are mapped and not read.
         validation: File with the samples that are evaluated; null evaluates nothing.
         format: Shape of a record. "text" has text; "completion" has prompt and completion; "alpaca" has
             instruction, input and output; "sharegpt" has conversations; "messages" has messages with roles, which go
@@ -26,7 +27,7 @@ class DataOptions:
             to another; "concatenate" puts them all end to end, as MLPerf does it, and cuts the whole into rows of
             data.seq_length, where attention and positions take no notice of where samples begin.
         overlong: What happens to a sample longer than data.seq_length. "truncate" cuts its end off, "drop" leaves it
-            out (both are counted and reported), "error" stops. With data.packing concatenate nothing needs cutting, and
+            out (both are counted and reported), "cut" makes several samples of it, "error" stops. With data.packing concatenate nothing needs cutting, and
             "truncate" keeps all of it.
         mask_prompt: Take the loss only on the answer (completion, output, assistant turns); false takes it on
             everything.
@@ -39,14 +40,14 @@ class DataOptions:
     format: Literal["auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens"] = "auto"
     seq_length: int = 2048
     packing: bool | Literal["concatenate"] = False
-    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    overlong: Literal["truncate", "cut", "drop", "error"] = "truncate"
     mask_prompt: bool = True
     num_workers: int = 1
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         require_choice("data.format", self.format, FORMATS)
-        require_choice("data.overlong", self.overlong, ("truncate", "drop", "error"))
+        require_choice("data.overlong", self.overlong, ("truncate", "cut", "drop", "error"))
         require_at_least("data.seq_length", self.seq_length, 2, "use for example 2048")
         require_at_least("data.num_workers", self.num_workers, 0, "use for example 1")
         for name, path in (("train", self.train), ("validation", self.validation), ("tokenizer", self.tokenizer)):

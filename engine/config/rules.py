@@ -301,6 +301,11 @@ def check_objective(config: RunConfig) -> None:
     if not objective.compares_answers:
         return
     require(
+        data.overlong != "cut",
+        f"objective.name is {objective.name} and data.overlong is cut, but an answer in pieces cannot be compared: set "
+        "data.overlong to truncate, drop or error.",
+    )
+    require(
         data.format == "auto" and data.mask_prompt,
         f"objective.name is {objective.name}, whose records are judged answers, and data.format is {data.format} and "
         f"data.mask_prompt {str(data.mask_prompt).lower()}: leave both out, these records are recognised by their "
@@ -362,6 +367,7 @@ def _require_folder(option: str, path: str, what: str) -> None:
 
 def _require_file(option: str, path: str | None) -> None:
     require(
-        path is None or Path(path).is_file(),
-        f"{option} is {path}, which is not a file: give the path of a .jsonl, .json or .txt file.",
+        path is None or Path(path).is_file() or (Path(path) / "manifest.json").is_file(),
+        f"{option} is {path}, which is not a file: give the path of a .jsonl, .json or .txt file, or the folder of a "
+        "token store.",
     )

@@ -24,13 +24,13 @@ from engine.data.concatenate import concatenate
 from engine.data.files import expand_paths
 from engine.data.formats import FORMATS, Sample, read_samples
 from engine.data.packing import Packs, one_each, pack
-from engine.data.tokenize import Document, tokenize_samples
+from engine.data.tokenize import Document, cut_document, tokenize_samples
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.ops.native import packing as native_packing
 from engine.ops.native.loader import native_status
 
-OVERLONG = ("truncate", "drop", "error")
+OVERLONG = ("truncate", "cut", "drop", "error")
 Packing = bool | Literal["concatenate"]
 CHUNK = 1024
 """Samples that are tokenised together."""
@@ -270,8 +270,8 @@ class TokenDataset:
             seq_length: tokens of a row.
             packing: put several documents into a row, or "concatenate" all and cut rows, which are documents then.
             overlong: what to do with a document longer than a row: "truncate" keeps its beginning (all of it where
-                documents are concatenated), "drop" leaves it out, "error" stops. A .txt stream is cut into rows and
-                never overlong.
+                documents are concatenated), "cut" makes several of it, "drop" leaves it out, "error" stops. A .txt
+                stream is cut into rows and never overlong.
             mask_prompt: learn only completions and assistant turns.
             progress: called with (records done, records in all) now and then.
 
@@ -324,10 +324,14 @@ class _Collector:
     def add(self, document: Document) -> None:
         tokens, targets = document.tokens, document.targets
         if len(tokens) > self.seq_length and not self._runs_on(document):
+            if self.overlong == "cut":
+                for piece in cut_document(document, self.seq_length):
+                    self.add(piece)
+                return
             if self.overlong == "error":
                 raise document.place.error(
                     f"the record has {len(tokens)} tokens, more than data.seq_length {self.seq_length}; raise it, "
-                    "or set data.overlong to truncate or drop."
+                    "or set data.overlong to truncate, cut or drop."
                 )
             if self.overlong == "drop":
                 self.dropped_overlong += 1
@@ -342,7 +346,9 @@ class _Collector:
 
     def _runs_on(self, document: Document) -> bool:
         """Whether a document goes on in the next row."""
-        return self.concatenated and (self.overlong == "truncate" or document.place.path.suffix.lower() == ".txt")
+        return self.concatenated and (
+            self.overlong in ("truncate", "cut") or document.place.path.suffix.lower() == ".txt"
+        )
 
     def arrays(self, names: str) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
         if not self.records:

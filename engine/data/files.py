@@ -80,14 +80,14 @@ def read_records(path: Path) -> tuple[int, Iterator[tuple[Place, Record]]]:
     if path.suffix.lower() not in (".json", ".jsonl"):
         raise UserError(f"{path} ends in '{path.suffix}', expected .txt, .json or .jsonl; rename or convert the file.")
     with path.open("rb") as file:
-        if _first_byte(file) == b"[":
+        if first_byte(file) == b"[":
             records = _load_array(path)
             return len(records), _array_records(path, records)
         # Counted in a pass of its own, which takes a fraction of what parsing takes, so that the lines need not stay.
         return sum(1 for line in file if line.strip(_WHITE_SPACE)), _line_records(path)
 
 
-def _first_byte(file: BinaryIO) -> bytes:
+def first_byte(file: BinaryIO) -> bytes:
     """The first character that is neither a byte order mark nor white space; rewinds to behind the mark."""
     start = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
     file.seek(start)
@@ -121,7 +121,7 @@ def _array_records(path: Path, records: list[Any]) -> Iterator[tuple[Place, Reco
 def _line_records(path: Path) -> Iterator[tuple[Place, Record]]:
     # Lines of bytes: str.splitlines would also break at separators that may stand inside a JSON string.
     with path.open("rb") as file:
-        _first_byte(file)
+        first_byte(file)
         for number, line in enumerate(file, start=1):
             line = line.strip(_WHITE_SPACE)
             if line:
@@ -141,6 +141,15 @@ def _parse_line(place: Place, line: bytes) -> object:
     except (ValueError, RecursionError) as error:  # a number with thousands of digits, or lists in lists without end
         raise place.error(f"the record cannot be read ({error}); correct it.") from error
     return record
+
+
+def line_record(place: Place, line: bytes) -> tuple[Place, Record]:
+    """The record in one line of a JSONL file, with its place.
+
+    Raises:
+        UserError: it is none.
+    """
+    return _checked(place, _parse_line(place, line))
 
 
 def _checked(place: Place, record: object) -> tuple[Place, Record]:

@@ -120,7 +120,7 @@ def read_samples(path: Path, data_format: str) -> tuple[int, Iterator[Sample]]:
 def _parse_all(records: Iterator[tuple[Place, Record]], data_format: str) -> Iterator[Sample]:
     for place, record in records:
         if data_format == "auto":
-            data_format = _detect(place, record)
+            data_format = detect_format(place, record)
         yield parse_record(place, record, data_format)
 
 
@@ -157,7 +157,12 @@ def refuse_unusable(place: Place, record: Record) -> None:
             raise place.error(f"field '{field}' is not supported; remove it or leave such records out of the data.")
 
 
-def _detect(place: Place, record: Record) -> str:
+def detect_format(place: Place, record: Record) -> str:
+    """The format whose fields a record has.
+
+    Raises:
+        UserError: it is none of them.
+    """
     if "chosen" in record and "rejected" in record:
         raise place.error(
             "the record is a pair of answers (chosen, rejected), but objective.name language_modeling learns all it is "

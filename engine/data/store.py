@@ -97,13 +97,16 @@ def open_store(path: str | Path) -> TokenStore:
 def _open_folder(path: Path) -> TokenStore:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
-            raise UserError(f"{path / MANIFEST} is not that of a token store of version {VERSION}: tokenise again.")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path / MANIFEST} cannot be read ({error}): tokenise the data again.") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+        raise UserError(f"{path / MANIFEST} is not that of a token store of version {VERSION}: tokenise again.")
+    try:
         dtype, count, documents = DTYPES[manifest["dtype"]], int(manifest["tokens"]), int(manifest["documents"])
         checksums, fingerprint = dict(manifest["checksums"]), str(manifest["tokenizer"])
         max_token = int(manifest["max_token"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path / MANIFEST} cannot be read ({error}): tokenise the data again.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path / MANIFEST} lacks {error}, or has it wrong: tokenise the data again.") from error
     tokens = _mapped(path / "tokens.bin", dtype, count)
     offsets = _mapped(path / "offsets.bin", np.int64, documents + 1)
     targets = _mapped(path / "targets.bin", np.bool_, count) if "targets.bin" in checksums else None
@@ -128,9 +131,9 @@ def _open_megatron(path: Path) -> TokenStore:
         if not file.is_file():
             raise UserError(f"{file} is missing, which belongs to {path}: put it beside the other one.")
     head = index.read_bytes()
+    if head[:9] != _INDEX_MAGIC:
+        raise UserError(f"{index} is not an index of Megatron's: give the .bin and .idx that its tool wrote.")
     try:
-        if head[:9] != _INDEX_MAGIC:
-            raise UserError(f"{index} is not an index of Megatron's: give the .bin and .idx that its tool wrote.")
         version, code = int.from_bytes(head[9:17], "little"), head[17]
         sequences, documents = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
         lengths = np.frombuffer(head, np.int32, sequences, 34)

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.dataset import DatasetReport, Stored, TokenDataset
+from engine.data.concatenate import concatenate
+from engine.data.dataset import DatasetReport, Packing, Stored, TokenDataset
 from engine.data.store import TokenStore, open_store
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -19,7 +20,12 @@ _CHUNK = 1 << 24
 
 
 def stored_dataset(
-    path: str | Path, *, tokenizer: Tokenizer | None, seq_length: int, packing: bool = False, overlong: str = "truncate"
+    path: str | Path,
+    *,
+    tokenizer: Tokenizer | None,
+    seq_length: int,
+    packing: Packing = False,
+    overlong: str = "truncate",
 ) -> TokenDataset:
     """Rows on a token store, which stays on disk.
 
@@ -27,7 +33,7 @@ def stored_dataset(
         path: see engine.data.store.
         tokenizer: of the run; None does not compare it with the store's.
         seq_length: tokens of a row.
-        packing: put several documents into a row.
+        packing: put several documents into a row, or "concatenate" all, which reads them into memory.
         overlong: what to do with a document longer than a row: "truncate" keeps its beginning, "cut" makes several of
             it, of which neighbours share one token (the last of one is learnt there and opens the next), "drop" leaves
             it out, "error" stops.
@@ -39,6 +45,8 @@ def stored_dataset(
     store = open_store(path)
     if tokenizer is not None:
         store.require_tokenizer(tokenizer)
+    if packing == "concatenate":
+        return _concatenated(store, seq_length)
     starts, lengths = store.offsets[:-1], np.diff(store.offsets)
     report = DatasetReport(records=len(starts))
     longer = lengths > seq_length
@@ -71,6 +79,17 @@ def stored_dataset(
     )
     dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
     return dataset
+
+
+def _concatenated(store: TokenStore, seq_length: int) -> TokenDataset:
+    """Documents end to end in rows; read into memory."""
+    targets = store.targets
+    if targets is None:
+        targets = np.ones(len(store.tokens), dtype=bool)
+        targets[store.offsets[:-1]] = False
+    tokens, learnt, offsets, left_over = concatenate(np.asarray(store.tokens), targets, store.offsets, seq_length)
+    report = DatasetReport(records=len(store.offsets) - 1, left_over=left_over)
+    return TokenDataset(tokens, learnt, offsets, seq_length=seq_length, packing=True, report=report)
 
 
 def cut_spans(

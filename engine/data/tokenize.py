@@ -76,7 +76,8 @@ def tokenize_samples(
             prompt, completion = begin + next(encoded), next(encoded) + end
             ids, answers = (prompt + completion, [False] * len(prompt) + [True] * len(completion))
         elif sample.is_stream:
-            yield from _cut(sample.place, [*begin, *_encode_stream(sample.text, tokenizer), *end], stream_length)
+            tokens = np.array([*begin, *_encode_stream(sample.text, tokenizer), *end], dtype=np.int32)
+            yield from cut_document(Document(sample.place, tokens, np.ones(len(tokens), dtype=bool)), stream_length)
             continue
         else:
             ids = begin + next(encoded) + end
@@ -110,14 +111,13 @@ def _encode_stream(text: str, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def _cut(place: Place, ids: list[int], length: int) -> Iterator[Document]:
-    """Cut a stream so that each token but the very first is learnt exactly once.
+def cut_document(document: Document, length: int) -> Iterator[Document]:
+    """Cuts a document so that each token but the very first is learnt exactly once, if it is learnt at all.
 
     Neighbouring cuts share one token: the last of one is learnt there and opens the next, where the first is not.
     """
-    tokens = np.array(ids, dtype=np.int32)
-    for start in range(0, max(len(tokens) - 1, 1), length - 1):
-        part = tokens[start : start + length]
-        targets = np.ones(len(part), dtype=bool)
+    for start in range(0, max(len(document.tokens) - 1, 1), length - 1):
+        part = slice(start, start + length)
+        targets = document.targets[part].copy()
         targets[:1] = False
-        yield Document(place, part, targets)
+        yield Document(document.place, document.tokens[part], targets)

@@ -11,6 +11,8 @@ from engine.data.judged import build_judged
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.preference import build_pairs
 from engine.data.row_means import RowMeanLoader
+from engine.data.store import is_store
+from engine.data.stored import stored_dataset
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.distributed.launch import Launch
 from engine.errors import UserError
@@ -85,6 +87,32 @@ def loader_options(config: RunConfig, *, data_rank: int, data_size: int, context
 def _dataset(
     config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log, what: str
 ) -> TokenDataset:
+    """Rows of a file of records, or of a token store."""
+    if is_store(path):
+        dataset = _stored(config, path, tokenizer)
+    else:
+        dataset = _read(config, path, tokenizer, log, what)
+    if dataset.max_token >= decoder.vocab_size:
+        raise UserError(
+            f"{path} has token id {dataset.max_token}, but the model's vocabulary has {decoder.vocab_size} entries: "
+            "set data.tokenizer to the tokenizer this model was trained with."
+        )
+    log.info(f"{what} data: {dataset.report.summary()}")
+    return dataset
+
+
+def _stored(config: RunConfig, path: str, tokenizer: Tokenizer) -> TokenDataset:
+    if config.objective.compares_answers:
+        raise UserError(
+            f"{path} is a token store, but objective.name {config.objective.name} compares answers: give their records."
+        )
+    data = config.data
+    return stored_dataset(
+        path, tokenizer=tokenizer, seq_length=data.seq_length, packing=data.packing, overlong=data.overlong
+    )
+
+
+def _read(config: RunConfig, path: str, tokenizer: Tokenizer, log: Log, what: str) -> TokenDataset:
     with Progress(log, f"reading {what} data", None, "records") as progress:
         done = 0
 
@@ -101,16 +129,8 @@ def _dataset(
             "progress": advance,
         }
         if config.objective.compares_pairs:
-            dataset = build_pairs(path, **common)
-        elif config.objective.compares_answers:
-            dataset = build_judged(path, **common)
-        else:
-            data = config.data
-            dataset = TokenDataset.build(path, data_format=data.format, mask_prompt=data.mask_prompt, **common)
-    if dataset.max_token >= decoder.vocab_size:
-        raise UserError(
-            f"{path} has token id {dataset.max_token}, but the model's vocabulary has {decoder.vocab_size} entries: "
-            "set data.tokenizer to the tokenizer this model was trained with."
-        )
-    log.info(f"{what} data: {dataset.report.summary()}")
-    return dataset
+            return build_pairs(path, **common)
+        if config.objective.compares_answers:
+            return build_judged(path, **common)
+        data = config.data
+        return TokenDataset.build(path, data_format=data.format, mask_prompt=data.mask_prompt, **common)

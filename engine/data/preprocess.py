@@ -1,0 +1,361 @@
+"""Tokenising files into a token store, on all cores, so that a run that was killed goes on where it stopped.
+
+The input is cut into units: runs of lines of a JSONL file, row groups of a Parquet file, a whole JSON array or text. A
+worker turns a unit into files of its own, of which the record of what is in them is written last; a unit that has one
+is not done again. The store's files are the units' ones end to end, in the input's order, so the store does not depend
+on the number of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.data.dataset import CHUNK
+from engine.data.formats import parse_record
+from engine.data.store import DTYPES, FORMAT, MANIFEST, VERSION, tokenizer_fingerprint
+from engine.data.tokenize import Document, tokenize_samples
+from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.data.units import Unit, plan_units, unit_records
+from engine.errors import UserError
+from engine.ops.native.checksum import crc32c
+from engine.ops.native.loader import native_status
+
+_COPY_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is tokenised, and how.
+
+    Args:
+        files: in their order.
+        tokenizer: folder or `.model` file.
+        data_format: one of engine.data.formats.FORMATS.
+        mask_prompt: learn only completions and assistant turns.
+        stream_length: tokens of one document of a .txt stream.
+        skip_bad_records: leave out records that cannot be used and say which; else the first one ends the work.
+        workers: processes.
+    """
+
+    files: tuple[Path, ...]
+    tokenizer: Path
+    data_format: str = "auto"
+    mask_prompt: bool = True
+    stream_length: int = 1 << 30
+    skip_bad_records: bool = False
+    workers: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What a store holds.
+
+    Args:
+        documents, tokens, target_tokens: in the store.
+        records: read.
+        skipped: records left out.
+        resumed: units that an earlier call had done.
+        units: in all.
+    """
+
+    documents: int
+    tokens: int
+    target_tokens: int
+    records: int
+    skipped: int
+    resumed: int
+    units: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Done:
+    """What a unit's files hold."""
+
+    records: int
+    documents: int
+    tokens: int
+    target_tokens: int
+    max_token: int
+    skipped: int
+
+
+def preprocess(request: Request, out: Path, *, progress: Callable[[int], None] | None = None) -> Summary:
+    """Writes a store.
+
+    Args:
+        out: its folder; new, or with what an earlier call of the same request left.
+        progress: called with the bytes of input that a unit stood for, as it is done.
+
+    Raises:
+        UserError: a file or record that cannot be used, or a folder that holds something else.
+    """
+    tokenizer = load_tokenizer(request.tokenizer)
+    units = plan_units(request.files)
+    parts = out / "parts"
+    _claim(out, parts, _identity(request, units, tokenizer))
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "int32"
+    finished = {number: done for number in range(len(units)) if (done := _read_done(parts, number)) is not None}
+    resumed = len(finished)
+    if progress is not None:
+        progress(sum(units[number].size for number in finished))
+    for number, done in _run(request, units, parts, dtype, set(finished)):
+        finished[number] = done
+        if progress is not None:
+            progress(units[number].size)
+    _join(out, parts, [finished[number] for number in range(len(units))], dtype, request, tokenizer)
+    totals = {name: sum(getattr(done, name) for done in finished.values()) for name in _Done.__slots__}
+    return Summary(
+        documents=totals["documents"],
+        tokens=totals["tokens"],
+        target_tokens=totals["target_tokens"],
+        records=totals["records"],
+        skipped=totals["skipped"],
+        resumed=resumed,
+        units=len(units),
+    )
+
+
+def _identity(request: Request, units: list[Unit], tokenizer: Tokenizer) -> str:
+    """Of everything that decides what a unit's files hold."""
+    facts: list[Any] = [VERSION, tokenizer_fingerprint(tokenizer), request.data_format, request.mask_prompt]
+    facts += [request.stream_length, request.skip_bad_records]
+    facts += [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in request.files]
+    facts += [[unit.file, unit.start, unit.end] for unit in units]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def _claim(out: Path, parts: Path, identity: str) -> None:
+    """Makes the folder, or finds that it is what an earlier call of the same request left."""
+    plan = parts / "plan.json"
+    if (out / MANIFEST).exists():
+        raise UserError(f"{out} holds a finished token store already: choose another --out, or remove it.")
+    if out.exists() and any(out.iterdir()):
+        if not plan.is_file() or json.loads(plan.read_text(encoding="utf-8")) != identity:
+            raise UserError(
+                f"{out} is not empty and was not left by the same command on the same files: choose another --out, or "
+                "remove it."
+            )
+        return
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+        _write_whole(plan, json.dumps(identity))
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}): choose another --out.") from error
+
+
+def _run(
+    request: Request, units: list[Unit], parts: Path, dtype: str, finished: set[int]
+) -> Iterator[tuple[int, _Done]]:
+    """The units that are still to be done, as they are done, in any order."""
+    waiting = [(number, unit) for number, unit in enumerate(units) if number not in finished]
+    if request.workers <= 1 or len(waiting) <= 1:
+        tokenizer = load_tokenizer(request.tokenizer)
+        for number, unit in waiting:
+            yield number, _do_unit(request, tokenizer, unit, parts, number, dtype)
+        return
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
+    # a server without threads forks the workers: they share what it imported, and nothing can be held across the fork
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["engine.data.preprocess", "transformers"])
+    workers = min(request.workers, len(waiting))
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(request,)) as pool:
+        running: dict[Future[_Done], int] = {}
+        todo = iter(waiting)
+        try:
+            while True:
+                for number, unit in islice(todo, 2 * workers - len(running)):
+                    running[pool.submit(_do_in_worker, unit, parts, number, dtype)] = number
+                if not running:
+                    return
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield running.pop(future), future.result()
+        finally:
+            for future in running:
+                future.cancel()
+
+
+_worker: tuple[Request, Tokenizer] | None = None
+"""Of this process, where it is a worker: set once as it starts, because a tokenizer cannot travel with each unit."""
+
+
+def _start(request: Request) -> None:
+    global _worker
+    _worker = request, load_tokenizer(request.tokenizer)
+
+
+def _do_in_worker(unit: Unit, parts: Path, number: int, dtype: str) -> _Done:
+    assert _worker is not None
+    return _do_unit(*_worker, unit, parts, number, dtype)
+
+
+def _do_unit(request: Request, tokenizer: Tokenizer, unit: Unit, parts: Path, number: int, dtype: str) -> _Done:
+    """Writes a unit's files."""
+    skipped: list[dict[str, str]] = []
+    records = documents = tokens = target_tokens = 0
+    max_token = -1
+    lengths: list[int] = []
+    kind = DTYPES[dtype]
+    try:
+        with _part(parts, number, "tokens").open("wb") as ids, _part(parts, number, "targets").open("wb") as flags:
+            for document in _documents(request, tokenizer, unit, skipped):
+                records += 1
+                if document is None or not document.targets.any():
+                    continue
+                document.tokens.astype(kind).tofile(ids)
+                document.targets.astype(np.uint8).tofile(flags)
+                lengths.append(len(document.tokens))
+                target_tokens += int(document.targets.sum())
+                max_token = max(max_token, int(document.tokens.max()))
+        np.array(lengths, dtype=np.int64).tofile(_part(parts, number, "lengths"))
+        if skipped:
+            _write_whole(_part(parts, number, "skipped"), "".join(json.dumps(entry) + "\n" for entry in skipped))
+        documents, tokens = len(lengths), sum(lengths)
+        done = _Done(
+            records=records + len(skipped),
+            documents=documents,
+            tokens=tokens,
+            target_tokens=target_tokens,
+            max_token=max_token,
+            skipped=len(skipped),
+        )
+        _write_whole(_part(parts, number, "json"), json.dumps(asdict(done)))
+    except OSError as error:
+        raise _cannot_write(parts, error) from error
+    return done
+
+
+def _documents(
+    request: Request, tokenizer: Tokenizer, unit: Unit, skipped: list[dict[str, str]]
+) -> Iterator[Document | None]:
+    """A unit's documents; what cannot be used is added to `skipped`, or raised."""
+    settings = {"mask_prompt": request.mask_prompt, "stream_length": request.stream_length}
+
+    def parsed() -> Iterator[Any]:
+        for item in unit_records(unit, request.data_format):
+            try:
+                if isinstance(item, UserError):
+                    raise item
+                yield item if not isinstance(item, tuple) else parse_record(*item)
+            except UserError as error:
+                _note(error, request, skipped)
+
+    samples = parsed()
+    while chunk := list(islice(samples, CHUNK)):
+        try:
+            yield from list(tokenize_samples(chunk, tokenizer, **settings))
+        except UserError:
+            for sample in chunk:  # one by one, to leave out those that cannot be rendered
+                try:
+                    yield from list(tokenize_samples([sample], tokenizer, **settings))
+                except UserError as error:
+                    _note(error, request, skipped)
+
+
+def _note(error: UserError, request: Request, skipped: list[dict[str, str]]) -> None:
+    if not request.skip_bad_records:
+        raise error
+    skipped.append({"record": str(error).partition(": ")[0], "reason": str(error).partition(": ")[2]})
+
+
+def _part(parts: Path, number: int, kind: str) -> Path:
+    return parts / f"{number:06d}.{kind}"
+
+
+def _read_done(parts: Path, number: int) -> _Done | None:
+    """What an earlier call left of a unit, where it was finished and its files are whole."""
+    try:
+        done = _Done(**json.loads(_part(parts, number, "json").read_text(encoding="utf-8")))
+        whole = _part(parts, number, "targets").stat().st_size == done.tokens
+        whole &= _part(parts, number, "lengths").stat().st_size == 8 * done.documents
+    except (OSError, ValueError, TypeError):
+        return None
+    return done if whole else None
+
+
+def _join(out: Path, parts: Path, units: list[_Done], dtype: str, request: Request, tokenizer: Tokenizer) -> None:
+    """The units' files end to end, and the manifest last."""
+    tokens = sum(done.tokens for done in units)
+    if not tokens:
+        raise UserError(f"{', '.join(map(str, request.files))} gives no document with anything to learn.")
+    everywhere = tokens - sum(done.documents for done in units) == sum(done.target_tokens for done in units)
+    kinds = ["tokens"] if everywhere else ["tokens", "targets"]
+    numbers = range(len(units))
+    try:
+        checksums = {
+            f"{kind}.bin": _concatenate((_part(parts, number, kind) for number in numbers), out / f"{kind}.bin")
+            for kind in kinds
+        }
+        lengths = np.concatenate([np.fromfile(_part(parts, number, "lengths"), np.int64) for number in numbers])
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        offsets.tofile(out / "offsets.bin")
+        checksums["offsets.bin"] = _checksum(memoryview(offsets.view(np.uint8)))
+        if any(done.skipped for done in units):
+            with (out / "skipped.jsonl").open("wb") as report:
+                for number in numbers:
+                    if _part(parts, number, "skipped").exists():
+                        report.write(_part(parts, number, "skipped").read_bytes())
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "dtype": dtype,
+            "tokens": tokens,
+            "documents": len(lengths),
+            "max_token": max(done.max_token for done in units),
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+            "checksums": checksums,
+            "sources": [file.name for file in request.files],
+        }
+        _write_whole(out / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    except OSError as error:
+        raise _cannot_write(out, error) from error
+    shutil.rmtree(parts)
+
+
+def _cannot_write(folder: Path, error: OSError) -> UserError:
+    return UserError(f"{folder} cannot be written ({error.strerror}): free space, then give the same command again.")
+
+
+def _concatenate(sources: Iterable[Path], target: Path) -> str:
+    """Writes the files end to end; returns their checksum."""
+    value = 0
+    with target.open("wb") as file:
+        for source in sources:
+            with source.open("rb") as part:
+                while block := part.read(_COPY_BYTES):
+                    file.write(block)
+                    value = _added(memoryview(block), value)
+        file.flush()
+        os.fsync(file.fileno())
+    return f"{value:08x}"
+
+
+def _checksum(data: memoryview) -> str:
+    return f"{_added(data, 0):08x}"
+
+
+def _added(data: memoryview, value: int) -> int:
+    """CRC-32C where the compiled code is there, else 0: pure Python would take longer than everything else."""
+    return crc32c(data, value) if native_status().available else 0
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Writes a file that is there whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,229 @@
+"""Token stores: what preprocessing writes, what training maps, and Megatron's indexed files."""
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.data.collate import build_batch
+from engine.data.dataset import TokenDataset
+from engine.data.preprocess import Request, preprocess
+from engine.data.store import MANIFEST, open_store
+from engine.data.stored import cut_spans, stored_dataset
+from engine.data.tokenizer import load_tokenizer
+from engine.data.units import plan_units
+from engine.errors import UserError
+from tests.commands import REPOSITORY
+
+
+@pytest.fixture
+def tokenizer_dir(data_dir: Path) -> Path:
+    return data_dir / "tokenizers" / "minimind"
+
+
+def _lines(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def _same(left: TokenDataset, right: TokenDataset) -> None:
+    assert len(left) == len(right) and left.max_token >= right.max_token  # a store knows that of all its documents
+    assert np.array_equal(left.target_counts, right.target_counts)
+    assert np.array_equal(left.row_lengths, right.row_lengths)
+    for row in range(len(left)):
+        pairs = zip(left.documents(row), right.documents(row), strict=True)
+        for (tokens, targets), (other_tokens, other_targets) in pairs:
+            assert np.array_equal(tokens, other_tokens) and np.array_equal(targets, other_targets)
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "cut", "drop"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_store_gives_the_rows_of_the_records(
+    packing: bool, overlong: str, tmp_path: Path, data_dir: Path, tokenizer_dir: Path
+) -> None:
+    records = data_dir / "instruct" / "alpaca_en_demo.json"
+    preprocess(Request(files=(records,), tokenizer=tokenizer_dir), tmp_path / "store")
+    tokenizer = load_tokenizer(tokenizer_dir)
+    settings = {"tokenizer": tokenizer, "seq_length": 96, "packing": packing, "overlong": overlong}
+    stored, read = stored_dataset(tmp_path / "store", **settings), TokenDataset.build(records, **settings)
+    _same(stored, read)
+    assert isinstance(stored.tokens, np.memmap) and isinstance(stored.targets, np.memmap)
+    assert stored.report.target_tokens == read.report.target_tokens
+    batch, other = (build_batch(data, [0, 3, None], range(3), length=96, pad_token=0) for data in (stored, read))
+    assert batch.tokens_BS.equal(other.tokens_BS) and batch.labels_BS.equal(other.labels_BS)
+
+
+def test_concatenated_rows_are_the_same(tmp_path: Path, data_dir: Path, tokenizer_dir: Path) -> None:
+    records = data_dir / "instruct" / "identity.json"
+    preprocess(Request(files=(records,), tokenizer=tokenizer_dir), tmp_path / "store")
+    settings = {"tokenizer": load_tokenizer(tokenizer_dir), "seq_length": 64, "packing": "concatenate"}
+    _same(stored_dataset(tmp_path / "store", **settings), TokenDataset.build(records, **settings))
+
+
+def test_store_does_not_depend_on_workers_or_units(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = _lines(tmp_path / "a.jsonl", [{"text": f"document {n} " * (1 + n % 7)} for n in range(300)])
+    request = {"files": (records,), "tokenizer": tokenizer_dir}
+    preprocess(Request(**request), tmp_path / "one")
+    monkeypatch.setattr("engine.data.units.UNIT_BYTES", 2000)
+    assert len(plan_units([records])) > 5
+    preprocess(Request(**request, workers=2), tmp_path / "many")
+    for name in ("tokens.bin", "offsets.bin", MANIFEST):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes()
+    assert not (tmp_path / "one" / "targets.bin").exists(), "every token of a text is learnt"
+    assert not (tmp_path / "one" / "parts").exists()
+
+
+def test_bad_records_are_named_or_left_out(tmp_path: Path, tokenizer_dir: Path) -> None:
+    path = _lines(tmp_path / "a.jsonl", [{"text": "fine"}, {"text": 3}, {"text": "fine too"}])
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"text": "cut off\n')
+    with pytest.raises(UserError, match=r"a\.jsonl line 2: field 'text' is a number"):
+        preprocess(Request(files=(path,), tokenizer=tokenizer_dir), tmp_path / "stopped")
+    request = Request(files=(path,), tokenizer=tokenizer_dir, skip_bad_records=True)
+    summary = preprocess(request, tmp_path / "store")
+    assert (summary.records, summary.documents, summary.skipped) == (4, 2, 2)
+    skipped = [json.loads(line) for line in (tmp_path / "store" / "skipped.jsonl").read_text().splitlines()]
+    assert [entry["record"] for entry in skipped] == [f"{path} line 2", f"{path} line 4"]
+    assert "field 'text' is a number" in skipped[0]["reason"] and "not a JSON record" in skipped[1]["reason"]
+
+
+def test_parquet_and_arrays(tmp_path: Path, tokenizer_dir: Path) -> None:
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    records = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(50)]
+    parquet.write_table(arrow.Table.from_pylist(records), tmp_path / "a.parquet", row_group_size=7)
+    (tmp_path / "a.json").write_text(json.dumps(records), encoding="utf-8")
+    _lines(tmp_path / "a.jsonl", records)
+    for name in ("a.parquet", "a.json", "a.jsonl"):
+        preprocess(Request(files=(tmp_path / name,), tokenizer=tokenizer_dir), tmp_path / f"{name}-store")
+    settings = {"tokenizer": None, "seq_length": 64}
+    expected = TokenDataset.build(tmp_path / "a.jsonl", tokenizer=load_tokenizer(tokenizer_dir), seq_length=64)
+    for name in ("a.parquet", "a.json", "a.jsonl"):
+        _same(stored_dataset(tmp_path / f"{name}-store", **settings), expected)
+
+
+def test_killed_and_gone_on(tmp_path: Path, tokenizer_dir: Path) -> None:
+    """A call that is killed leaves units behind that the next call of the same command does not do again."""
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "import engine.data.units as units, engine.data.preprocess as work\n"
+        "units.UNIT_BYTES = 2000\ndo = work._do_unit\n"
+        "def slow(*arguments):\n    time.sleep(0.1)\n    return do(*arguments)\nwork._do_unit = slow\n"
+        "request = work.Request(files=(Path(sys.argv[1]),), tokenizer=Path(sys.argv[2]))\n"
+        "print(work.preprocess(request, Path(sys.argv[3])).resumed)\n"
+    )
+    records = _lines(tmp_path / "a.jsonl", [{"text": f"document {n} " * (1 + n % 7)} for n in range(400)])
+    arguments = [sys.executable, "-c", code, str(records), str(tokenizer_dir)]
+    process = subprocess.Popen([*arguments, str(tmp_path / "store")], cwd=REPOSITORY)
+    while not (tmp_path / "store" / "parts" / "000003.json").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "store" / MANIFEST).exists()
+    again = subprocess.run(
+        [*arguments, str(tmp_path / "store")], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert int(again.stdout) >= 4
+    preprocess(Request(files=(records,), tokenizer=tokenizer_dir), tmp_path / "whole")
+    assert (tmp_path / "store" / "tokens.bin").read_bytes() == (tmp_path / "whole" / "tokens.bin").read_bytes()
+    with pytest.raises(UserError, match="holds a finished token store already"):
+        preprocess(Request(files=(records,), tokenizer=tokenizer_dir), tmp_path / "store")
+
+
+def test_what_is_no_store_is_refused(tmp_path: Path, data_dir: Path, tokenizer_dir: Path) -> None:
+    store, records = tmp_path / "store", data_dir / "instruct" / "identity.json"
+    preprocess(Request(files=(records,), tokenizer=tokenizer_dir), store)
+    other = load_tokenizer(data_dir / "tokenizers" / "llama2_32000")
+    with pytest.raises(UserError, match="was tokenised with another tokenizer than the run's"):
+        stored_dataset(store, tokenizer=other, seq_length=64)
+    with pytest.raises(UserError, match="raise it, or set data.overlong to truncate, cut or drop"):
+        stored_dataset(store, tokenizer=None, seq_length=8, overlong="error")
+    with (store / "tokens.bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(UserError, match=r"tokens\.bin has \d+ bytes, expected \d+ bytes"):
+        open_store(store)
+    (store / "tokens.bin").unlink()
+    with pytest.raises(UserError, match=r"tokens\.bin is missing"):
+        open_store(store)
+    (store / MANIFEST).write_text("{}")
+    with pytest.raises(UserError, match="is not that of a token store"):
+        open_store(store)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="is not empty and was not left by the same command"):
+        preprocess(
+            Request(files=(data_dir / "instruct" / "identity.json",), tokenizer=tokenizer_dir), tmp_path / "mine"
+        )
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+def _write_megatron(path: Path, sequences: list[list[int]], boundaries: list[int], code: int, dtype: type) -> None:
+    """The format of Megatron's indexed data, version 1, spelled out."""
+    lengths = [len(sequence) for sequence in sequences]
+    pointers = [sum(lengths[:n]) * np.dtype(dtype).itemsize for n in range(len(lengths))]
+    path.with_suffix(".bin").write_bytes(b"".join(np.array(sequence, dtype).tobytes() for sequence in sequences))
+    path.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, code, len(lengths), len(boundaries))
+        + struct.pack(f"<{len(lengths)}i", *lengths)
+        + struct.pack(f"<{len(lengths)}q", *pointers)
+        + struct.pack(f"<{len(boundaries)}q", *boundaries)
+    )
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(8, np.uint16), (4, np.int32), (5, np.int64), (1, np.uint8)])
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_megatron_files(suffix: str, code: int, dtype: type, tmp_path: Path) -> None:
+    """Sequences 0 and 1 make the first document, 2 the second; each token but a document's first is learnt once."""
+    sequences = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16]]
+    _write_megatron(tmp_path / "corpus", sequences, [0, 2, 3], code, dtype)
+    store = open_store((tmp_path / "corpus").with_suffix(suffix))
+    assert store.offsets.tolist() == [0, 5, 12] and store.max_token == 16
+    data = stored_dataset(tmp_path / "corpus.bin", tokenizer=None, seq_length=4, overlong="cut")
+    found = [(tokens.tolist(), targets.tolist()) for row in range(len(data)) for tokens, targets in data.documents(row)]
+    expected = [[5, 6, 7, 8], [8, 9], [10, 11, 12, 13], [13, 14, 15, 16]]
+    assert found == [(piece, [False] + [True] * (len(piece) - 1)) for piece in expected]
+    assert data.target_counts.tolist() == [3, 1, 3, 3]
+
+
+def test_damaged_megatron_files(tmp_path: Path) -> None:
+    _write_megatron(tmp_path / "a", [[1, 2], [3]], [0, 1, 2], 4, np.int32)
+    index = (tmp_path / "a.idx").read_bytes()
+    for damaged, sentence in (
+        (b"NOTINDEX\x00" + index[9:], "is not an index of Megatron's"),
+        (index[:40], "is shorter than it says"),
+        (index[:17] + b"\x07" + index[18:], "expected version 1 and whole numbers"),
+        (index[:34] + struct.pack("<2i", 1, 2) + index[42:], "do not lie end to end"),
+    ):
+        (tmp_path / "a.idx").write_bytes(damaged)
+        with pytest.raises(UserError, match=sentence):
+            open_store(tmp_path / "a.bin")
+    (tmp_path / "a.idx").unlink()
+    with pytest.raises(UserError, match=r"a\.idx is missing"):
+        open_store(tmp_path / "a.bin")
+
+
+def test_pieces_of_long_documents() -> None:
+    """Every token but a document's first is learnt in exactly one piece."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 40, 50)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    for limit in (2, 3, 7, 39, 100):
+        firsts, sizes = cut_spans(starts, lengths, limit)
+        assert sizes.max() <= limit and sizes.min() >= 1
+        learnt = np.zeros(int(lengths.sum()), dtype=int)
+        for first, size in zip(firsts, sizes, strict=True):
+            learnt[first + 1 : first + size] += 1
+        expected = np.ones_like(learnt)
+        expected[starts] = 0
+        assert np.array_equal(learnt, expected)

@@ -1,0 +1,78 @@
+"""Tokenises data once, on all cores, into a store that training maps instead of reading.
+
+python tools/preprocess.py --tokenizer MODEL_DIR --out STORE data/*.jsonl
+python tools/preprocess.py --tokenizer MODEL_DIR --out STORE --on-error skip-and-report records.parquet
+
+Then train with --data.train STORE. The same command goes on where a killed one stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from engine.telemetry.errors import run_command
+
+FORMATS = ("auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; needs no torch, so that --help is quick."""
+    parser = argparse.ArgumentParser(
+        prog="preprocess.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", help=".jsonl, .json, .parquet or .txt files, or patterns with *")
+    parser.add_argument("--tokenizer", required=True, type=Path, help="folder or sentencepiece .model file")
+    parser.add_argument("--out", required=True, type=Path, help="the store's folder")
+    parser.add_argument("--format", default="auto", choices=FORMATS, help="of the records (default: by their fields)")
+    parser.add_argument("--no-mask-prompt", action="store_true", help="learn questions too, not only answers")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    parser.add_argument(
+        "--on-error",
+        default="stop",
+        choices=("stop", "skip-and-report"),
+        help="what a record that cannot be used does: end the work, or be left out and listed in skipped.jsonl",
+    )
+    return parser
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
+    from engine.data.files import expand_paths
+    from engine.data.preprocess import Request, preprocess
+    from engine.errors import UserError
+    from engine.telemetry.format import format_count, format_duration
+    from engine.telemetry.log import Log
+    from engine.telemetry.progress import Progress
+
+    if arguments.workers < 1:
+        raise UserError(f"--workers is {arguments.workers}: give a number of at least 1.")
+    files = expand_paths(arguments.files)
+    request = Request(
+        files=tuple(files),
+        tokenizer=arguments.tokenizer,
+        data_format=arguments.format,
+        mask_prompt=not arguments.no_mask_prompt,
+        skip_bad_records=arguments.on_error == "skip-and-report",
+        workers=arguments.workers,
+    )
+    log, started = Log(0), time.monotonic()
+    total = sum(file.stat().st_size for file in files)
+    with Progress(log, "tokenising", total, "bytes") as progress:
+        summary = preprocess(request, arguments.out, progress=progress.advance)
+    seconds = time.monotonic() - started
+    if summary.resumed:
+        log.info(f"{summary.resumed} of {summary.units} pieces were there from an earlier call")
+    log.info(
+        f"{arguments.out}: {summary.records:,} records, {summary.documents:,} documents, {summary.tokens:,} tokens "
+        f"({summary.target_tokens:,} learnt) in {format_duration(seconds)}, {format_count(summary.tokens / seconds)} "
+        f"tokens/s on {arguments.workers} processes"
+    )
+    if summary.skipped:
+        log.warning(f"{summary.skipped:,} records were left out: {arguments.out / 'skipped.jsonl'} says which and why")
+
+
+if __name__ == "__main__":
+    run_command(main)

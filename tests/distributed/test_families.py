@@ -1,4 +1,5 @@
-"""Every family under tensor parallelism against one process, which is held to transformers elsewhere.
+"""Every family under tensor, context and pipeline parallelism against one process, which is held to transformers
+elsewhere.
 
 All families share the processes of one spawn: losses, every parameter's and every adapter's gradient.
 """
@@ -25,7 +26,16 @@ from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
 from engine.layers.module import shard_entries
 from engine.layers.plan import TensorLayout, TrainingPlan
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, Part
+from engine.objectives.language_modeling import LanguageModeling
+from engine.ops.attention_blocks import REFERENCE_BLOCKS
+from engine.ops.context_attention import Method
+from engine.optim.adamw import FlatAdamW
+from engine.optim.flat import FlatParameters
+from engine.optim.reduce import GradientReducer
+from engine.training.stage import ModelStage
+from engine.training.stages import ScheduleChoice, Stages
+from engine.training.step import TrainStep
 from tests.distributed.cases import cut, relative_error
 from tests.family_models import FAMILIES, batch_of, engine_model, make_model
 from tests.spawning import spawn
@@ -98,15 +108,26 @@ def test_ranks_equal_one_process(name: str, world: int, kind: str):
         assert max(errors.values()) < 2e-5, {key: error for key, error in errors.items() if error >= 2e-5}
 
 
-def _run_context(folder: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+METHODS = ("ring", "ulysses")
+
+
+def _methods(source: WeightSource) -> tuple[Method, ...]:
+    """How a family's rows may be split: ring attention has neither windows nor soft caps."""
+    decoder = source.model.decoder
+    plain = decoder.attention_softcap is None and all(kind.window is None for kind in decoder.layer_kinds)
+    return METHODS if plain else ("ulysses",)
+
+
+def _run_context(folder: str) -> dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]]:
     """Of the rank's own tokens: their coordinates, losses, and the gradient that reaches their embeddings."""
     mesh = build_mesh(RankGrid(cp=2), device_type="cpu", num_kv_heads=2)
+    batch = context_part(batch_of(), size=2, rank=mesh.cp.rank)
     seen = {}
-    for name in ULYSSES:
+    for name in FAMILIES:
         source = open_source(Path(folder) / name.replace(" ", "-"))
-        layout = TensorLayout(cp=mesh.cp, context_method="ulysses")
-        batch = context_part(batch_of(), size=2, rank=mesh.cp.rank)
-        seen[name] = _embedding_gradient(source, layout, batch)
+        for method in _methods(source):
+            layout = TensorLayout(cp=mesh.cp, context_method=method, attention_blocks=REFERENCE_BLOCKS)
+            seen[name, method] = _embedding_gradient(source, layout, batch)
     return seen
 
 
@@ -120,17 +141,71 @@ def _embedding_gradient(source: WeightSource, layout: TensorLayout, batch: Batch
     return batch.token_index_BS.flatten(), losses.detach(), x.grad
 
 
-ULYSSES = ["mistral", "gemma2", "gemma3", "olmo2", "phi3"]
+@functools.cache
+def _context_ranks() -> list[dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]]]:
+    return spawn(_run_context, world=2, args=(_folder().name,), timeout=110)
 
 
-def test_windows_and_caps_over_context_ranks():
-    """Ulysses sees whole documents, so that windows and soft caps are those of one process."""
-    ranks = spawn(_run_context, world=2, args=(_folder().name,), timeout=110)
-    for name in ULYSSES:
-        source = open_source(Path(_folder().name) / name.replace(" ", "-"))
-        place, expected_losses, expected = _embedding_gradient(source, TensorLayout(), batch_of())
-        order = {int(index): row for row, index in enumerate(place)}
-        for own, losses, gradient in (rank[name] for rank in ranks):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_over_context_ranks(name: str):
+    """Windows and soft caps under Ulysses, which sees whole documents; the others under ring attention too."""
+    source = open_source(Path(_folder().name) / name.replace(" ", "-"))
+    place, expected_losses, expected = _embedding_gradient(source, TensorLayout(), batch_of())
+    order = {int(index): row for row, index in enumerate(place)}
+    assert ("ring" in _methods(source)) == (name in WITHOUT_WINDOWS)
+    for method in _methods(source):
+        for own, losses, gradient in (rank[name, method] for rank in _context_ranks()):
             rows = torch.tensor([order[int(index)] for index in own])
             torch.testing.assert_close(losses, expected_losses[rows], rtol=0, atol=2e-5)
-            assert relative_error(gradient, expected[rows]) < 2e-5, name
+            assert relative_error(gradient, expected[rows]) < 2e-5, method
+
+
+WITHOUT_WINDOWS = (
+    "llama fused", "mistral without window", "qwen2", "qwen3", "granite", "minicpm", "smollm3", "olmo2",
+    "olmo2 one head each", "phi3 longrope", "gemma3 without windows",
+)  # fmt: skip
+
+
+def _run_pipeline(folder: str) -> dict[str, dict[str, Tensor]]:
+    """Gradients of the parameters on this rank's half of the layers, everything trained."""
+    mesh = build_mesh(RankGrid(pp=2), device_type="cpu", num_kv_heads=2)
+    return {name: _half(Path(folder) / name.replace(" ", "-"), mesh) for name in FAMILIES}
+
+
+def _half(folder: Path, mesh: Mesh) -> dict[str, Tensor]:
+    source, device, rank = open_source(folder), torch.device("cpu"), mesh.pp.rank
+    model = Decoder(
+        source.model.decoder,
+        layout=TensorLayout(pp_ends=mesh.pp_ends),
+        plan=TrainingPlan(trains=lambda _: True),
+        device=device,
+        dtype=torch.float32,
+        part=Part(first=2 * rank, last=2 * rank + 2, embedding=rank == 0, head=rank == 1),
+    )
+    stage = ModelStage(model, LanguageModeling(), device, gives_gradient=rank > 0, step=torch.tensor(0))
+    stages = Stages({rank: stage}, mesh.pp, ScheduleChoice(name="1f1b", num_ranks=2))
+    flat = FlatParameters(stages.entries(), device)
+    load_parameters(flat.master_shards(), source)
+    flat.publish()
+    optimizer = FlatAdamW(flat, mesh, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, clip_grad_norm=0.0)
+    step = TrainStep(stages, GradientReducer(flat, mesh, bucket_bytes=2048), optimizer, mesh)
+    batch = batch_of()
+    step.gradients([batch, batch], 2.0)  # two micro-batches, so that both stages work at once
+    return {slot.entry.name: slot.view(flat.gradient).clone() for slot in flat.slots}
+
+
+@functools.cache
+def _pipeline_ranks() -> list[dict[str, dict[str, Tensor]]]:
+    return spawn(_run_pipeline, world=2, args=(_folder().name,), timeout=110)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_over_pipeline_ranks(name: str):
+    """Kinds of layers keep their numbers, ropes and windows; tied matrices lie on both ends."""
+    _, expected, _ = _run(Path(_folder().name) / name.replace(" ", "-"), "whole", single_process_mesh())
+    halves = [rank[name] for rank in _pipeline_ranks()]
+    assert set(halves[0]) | set(halves[1]) == set(expected)
+    for half in halves:
+        errors = {key: relative_error(value, expected[key]) for key, value in half.items()}
+        # fp32 sums of a few hundred terms in another order
+        assert max(errors.values()) < 2e-5, {key: error for key, error in errors.items() if error >= 2e-5}

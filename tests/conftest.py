@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples in each run, so that a failure is the change's and not the day's.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 # Before torch or tokenizers are imported, because they read these once. Tests start many processes, so more threads
 # than one in each would fight for the cores, and nothing may be downloaded.

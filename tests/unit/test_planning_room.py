@@ -1,0 +1,196 @@
+"""What makes room: encodings of the base, host memory and fewer bits, in the planner's search, times and command."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.load import parse_config
+from engine.config.objective import ObjectiveOptions
+from engine.config.rules import check_config, check_world
+from engine.errors import UserError
+from engine.layers.recompute import MemoryPlan
+from engine.layers.rounding import FLOAT8
+from engine.planning.layout import Layout, Workload
+from engine.planning.ledger import ACTIVATIONS, WEIGHTS
+from engine.planning.memory import predict_layout
+from engine.planning.predict import workload_of
+from engine.planning.search import Found
+from engine.planning.time import predict_time
+from tests.unit import test_planning_search as searches
+from tests.unit.test_planning_search import SMALL, _config, _workload
+from tools.planning import memory
+from tools.planning.memory_examples import LLAMA_2_70B
+from tools.planning.memory_question import Allowed, Answer, answer_for
+from tools.planning.memory_report import winning_yaml
+
+GIB = 2**30
+FREE = replace(searches.FREE, products_fp8=2.0, host=1e15)
+"""As in the search's tests, with FP8 products at twice the speed."""
+
+
+def _one_gpu(base: str | None = "fp8", allowed: Allowed | None = None, **changes: Any) -> Answer:
+    config = _config(8192, **changes)
+    config = replace(config, model=replace(config.model, base_dtype=base))
+    return answer_for(LLAMA_2_70B, config, devices=1, gpu_memory=139, reserve=6, allowed=allowed)
+
+
+def _encoded(base: str | None, **changes: Any) -> Workload:
+    config = _config(8192, **changes)
+    return _workload(LLAMA_2_70B, replace(config, model=replace(config.model, base_dtype=base)))
+
+
+@pytest.mark.parametrize("base, bits", [("int8", 8), ("fp8", 8), ("nf4", 4 + 8 / 64)])
+def test_bytes_of_published_weights(base: str, bits: float) -> None:
+    """Codes of the 80 x 855,638,016 numbers of the layers, and an 8-bit scale for 64 of nf4; scales of rows are less
+    than a thousandth of that, and the 13 bytes that nf4 has for a row of 8192 (4224) 3 in a thousand. Embedding, head and norms have two bytes a number."""
+    (found,) = predict_layout(_encoded(base), Layout(), MemoryPlan())
+    rest = 2 * (2 * 32000 * 8192 + 161 * 8192)
+    assert found.static[WEIGHTS] == pytest.approx(80 * 855_638_016 * bits / 8 + rest, rel=0.004)
+
+
+def test_what_layers_keep_of_published_models() -> None:
+    """About 113 GiB with norms and SwiGLU made again; at most three layers of it are left where it waits in host
+    memory, which then has the rest; a byte a number and a scale a token in float8."""
+    workload = _encoded("fp8")
+    plain, away, small = (
+        predict_layout(workload, Layout(), memory)[0]
+        for memory in (
+            MemoryPlan(), MemoryPlan(offload=True), MemoryPlan(stored_dtype=FLOAT8),
+        )
+    )  # fmt: skip
+    kept = plain.parts[ACTIVATIONS]
+    assert kept == pytest.approx(113 * GIB, rel=0.01)
+    assert away.parts[ACTIVATIONS] < 3 / 80 * kept < 0.05 * away.host
+    assert away.host == pytest.approx(79 / 80 * kept, rel=0.01)
+    assert small.parts[ACTIVATIONS] == pytest.approx(kept / 2, rel=0.02)
+
+
+def test_fp8_products_take_their_own_speed() -> None:
+    """4 N operations a token by linears of the layers at twice the speed; not attention's 7 S w."""
+    workload = _workload({**SMALL, "vocab_size": 8}, _config(512))
+    tokens, linears = 8 * 512, 256 * (2 * 256 + 2 * 128) + 3 * 256 * 704
+    attention = 7 * 512 * 256
+    times = {
+        base: predict_time(replace(workload, base_dtype=base), Layout(), MemoryPlan(), FREE).step * 1e12
+        for base in (None, "fp8", "int8")
+    }
+    saved = 8 * tokens * 4 * linears / 2
+    assert times[None] - times["fp8"] == pytest.approx(saved, rel=0.02)
+    assert times["int8"] == pytest.approx(times[None], rel=1e-6)  # whose bytes cost nothing on this machine
+    assert saved > 4 * 8 * tokens * attention / 7
+
+
+def test_what_comes_from_host_memory_is_waited_for_where_arithmetic_does_not_hide_it() -> None:
+    """80 layers, there and back, of 855,638,016 bytes and a little over a link, less the time of the layer itself."""
+    workload = replace(_encoded("fp8", rows=1), global_batch=1)
+    plain = predict_time(workload, Layout(), MemoryPlan(), FREE).step
+    slow = replace(FREE, host=1e-3)
+    waiting = predict_time(replace(workload, offload_weights=True), Layout(), MemoryPlan(), slow).step
+    assert waiting == pytest.approx(2 * 80 * 855_638_016 / 1e6, rel=0.01)
+    hidden = predict_time(replace(workload, offload_weights=True), Layout(), MemoryPlan(), FREE).step
+    assert hidden == pytest.approx(plain, rel=1e-6)
+    moved = predict_time(workload, Layout(), MemoryPlan(offload=True), slow).step
+    assert moved == pytest.approx(2 * 113 * GIB / 1e6, rel=0.02)  # sent and fetched
+
+
+def test_a_reference_takes_one_forward_more() -> None:
+    """Of the model without adapters, whose forward is 2 of its 4 N operations."""
+    rows = {"rows": 8, "length": 512}
+    plain, compared = (
+        predict_time(replace(_workload({**SMALL, "vocab_size": 8}, _config(**rows)), refers_to_base=refers), Layout(),
+                     MemoryPlan(), FREE).step
+        for refers in (False, True)
+    )  # fmt: skip
+    assert 1.3 * plain < compared < 1.6 * plain
+
+
+def test_rows_of_pairs_are_twice_as_long() -> None:
+    config = _config(512, objective=ObjectiveOptions(name="dpo"))
+    workload = _workload(SMALL, config)
+    assert (workload.seq_length, workload.document_length, workload.answers) == (1024, 512, 2)
+    assert workload.refers_to_base
+    assert not workload_of(
+        replace(config, objective=ObjectiveOptions(name="simpo")), workload.decoder, workload.plan, device_type="cuda"
+    ).refers_to_base
+
+
+def _labels(found: Found) -> list[str]:
+    return [one.label().partition("; ")[2] for one in found.fitting]
+
+
+def test_the_mix_that_fits_and_is_fastest() -> None:
+    """In bf16 nothing does; in FP8 some layers made again do, and what else is allowed is faster than that."""
+    assert not _one_gpu(None).found.fitting
+    plain = _one_gpu().found.fitting
+    assert plain[0].memory.recompute == "full" and 30 < (plain[0].memory.recompute_layers or 80) < 50
+    answer = _one_gpu(allowed=Allowed(offload=("weights", "optimizer", "activations"), stored=("float8",)))
+    found = answer.found
+    assert found.fitting[0].time is not None and plain[0].time is not None
+    assert found.fitting[0].time.step < 0.97 * plain[0].time.step
+    labels = _labels(found)
+    assert "recompute selective; weights in host memory" in labels
+    assert "recompute selective; activations kept in float8" in labels
+    for one in found.fitting:
+        assert one.estimate.peak <= answer.capacity
+
+
+def test_every_mix_is_a_configuration_that_runs(tmp_path: Path) -> None:
+    allowed = Allowed(offload=("weights", "optimizer", "activations"), stored=("float8",))
+    answer = _one_gpu("fp8_row", allowed)
+    for number, one in enumerate(answer.found.fitting[:4]):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(winning_yaml(answer, one))
+        config = parse_config(["--config", str(path), "--model.path", "model"])
+        check_config(config)
+        check_world(config, 1)
+        assert config.model.base_dtype == "fp8_row"
+        assert config.memory.offload_weights == one.workload.offload_weights
+        assert config.memory.offload_optimizer == one.workload.offload_optimizer
+        assert config.memory.offload_activations == one.memory.offload
+        assert (config.memory.activation_dtype == "float8") == (one.memory.stored_dtype is not None)
+
+
+def test_what_stands_beside_is_divided_like_layers() -> None:
+    workload = _workload(SMALL, _config())
+    beside = replace(workload, beside=10**9)
+    for parallel, parts in ((_config().parallel, 1), (replace(_config().parallel, tensor=2, pipeline=2), 4)):
+        plain, more = (predict_layout(one, Layout(parallel=parallel), MemoryPlan())[0] for one in (workload, beside))
+        assert more.static[WEIGHTS] - plain.static[WEIGHTS] == 2 * 10**9 // parts
+
+
+@pytest.mark.parametrize("machine, base", [("a100-80", "fp8"), ("rtx4090-24", "fp8_row")])
+def test_machines_without_such_products(machine: str, base: str) -> None:
+    config = replace(_config(), model=replace(_config().model, base_dtype=base))
+    with pytest.raises(UserError, match=f"{base}, for which {machine} has no products"):
+        answer_for(SMALL, config, devices=1, gpu_memory=80, reserve=0, machine=machine)
+
+
+def test_sizes_that_fp8_products_of_a_gpu_do_not_take() -> None:
+    odd = {**SMALL, "intermediate_size": 712}
+    config = replace(_config(), model=replace(_config().model, base_dtype="fp8"))
+    found = answer_for(odd, config, devices=1, gpu_memory=80, reserve=0).found
+    assert not found.fitting and "need multiples of 16" in found.refused[0].reason
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (("--offload", "everything"), "--offload has 'everything', which is not known"),
+        (("--activation-dtype", "int8"), "--activation-dtype has 'int8', which is not known"),
+        (("--base-dtype", "fp4"), "model.base_dtype is 'fp4'"),
+        (("--measure",), "--measure is given without --config"),
+        (("--config", "nowhere.yaml"), "nowhere.yaml"),
+    ],
+)
+def test_refusals_say_what_to_change(arguments: tuple[str, ...], sentence: str) -> None:
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+    model = str(Path(__file__).resolve().parents[2] / "examples/memory/models/llama-2-70b.json")
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        memory.run(parser.parse_args(["--model", model, *arguments]))

@@ -34,25 +34,26 @@ constexpr int64_t QUERIES = 4 * ROWS;    // of a block in forward
 constexpr int64_t TASK_QUERIES = 8 * QUERIES;
 constexpr int64_t QUERIES_BACKWARD = 8 * ROWS;
 constexpr int64_t DEPTH = 128;           // keys whose values stay in the first-level cache
+constexpr int64_t LD = KEYS + LANES;     // between rows of scores: a power of two would put them into one cache set
 
-// s[rows, keys] = left(q) * panels, keys up to those that the last row of each tile sees.
-void scores(const tiles::Left& left, const float* panels, int64_t depth, const attention::Block& block, float* s,
-            int64_t ld_s) {
+// s[rows, keys] = q[rows, ld_q] * panels, keys up to those that the last row of each tile sees.
+void scores(const float* q, int64_t ld_q, const float* panels, int64_t depth, const attention::Block& block, float* s) {
     for (int64_t key = 0; key < block.keys; key += PANEL) {
         const int64_t width = tiles::panel_width(block.segment_keys, block.first_key + key);
         const float* panel = panels + (block.first_key + key) * depth;
         for (int64_t row = 0; row < block.rows; row += ROWS) {
             const int64_t rows = std::min<int64_t>(ROWS, block.rows - row);
-            if (block.seen(row + rows - 1) <= key) continue;
-            tiles::panel_rows<false>(rows, {left.data + row * left.row, left.row, left.step}, panel, width, depth,
-                                     s + row * ld_s + key, ld_s);
+            const int64_t seen = std::min(block.seen(row + rows - 1) - key, width);
+            if (seen <= 0) continue;
+            tiles::tile_rows<false>(rows, {q + row * ld_q, ld_q, 1}, panel, width, common::ceil_div(seen, LANES), depth,
+                                    s + row * LD + key, LD);
         }
     }
 }
 
 // out[rows, dim] += p[rows, keys] * panels of [segment_keys, dim].
-void weighted_sum(const float* p, int64_t ld_p, const float* panels, int64_t dim, const attention::Block& block,
-                  float* out, int64_t ld_out) {
+void weighted_sum(const float* p, const float* panels, int64_t dim, const attention::Block& block, float* out,
+                  int64_t ld_out) {
     for (int64_t column = 0; column < dim; column += PANEL) {
         const int64_t width = tiles::panel_width(dim, column);
         const float* panel = panels + column * block.segment_keys + block.first_key * width;
@@ -61,24 +62,22 @@ void weighted_sum(const float* p, int64_t ld_p, const float* panels, int64_t dim
                 const int64_t rows = std::min<int64_t>(ROWS, block.rows - row);
                 const int64_t depth = std::min(DEPTH, block.seen(row + rows - 1) - key);
                 if (depth <= 0) continue;
-                tiles::panel_rows<true>(rows, {p + row * ld_p + key, ld_p, 1}, panel + key * width, width, depth,
-                                        out + row * ld_out + column, ld_out);
+                tiles::tile_rows<true>(rows, {p + row * LD + key, LD, 1}, panel + key * width, width, width / LANES,
+                                       depth, out + row * ld_out + column, ld_out);
             }
         }
     }
 }
 
-// out[keys, dim] += p[rows, keys]^T * panels of [QUERIES_BACKWARD, dim]; rows that do not see a key have p = 0.
-void transposed_sum(const float* p, int64_t ld_p, const float* panels, int64_t dim, const attention::Block& block,
-                    float* out, int64_t ld_out) {
-    for (int64_t column = 0; column < dim; column += PANEL) {
-        const int64_t width = tiles::panel_width(dim, column);
-        const float* panel = panels + column * QUERIES_BACKWARD;
+// out[keys, dim] += p[rows, keys]^T * right[rows, ld]; rows that do not see a key have p = 0. `out` is `ld` wide too.
+void transposed_sum(const float* p, const float* right, int64_t ld, const attention::Block& block, float* out) {
+    for (int64_t column = 0; column < ld; column += PANEL) {
+        const int64_t vectors = std::min(PANEL, ld - column) / LANES;
         for (int64_t key = 0; key < block.keys; key += ROWS) {
             const int64_t keys = std::min<int64_t>(ROWS, block.keys - key), row = block.first_row_that_sees(key);
             if (row >= block.rows) continue;
-            tiles::panel_rows<true>(keys, {p + row * ld_p + key, 1, ld_p}, panel + row * width, width,
-                                    block.rows - row, out + (block.first_key + key) * ld_out + column, ld_out);
+            tiles::tile_rows<true>(keys, {p + row * LD + key, 1, LD}, right + row * ld + column, ld, vectors,
+                                   block.rows - row, out + (block.first_key + key) * ld + column, ld);
         }
     }
 }
@@ -122,27 +121,27 @@ void forward_block(const Shape& shape, const Segment& segment, int64_t first, in
                    const float* key_panels, const float* value_panels, T* out, int64_t token_out, float* lse,
                    int64_t token_lse) {
     const int64_t ld_o = tiles::padded(shape.dim);
-    float* s = common::scratch<0>(QUERIES * KEYS);
+    float* s = common::scratch<0>(QUERIES * LD);
     float* o = common::scratch<1>(QUERIES * ld_o);
-    const float* queries = attention::as_floats(q, token_q, rows, shape.dim, common::scratch<2>(QUERIES * shape.dim));
-    const int64_t ld_q = attention::floats_ld(q, token_q, shape.dim);
+    float* queries = common::scratch<2>(QUERIES * ld_o);
+    attention::gather_rows(q, token_q, rows, shape.dim, queries, ld_o);
     float maximum[QUERIES], total[QUERIES] = {};
     std::fill(maximum, maximum + rows, -INFINITY);
     std::fill(o, o + rows * ld_o, 0.0f);
     const int64_t end = segment.seen(first + rows - 1);
     for (int64_t key = 0; key < end; key += KEYS) {
         const attention::Block block(segment, first, rows, key, std::min(KEYS, end - key));
-        scores({queries, ld_q, 1}, key_panels, shape.dim, block, s, KEYS);
+        scores(queries, ld_o, key_panels, shape.dim, block, s);
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t seen = block.seen(row);
             if (seen > 0) {
-                const float factor = softmax_row(s + row * KEYS, seen, shape.scale, maximum[row], total[row]);
+                const float factor = softmax_row(s + row * LD, seen, shape.scale, maximum[row], total[row]);
                 if (key > 0 && factor != 1.0f)
                     for (int64_t d = 0; d < ld_o; ++d) o[row * ld_o + d] *= factor;
             }
-            clear(s + row * KEYS, std::max<int64_t>(seen, 0), std::min(block.keys, seen + ROWS));
+            clear(s + row * LD, std::max<int64_t>(seen, 0), std::min(block.keys, seen + ROWS));
         }
-        weighted_sum(s, KEYS, value_panels, shape.dim, block, o, ld_o);
+        weighted_sum(s, value_panels, shape.dim, block, o, ld_o);
     }
     for (int64_t row = 0; row < rows; ++row) {
         const float inverse = 1.0f / total[row];
@@ -177,40 +176,36 @@ template <class T>
 void backward_head(const Shape& shape, const Segment& segment, int64_t head, const BackwardHeads<T>& heads,
                    const BackwardPanels& panels, float* dk, float* dv) {
     const int64_t ld = tiles::padded(shape.dim);
-    float* s = common::scratch<0>(QUERIES_BACKWARD * KEYS);
-    float* dp = common::scratch<1>(QUERIES_BACKWARD * KEYS);
-    float* dq_rows = common::scratch<2>((3 * ld + 2 * shape.dim) * QUERIES_BACKWARD);
-    float *q_panels = dq_rows + QUERIES_BACKWARD * ld, *dout_panels = q_panels + QUERIES_BACKWARD * ld;
-    float *wide_q = dout_panels + QUERIES_BACKWARD * ld, *wide_dout = wide_q + QUERIES_BACKWARD * shape.dim;
-    const int64_t ld_q = attention::floats_ld(heads.q.data, heads.q.token, shape.dim);
-    const int64_t ld_dout = attention::floats_ld(heads.dout.data, heads.dout.token, shape.dim);
+    float* s = common::scratch<0>(QUERIES_BACKWARD * LD);
+    float* dp = common::scratch<1>(QUERIES_BACKWARD * LD);
+    float* dq = common::scratch<2>(3 * QUERIES_BACKWARD * ld);
+    float *q = dq + QUERIES_BACKWARD * ld, *dout = q + QUERIES_BACKWARD * ld;
     for (int64_t first = 0; first < segment.queries; first += QUERIES_BACKWARD) {
         const int64_t rows = std::min(QUERIES_BACKWARD, segment.queries - first);
         const int64_t token = segment.first_query + first;
-        const float* q_block =
-            attention::as_floats(heads.q.at(token, head), heads.q.token, rows, shape.dim, wide_q);
-        const float* dout_block =
-            attention::as_floats(heads.dout.at(token, head), heads.dout.token, rows, shape.dim, wide_dout);
-        // panels of a fixed number of rows: a short block leaves the rest untouched and unread
-        attention::pack_block(q_block, ld_q, rows, QUERIES_BACKWARD, shape.dim, q_panels);
-        attention::pack_block(dout_block, ld_dout, rows, QUERIES_BACKWARD, shape.dim, dout_panels);
+        attention::gather_rows(heads.q.at(token, head), heads.q.token, rows, shape.dim, q, ld);
+        attention::gather_rows(heads.dout.at(token, head), heads.dout.token, rows, shape.dim, dout, ld);
         float delta[QUERIES_BACKWARD];
         for (int64_t row = 0; row < rows; ++row)
-            delta[row] = attention::dot(dout_block + row * ld_dout, heads.out.at(token + row, head), shape.dim);
-        std::fill(dq_rows, dq_rows + rows * ld, 0.0f);
+            delta[row] = attention::dot(dout + row * ld, heads.out.at(token + row, head), shape.dim);
+        const int64_t next = token + rows, next_rows = std::min(QUERIES_BACKWARD, segment.queries - first - rows);
+        attention::prefetch_rows(heads.q.at(next, head), heads.q.token, next_rows, shape.dim);
+        attention::prefetch_rows(heads.dout.at(next, head), heads.dout.token, next_rows, shape.dim);
+        attention::prefetch_rows(heads.out.at(next, head), heads.out.token, next_rows, shape.dim);
+        std::fill(dq, dq + rows * ld, 0.0f);
         const int64_t end = segment.seen(first + rows - 1);
         for (int64_t key = 0; key < end; key += KEYS) {
             const attention::Block block(segment, first, rows, key, std::min(KEYS, end - key));
-            scores({q_block, ld_q, 1}, panels.keys_transposed, shape.dim, block, s, KEYS);
-            scores({dout_block, ld_dout, 1}, panels.values_transposed, shape.dim, block, dp, KEYS);
+            scores(q, ld, panels.keys_transposed, shape.dim, block, s);
+            scores(dout, ld, panels.values_transposed, shape.dim, block, dp);
             for (int64_t row = 0; row < rows; ++row)
-                backward_row(s + row * KEYS, dp + row * KEYS, block.seen(row), block.keys, shape.scale,
+                backward_row(s + row * LD, dp + row * LD, block.seen(row), block.keys, shape.scale,
                              heads.lse[(token + row) * shape.heads + head], delta[row]);
-            weighted_sum(dp, KEYS, panels.keys, shape.dim, block, dq_rows, ld);
-            transposed_sum(s, KEYS, dout_panels, shape.dim, block, dv, ld);
-            transposed_sum(dp, KEYS, q_panels, shape.dim, block, dk, ld);
+            weighted_sum(dp, panels.keys, shape.dim, block, dq, ld);
+            transposed_sum(s, dout, ld, block, dv);
+            transposed_sum(dp, q, ld, block, dk);
         }
-        for (int64_t row = 0; row < rows; ++row) store_row(dq_rows + row * ld, shape.dim, heads.dq.at(token + row, head));
+        for (int64_t row = 0; row < rows; ++row) store_row(dq + row * ld, shape.dim, heads.dq.at(token + row, head));
     }
 }
 

@@ -60,17 +60,20 @@ struct Block {
     int64_t first_row_;
 };
 
-// Panels of [capacity, dim] of which the first `rows` rows are written.
-inline void pack_block(const float* data, int64_t ld, int64_t rows, int64_t capacity, int64_t dim, float* to) {
-    for (int64_t column = 0; column < dim; column += tiles::PANEL) {
-        const int64_t width = tiles::panel_width(dim, column), count = std::min(width, dim - column);
-        for (int64_t row = 0; row < rows; ++row) {
-            const float* from = data + row * ld + column;
-            std::copy(from, from + count, to + row * width);
-            std::fill(to + row * width + count, to + (row + 1) * width, 0.0f);
-        }
-        to += capacity * width;
-    }
+// Rows as floats one behind the other, `ld` apart and filled up with zeros: rows far apart fall into the same few cache
+// sets, and every tile reads them again.
+template <class T>
+void gather_rows(const T* data, int64_t ld_data, int64_t rows, int64_t columns, float* to, int64_t ld) {
+    simd::widen_rows(data, ld_data, rows, columns, to, ld);
+    for (int64_t row = 0; row < rows && columns < ld; ++row) std::fill(to + row * ld + columns, to + (row + 1) * ld, 0.0f);
+}
+
+// Asks for rows that are needed after the present block: they are far apart, so no hardware foresees them.
+template <class T>
+void prefetch_rows(const T* data, int64_t ld, int64_t rows, int64_t columns) {
+    constexpr int64_t LINE = 64 / sizeof(T);
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t column = 0; column < columns; column += LINE) __builtin_prefetch(data + row * ld + column, 0, 2);
 }
 
 template <class T>
@@ -81,18 +84,6 @@ float dot(const float* a, const T* b, int64_t size) {
     });
     return simd::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
-
-// Rows as floats: where they are, or in `memory`, which has room for rows x columns.
-inline const float* as_floats(const float* from, int64_t, int64_t, int64_t, float*) { return from; }
-
-inline const float* as_floats(const simd::Bf16* from, int64_t ld, int64_t rows, int64_t columns, float* memory) {
-    simd::widen_rows(from, ld, rows, columns, memory, columns);
-    return memory;
-}
-
-// The distance between the rows that as_floats gave.
-inline int64_t floats_ld(const float*, int64_t ld, int64_t) { return ld; }
-inline int64_t floats_ld(const simd::Bf16*, int64_t, int64_t columns) { return columns; }
 
 // Keys and values of every segment and key/value head, in fp32. Forward needs K^T and V, backward K^T, V^T and K.
 class Packed {

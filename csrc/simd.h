@@ -190,6 +190,39 @@ SIMD_INLINE Float keep_lanes(Float value, const uint8_t* bits, int64_t column) {
 #endif
 }
 
+// The lanes of a and b in turns: a0 b0 a1 b1 ..., of their first halves or of their second halves.
+template <bool SECOND>
+SIMD_INLINE Float interleave(Float a, Float b) {
+#if defined(__clang__)
+    Float mixed;
+    for (int i = 0; i < LANES; ++i) mixed[i] = (i % 2 ? b : a)[i / 2 + (SECOND ? LANES / 2 : 0)];
+    return mixed;
+#else
+#if SIMD_AVX512
+    const Int lanes = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+#elif SIMD_AVX2
+    const Int lanes = {0, 8, 1, 9, 2, 10, 3, 11};
+#else
+    const Int lanes = {0, 4, 1, 5};
+#endif
+    return __builtin_shuffle(a, b, lanes + (SECOND ? LANES / 2 : 0));
+#endif
+}
+
+// Rows become columns: interleaving row i with row i + LANES / 2, for all i and log2(LANES) times.
+SIMD_INLINE void transpose(Float (&rows)[LANES]) {
+    for (int done = 1; done < LANES; done *= 2) {
+        Float mixed[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; ++i) {
+            mixed[2 * i] = interleave<false>(rows[i], rows[i + LANES / 2]);
+            mixed[2 * i + 1] = interleave<true>(rows[i], rows[i + LANES / 2]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; ++i) rows[i] = mixed[i];
+    }
+}
+
 // In lanes order, pairwise: the same on every call.
 SIMD_INLINE float sum(Float value) {
     float lanes[LANES];

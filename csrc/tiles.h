@@ -43,14 +43,22 @@ void pack(const T* data, int64_t ld, int64_t rows, int64_t columns, float* to) {
     }
 }
 
-// data [columns, rows] -> panels of its transpose.
+// data [columns, rows] -> panels of its transpose, a square of vectors at a time.
 template <class T>
 void pack_transposed(const T* data, int64_t ld, int64_t rows, int64_t columns, float* to) {
     for (int64_t column = 0; column < columns; column += PANEL) {
-        const int64_t width = panel_width(columns, column), count = std::min(width, columns - column);
-        for (int64_t c = 0; c < width; ++c) {
+        const int64_t width = panel_width(columns, column);
+        for (int64_t c = 0; c < width; c += LANES) {
+            const int64_t given = std::min<int64_t>(LANES, columns - column - c);
             const T* from = data + (column + c) * ld;
-            for (int64_t row = 0; row < rows; ++row) to[row * width + c] = c < count ? simd::to_float(from[row]) : 0.0f;
+            for (int64_t row = 0; row < rows; row += LANES) {
+                const int64_t count = std::min<int64_t>(LANES, rows - row);
+                Float square[LANES];
+                for (int64_t i = 0; i < LANES; ++i)
+                    square[i] = i < given ? simd::load_up_to(from + i * ld + row, count) : Float{};
+                simd::transpose(square);
+                for (int64_t i = 0; i < count; ++i) simd::store(to + (row + i) * width + c, square[i]);
+            }
         }
         to += rows * width;
     }
@@ -67,6 +75,7 @@ SIMD_INLINE void tile(const Left& left, const float* right, int64_t ld_right, in
                       int64_t ld_out) {
     Float sums[NUM_ROWS][NUM_VECTORS] = {};
     const float* l = left.data;
+#pragma GCC unroll 2
     for (int64_t k = 0; k < depth; ++k, l += left.step, right += ld_right) {
         Float operand[NUM_VECTORS];
 #pragma GCC unroll 4
@@ -87,31 +96,33 @@ SIMD_INLINE void tile(const Left& left, const float* right, int64_t ld_right, in
         }
 }
 
-// One row tile of one panel, `width` elements wide.
+// One row tile of `vectors` vectors.
 template <int NUM_ROWS, bool ADD>
-inline void panel_tile(const Left& left, const float* right, int64_t width, int64_t depth, float* out,
-                       int64_t ld_out) {
-    switch (width / LANES) {
-        case 1: tile<NUM_ROWS, 1, ADD>(left, right, width, depth, out, ld_out); break;
-        case 2: tile<NUM_ROWS, 2, ADD>(left, right, width, depth, out, ld_out); break;
+inline void tile_of(const Left& left, const float* right, int64_t ld_right, int64_t vectors, int64_t depth, float* out,
+                    int64_t ld_out) {
+    switch (vectors) {
+        case 1: tile<NUM_ROWS, 1, ADD>(left, right, ld_right, depth, out, ld_out); break;
+        case 2: tile<NUM_ROWS, 2, ADD>(left, right, ld_right, depth, out, ld_out); break;
 #if SIMD_AVX512
-        case 3: tile<NUM_ROWS, 3, ADD>(left, right, width, depth, out, ld_out); break;
-        case 4: tile<NUM_ROWS, 4, ADD>(left, right, width, depth, out, ld_out); break;
+        case 3: tile<NUM_ROWS, 3, ADD>(left, right, ld_right, depth, out, ld_out); break;
+        case 4: tile<NUM_ROWS, 4, ADD>(left, right, ld_right, depth, out, ld_out); break;
 #endif
     }
 }
 
-// As panel_tile for `rows` <= ROWS.
+// As tile_of for `rows` <= ROWS; `right` has `ld_right` elements between its rows.
 template <bool ADD>
-inline void panel_rows(int64_t rows, const Left& left, const float* right, int64_t width, int64_t depth, float* out,
-                       int64_t ld_out) {
+inline void tile_rows(int64_t rows, const Left& left, const float* right, int64_t ld_right, int64_t vectors,
+                      int64_t depth, float* out, int64_t ld_out) {
     if (rows == ROWS) {
-        panel_tile<ROWS, ADD>(left, right, width, depth, out, ld_out);
+        tile_of<ROWS, ADD>(left, right, ld_right, vectors, depth, out, ld_out);
         return;
     }
-    for (int64_t i = 0; i < rows; ++i)
-        panel_tile<1, ADD>({left.data + i * left.row, left.row, left.step}, right, width, depth, out + i * ld_out,
-                           ld_out);
+    for (int64_t i = 0; i < rows;) {
+        const Left rest = {left.data + i * left.row, left.row, left.step};
+        if (rows - i >= 2) tile_of<2, ADD>(rest, right, ld_right, vectors, depth, out + i * ld_out, ld_out), i += 2;
+        else tile_of<1, ADD>(rest, right, ld_right, vectors, depth, out + i * ld_out, ld_out), i += 1;
+    }
 }
 
 }  // namespace tiles

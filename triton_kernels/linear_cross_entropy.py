@@ -37,10 +37,12 @@ class LossKernels:
             this shard; the target's logit is 0 where the target lies elsewhere. May overwrite the logits.
         gradient: (logits_CV, targets_C, local_max_C, max_C, total_C, scale_C) -> (softmax - onehot) * scale, written
             over what `statistics` left; local_max is this shard's, max and total the whole vocabulary's.
+        product: as torch.mm, with `out`.
     """
 
     statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    product: Callable[..., Tensor] = torch.mm
 
     def shard_statistics(self, logits_CV: Tensor, targets_C: Tensor) -> Statistics:
         """`statistics`, also for a shard that holds nothing but padding: it has no maximum, and adds nothing."""
@@ -113,14 +115,14 @@ def linear_cross_entropy(
     for start in range(0, num_tokens, chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
         targets_C = targets_T[chunk]
-        logits_CV = torch.mm(hidden_TH[chunk], weight_VH.t(), out=buffer[: targets_C.shape[0]])
+        logits_CV = kernels.product(hidden_TH[chunk], weight_VH.t(), out=buffer[: targets_C.shape[0]])
         local = kernels.shard_statistics(logits_CV, targets_C)
         whole = combine_statistics(*local, combine_max=combine_max, combine_sum=combine_sum)
         loss_T[chunk] = whole.losses()
         if dhidden_TH is not None and scale_T is not None:
             if num_rows > 0:
                 kernels.gradient(logits_CV, targets_C, local.maximum, whole.maximum, whole.total, scale_T[chunk])
-            torch.mm(logits_CV, weight_VH, out=dhidden_TH[chunk])
+            kernels.product(logits_CV, weight_VH, out=dhidden_TH[chunk])
     return torch.where(counted_T, loss_T, 0.0), dhidden_TH
 
 

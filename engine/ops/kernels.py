@@ -108,6 +108,7 @@ class Kernels:
         apply_update: dx, update: dx + update, in place where dx allows it.
         split_rotate_backward: dq, dk, dv, cos, sin: the gradient of the fused product.
         loss: statistics and gradient of a shard of the vocabulary; see triton_kernels.linear_cross_entropy.
+        product: left [T, K], right [K, N]: their product, of an activation and a frozen weight.
         folds: input features, output features of a linear on this rank: whether its adapters are faster as columns of
             its weight, one product each way, than as products of their own.
     """
@@ -126,6 +127,7 @@ class Kernels:
     split_rotate_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     attention: Attention
     loss: LossKernels
+    product: Callable[[Tensor, Tensor], Tensor] = torch.mm
     folds: Callable[[int, int], bool] = _always
 
 

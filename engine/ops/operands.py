@@ -76,13 +76,13 @@ class LinearOperands:
         """[T, O]: [x | H] [W | B]^T where folded, else x W^T."""
         if self.encoded is not None:
             return self.encoded.product(x, self.low_rank)
-        return x @ self.extended_OE[:, : self._num_columns].t()
+        return self.kernels.product(x, self.extended_OE[:, : self._num_columns].t())
 
     def input_gradient(self, dy_TO: Tensor) -> Tensor:
         """[dX_base | dH / s | padding] where folded, else dX_base."""
         if self.encoded is not None:
             return self.encoded.input_gradient(dy_TO, self.low_rank, self._num_columns)
-        return dy_TO @ self.extended_OE[:, : self._num_columns]
+        return self.kernels.product(dy_TO, self.extended_OE[:, : self._num_columns])
 
     def projection_alone(self, dy_TO: Tensor) -> Tensor:
         """As `input_gradient` where folded, with zeros for dX_base."""

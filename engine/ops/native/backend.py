@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.ops import kernels
-from engine.ops.native import arguments, attention, cross_entropy, dropout, low_rank, norm, rope, swiglu
+from engine.ops.native import arguments, attention, cross_entropy, dropout, low_rank, norm, product, rope, swiglu
 from triton_kernels.linear_cross_entropy import LossKernels
 
 
@@ -85,6 +85,9 @@ NATIVE = kernels.Kernels(
     split_rotate=rope.split_rotate,
     split_rotate_backward=rope.split_rotate_backward,
     attention=attention.attention_by_document,
-    loss=LossKernels(statistics=cross_entropy.local_statistics, gradient=cross_entropy.local_gradient),
+    loss=LossKernels(
+        statistics=cross_entropy.local_statistics, gradient=cross_entropy.local_gradient, product=product.product
+    ),
+    product=product.product,
     folds=_folds,
 )

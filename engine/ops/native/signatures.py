@@ -46,6 +46,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_add_input_gradient": [*_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_UPDATE, *_MATRIX],
     "engine_accumulate_a": [*_TYPED, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
     "engine_accumulate_b": [*_TYPED, *_SIZE, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
+    "engine_product": [*_THREADS, *_SIZE * 3, *_MATRIX, *_MATRIX, c_int, *_MATRIX],
     "engine_cross_entropy_statistics": [
         *_TYPED, *_SIZE * 2, *_MATRIX, *_POINTER * 4,
     ],

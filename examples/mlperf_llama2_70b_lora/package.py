@@ -14,6 +14,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,13 @@ def run_checkers(folder: Path) -> bool:
     Raises:
         UserError: mlperf-logging is not installed.
     """
-    command = [sys.executable, "-m", "mlperf_logging.package_checker", folder.name, "training", RULESET]
-    command += ["--log_output", f"{folder.name}_package_checker.log"]
-    result = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, check=False)
+    log = folder.parent.resolve() / f"{folder.name}_package_checker.log"
+    with tempfile.TemporaryDirectory() as name:  # the checker leaves files of its own beside the results
+        copy = shutil.copytree(folder, Path(name) / folder.name)
+        command = [sys.executable, "-m", "mlperf_logging.package_checker", str(copy), "training", RULESET]
+        result = subprocess.run(
+            [*command, "--log_output", str(log)], cwd=name, capture_output=True, text=True, check=False
+        )
     if "No module named" in result.stderr:
         raise UserError("The package checker is part of mlperf-logging: install it (pip install mlperf-logging).")
     print(result.stdout + result.stderr)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.distributed.sharding import Piece, ShardSpec, replicated_spec, split_spec
+from engine.errors import UserError
 from engine.layers.encoded_storage import EncodedStorage
 from engine.layers.module import ShardedModule, ShardEntry, empty
 from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
@@ -142,7 +143,11 @@ class _ParallelLinear(ShardedModule):
         magnitudes = []
         for slot, factor in zip(slots, low_rank.factors, strict=True):
             if slot.settings.dora:
-                assert self.encoded is None, "the lengths of encoded rows are not known"
+                if self.encoded is not None:
+                    raise UserError(
+                        f"the adapter of {slot.name} is DoRA's, which needs the lengths of the base's rows, and these are "
+                        "not known of weights that are stored encoded: leave the base's encoding out."
+                    )
                 storage = empty(slot.spec_b.local_shape[:1], self.storage.dtype, self.storage.device)
                 spec = self._bias_spec(slot.spec_b)
                 entry = self.own(f"{slot.name}.lora_magnitude", storage, spec, trainable=True)

@@ -117,8 +117,8 @@ def test_layouts_have_one_scale(
     assert worst_difference(tmp_path / "run", overflowing) < 4 * 2**-11
 
 
-def test_gradients_that_overflow_at_any_scale_are_a_fault(settings: dict[str, object], tmp_path: Path) -> None:
-    """Weights of 1e30 times what they were: at the scale's floor the skipped steps count."""
+def test_what_overflows_at_any_scale_is_a_fault(settings: dict[str, object], tmp_path: Path) -> None:
+    """A learning rate of 1e30 leaves weights that are not finite, and then a loss that is not."""
     given = {**settings, **SMALL, "optim.loss_scale": 2, "optim.lr": 1e30, "optim.max_skipped_steps": 2}
     with pytest.raises(UserError, match="the last 2 steps up to step"):
         run_here(given, tmp_path / "run")

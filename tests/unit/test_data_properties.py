@@ -37,11 +37,12 @@ TURNS = st.lists(
     ),
     max_size=3,
 )
+IDS = st.lists(st.sampled_from([-100, -1, 0, 5, 2**31, 2**64, 10**30, True, 1.5]), max_size=4)
 FIELDS = (
     "text", "prompt", "completion", "instruction", "input", "output", "system", "conversations", "messages", "images",
-    "chosen", "rejected",
+    "chosen", "rejected", "label", "labels", "input_ids", "attention_mask",
 )  # fmt: skip
-RECORDS = st.dictionaries(st.sampled_from(FIELDS) | TEXTS, TEXTS | TURNS | VALUES, max_size=4)
+RECORDS = st.dictionaries(st.sampled_from(FIELDS) | TEXTS, TEXTS | TURNS | IDS | VALUES, max_size=4)
 
 
 @given(RECORDS, st.sampled_from(FORMATS))

@@ -15,9 +15,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from contextlib import closing
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,7 +122,8 @@ class DataLoader:
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self.stalled = 0.0
-        """Seconds that whoever iterates `stream` has waited for batches so far."""
+        """Seconds that whoever iterates `stream` has waited for batches so far, but for the first of each stream:
+        nothing could have hidden that one."""
 
     def rows(self, consumed: int) -> NDArray[np.int64]:
         """Row of each slot of the global batch that starts at sample `consumed`: int64 [global_batch_size]."""
@@ -159,12 +161,18 @@ class DataLoader:
         garbage collector, stops the threads.
         """
         starts = range(consumed, consumed + num_steps * self.global_batch_size, self.global_batch_size)
-        if not self._num_workers:
-            for start in starts:
+        with closing(self._promised(starts)) as promises:
+            for number, promise in enumerate(promises):
                 begin = time.monotonic()
-                batches = self.batches(start)
-                self.stalled += time.monotonic() - begin
+                batches = promise()
+                if number:
+                    self.stalled += time.monotonic() - begin
                 yield batches
+
+    def _promised(self, starts: range) -> Generator[Callable[[], list[Batch]]]:
+        """A function for each step that gives its batches, waiting for them where it must."""
+        if not self._num_workers:
+            yield from (partial(self.batches, start) for start in starts)
             return
         ahead = self._num_workers + 1
         waiting: deque[Future[list[Batch]]] = deque()
@@ -173,18 +181,12 @@ class DataLoader:
             for start in starts:
                 waiting.append(pool.submit(self.batches, start))
                 if len(waiting) > ahead:
-                    yield self._taken(waiting.popleft())
+                    yield waiting.popleft().result
             while waiting:
-                yield self._taken(waiting.popleft())
+                yield waiting.popleft().result
         finally:
             # at the interpreter's end the threads have been joined, and what cancelling needs is gone
             pool.shutdown(wait=True, cancel_futures=not sys.is_finalizing())
-
-    def _taken(self, future: Future[list[Batch]]) -> list[Batch]:
-        begin = time.monotonic()
-        batches = future.result()
-        self.stalled += time.monotonic() - begin
-        return batches
 
 
 class EvalLoader:

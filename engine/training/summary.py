@@ -26,6 +26,8 @@ class RunSummary:
     tokens: int
     seconds: float
     memory: int
+    data_stall: float = 0.0
+    """Seconds that steps waited for data."""
     graphs: str | None = None
     """What was replayed as a graph and what was not."""
     stopped: str | None = None
@@ -40,6 +42,7 @@ class RunSummary:
         if self.seconds > 0:
             speed = f"{format_count(self.tokens / self.seconds)} tokens/s"
             rows.append(("speed", f"{speed}, {format_duration(self.seconds)} in all"))
+            rows.append(("waiting for data", f"{self.data_stall:.2f} s"))
         if self.graphs is not None:
             rows.append(("CUDA graphs", self.graphs))
         rows += [("peak memory of rank 0", format_bytes(self.memory)), ("run folder", str(self.run_dir))]

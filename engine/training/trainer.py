@@ -109,6 +109,7 @@ class Trainer:
         self._forecast = MemoryForecast(config, launch, self._training, self._data.train.dataset)
         self._tokens, self._report_tokens = 0, 0
         self._paused, self._report_clock = 0.0, 0.0
+        self._stalled = 0.0
         self._losses: list[float] = []
         self._eval_losses: list[float] = []
         listener.data_read(
@@ -205,6 +206,7 @@ class Trainer:
             tokens=self._tokens,
             seconds=seconds,
             memory=peak_memory_bytes(),
+            data_stall=self._data.train.stalled,
             graphs=self._training.graphs.counts.line() if self._training.graphs is not None else None,
             stopped=stopped,
         )
@@ -247,6 +249,8 @@ class Trainer:
         if self._training.optimizer.loss_scale is not None:
             more["loss_scale"] = float(ready.result.loss_scale)
         seen = self._observation.report(step=ready.step, tokens=figures["tokens"], seconds=figures["seconds"])
+        stalled, self._stalled = self._data.train.stalled - self._stalled, self._data.train.stalled
+        more["data_stall"] = stalled
         self._metrics.train(**figures, **more, **seen)
         self._progress.update(**figures, more={name: more[name] for name in objective.shown if name in more})
         self._listener.reported(ready.step * self._data.train.global_batch_size, loss=loss, lr=ready.lr)

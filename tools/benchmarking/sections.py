@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from engine.errors import UserError
@@ -52,6 +53,28 @@ class GraphOptions(ModelOptions):
             return tuple(int(part) for part in self.lengths.split(","))
         except ValueError:
             raise UserError(f"--lengths is {self.lengths!r}: give whole numbers, such as 512,1024.") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreprocessOptions:
+    """Tokenising a file of records into a store beside plain loops over the same tokenizer.
+
+    Raises:
+        UserError: a file that is not there.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    records: str = option("", "JSONL or JSON file of records with texts; it is repeated up to --mb")
+    tokenizer: str = option("", "folder of a fast tokenizer")
+    mb: int = option(64, "megabytes of records")
+    repeats: int = option(3, "timed calls of each")
+
+    def __post_init__(self) -> None:
+        for name in ("records", "tokenizer"):
+            if not Path(getattr(self, name)).exists() or not getattr(self, name):
+                raise UserError(f"--{name} is {getattr(self, name)!r}, which does not exist: give a path.")
+        at_least(self, 1, "mb", "repeats")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +189,7 @@ SECTIONS: dict[str, type] = {
     "lora-tax": TaxOptions,
     "memory": MemoryOptions,
     "graph": GraphOptions,
+    "preprocess": PreprocessOptions,
     "convert": ConvertOptions,
     "guards": GuardsOptions,
     "save": SaveOptions,

@@ -1,0 +1,76 @@
+"""The configurations of examples/ run as they are, on a small model: what trains is what they say, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.commands import REPOSITORY, losses, options, run_tool
+
+EXAMPLES = REPOSITORY / "examples"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_dir: Path) -> dict[str, object]:
+    """What a user names on the command line, and sizes for a test."""
+    folder = tmp_path_factory.mktemp("data")
+    corpus = (data_dir / "corpus" / "tinyshakespeare.txt").read_text(encoding="utf-8")
+    pieces = [corpus[start : start + 120] for start in range(0, 6000, 120)]
+    for name, part in (("train", pieces[:40]), ("valid", pieces[40:44])):
+        text = "".join(json.dumps({"text": piece}) + "\n" for piece in part)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return {
+        "model.path": stories_dir, "data.train": folder / "train.jsonl", "data.validation": folder / "valid.jsonl",
+        "data.seq_length": 128, "train.epochs": "null", "train.steps": 6, "train.global_batch_size": 4,
+        "optim.warmup_steps": 0, "train.eval_every": 0, "log.peak_tflops": 0,
+    }  # fmt: skip
+
+
+def _evaluations(run: Path) -> list[float]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [record["eval_loss"] for record in records if "eval_loss" in record]
+
+
+def test_lm_head_only(small: dict[str, object], stories_dir: Path, tmp_path: Path) -> None:
+    """Only the head differs in the exported model; the held-out loss falls."""
+    run, out = tmp_path / "run", tmp_path / "tuned"
+    config = EXAMPLES / "lm_head_only" / "lm_head.yaml"
+    untied = _untied(stories_dir, tmp_path / "untied")
+    own = {**small, "model.path": untied, "model.dtype": "float32", "optim.lr": 1e-3, "checkpoint.dir": run}
+    run_tool("pretrain_lora", "--config", config, *options(own))
+    found = _evaluations(run)
+    assert found[-1] < found[0]
+    run_tool("convert", "export", "--source", run, "--out", out, "--format", "hf", "--no-proof")
+    before, after = load_file(untied / "model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == ["lm_head.weight"]
+
+
+def _untied(source: Path, folder: Path) -> Path:
+    """The model with a head of its own, as large models have it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    head = model.lm_head.weight.detach().clone()
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(head)
+    model.save_pretrained(folder)
+    for file in source.iterdir():
+        if "token" in file.name and not (folder / file.name).exists():
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("name", ["lora", "nf4"])
+def test_llama3_8b_one_gpu(name: str, small: dict[str, object], tmp_path: Path) -> None:
+    """As written, in bfloat16; at a learning rate that shows within six steps of a small model."""
+    run = tmp_path / "run"
+    config = EXAMPLES / "llama3_8b_one_gpu" / f"{name}.yaml"
+    run_tool("pretrain_lora", "--config", config, *options({**small, "optim.lr": 5e-3, "checkpoint.dir": run}))
+    assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
+    found = _evaluations(run)
+    assert found[-1] < found[0]

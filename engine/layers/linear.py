@@ -145,8 +145,8 @@ class _ParallelLinear(ShardedModule):
             if slot.settings.dora:
                 if self.encoded is not None:
                     raise UserError(
-                        f"the adapter of {slot.name} is DoRA's, which needs the lengths of the base's rows, and these are "
-                        "not known of weights that are stored encoded: leave the base's encoding out."
+                        f"the adapter of {slot.name} is DoRA's, which needs the lengths of the base's rows, and these "
+                        "are not known of weights that are stored encoded: leave the base's encoding out."
                     )
                 storage = empty(slot.spec_b.local_shape[:1], self.storage.dtype, self.storage.device)
                 spec = self._bias_spec(slot.spec_b)

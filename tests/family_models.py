@@ -34,6 +34,10 @@ _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 700.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.3, 2.0],
     "long_factor": [2.0, 3.0, 4.0], "original_max_position_embeddings": 40,
 }  # fmt: skip
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 900.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 24,
+}  # fmt: skip
 _GEMMA = {"sliding_window": 7, "query_pre_attn_scalar": 11}
 _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
@@ -41,6 +45,7 @@ _GEMMA3_ROPES = {
 }
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
     "llama fused": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 7}),
     "mistral without window": ("Mistral", {"sliding_window": None}),

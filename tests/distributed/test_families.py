@@ -37,7 +37,7 @@ from engine.training.stage import ModelStage
 from engine.training.stages import ScheduleChoice, Stages
 from engine.training.step import TrainStep
 from tests.distributed.cases import cut, relative_error
-from tests.family_models import FAMILIES, batch_of, engine_model, make_model
+from tests.family_models import FAMILIES, batch_of, engine_model, make_model, stock_losses
 from tests.spawning import spawn
 
 pytestmark = pytest.mark.distributed
@@ -59,6 +59,34 @@ def _run(folder: Path, kind: str, mesh: Mesh) -> Seen:
         losses = built.model(batch, built.stage.step)
     built.step.gradients([batch], 1.0)
     return losses, built.gradients(), built.specs()
+
+
+def _logits(folder: Path, mesh: Mesh) -> Tensor:
+    """Of this rank's part of the vocabulary."""
+    built, batch = engine_model(folder, mesh), batch_of()
+    with torch.no_grad():
+        context = built.model.context(batch, built.stage.step, training=False)
+        return built.model.logits(built.model.run_layers(built.model.embed(batch), context), context)
+
+
+def _run_logits(folder: str) -> dict[str, Tensor]:
+    mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=2)
+    return {name: _logits(Path(folder) / name.replace(" ", "-"), mesh) for name in FAMILIES}
+
+
+@functools.cache
+def _ranks_logits() -> list[dict[str, Tensor]]:
+    return spawn(_run_logits, world=2, args=(_folder().name,), timeout=110)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_two_ranks_equal_transformers(name: str):
+    stock = make_model(name)  # the weights in the folder: they are drawn from the name
+    with torch.no_grad():
+        expected, _ = stock_losses(stock, batch_of())
+    logits = torch.cat([rank[name] for rank in _ranks_logits()], dim=-1)
+    torch.testing.assert_close(logits[:, : expected.shape[1]], expected, rtol=0, atol=1e-4)
+    assert expected.std() > 0.05, "logits say nothing"
 
 
 def _run_all(folder: str, names: list[str]) -> dict[tuple[str, str], Seen]:
@@ -161,7 +189,7 @@ def test_rows_over_context_ranks(name: str):
 
 
 WITHOUT_WINDOWS = (
-    "llama fused", "mistral without window", "qwen2", "qwen3", "granite", "minicpm", "smollm3", "olmo2",
+    "llama", "llama fused", "mistral without window", "qwen2", "qwen3", "granite", "minicpm", "smollm3", "olmo2",
     "olmo2 one head each", "phi3 longrope", "gemma3 without windows",
 )  # fmt: skip
 

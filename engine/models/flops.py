@@ -7,6 +7,7 @@ takes half of the scores; a row counts as one document. Norms, rotation and the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 
 from engine.models.config import DecoderConfig
@@ -37,31 +38,51 @@ def forward_flops(config: DecoderConfig, *, tokens: float, row_tokens: float) ->
     )
 
 
-def step_flops(
-    config: DecoderConfig, *, tokens: float, row_tokens: float, trained: Mapping[str, tuple[int, ...]]
-) -> float:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedWork:
+    """What trained weights add, summed once.
+
+    Args:
+        share: of the layers through which backward goes.
+        head: backward goes through the head.
+        per_token: operations for a token, adapters' own products included.
+    """
+
+    share: float
+    head: bool
+    per_token: int
+
+
+def trained_work(config: DecoderConfig, trained: Mapping[str, tuple[int, ...]]) -> TrainedWork:
+    """Of a model that trains these weights: logical name -> global shape.
+
+    An adapter takes part in forward, input gradients and weight gradients. An embedding's gradient is no product.
+    """
+    layers = config.num_layers
+    lowest = min((_layer(name, layers) for name in trained), default=layers + 1)
+    per_token = 0
+    for name, shape in trained.items():
+        if "lora" in name:
+            per_token += 6 * prod(shape)
+        elif len(shape) == 2 and not name.startswith("embed"):
+            per_token += 2 * prod(shape)
+    return TrainedWork(share=max(0, layers - max(lowest, 0)) / layers, head=lowest <= layers, per_token=per_token)
+
+
+def step_flops(config: DecoderConfig, *, tokens: float, row_tokens: float, trained: TrainedWork) -> float:
     """Of forward and backward.
 
     Backward computes the input gradients of what lies above the lowest trained weight, as much work as forward, and
-    the gradients of trained weights. Adapters take part in all three.
+    the gradients of trained weights.
 
     Args:
         tokens: of the step, over all ranks.
         row_tokens: mean tokens of a row.
-        trained: logical name -> global shape of the weights that train.
+        trained: what trains.
     """
     linears, attention, head = forward_flops(config, tokens=tokens, row_tokens=row_tokens)
-    layers = config.num_layers
-    lowest = min((_layer(name, layers) for name in trained), default=layers + 1)
-    share = max(0, layers - max(lowest, 0)) / layers
-    total = linears + attention + head + share * (linears + 2 * attention)
-    total += head if lowest < layers + 1 else 0
-    for name, shape in trained.items():
-        if "lora" in name:
-            total += 6 * tokens * prod(shape)
-        elif len(shape) == 2 and not name.startswith("embed"):
-            total += 2 * tokens * prod(shape)
-    return total
+    backward = trained.share * (linears + 2 * attention) + (head if trained.head else 0)
+    return linears + attention + head + backward + tokens * trained.per_token
 
 
 def _layer(name: str, layers: int) -> int:

@@ -20,7 +20,7 @@ from engine.distributed.launch import Launch
 from engine.distributed.transfer_meter import METER
 from engine.layers.module import shard_entries
 from engine.models.describe import meta_model
-from engine.models.flops import step_flops
+from engine.models.flops import step_flops, trained_work
 from engine.telemetry.memory import peak_memory_bytes
 from engine.telemetry.rank_file import RankFile
 from engine.training.build import DTYPES, Training
@@ -50,7 +50,8 @@ class Observation:
         self._reported = step
         self._ceiling = self._measured_ceiling()
         whole = shard_entries(meta_model(training.source.model.decoder, plan=training.plan))
-        self._trained = {entry.name: tuple(entry.spec.global_shape) for entry in whole if entry.sink is not None}
+        shapes = {entry.name: tuple(entry.spec.global_shape) for entry in whole if entry.sink is not None}
+        self._trained = trained_work(training.source.model.decoder, shapes)
         if launch.rank == 0 and config.log.metrics:
             text = json.dumps(_environment(launch, training, self._ceiling), indent=2)
             (run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")

@@ -19,7 +19,7 @@ from engine.distributed.ranks import RankGrid
 from engine.distributed.transfer_meter import METER, Moved, TransferMeter
 from engine.errors import UserError
 from engine.models.config import DecoderConfig
-from engine.models.flops import forward_flops, step_flops
+from engine.models.flops import forward_flops, step_flops, trained_work
 from engine.telemetry.rank_file import RankFile
 from engine.training.ceiling import measure_products
 from engine.training.phases import PhaseClock
@@ -128,7 +128,7 @@ def test_operations_are_those_that_torch_counts() -> None:
     with FlopCounterMode(display=False) as counter:
         loss.backward()
     shapes = {name.removeprefix("model."): tuple(weight.shape) for name, weight in model.named_parameters()}
-    whole = step_flops(_decoder(), tokens=32, row_tokens=16, trained=shapes)
+    whole = step_flops(_decoder(), tokens=32, row_tokens=16, trained=trained_work(_decoder(), shapes))
     assert counter.get_total_flops() == whole - (linears + attention + head) + 2 * attention
 
 
@@ -136,11 +136,13 @@ def test_operations_of_adapters_and_of_the_head_alone() -> None:
     linears, attention, head = forward_flops(_decoder(), tokens=100, row_tokens=10)
     adapters = {"layers.0.attention.q_proj.lora_A": (4, 48), "layers.0.attention.q_proj.lora_B": (48, 4)}
     expected = 2 * linears + 3 * attention + 2 * head + 6 * 100 * 2 * 4 * 48
-    assert step_flops(_decoder(), tokens=100, row_tokens=10, trained=adapters) == expected
-    alone = step_flops(_decoder(), tokens=100, row_tokens=10, trained={"lm_head.weight": (70, 48)})
+    assert step_flops(_decoder(), tokens=100, row_tokens=10, trained=trained_work(_decoder(), adapters)) == expected
+    alone = step_flops(
+        _decoder(), tokens=100, row_tokens=10, trained=trained_work(_decoder(), {"lm_head.weight": (70, 48)})
+    )
     assert alone == linears + attention + 2 * head
     above = {name.replace("layers.0", "layers.2"): shape for name, shape in adapters.items()}
-    lower = step_flops(_decoder(), tokens=100, row_tokens=10, trained=above)
+    lower = step_flops(_decoder(), tokens=100, row_tokens=10, trained=trained_work(_decoder(), above))
     assert lower == pytest.approx(expected - 2 / 3 * (linears + 2 * attention))
 
 

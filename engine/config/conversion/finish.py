@@ -97,6 +97,8 @@ def _other_defaults(conversion: Conversion) -> None:
         source = "MLPerf's reference"
         conversion.imply(source, "blocks of samples end to end", "data.packing", "concatenate")
         conversion.imply(source, "samples over a block", "data.overlong", "drop")
+        if conversion.has("train.eval_mean"):
+            conversion.imply(source, "mean of evaluations", "train.eval_mean", "rows", "each block's own mean")
         conversion.imply(source, "labels of training", "data.mask_prompt", False, "all tokens")
 
 

@@ -47,8 +47,9 @@ def _encoded(base: str | None, **changes: Any) -> Workload:
 
 @pytest.mark.parametrize("base, bits", [("int8", 8), ("fp8", 8), ("nf4", 4 + 8 / 64)])
 def test_bytes_of_published_weights(base: str, bits: float) -> None:
-    """Codes of the 80 x 855,638,016 numbers of the layers, and an 8-bit scale for 64 of nf4; scales of rows are less
-    than a thousandth of that, and the 13 bytes that nf4 has for a row of 8192 (4224) 3 in a thousand. Embedding, head and norms have two bytes a number."""
+    """Codes of the 80 x 855,638,016 numbers of the layers, and an 8-bit scale for 64 of nf4. Scales of rows are less
+    than a thousandth of that; the 13 bytes that nf4 has beside for a row of 8192, which is 4224 bytes, 3 in a thousand.
+    Embedding, head and norms have two bytes a number."""
     (found,) = predict_layout(_encoded(base), Layout(), MemoryPlan())
     rest = 2 * (2 * 32000 * 8192 + 161 * 8192)
     assert found.static[WEIGHTS] == pytest.approx(80 * 855_638_016 * bits / 8 + rest, rel=0.004)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.checkpoint.training_state import latest_checkpoint
 from tests.commands import options, run_tool
@@ -29,6 +28,7 @@ def run(folder: Path, name: str, model: Path, *, ranks: int = 0, **more: object)
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     kept = ("step", "loss", "grad_norm", "eval_loss")
     seen = [{key: record[key] for key in kept if key in record} for record in map(json.loads, lines)]
+    seen = [record for record in seen if len(record) > 1]  # some are about checkpoints
     return seen, result.stdout + result.stderr
 
 
@@ -39,6 +39,7 @@ def state(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("ranks", "shard"), [(0, "none"), (2, "parameters")])
 def test_no_trace(tmp_path: Path, stories_dir: Path, ranks: int, shard: str) -> None:
     """Losses, norms, masters and moments have the bits of the run without."""
@@ -47,9 +48,9 @@ def test_no_trace(tmp_path: Path, stories_dir: Path, ranks: int, shard: str) -> 
     assert said.index("warm-up: 2 steps on synthetic tokens") < said.index("training data:")
     assert [record for record in plain if "loss" in record] and warm == plain
     assert state(tmp_path / "warm") == state(tmp_path / "plain")
-    assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.timeout(600)
 def test_target(tmp_path: Path, stories_dir: Path) -> None:
     """The first evaluation at or below it is the end, also for the same command once more."""
     full, _ = run(tmp_path, "full", stories_dir, train__eval_first=2)

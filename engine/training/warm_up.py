@@ -85,6 +85,9 @@ class _State:
         self._device_generators = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def put_back(self) -> None:
+        host = self._training.optimizer.flat.host
+        if host is not None:
+            host.settle()  # what the last step sends there has arrived
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.copy_(copy)
         self._training.optimizer.flat.publish()

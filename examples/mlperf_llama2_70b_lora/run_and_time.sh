@@ -37,4 +37,8 @@ status=0
     || status=$?
 echo "ENDING TIMING RUN AT $(date '+%F %T')"
 echo "RESULT,llama2_70b_lora,$seed,$(($(date +%s) - begin)),$ORG,$(date '+%F %T')"
+# the first node has the log
+if [[ $status == 0 && ${NODE_RANK:-0} == 0 ]] && ! grep -q '"run_stop".*"status": "success"' "$result"; then
+    status=1
+fi
 exit $status

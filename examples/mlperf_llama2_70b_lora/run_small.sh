@@ -37,9 +37,19 @@ run() {
         --checkpoint.dir "$work/run_$2" --train.seed "$3" "${@:4}"
 }
 
+# whether a log says that the target was reached
+reached() {
+    grep -q '"run_stop".*"status": "success"' "$out/$1"
+}
+
 status=0
 for ((number = 0; number < runs; number++)); do
-    run "result_$number.txt" "$number" $((1000 + number)) "$@" || status=$?
+    run "result_$number.txt" "$number" $((1000 + number)) "$@"
+    reached "result_$number.txt" || status=1
 done
-run aborted.txt aborted 999 --train.steps 200 && { echo "error: a run of 200 steps reached the target" >&2; exit 1; }
+run aborted.txt aborted 999 --train.steps 200
+if reached aborted.txt; then
+    echo "error: a run of 200 steps reached the target" >&2
+    exit 1
+fi
 exit $status

@@ -7,14 +7,18 @@ python tools/pretrain_lora.py --config run.yaml --profile 5,6    # a trace of st
 
 from __future__ import annotations
 
+import re
 import sys
 
 from engine.config.load import load_config
 from engine.telemetry.errors import EXIT_STOPPED, run_command
 
+_PROFILE = re.compile(r"^--profile(?=$|=)")
+"""A short name of an option."""
+
 
 def main() -> None:
-    config = load_config(["--log.profile_steps" if word == "--profile" else word for word in sys.argv[1:]])
+    config = load_config([_PROFILE.sub("--log.profile_steps", word) for word in sys.argv[1:]])
     # imported after the configuration is known to be sound: torch takes seconds to load
     from engine.training.trainer import train
 

@@ -12,6 +12,7 @@ from tests.unit.test_config_conversion import ACCELERATE, FLAGS
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(300)
 def test_converted_job_runs(stories_dir: Path, data_dir: Path, tmp_path: Path) -> None:
     """ZeRO-3 on two ranks with a fused adapter, packed end to end; its clipping is the file's."""
     source = tmp_path / "accelerate.yaml"

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from tests.commands import REPOSITORY, losses, options, run_tool
 
+pytestmark = pytest.mark.timeout(300)
+
 EXAMPLES = REPOSITORY / "examples"
 
 

@@ -19,6 +19,7 @@ from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.training.build import Training
+from engine.training.source import ModelSource
 
 
 def state_tensors(training: Training) -> list[NamedShard]:
@@ -63,14 +64,11 @@ def state_contents(config: RunConfig, training: Training, *, step: int, consumed
     )
 
 
-def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, Any]:
-    """Loads a checkpoint written at any layout into this one.
-
-    Returns:
-        The state: step, consumed, data, ...
+def check_state(path: Path, config: RunConfig, source: ModelSource) -> TrainingCheckpoint:
+    """Opens a checkpoint to go on from; reads no tensor of it.
 
     Raises:
-        UserError: the checkpoint belongs to another base or other adapters.
+        UserError: the checkpoint is damaged, or belongs to another base or other adapters.
     """
     checkpoint = TrainingCheckpoint(path)
     _check_recorded(checkpoint)
@@ -78,7 +76,7 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
         added = {"rank_pattern": None, "alpha_pattern": None, "dora": False}  # which older checkpoints do not have
         saved = {**added, **checkpoint.lora}
         _check_same("lora", saved, asdict(config.lora), path, _SAME_LORA)
-    fingerprint = training.source.fingerprint()
+    fingerprint = source.fingerprint()
     if checkpoint.base["fingerprint"] != fingerprint:
         raise UserError(
             f"{path} was trained on a base with fingerprint {checkpoint.base['fingerprint']}, but model.path "
@@ -86,6 +84,19 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
         )
     # checkpoints from before there was a choice have none
     _check_same("model", {"base_dtype": checkpoint.base.get("dtype")}, asdict(config.model), path, ("base_dtype",))
+    return checkpoint
+
+
+def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, Any]:
+    """Loads a checkpoint written at any layout into this one.
+
+    Returns:
+        The state: step, consumed, data, ...
+
+    Raises:
+        UserError: as `check_state`.
+    """
+    checkpoint = check_state(path, config, training.source)
     optimizer = training.optimizer
     for name, tensor, spec in optimizer.state_shards():
         checkpoint.read(name, spec, out=tensor)

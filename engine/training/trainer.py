@@ -38,7 +38,7 @@ from engine.training.reference import know_references
 from engine.training.run_folder import CONFIG_COPY, RunFolder
 from engine.training.saving import StateSaver
 from engine.training.source import check_model, model_source
-from engine.training.state import load_state
+from engine.training.state import check_state, load_state
 from engine.training.step import StepResult
 from engine.training.summary import RunSummary, announce
 from engine.training.supervision import Preempted, Supervision
@@ -74,6 +74,8 @@ class Trainer:
         self._folder = RunFolder(config.checkpoint, launch, metrics=config.log.metrics)
         self.run_dir = self._folder.path
         resume = self._folder.resume_path()
+        if resume is not None:
+            check_state(resume, config, source)
         data = None if config.train.synthetic_steps else build_data(config, launch, source.model.decoder, log)
         documents = 1 if data is None else most_in_a_row(data.train.dataset)
         self._training: Training = build_training(config, launch, source, plan, log, documents_per_row=documents)

@@ -114,3 +114,17 @@ def test_stop_tokens_and_texts(stories_dir: Path) -> None:
     (answer,) = engine_answers(stories_dir, [STORIES[0]], Limits(max_new_tokens=40, stop_texts=(text, "never")))
     whole = "".join(f" {token}" for token in expected)
     assert (answer.text, answer.ending) == (whole[: whole.index(text)], "stop_text")
+
+
+def test_rows_that_end_at_different_times(stories_dir: Path) -> None:
+    """A row that goes on moves into the slot of one that has ended, and the next prompt begins beside it."""
+    whole = stock_greedy(AutoModelForCausalLM.from_pretrained(stories_dir), STORIES, 40)
+    in_all = set(whole[0]).intersection(*whole)
+    stop = max(in_all, key=lambda token: len({answer.index(token) for answer in whole}))
+    order = sorted(range(len(whole)), key=lambda row: whole[row].index(stop))
+    expected = [whole[row][: whole[row].index(stop) + 1] for row in order]
+    assert len(expected[0]) < len(expected[2]), "the first row must leave a gap below the third"
+    limits = Limits(max_new_tokens=40, slots=3, stop_ids=frozenset((stop,)))
+    answers = engine_answers(stories_dir, [STORIES[row] for row in order], limits)
+    assert [list(answer.ids) for answer in answers] == expected
+    assert {answer.ending for answer in answers} == {"stop_token"}

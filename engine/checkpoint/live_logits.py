@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.checkpoint.loading import load_parameters
-from engine.checkpoint.merge import LORA_A, LORA_MAGNITUDE, adapted_modules
+from engine.checkpoint.merge import LORA_A, LORA_BIAS, LORA_MAGNITUDE, adapted_modules
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.scales import Scale, scale_of
@@ -72,6 +72,7 @@ def adapter_plan(trained: TensorReader, scale: Scale) -> TrainingPlan:
             scale=scale_of(scale, module),
             dropout=0.0,
             dora=f"{module}.{LORA_MAGNITUDE}" in trained,
+            bias=f"{module}.{LORA_BIAS}" in trained,
         )
         for module in adapted_modules(trained.tensor_names())
     }

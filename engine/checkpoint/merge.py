@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.contents import Content
-from engine.checkpoint.merging import LowRank, MergedRows, write_rounding
+from engine.checkpoint.merging import LowRank, MergedRows, Shift, write_rounding
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.scales import Scale, one_or_each, recorded_alpha, scale_of
@@ -30,7 +30,7 @@ from engine.layers.plan import LORA_LEAVES
 from engine.models.config import DecoderConfig
 from engine.models.names import NameMap
 
-LORA_A, LORA_B, LORA_MAGNITUDE = LORA_LEAVES
+LORA_A, LORA_B, LORA_MAGNITUDE, LORA_BIAS = LORA_LEAVES
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 
@@ -137,7 +137,7 @@ class MergedSource(WeightSource):
         return [
             name
             for name in self._shapes
-            if name in self._full or name in before or self._module(name) in self._adapter_of
+            if name in self._full or name in before or self._module(name) in self._adapter_of or self._shift(name)
         ]
 
     def tensor_names(self) -> list[str]:
@@ -168,23 +168,38 @@ class MergedSource(WeightSource):
         module = self._module(name)
         if module in self._adapter_of:
             value = self._factors(module).added_to(value.float(), 0)
+        if (shift := self._shift(name)) is not None:
+            value = shift.added_to(value.float(), 0)
         return value.to(self.dtype(name))
 
     def content(self, name: str, box: Box) -> Content:
         base_name, module = self._base_name(name), self._module(name)
         assert box == Box(), box
-        adapted = module in self._adapter_of
-        if base_name not in self._full and not adapted:
+        adapted, shift = module in self._adapter_of, self._shift(name)
+        if base_name not in self._full and not adapted and shift is None:
             assert self.base is not None, name
             return self.base.content(base_name, box)
-        factors = self._factors(module) if adapted and module is not None else None
+        factors = self._factors(module) if adapted and module is not None else shift
         if base_name in self._full:
             return MergedRows(name, self.trained, base_name, self.dtype(name), factors)
         base = self.base
         assert base is not None, name
         return MergedRows(name, base, base_name, self.dtype(name), factors, lambda: base.check_tensor(base_name))
 
+    def _shift(self, name: str) -> Shift | None:
+        """What the bias of an adapter adds to the tensor `name`."""
+        module, _, leaf = name.rpartition(".")
+        own = f"{module}.{LORA_BIAS}"
+        if leaf != "bias" or own not in self.trained:
+            return None
+        return Shift(self.trained.read_whole(own).float() * scale_of(self.scale, module))
+
     def _factors(self, module: str) -> LowRank:
+        if f"{module}.{LORA_BIAS}" in self.trained and f"{module}.bias" not in self._shapes:
+            raise UserError(
+                f"the adapter of {module} has a bias and the base has none there, so that no weight can hold it: "
+                "export the adapter with --format peft."
+            )
         adapter = self._adapter_of[module]
         a, b = read_factors(self.trained, adapter, self.model.decoder)[module]
         lengths = f"{module}.{LORA_MAGNITUDE}"

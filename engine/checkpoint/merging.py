@@ -67,6 +67,21 @@ class LowRank:
         return abs(self.scale) * math.sqrt(max(0.0, float(((b.T @ b) * (a @ a.T)).sum())))
 
 
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """An update of a bias: fp32 [out], added as it is."""
+
+    added: Tensor
+
+    def added_to(self, rows: Tensor, first: int) -> Tensor:
+        """`rows` [n], elements `first` and on of the bias, with the update added in place."""
+        return rows.add_(self.added[first : first + rows.shape[0]].to(rows.dtype))
+
+    def norm(self) -> float:
+        """Of the update."""
+        return float(self.added.double().norm())
+
+
 @dataclass(slots=True)
 class Rounding:
     """What rounding did to one tensor, block by block.
@@ -114,7 +129,7 @@ class MergedRows(Content):
         start: TensorReader,
         start_name: str,
         dtype: torch.dtype,
-        update: LowRank | None,
+        update: LowRank | Shift | None,
         check: Callable[[], None] | None = None,
     ) -> None:
         self._name, self._start, self._start_name = name, start, start_name

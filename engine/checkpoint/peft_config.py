@@ -26,7 +26,7 @@ _HARMLESS_KEYS = frozenset((
     "runtime_config", "target_modules", "task_type",
 ))
 _READ_KEYS = frozenset((
-    "alpha_pattern", "lora_alpha", "lora_dropout", "r", "rank_pattern", "use_dora", "use_rslora",
+    "alpha_pattern", "lora_alpha", "lora_bias", "lora_dropout", "r", "rank_pattern", "use_dora", "use_rslora",
 ))
 # fmt: on
 _HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -42,6 +42,7 @@ class PeftSettings:
         rank, alpha: of modules that no pattern means.
         rslora: whether the scale is rank-stabilised.
         dora: whether there are magnitudes.
+        bias: whether each B has a bias.
         dropout: of the adapters' input.
         rank_pattern, alpha_pattern: end of a module's name in the checkpoint, as an expression -> its rank or alpha.
     """
@@ -50,6 +51,7 @@ class PeftSettings:
     alpha: float
     rslora: bool
     dora: bool
+    bias: bool
     dropout: float
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
@@ -102,6 +104,7 @@ def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
         alpha=float(alpha),
         rslora=bool(config.get("use_rslora", False)),
         dora=bool(config.get("use_dora", False)),
+        bias=bool(config.get("lora_bias", False)),
         dropout=float(config.get("lora_dropout", 0.0)),
         rank_pattern=_pattern(path, config, "rank_pattern", (int,)),
         alpha_pattern=_pattern(path, config, "alpha_pattern", (int, float)),

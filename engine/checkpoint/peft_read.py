@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.folder import ADAPTER_CONFIG
-from engine.checkpoint.merge import LORA_A, LORA_B, LORA_MAGNITUDE, adapted_modules, qkv_rows, unfused_modules
+from engine.checkpoint.merge import (
+    LORA_A,
+    LORA_B,
+    LORA_BIAS,
+    LORA_MAGNITUDE,
+    adapted_modules,
+    qkv_rows,
+    unfused_modules,
+)
 from engine.checkpoint.peft_config import read_settings
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
@@ -34,7 +42,9 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 KEY_PREFIX = "base_model.model."
 
 _COPY = ".base_layer.weight"
-_KEY = re.compile(r"^base_model\.model\.(.+)\.(?:(lora_[AB])\.weight|lora_embedding_([AB])|(lora_magnitude)_vector)$")
+_KEY = re.compile(
+    r"^base_model\.model\.(.+)\.(?:(lora_[AB])\.weight|lora_embedding_([AB])|(lora_magnitude)_vector|lora_B\.(bias))$"
+)
 
 
 class _Place(NamedTuple):
@@ -197,6 +207,7 @@ class AdapterSource(TensorReader):
             return
         del self._places[f"{module}.{LORA_A}"], self._places[f"{module}.{LORA_B}"]
         (lengths,) = self._places.pop(f"{module}.{LORA_MAGNITUDE}", (None,))
+        (bias,) = self._places.pop(f"{module}.{LORA_BIAS}", (None,))
         scale, whole = self._scales.pop(module), self._ranks.pop(module)
         rank, first = whole // len(parts) if blocks else whole, 0
         for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
@@ -206,7 +217,11 @@ class AdapterSource(TensorReader):
             first += count
             if lengths is not None:
                 self._places[f"{part}.{LORA_MAGNITUDE}"] = (lengths._replace(rows=rows),)
-            if not blocks or lengths is not None or self._view(own_a).any():  # a part without an adapter has zeros
+            if bias is not None:
+                self._places[f"{part}.{LORA_BIAS}"] = (bias._replace(rows=rows),)
+            if (
+                not blocks or lengths is not None or bias is not None or self._view(own_a).any()
+            ):  # a part without an adapter has zeros
                 self._places[f"{part}.{LORA_A}"], self._places[f"{part}.{LORA_B}"] = (own_a,), (own_b,)
                 self._scales[part], self._ranks[part] = scale, rank
 
@@ -234,6 +249,11 @@ class AdapterSource(TensorReader):
                     f"{ADAPTER_CONFIG} in {self.folder} has use_dora {self.settings.dora}, which does not go with "
                     f"{module}: DoRA is supported on linears alone, with a lora_magnitude_vector for each."
                 )
+            if self.settings.bias != (f"{module}.{LORA_BIAS}" in self):
+                raise UserError(
+                    f"{ADAPTER_CONFIG} in {self.folder} has lora_bias {self.settings.bias}, which does not go with "
+                    f"{module}: expected a lora_B.bias for each module or for none."
+                )
             ranks = self.shape(f"{module}.{LORA_A}")[0], self.shape(f"{module}.{LORA_B}")[-1]
             if set(ranks) != {self._ranks[module]}:
                 raise UserError(
@@ -250,6 +270,7 @@ class AdapterSource(TensorReader):
                 any(name not in self for name in factors)
                 or len({self._scales[part] for part in parts}) > 1
                 or self.settings.dora
+                or self.settings.bias
                 or not all(torch.equal(self.read_whole(name), self.read_whole(factors[0])) for name in factors[1:])
             ):
                 raise UserError(
@@ -279,4 +300,4 @@ def _logical_name(key: str, names: NameMap, path: Path, with_saved_modules: bool
             f"{path} has {key}, which is not a LoRA factor of a module of this model: "
             "use a LoRA adapter that was trained on it."
         )
-    return f"{module}.{match[2] or match[4] or 'lora_' + match[3]}"
+    return f"{module}.{match[2] or match[4] or 'lora_' + (match[3] or match[5])}"

@@ -126,6 +126,8 @@ def _adapter_tensors(
                 tensors[f"{key}.lora_embedding_A"], tensors[f"{key}.lora_embedding_B"] = a, b
             else:
                 tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a, b
+            if f"{part}.lora_bias" in trained:
+                tensors[f"{key}.lora_B.bias"] = trained.read_whole(f"{part}.lora_bias")
             if f"{part}.lora_magnitude" in trained:
                 tensors[f"{key}.lora_magnitude_vector"] = trained.read_whole(f"{part}.lora_magnitude")
     return tensors, adapters
@@ -154,11 +156,14 @@ def _block_tensors(
                 "matrix, for which a PEFT folder has one of each: export with --format hf --merge."
             )
         ((rank, alpha),) = found
-        lengths = [trained.read_whole(one) for part in parts if (one := f"{part}.lora_magnitude") in trained]
-        if lengths and len(lengths) < len(parts):
+        beside = {
+            key: [trained.read_whole(one) for part in parts if (one := f"{part}.{leaf}") in trained]
+            for leaf, key in (("lora_magnitude", "lora_magnitude_vector"), ("lora_bias", "lora_B.bias"))
+        }
+        if any(0 < len(found) < len(parts) for found in beside.values()):
             raise UserError(
-                f"some parts of {fused} have DoRA adapters and others none, and the base stores them as one matrix, "
-                "which a PEFT folder cannot express: export with --format hf --merge."
+                f"some parts of {fused} have adapters with magnitudes or biases and others none, and the base stores "
+                "them as one matrix, which a PEFT folder cannot express: export with --format hf --merge."
             )
         stacked, blocks = [], []
         for part in parts:
@@ -168,8 +173,7 @@ def _block_tensors(
             blocks.append(trained.read_whole(f"{part}.lora_B") if present else torch.zeros(rows, rank))
         name, count = model.names.module_to_hf(fused), len(parts)
         adapters[name] = rank * count, alpha * (math.sqrt(count) if rslora else count)  # the scale of one part
-        if lengths:
-            tensors[f"{KEY_PREFIX}{name}.lora_magnitude_vector"] = torch.cat(lengths)
+        tensors |= {f"{KEY_PREFIX}{name}.{key}": torch.cat(found) for key, found in beside.items() if found}
         tensors[f"{KEY_PREFIX}{name}.lora_A.weight"] = torch.cat(stacked)
         tensors[f"{KEY_PREFIX}{name}.lora_B.weight"] = torch.block_diag(*blocks).to(blocks[0].dtype)
     return tensors, adapters
@@ -219,6 +223,7 @@ def _adapter_config(
         "lora_dropout": float(lora["dropout"]),
         "use_rslora": bool(lora["rslora"]),
         "use_dora": bool(lora.get("dora", False)),
+        "lora_bias": bool(lora.get("bias", False)),
         "target_modules": targets,
         "modules_to_save": saved or None,
         "bias": "none",
@@ -266,6 +271,8 @@ def _notes(
             "the base ties its head to its embedding, and the adapter changes one of them: "
             "merge with --format hf --merge, PEFT's own merge would change both"
         )
+    if config["lora_bias"]:
+        notes.append("the adapters have biases, which PEFT reads and may only merge where the base has biases too")
     if config["use_dora"]:
         notes.append(
             "the adapters are DoRA's, which PEFT reads and vLLM does not: there merge with --format hf --merge"

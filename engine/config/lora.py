@@ -37,6 +37,7 @@ class LoraOptions:
         rslora: Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732).
         dora: Train the length of each output row beside its direction (arXiv 2402.09353). Dropout then still acts on
             the adapter's input alone, where PEFT's drops the base's too.
+        bias: Give each adapter a bias of its own, trained and scaled with it; not beside dora.
         init: What A starts from; B starts from zeros, of an embedding the other way round. "kaiming" is uniform as
             PEFT has it by default, "gaussian" normal with deviation 1 / rank.
         fused_qkv: One adapter for query, key and value together instead of one each.
@@ -53,6 +54,7 @@ class LoraOptions:
     alpha_pattern: dict[str, float] | None = None
     rslora: bool = False
     dora: bool = False
+    bias: bool = False
     init: str = "kaiming"
     fused_qkv: bool = False
     init_from: str | None = None
@@ -85,6 +87,15 @@ class LoraOptions:
             f"lora.init is {self.init}, which changes the base that it starts from: use kaiming or gaussian, or let "
             "PEFT start, convert the result to a plain adapter (path_initial_model_for_weight_conversion), and name "
             "its folder in lora.init_from.",
+        )
+        require(
+            not (self.bias and self.dora),
+            "lora.bias and lora.dora are true, but a DoRA adapter has no bias: set one of them to false.",
+        )
+        require(
+            not (self.bias and self.fused_qkv),
+            "lora.bias and lora.fused_qkv are true, but an adapter with a bias is that of one matrix: set one of them "
+            "to false.",
         )
         require_choice("lora.init", self.init, ("kaiming", "gaussian"))
 

@@ -27,7 +27,7 @@ from engine.ops.context import TokenContext
 from engine.ops.dropout import DropoutSite
 from engine.ops.inputs import LinearInput
 from engine.ops.low_rank import Factor, LowRank
-from engine.ops.magnitude import Magnitude, scaled_output
+from engine.ops.magnitude import AdapterBias, Magnitude, biased_output, scaled_output
 from engine.ops.operands import LinearOperands, RowsSink
 from engine.ops.parallel_linear import column_linear, row_linear
 
@@ -87,6 +87,7 @@ class _ParallelLinear(ShardedModule):
         self._sinks: list[RowsSink] = []
         self._leaves: list[Tensor] = []
         self._magnitude_leaves: list[Tensor] = []
+        self._bias_leaves: list[Tensor] = []
         rows = sum(section.rows for section in sections)
         rank = sum(slot.settings.rank for slot in slots)
         self.encoded = None
@@ -110,6 +111,7 @@ class _ParallelLinear(ShardedModule):
             first += section.rows
         low_rank = self._build_adapters(slots, rank, dropout, folded=folded, device=device)
         self.magnitudes = self._build_magnitudes(slots, low_rank)
+        self._adapter_biases = self._build_adapter_biases(slots, low_rank)
         self.operands = LinearOperands(
             extended_OE=self.storage,
             in_features=self.in_features,
@@ -155,8 +157,23 @@ class _ParallelLinear(ShardedModule):
                 self._magnitude_leaves.append(entry.parameter)
         return tuple(magnitudes)
 
+    def _build_adapter_biases(self, slots: list[_AdapterSlot], low_rank: LowRank | None) -> tuple[AdapterBias, ...]:
+        """The trained biases of adapters, of those that have them."""
+        if low_rank is None:
+            return ()
+        biases = []
+        for slot, factor in zip(slots, low_rank.factors, strict=True):
+            if slot.settings.bias:
+                storage = empty(slot.spec_b.local_shape[:1], self.storage.dtype, factor.b_OR.device)
+                entry = self.own(f"{slot.name}.lora_bias", storage, self._bias_spec(slot.spec_b), trainable=True)
+                biases.append(AdapterBias(b_O=storage, factor=factor, sink=entry.sink))
+                self._bias_leaves.append(entry.parameter)
+        return tuple(biases)
+
     def _finish(self, y_TO: Tensor, context: TokenContext, *, split_inputs: bool) -> Tensor:
         """The output, for what the product gave: a linear with magnitudes adds its bias after them."""
+        if self._adapter_biases:
+            return biased_output(y_TO, self._adapter_biases, context, tuple(self._bias_leaves))
         if not self.magnitudes:
             return y_TO
         leaves = tuple(self._magnitude_leaves)

@@ -11,7 +11,7 @@ from engine.ops.context_attention import Method
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels import REFERENCE, Kernels
 
-LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude")
+LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude", "lora_bias")
 """Last components of the names of an adapter's tensors."""
 
 
@@ -24,12 +24,14 @@ class AdapterSettings:
         scale: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv 2312.03732).
         dropout: probability of dropping an element of the adapter's input.
         dora: whether the lengths of the output rows are trained beside it (see ops.magnitude).
+        bias: whether its output has a bias of its own, which is scaled with it.
     """
 
     rank: int
     scale: float
     dropout: float
     dora: bool = False
+    bias: bool = False
 
 
 def _nothing(module: str) -> bool:

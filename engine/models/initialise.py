@@ -81,7 +81,7 @@ def initialise_adapters(shards: Iterable[NamedShard], seed: int, *, gaussian: bo
             fill_uniform(shard, 1.0 / math.sqrt(shard.spec.global_shape[1]), seed)
         elif leaf == "lora_B" and is_embedding:
             fill_normal(shard, 1.0, seed)
-        elif leaf in ("lora_A", "lora_B"):
+        elif leaf in ("lora_A", "lora_B", "lora_bias"):
             shard.tensor.zero_()
 
 

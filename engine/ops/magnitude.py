@@ -120,3 +120,48 @@ def scaled_output(
     if not context.adapters:
         return z_TO
     return _Scaled.apply(z_TO, operands, magnitudes, split_inputs, *leaves)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterBias:
+    """The trained bias of one adapter's B: y += s b.
+
+    Args:
+        b_O: [o], of this rank's rows.
+        factor: the adapter.
+        sink: of the gradient of b.
+    """
+
+    b_O: Tensor
+    factor: Factor
+    sink: GradientSink | None
+
+
+class _Biased(torch.autograd.Function):
+    """The leaves (trainable biases) are passed only so that autograd knows the output depends on them."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TO: Tensor, biases: tuple[AdapterBias, ...], *leaves: Tensor) -> Tensor:
+        out_TO = y_TO.clone()
+        for one in biases:
+            one.factor.columns(out_TO).add_(one.b_O, alpha=one.factor.scale)
+        ctx.biases, ctx.num_leaves = biases, len(leaves)
+        return out_TO
+
+    @staticmethod
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Any, ...]:
+        for one in ctx.biases:
+            if one.sink is not None:
+                one.sink.add(one.factor.columns(dy_TO).sum(0, dtype=torch.float32).mul_(one.factor.scale))
+        return (dy_TO, None, *([None] * ctx.num_leaves))
+
+
+def biased_output(
+    y_TO: Tensor, biases: tuple[AdapterBias, ...], context: TokenContext, leaves: tuple[Tensor, ...]
+) -> Tensor:
+    """A linear's output [T, O] with its adapters' biases; y itself where `context` leaves the adapters out.
+
+    Args:
+        leaves: the biases that require a gradient.
+    """
+    return _Biased.apply(y_TO, biases, *leaves) if context.adapters else y_TO

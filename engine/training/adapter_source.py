@@ -45,6 +45,11 @@ def adapter_source(config: RunConfig, source: ModelSource, plan: TrainingPlan) -
             f"lora.dora is {str(lora.dora).lower()}, but the adapter in {lora.init_from} has use_dora "
             f"{str(found.settings.dora).lower()}: set lora.dora to {str(found.settings.dora).lower()}."
         )
+    if found.settings.bias != lora.bias:
+        raise UserError(
+            f"lora.bias is {str(lora.bias).lower()}, but the adapter in {lora.init_from} has lora_bias "
+            f"{str(found.settings.bias).lower()}: set lora.bias to {str(found.settings.bias).lower()}."
+        )
     for name in fully_trained(found.tensor_names()):
         if not plan.trains(name.rpartition(".")[0]):
             raise UserError(

@@ -40,9 +40,10 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
         adapted = {name for name, aliases in candidates.items() if config.lora.targets_module(name, aliases)}
         if config.lora.fused_qkv:
             adapted = _fuse(adapted)
-    if config.lora.dora and "embed_tokens" in adapted:
+    if (config.lora.dora or config.lora.bias) and "embed_tokens" in adapted:
+        option = "dora" if config.lora.dora else "bias"
         raise UserError(
-            "lora.dora is true and lora.targets has embed_tokens, but DoRA is for linears: remove it from "
+            f"lora.{option} is true and lora.targets has embed_tokens, but that is for linears: remove it from "
             "lora.targets, or add it to lora.exclude."
         )
     if both := sorted(trained & adapted):
@@ -87,7 +88,7 @@ def _settings(lora: LoraOptions, module: str, modules: Mapping[str, Sequence[str
             "one adapter: give them one rank and alpha, or set lora.fused_qkv to false."
         )
     ((rank, scale),) = found
-    return AdapterSettings(rank=rank, scale=scale, dropout=lora.dropout, dora=lora.dora)
+    return AdapterSettings(rank=rank, scale=scale, dropout=lora.dropout, dora=lora.dora, bias=lora.bias)
 
 
 def _fuse(adapted: set[str]) -> set[str]:

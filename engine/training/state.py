@@ -73,7 +73,8 @@ def check_state(path: Path, config: RunConfig, source: ModelSource) -> TrainingC
     checkpoint = TrainingCheckpoint(path)
     _check_recorded(checkpoint)
     if checkpoint.lora:
-        added = {"rank_pattern": None, "alpha_pattern": None, "dora": False}  # which older checkpoints do not have
+        # what checkpoints from before there were these options do not have
+        added = {"rank_pattern": None, "alpha_pattern": None, "dora": False, "bias": False}
         saved = {**added, **checkpoint.lora}
         _check_same("lora", saved, asdict(config.lora), path, _SAME_LORA)
     fingerprint = source.fingerprint()
@@ -111,7 +112,7 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
     return state
 
 
-_SAME_LORA = ("rank", "alpha", "rank_pattern", "alpha_pattern", "rslora", "dora", "fused_qkv")
+_SAME_LORA = ("rank", "alpha", "rank_pattern", "alpha_pattern", "rslora", "dora", "bias", "fused_qkv")
 _RECORDED: dict[str, dict[str, tuple[type, ...]]] = {
     "state": {"step": (int,), "consumed": (int,), "updates": (int, float), "skipped": (int, float), "data": (str,)},
     "base": {"path": (str,), "fingerprint": (str, type(None))},

@@ -29,6 +29,7 @@ OURS = {
 }  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dora": ({**SETTINGS, "use_dora": True, "target_modules": TARGETS}, {**OURS, "lora.dora": "true"}),
+    "biases": ({**SETTINGS, "lora_bias": True, "target_modules": TARGETS}, {**OURS, "lora.bias": "true"}),
     "in full": (
         {
             **SETTINGS,
@@ -113,6 +114,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "shard-parameters": (2, {"parallel.shard": "parameters", "train.micro_batch_size": ROWS // 2}),
 }
 QUICK = {("dora", "one-process"), ("dora", "recompute"), ("dora", "tensor-2"), ("dora", "tensor-2-sequence"),
+         ("biases", "tensor-2-sequence"),
          ("in full", "one-process"), ("in full", "tensor-2-sequence")}  # fmt: skip
 
 

@@ -46,6 +46,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "head in full": {"modules_to_save": ["lm_head"], **PATTERNS},
     "embedding in full": {"modules_to_save": ["embed_tokens"]},
     "linear in full": {"target_modules": ["q_proj"], "modules_to_save": ["down_proj", "norm"]},
+    "biases": {"lora_bias": True, "bias_in_base": True, **PATTERNS},
+    "dora beside biases": {"use_dora": True, "bias_in_base": True},
     "dora": {"use_dora": True},
     "dora and patterns": {"use_dora": True, "use_rslora": True, **PATTERNS},
     "dora of the head": {"use_dora": True, "target_modules": ["o_proj", "lm_head"]},
@@ -57,7 +59,7 @@ RECORDS = {"rank": RANK, "alpha": float(ALPHA)}
 
 def stock(tmp_path: Path, **options: Any) -> PeftModel:
     """Saved by PEFT in tmp_path/stock, every trained value drawn, over tmp_path/hf."""
-    tiny_llama(tmp_path / "hf")
+    tiny_llama(tmp_path / "hf", bias=options.pop("bias_in_base", False))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     settings = {"r": RANK, "lora_alpha": ALPHA, "target_modules": LINEARS, **options}
     torch.manual_seed(4)
@@ -100,6 +102,7 @@ def test_both_ways(name: str, tmp_path: Path) -> None:
         "rslora": options.get("use_rslora", False),
         "alpha_pattern": options.get("alpha_pattern", {}),
         "dora": options.get("use_dora", False),
+        "bias": options.get("lora_bias", False),
     }
     tensors = {tensor: source.read_whole(tensor) for tensor in source.tensor_names()}
     run = open_run(trained_run(tmp_path / "run", tensors, tmp_path / "hf", **lora))

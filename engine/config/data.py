@@ -17,6 +17,8 @@ class DataOptions:
     Args:
         train: File with the training samples: .jsonl, .json or .txt; or a folder that tools/preprocess.py wrote, or the
             .bin of Megatron's indexed data, which are mapped and not read.
+        mix: Further training data, as PATH=WEIGHT. data.train has weight 1; an epoch goes through every one of them at
+            least once, and repeats those that are small for their weight.
         validation: File with the samples that are evaluated; null evaluates nothing.
         format: Shape of a record. "text" has text; "completion" has prompt and completion; "alpaca" has
             instruction, input and output; "sharegpt" has conversations; "messages" has messages with roles, which go
@@ -27,8 +29,8 @@ class DataOptions:
             to another; "concatenate" puts them all end to end, as MLPerf does it, and cuts the whole into rows of
             data.seq_length, where attention and positions take no notice of where samples begin.
         overlong: What happens to a sample longer than data.seq_length. "truncate" cuts its end off, "drop" leaves it
-            out (both are counted and reported), "cut" makes several samples of it, "error" stops. With data.packing concatenate nothing needs cutting, and
-            "truncate" keeps all of it.
+            out (both are counted and reported), "cut" makes several samples of it, "error" stops. With data.packing
+            concatenate nothing needs cutting, and "truncate" keeps all of it.
         mask_prompt: Take the loss only on the answer (completion, output, assistant turns); false takes it on
             everything.
         num_workers: Background workers that prepare batches; 0 prepares them in the training process.
@@ -36,6 +38,7 @@ class DataOptions:
     """
 
     train: str | None = None
+    mix: tuple[str, ...] = ()
     validation: str | None = None
     format: Literal["auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens"] = "auto"
     seq_length: int = 2048
@@ -52,3 +55,24 @@ class DataOptions:
         require_at_least("data.num_workers", self.num_workers, 0, "use for example 1")
         for name, path in (("train", self.train), ("validation", self.validation), ("tokenizer", self.tokenizer)):
             require(path != "", f"data.{name} is empty, but a path is expected: give a path, or null for none.")
+        for entry in self.mix:
+            _, weight = split_mix(entry)
+            require(
+                0 < weight < float("inf"), f"data.mix contains {entry!r}, but a weight above 0 is expected: correct it."
+            )
+
+
+def split_mix(entry: str) -> tuple[str, float]:
+    """Path and weight of an entry of data.mix; a weight that is no number is 0.
+
+    Raises:
+        UserError: there is no =.
+    """
+    path, sign, weight = entry.rpartition("=")
+    require(
+        bool(sign and path), f"data.mix contains {entry!r}, but PATH=WEIGHT is expected: write for example a.jsonl=0.5."
+    )
+    try:
+        return path, float(weight)
+    except ValueError:
+        return path, 0.0

@@ -25,9 +25,9 @@ class ModelOptions:
             are multiplied with to 8 bits. Weights are encoded while they are read. Embedding, head, norms and whatever
             trains stay in model.dtype; an export has the base as it was read.
         kernels: Arithmetic behind the layers. "auto" takes the fastest that can run here and says which. "reference" is
-            plain torch. "native" are the compiled CPU kernels, in float32 and bfloat16. "triton" are the GPU kernels, on a
-            CPU only for tests: in float32 with TRITON_INTERPRET=1 set. "apex" is "auto" with the norms of NVIDIA apex,
-            on a GPU. One named here that cannot run stops the run.
+            plain torch. "native" are the compiled CPU kernels, in float32 and bfloat16. "triton" are the GPU kernels,
+            on a CPU only for tests: in float32 with TRITON_INTERPRET=1 set. "apex" is "auto" with the norms of NVIDIA
+            apex, on a GPU. One named here that cannot run stops the run.
         init: "checkpoint" reads the weights of model.path; "random" draws new ones for the config.json found there.
     """
 

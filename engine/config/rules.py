@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.config.checks import require
+from engine.config.data import split_mix
 from engine.config.matching import matches_target
 from engine.config.run import RunConfig
 
@@ -60,6 +61,8 @@ def check_files(config: RunConfig) -> None:
     )
     _require_file("data.train", config.data.train)
     _require_file("data.validation", config.data.validation)
+    for entry in config.data.mix:
+        _require_file("a path of data.mix", split_mix(entry)[0])
     if config.data.tokenizer is not None:
         require(
             Path(config.data.tokenizer).exists(),
@@ -300,6 +303,11 @@ def check_objective(config: RunConfig) -> None:
     objective, data = config.objective, config.data
     if not objective.compares_answers:
         return
+    require(
+        not data.mix,
+        f"objective.name is {objective.name} and data.mix is {list(data.mix)}, but answers that are compared come from "
+        "one file: put them together, and leave data.mix out.",
+    )
     require(
         data.overlong != "cut",
         f"objective.name is {objective.name} and data.overlong is cut, but an answer in pieces cannot be compared: set "

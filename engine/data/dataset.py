@@ -102,12 +102,14 @@ class Stored:
         targets: int64 [D], learnt tokens of each.
         max_token: the largest id, or -1.
         identity: changes with the content of the files; None where the arrays are in memory.
+        rows: which documents lie in which row, where that is decided already.
     """
 
     lengths: NDArray[np.int64]
     targets: NDArray[np.int64]
     max_token: int
     identity: str | None = None
+    rows: Packs | None = None
 
 
 def _in_memory(tokens: NDArray[np.integer], targets: NDArray[np.bool_] | None, offsets: NDArray[np.int64]) -> Stored:
@@ -183,8 +185,11 @@ class TokenDataset:
         self.reference_logps: NDArray[np.float32] | None = None
         """float32 [D], log-likelihood of each answer under the reference, where it is known beforehand."""
         together = lengths.reshape(-1, group).sum(axis=1)
-        packs = _pack(together if sizes is None else sizes, seq_length) if packing else one_each(len(together))
+        packs = stored.rows
+        if packs is None:
+            packs = _pack(together if sizes is None else sizes, seq_length) if packing else one_each(len(together))
         self.rows: Packs = packs.of_groups(group)
+        self.document_targets: NDArray[np.int64] = stored.targets
         in_row_order = stored.targets[self.rows.documents]
         self.target_counts: NDArray[np.int64] = (
             _sum_rows(in_row_order, self.rows.offsets) if signs is None else np.diff(packs.offsets)
@@ -196,7 +201,7 @@ class TokenDataset:
             rows=len(self.rows),
             tokens=int(lengths.sum()),
             target_tokens=int(stored.targets.sum()),
-            packing_efficiency=int(lengths.sum()) / max(len(self.rows) * seq_length, 1) if packing else None,
+            packing_efficiency=int(self.row_lengths.sum()) / max(len(packs) * seq_length, 1) if packing else None,
         )
 
     def __len__(self) -> int:

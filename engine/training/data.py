@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.config.data import split_mix
 from engine.config.rules import data_parallel_size
 from engine.config.run import RunConfig
+from engine.data.blend import blend
 from engine.data.dataset import TokenDataset
 from engine.data.judged import build_judged
 from engine.data.loader import DataLoader, EvalLoader
@@ -43,7 +45,7 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
             "model's vocabulary will be refused."
         )
     assert config.data.train is not None
-    train = _dataset(config, config.data.train, tokenizer, decoder, log, "training")
+    train = _training_set(config, config.data.train, tokenizer, decoder, log)
     common = loader_options(config, **place_in_data(config, launch))
     loader = DataLoader(
         train,
@@ -82,6 +84,18 @@ def loader_options(config: RunConfig, *, data_rank: int, data_size: int, context
         "context_rank": context_rank,
         "context_size": context,
     }
+
+
+def _training_set(config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log) -> TokenDataset:
+    """data.train, with what data.mix adds to it."""
+    whole = _dataset(config, path, tokenizer, decoder, log, "training")
+    if not config.data.mix:
+        return whole
+    entries = [split_mix(entry) for entry in config.data.mix]
+    parts = [whole, *(_dataset(config, path, tokenizer, decoder, log, f"training ({path})") for path, _ in entries)]
+    mixed = blend(parts, [1.0, *(weight for _, weight in entries)])
+    log.info(f"mixed training data: {len(mixed):,} rows an epoch")
+    return mixed
 
 
 def _dataset(

@@ -1,0 +1,87 @@
+"""Several data sets as one, in the shares that are asked for.
+
+An epoch of the whole goes through every set at least once: it ends where the one that is largest for its weight does,
+and the others are repeated, as often as their weight says. Which sample stands where is a row of the whole, so that
+order, ranks and resuming know nothing of the parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.dataset import DatasetReport, Stored, TokenDataset
+from engine.data.packing import Packs
+
+
+class Joined:
+    """Arrays end to end, without copying: what is asked for lies in one of them."""
+
+    def __init__(self, arrays: Sequence[NDArray | None], lengths: Sequence[int]) -> None:
+        self._arrays = list(arrays)
+        self.starts: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+
+    def __getitem__(self, span: slice) -> NDArray:
+        place = int(np.searchsorted(self.starts, span.start, side="right")) - 1
+        first = int(self.starts[place])
+        array = self._arrays[place]
+        if array is None:
+            return np.ones(span.stop - span.start, dtype=bool)
+        return array[span.start - first : span.stop - first]
+
+
+def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDataset:
+    """One data set with the samples of several.
+
+    Args:
+        datasets: of one row length and one packing, none with answers that are compared.
+        weights: above 0; sample shares of each, of any sum.
+    """
+    first = datasets[0]
+    assert all(data.seq_length == first.seq_length and data.packing == first.packing for data in datasets)
+    assert not any(data.compares for data in datasets) and min(weights) > 0, weights
+    counts = sample_counts([len(data) for data in datasets], weights)
+    tokens = Joined([data.tokens for data in datasets], [len(data.tokens) for data in datasets])
+    targets = Joined([data.targets for data in datasets], [len(data.tokens) for data in datasets])
+    bases = np.cumsum([0, *(len(data.lengths) for data in datasets)])
+    documents, sizes = [], []
+    for data, count, base in zip(datasets, counts, bases, strict=False):
+        rows = np.arange(count) % len(data)
+        sizes.append(np.diff(data.rows.offsets)[rows])
+        documents += [data.rows.row(row) + base for row in rows.tolist()]
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+    digest = hashlib.blake2b(digest_size=16)
+    for data, count in zip(datasets, counts, strict=True):
+        digest.update(f"{data.fingerprint()}:{count};".encode())
+    blended = TokenDataset(
+        tokens,  # type: ignore[arg-type]
+        targets,  # type: ignore[arg-type]
+        np.concatenate([data.starts + base for data, base in zip(datasets, tokens.starts, strict=True)]),
+        seq_length=first.seq_length,
+        packing=first.packing,
+        report=_sum([data.report for data in datasets]),
+        stored=Stored(
+            lengths=np.concatenate([data.lengths for data in datasets]),
+            targets=np.concatenate([data.document_targets for data in datasets]),
+            max_token=max(data.max_token for data in datasets),
+            identity=digest.hexdigest(),
+            rows=Packs(offsets=offsets.astype(np.int64), documents=np.concatenate(documents).astype(np.int64)),
+        ),
+    )
+    return blended
+
+
+def sample_counts(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Samples of each set in an epoch of the whole: in the shares of the weights, and each set at least once."""
+    shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
+    total = np.max(np.asarray(sizes) / shares)
+    return [max(size, round(float(share * total))) for size, share in zip(sizes, shares, strict=True)]
+
+
+def _sum(reports: Sequence[DatasetReport]) -> DatasetReport:
+    names = ("records", "truncated", "dropped_overlong", "dropped_without_target", "left_over", "seconds")
+    return replace(DatasetReport(), **{name: sum(getattr(report, name) for report in reports) for name in names})

@@ -86,13 +86,16 @@ def compute_references(
     options = loader_options(config, data_rank=mesh.dp.rank, data_size=mesh.dp.size, context_rank=mesh.cp.rank)
     options["seq_length"] = dataset.seq_length
     found = torch.zeros(len(dataset.lengths), dtype=torch.float32, device=stages.step.device)
+    read = told = 0
     with Progress(log, f"reference of the {name} data", len(dataset), "rows") as progress:
         for group in groups(EvalLoader(dataset, **options), group_size(mesh)):
             for batch, logps in zip(group, stages.references(group) or (), strict=False):
                 assert batch.answers is not None
                 documents = torch.tensor(batch.answers.documents, dtype=torch.int64, device=found.device)
                 found[documents] = logps.float()
-            progress.advance(sum(batch.num_rows for batch in group) * mesh.dp.size)
+            read = min(read + sum(batch.num_rows for batch in group) * mesh.dp.size, len(dataset))  # without fillers
+            progress.advance(read - told)
+            told = read
     logps = all_reduce(all_reduce(found, mesh.dp), mesh.pp).cpu().numpy()
     if not np.isfinite(logps).all():
         raise UserError(

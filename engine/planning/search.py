@@ -250,7 +250,7 @@ def _least_recomputation(wanted: Wanted, place: _Place, layout: Layout, shapes: 
 
     Making more again than needed is never faster, so a level that makes whole regions again is tried only where the
     lighter ones are too large; but where activations travel to host memory, which layers made again do not need, some
-    more layers are tried. Where nothing fits, the smallest.
+    more layers are tried on one device. Where nothing fits, the smallest.
     """
 
     def candidate(level: Level, layers: int | None = None) -> Candidate:
@@ -272,7 +272,7 @@ def _least_recomputation(wanted: Wanted, place: _Place, layout: Layout, shapes: 
             continue
         fewest = _fewest_layers(wanted, num_layers, tried[-1], candidate)
         fitting.append(fewest)
-        if place.offload:
+        if place.offload and layout.world_size == 1:
             first = fewest.memory.recompute_layers or num_layers
             step = max(1, num_layers // _MORE_LAYERS)
             fitting += [candidate(level, layers) for layers in range(first + step, num_layers, step)]

@@ -96,11 +96,11 @@ def gradient_accumulation_steps(config: RunConfig, world_size: int) -> int:
 
 
 def check_kernels(config: RunConfig) -> None:
-    """The compiled CPU kernels know one dtype."""
+    """The compiled CPU kernels know two dtypes."""
     require(
-        config.model.kernels != "native" or config.model.dtype == "float32",
-        f"model.kernels is native and model.dtype is {config.model.dtype}, but the compiled CPU kernels compute in "
-        "float32: set model.dtype to float32, or model.kernels to auto or reference.",
+        config.model.kernels != "native" or config.model.dtype in ("float32", "bfloat16"),
+        f"model.kernels is native and model.dtype is {config.model.dtype}, but the compiled CPU kernels read float32 and "
+        "bfloat16: set model.dtype to one of these, or model.kernels to auto or reference.",
     )
 
 

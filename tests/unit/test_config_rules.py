@@ -44,10 +44,14 @@ def test_nothing_trains() -> None:
     check_config(run(lora=LoraOptions(rank=0), trainable=("*",)))
 
 
-def test_native_kernels_know_one_dtype() -> None:
-    model = ModelOptions(path="x", kernels="native", dtype="bfloat16")
-    refused(RunConfig(model=model), "model.kernels is native", "model.dtype is bfloat16")
-    check_config(RunConfig(model=ModelOptions(path="x", kernels="native")))
+def test_native_kernels_know_two_dtypes() -> None:
+    refused(
+        RunConfig(model=ModelOptions(path="x", kernels="native", dtype="float16")),
+        "model.kernels is native",
+        "model.dtype is float16",
+    )
+    for dtype in ("float32", "bfloat16"):
+        check_config(RunConfig(model=ModelOptions(path="x", kernels="native", dtype=dtype)))
 
 
 def test_adapters_without_targets() -> None:

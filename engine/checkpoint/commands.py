@@ -22,6 +22,7 @@ from engine.checkpoint.decoded import DecodedSource, encoded_names
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.merge import MergedSource, adapted_modules, fully_trained, recorded_scale
 from engine.checkpoint.merging import summary
+from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.peft_read import AdapterSource
 from engine.checkpoint.peft_write import export_peft
 from engine.checkpoint.pieces import PieceReader
@@ -29,7 +30,7 @@ from engine.checkpoint.proof import prove_adapter, prove_model
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import dtype_name
 from engine.checkpoint.scales import Scale
-from engine.checkpoint.source import ModelFolder, WeightSource, open_model, open_source
+from engine.checkpoint.source import WeightSource, open_source
 from engine.checkpoint.training_state import CHECKPOINTS, TrainingCheckpoint, list_checkpoints, open_run
 from engine.errors import UserError
 from engine.telemetry.format import format_bytes, format_count

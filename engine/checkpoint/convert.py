@@ -19,10 +19,11 @@ from engine.checkpoint.contents import Content, Joined
 from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.hf_tensors import INDEX, SINGLE, HfTensors
 from engine.checkpoint.manifest import ENGINE_VERSION, Manifest, PieceRecord, write_manifest
+from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
 from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.resumable import Written, resumable_folder
-from engine.checkpoint.source import OUTSIDE, ModelFolder, WeightSource, open_source
+from engine.checkpoint.source import OUTSIDE, WeightSource, open_source
 from engine.checkpoint.streaming import Piece, PlannedFile, Streaming, compare_files, write_files
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError

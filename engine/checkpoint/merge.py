@@ -20,10 +20,11 @@ from torch import Tensor
 
 from engine.checkpoint.contents import Content
 from engine.checkpoint.merging import LowRank, MergedRows, Shift, write_rounding
+from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.scales import Scale, one_or_each, recorded_alpha, scale_of
-from engine.checkpoint.source import TIED_HEAD, ModelFolder, WeightSource
+from engine.checkpoint.source import TIED_HEAD, WeightSource
 from engine.config.lora import adapter_scale
 from engine.errors import UserError
 from engine.layers.plan import LORA_LEAVES

@@ -15,12 +15,12 @@ from torch import Tensor
 from engine.checkpoint.convert import ConversionReport, Proof, stored_names
 from engine.checkpoint.folder import ADAPTER_CONFIG, staged_folder
 from engine.checkpoint.merge import adapted_modules, fully_trained, read_factors, unfused_modules
+from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.peft_config import patterns
 from engine.checkpoint.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.checkpoint.scales import recorded_alpha
-from engine.checkpoint.source import ModelFolder
 from engine.errors import UserError
 from engine.models.families import FAMILIES
 from engine.models.names import FUSED, QKV, fused_parts

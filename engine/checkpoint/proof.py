@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.live_logits import Overlay, adapter_plan, live_logits, proof_tokens
 from engine.checkpoint.merge import MergedSource
+from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.peft_read import ADAPTER_WEIGHTS
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.scales import Scale
-from engine.checkpoint.source import ModelFolder, WeightSource, open_source
+from engine.checkpoint.source import WeightSource, open_source
 from engine.errors import UserError
 from engine.layers.plan import TrainingPlan
 from engine.models.config import DecoderConfig

@@ -1,16 +1,14 @@
 """A model's weights, wherever they are: a Hugging Face folder, or a partitioned base checkpoint at any layout.
 
-`open_model` reads what describes a model (config, names, tokenizer files) and needs no weights; `open_source` adds the
-weights. Both forms look the same to who reads them. Tensors outside the language model (a vision tower beside a nested
-one) are passed through conversions untouched, under their own names.
+`open_source` adds the weights to what `engine.checkpoint.model_folder` reads. Both forms look the same to who reads
+them. Tensors outside the language model (a vision tower beside a nested one) are passed through conversions untouched,
+under their own names.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +17,13 @@ from torch import Tensor
 
 from engine.checkpoint.contents import Content, Run, StoredBytes
 from engine.checkpoint.fingerprint import fingerprint_of
-from engine.checkpoint.folder import CONFIG, auxiliary_files
 from engine.checkpoint.hf_tensors import HfTensors
-from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.stored import StoredTensors
 from engine.errors import UserError
-from engine.models.config import DecoderConfig
-from engine.models.describe import parameter_specs
-from engine.models.families import family_of
-from engine.models.names import NameMap, nest
+from engine.models.names import nest
 
 OUTSIDE = "outside/"
 """Prefix under which a partitioned checkpoint keeps tensors that are not the language model's."""
@@ -41,112 +35,6 @@ _ENCODE_HERE = ", and model.base_dtype to encode it while it is read"
 
 # Buffers that old checkpoints carry and every reader computes for itself.
 _HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFolder:
-    """What describes a model, without its weights.
-
-    Args:
-        path: the folder.
-        hf_config: config.json as it is.
-        decoder: what the engine builds from it.
-        names: where the family, or this checkpoint's nesting, places tensors.
-        manifest: of a partitioned base; None for a Hugging Face folder.
-    """
-
-    path: Path
-    hf_config: dict[str, Any]
-    decoder: DecoderConfig
-    names: NameMap
-    manifest: Manifest | None
-
-    @property
-    def hf_path(self) -> Path:
-        """The Hugging Face folder: this one, or the one that a partitioned base was made from, if it is still there."""
-        origin = self.path if self.manifest is None else Path(str(self.manifest.model["origin"]))
-        return origin if origin.is_dir() else self.path
-
-    def auxiliary_files(self) -> list[Path]:
-        """Config, tokenizer and text files that travel with the model."""
-        return auxiliary_files(self.path)
-
-    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Logical name -> global shape of every parameter, in forward order."""
-        specs = parameter_specs(self.decoder, tensor_rank=0, tensor_size=1)
-        return {name: spec.global_shape for name, spec in specs.items()}
-
-    def config_dtype(self) -> torch.dtype:
-        """The dtype that config.json asks for; float32 where it does not say."""
-        text = family_of(self.hf_config)[1]
-        name = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
-        known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        if name not in known:
-            raise UserError(f"{self.path / CONFIG} has dtype {name!r}: expected one of {', '.join(known)}.")
-        return known[name]
-
-
-def open_model(path: str | Path) -> ModelFolder:
-    """Reads the description of the model in a Hugging Face folder or a partitioned base.
-
-    Raises:
-        UserError: there is none, or its family is not supported.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: expected a Hugging Face model or a checkpoint, mend the path.")
-    manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
-    if manifest is not None and manifest.kind != "base":
-        raise UserError(
-            f"{folder} is a training checkpoint, which holds no base weights: give the base model, "
-            f"which is recorded as {_recorded_base(manifest)}."
-        )
-    if manifest is not None:
-        _check_model_record(folder, manifest)
-    hf_config = _read_config(folder) if manifest is None else manifest.model["hf_config"]
-    family, text = family_of(hf_config)
-    decoder = family.config_from_hf(_inherit_tying(text, hf_config))
-    names = family.names
-    if manifest is not None:
-        names = replace(names, body=manifest.model["body"], head=manifest.model["head"])
-        names = names.fuse(manifest.model.get("fused", ()))
-    return ModelFolder(path=folder, hf_config=hf_config, decoder=decoder, names=names, manifest=manifest)
-
-
-def _check_model_record(folder: Path, manifest: Manifest) -> None:
-    kinds = {"hf_config": dict, "body": str, "head": str, "has_tied_head": bool, "origin": str}
-    for key, kind in kinds.items():
-        if not isinstance(manifest.model.get(key), kind):
-            raise UserError(
-                f"{folder / MANIFEST} is damaged: model.{key} is {manifest.model.get(key)!r}; use another copy of it."
-            )
-
-
-def _recorded_base(manifest: Manifest) -> str:
-    base = manifest.training.get("base")
-    return str(base.get("path")) if isinstance(base, dict) else "unknown"
-
-
-def _inherit_tying(text: dict[str, Any], hf_config: dict[str, Any]) -> dict[str, Any]:
-    # Nested configs often say it once, at the top.
-    if "tie_word_embeddings" in text or "tie_word_embeddings" not in hf_config:
-        return text
-    return {**text, "tie_word_embeddings": hf_config["tie_word_embeddings"]}
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    if not path.is_file():
-        raise UserError(
-            f"{folder} has no {CONFIG}: expected a Hugging Face model or a checkpoint made by tools/convert.py."
-        )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
-        raise UserError(f"{path} is not valid JSON ({error}): mend it or copy it again.") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is not a JSON mapping: expected a model's config, copy it again.")
-    return config
 
 
 class WeightSource(StoredTensors):

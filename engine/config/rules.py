@@ -99,8 +99,8 @@ def check_kernels(config: RunConfig) -> None:
     """The compiled CPU kernels know two dtypes."""
     require(
         config.model.kernels != "native" or config.model.dtype in ("float32", "bfloat16"),
-        f"model.kernels is native and model.dtype is {config.model.dtype}, but the compiled CPU kernels read float32 and "
-        "bfloat16: set model.dtype to one of these, or model.kernels to auto or reference.",
+        f"model.kernels is native and model.dtype is {config.model.dtype}, but the compiled CPU kernels read float32 "
+        "and bfloat16: set model.dtype to one of these, or model.kernels to auto or reference.",
     )
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.loading import load_encoded
-from engine.checkpoint.source import ModelFolder, WeightSource
+from engine.checkpoint.model_folder import ModelFolder
+from engine.checkpoint.source import WeightSource
 from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError

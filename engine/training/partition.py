@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from engine.checkpoint.source import ModelFolder
+from engine.checkpoint.model_folder import ModelFolder
 from engine.config.parallel import ParallelOptions
 from engine.config.rules import gradient_accumulation_steps
 from engine.config.run import RunConfig

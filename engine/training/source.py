@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.checkpoint.source import ModelFolder, WeightSource, open_model, open_source
+from engine.checkpoint.model_folder import ModelFolder, open_model
+from engine.checkpoint.source import WeightSource, open_source
 from engine.config.run import RunConfig
 from engine.layers.plan import TrainingPlan
 from engine.models.describe import meta_model

@@ -11,8 +11,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint.convert import import_checkpoint
+from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.peft_read import AdapterSource
-from engine.checkpoint.source import open_model, open_source
+from engine.checkpoint.source import open_source
 from engine.inference.options import Limits
 from engine.quantization.encoding import encoding
 from tests.family_models import FAMILIES, make_model

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from engine.checkpoint.convert import export_hf, import_checkpoint
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.merge import MergedSource
+from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.peft_read import AdapterSource
 from engine.checkpoint.peft_write import export_peft
-from engine.checkpoint.source import open_model, open_source
+from engine.checkpoint.source import open_source
 from engine.checkpoint.training_state import MASTER, open_run, save_training
 from engine.distributed.sharding import NamedShard, replicated_spec, split_spec
 from engine.errors import UserError

@@ -95,7 +95,7 @@ def test_what_the_checker_does_not_see_is_refused(example: SimpleNamespace, opti
 def test_the_benchmarks_model_has_44_564_480_trained_parameters(
     example: SimpleNamespace, data_dir: Path, tmp_path: Path
 ) -> None:
-    from engine.checkpoint.source import open_model
+    from engine.checkpoint.model_folder import open_model
     from engine.models.describe import meta_model
     from engine.training.plan import training_plan
 

@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from engine.checkpoint.convert import export_hf, import_checkpoint
-from engine.checkpoint.source import open_model, open_source
+from engine.checkpoint.model_folder import open_model
+from engine.checkpoint.source import open_source
 from engine.errors import UserError
 from engine.models.describe import num_parameters, parameter_specs
 from engine.models.families import family_of

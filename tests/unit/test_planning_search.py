@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.source import open_model
+from engine.checkpoint.model_folder import open_model
 from engine.config.data import DataOptions
 from engine.config.load import parse_config
 from engine.config.lora import LoraOptions

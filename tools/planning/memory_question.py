@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.source import open_model
+from engine.checkpoint.model_folder import open_model
 from engine.config.data import DataOptions
 from engine.config.lora import BLOCK_LINEARS, LoraOptions
 from engine.config.model import ModelOptions

@@ -146,7 +146,7 @@ def test_losses_and_adapter_follow_peft(name: str, layout: str, workspace: Path,
     assert ours.keys() == expected.keys()
     moved = {key: expected[key] - before[key] for key in expected}
     relative = {key: float((ours[key] - expected[key]).norm() / moved[key].norm()) for key in expected}
-    # a bias of keys moves all scores of a query alike but for the rotation, so that parts of its gradient are rounding
+    # a bias of keys moves all scores of a query alike but for the rotation, so that parts of its gradient are of
     # rounding alone, which AdamW makes as large as any other
     limits = {key: 0.1 if key.endswith("k_proj.lora_B.bias") else 1e-2 for key in relative}
     assert all(relative[key] < limits[key] for key in relative), sorted(relative.items(), key=lambda one: -one[1])[:3]

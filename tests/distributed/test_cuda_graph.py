@@ -161,7 +161,10 @@ def _train(layout: Layout, mesh: Mesh, *, graphed: bool) -> tuple[list[Tensor], 
     results = [take(*_batches(layout, mesh, step), 1e-3 * (step % 2 + 1)) for step in range(NUM_STEPS)]
     if graphed:
         counts = take.counts.replayed, take.counts.beside
-    return [torch.stack([torch.stack(tuple(result)) for result in results]), *training.lasting()], counts
+    return [
+        torch.stack([torch.cat([figure.flatten() for figure in result]) for result in results]),
+        *training.lasting(),
+    ], counts
 
 
 def _on_rank(names: list[str]) -> dict[str, tuple[list[bool], tuple[int, int] | None]]:

@@ -96,7 +96,8 @@ class TrainStep:
         self.phases.begin()
         figures = self._gradients(batches)
         loss_scale = self._optimizer.loss_scale
-        scale = self._unscaled if loss_scale is None else loss_scale.value.clone()  # the update may change it
+        # a copy: the update may change it, and what a step returns is the caller's
+        scale = (self._unscaled if loss_scale is None else loss_scale.value).clone()
         norm = self._optimizer.step(self._lr, figures[0])
         self._stages.step.add_(1)
         self.phases.passed("optimizer", last=True)

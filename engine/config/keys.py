@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,11 +19,13 @@ from engine.config.run import RunConfig
 from engine.errors import UserError
 
 
+@cache
 def sections() -> dict[str, type]:
     """Section name -> its dataclass, in the order of `RunConfig`."""
     return {name: kind for name, kind in get_type_hints(RunConfig).items() if _is_section(kind)}
 
 
+@cache
 def option_types() -> dict[str, Any]:
     """Full option name (`parallel.tensor`, `trainable`) -> its type."""
     types: dict[str, Any] = {}

@@ -10,6 +10,7 @@ import re
 import sys
 from argparse import ArgumentError
 from dataclasses import MISSING, asdict, fields
+from functools import cache
 from inspect import getdoc
 from itertools import pairwise
 from types import UnionType
@@ -97,6 +98,7 @@ _NUMBER = re.compile(r"[-+]?[\d_]*\.?[\d_]*([eE][-+]?\d+)?")
 _Dumper.add_representer(str, _represent_text)
 
 
+@cache
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=_DESCRIPTION.strip())
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")

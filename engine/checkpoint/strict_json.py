@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 _SHOWN = 80
+_HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class JsonFlaw(Exception):
@@ -15,14 +17,18 @@ class JsonFlaw(Exception):
 def parse_json(data: bytes) -> Any:
     """Parses UTF-8 text that holds one JSON value.
 
-    The caller bounds the size. Beyond the standard library's checks, names must not be given twice in a mapping. NaN
-    and Infinity are numbers, since configurations have them.
+    The caller bounds the size. Beyond the standard library's checks, names must not be given twice in a mapping, and
+    no escape may stand for half a character. NaN and Infinity are numbers, since configurations have them.
 
     Raises:
         JsonFlaw: it is not such a text, or nests too deeply.
     """
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_mapping)
+        text = data.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_mapping)
+        if _HALF_CHARACTER.search(text):  # a pair of halves is one character
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
     except RecursionError:
         raise JsonFlaw("it nests too deeply") from None
     except ValueError as error:  # not UTF-8, not JSON, or a number with thousands of digits

@@ -28,6 +28,7 @@ from engine.training.stages import most_alive
 from tests.distributed.cases import make_batch
 from tests.graph_training import CASES, CPU, LENGTH, ON_DEVICE, SHAPE, graph_config
 from tests.memory_models import build_with
+from triton_kernels.reference_quantize import dynamic_map, nf4_values
 
 META = torch.device("meta")
 
@@ -58,6 +59,8 @@ def test_a_step_asks_the_device_nothing(case: str, recompute: str):
     built.model.inverse_frequencies = tuple(table.to(META) for table in built.model.inverse_frequencies)
     places = [StaticBatch(SHAPE, META) for _ in range(2)]
     built.step.prepare(40.0, 1e-3)
+    for table in (nf4_values, dynamic_map):  # of codes, made once for a device
+        table(META)
     with _NoNewTensors(), _OneDevice():
         result = built.step.on_device([place.batch for place in places])
     assert result.loss.device == META
@@ -225,7 +228,7 @@ def test_attention_that_masks_by_lengths_on_the_host_is_refused():
     kinds = (LayerKind(window=64), LayerKind(), LayerKind())
     check_graphs(config, torch.device(gpu), _choice(on_device=True), graph_config(layer_kinds=kinds))
     for model in (graph_config(layer_kinds=(LayerKind(window=63), *kinds[1:])), graph_config(attention_softcap=50.0)):
-        with pytest.raises(UserError, match="less than data.seq_length 64 tokens"):
+        with pytest.raises(UserError, match="less than a row.s 64 tokens"):
             check_graphs(config, torch.device(gpu), _choice(on_device=True), model)
 
 

@@ -34,7 +34,6 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"optim.warmup_steps": 100}, "optim.warmup_steps is 100 and train.steps is 1"),
     ({"optim.backend": "apex"}, "FusedAdam runs on a GPU"),
     ({"model.dtype": "fp64"}, "model.dtype is 'fp64', but one of float32, bfloat16, float16 is expected"),
-    ({"model.kernels": "triton"}, "on a CPU the Triton kernels run only where TRITON_INTERPRET=1"),
     ({"memory.cuda_graph": "step", "data.packing": "true"}, "CUDA graphs need a GPU"),
     ({"memory.offload_activations": "true"}, "whose memory is the host's already"),
     ({"checkpoint.resume": "nowhere"}, "checkpoint.resume is nowhere, which is not a folder"),

@@ -186,19 +186,22 @@ def stop() -> None:
 _SECONDS_TO_NOTICE = 2.0
 
 
-def end_at_once(status: int) -> None:
+def end_at_once(status: int, *, after_another: bool = False) -> None:
     """Has the process end with `status` when its main thread ends, and leave everything to the system.
 
-    For a rank that has lost another: operations that are still under way would otherwise meet an interpreter that is
-    being taken down, which the C++ library answers by aborting the process. It stays long enough for torchrun to see
-    the other one's end first: torchrun takes the first for the cause, says so, and ends the rest.
+    Threads of the C++ library that are still there would otherwise meet an interpreter that is being taken down, which
+    it answers now and then by aborting the process, a finished one too.
+
+    Args:
+        after_another: the rank has lost another one; it stays long enough for torchrun to see that one's end first:
+            torchrun takes the first for the cause, says so, and ends the rest.
     """
-    atexit.register(_exit, status)
+    atexit.register(_exit, status, _SECONDS_TO_NOTICE if after_another else 0.0)
 
 
-def _exit(status: int) -> None:
+def _exit(status: int, seconds: float) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(_SECONDS_TO_NOTICE)
+        time.sleep(seconds)
     os._exit(status)

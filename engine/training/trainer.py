@@ -362,7 +362,7 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
             trainer.leave()
         raise
     except CommunicationError as error:
-        end_at_once(EXIT_USER_ERROR)
+        end_at_once(EXIT_USER_ERROR, after_another=True)
         raise UserError(_lost_rank(error, None if trainer is None else trainer.step, config)) from error
     stop()
     if summary.stopped is None:

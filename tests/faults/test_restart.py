@@ -57,6 +57,7 @@ def test_fifty_kills(settings: dict[str, object], tmp_path: Path) -> None:
     _survives(tmp_path, settings, moments, steps=250, seed=12)
 
 
+@pytest.mark.slow
 def test_a_hung_rank_is_restarted(settings: dict[str, object], tmp_path: Path) -> None:
     """Ended by the collective timeout, after which torchrun kills the rank that is stopped."""
     settings = {**settings, "train.steps": 30, "train.collective_timeout": 15, "checkpoint.dir": tmp_path / "run"}

@@ -122,6 +122,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "data-2-sharded": (2, ["--parallel.shard", "parameters"]),
 }
 
+QUICK = ("one-process", "tensor-2")
+
 
 def _train(workspace: Path, name: str, ranks: int, *more: str) -> list[dict[str, Any]]:
     settings: dict[str, object] = {
@@ -147,7 +149,9 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize(
+    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_losses_rewards_and_adapter_follow_trl(layout: str, workspace: Path, reference: tuple) -> None:
     ranks, arguments = LAYOUTS[layout]
     found = _train(workspace, layout, ranks, *arguments)
@@ -193,7 +197,7 @@ def _evaluations(folder: Path) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if "eval_loss" in record]
 
 
-@pytest.mark.parametrize("layout", ["pipeline-2", "data-2-sharded"])
+@pytest.mark.parametrize("layout", ["pipeline-2", pytest.param("data-2-sharded", marks=pytest.mark.slow)])
 def test_base_as_reference_and_evaluations_are_the_same_everywhere(
     layout: str, workspace: Path, base_curve: list[dict[str, Any]]
 ) -> None:

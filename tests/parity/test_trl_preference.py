@@ -143,8 +143,12 @@ def _train(workspace: Path, name: str, ranks: int, *more: str) -> list[dict[str,
     return [record for record in map(json.loads, lines) if "loss" in record]
 
 
+CASES = [*((name, "one-process") for name in LOSSES), *(("dpo", name) for name in list(LAYOUTS)[1:])]
+QUICK = [("dpo", "one-process"), ("ipo", "one-process"), ("dpo", "tensor-2"), ("dpo", "pipeline-2")]
+
+
 @pytest.mark.parametrize(
-    ("loss", "layout"), [*((name, "one-process") for name in LOSSES), *(("dpo", name) for name in list(LAYOUTS)[1:])]
+    ("loss", "layout"), [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_losses_rewards_and_adapter_follow_trl(loss: str, layout: str, workspace: Path, references: dict) -> None:
     ranks, arguments = LAYOUTS[layout]
@@ -193,7 +197,13 @@ def test_first_loss_is_log_two(base_curve: list[float]) -> None:
     assert abs(base_curve[-1] - base_curve[0]) > 1e-3
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pipeline-2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor-2", "context-2", "data-2-sharded")),
+    ],
+)
 def test_base_as_reference_is_the_same_everywhere(layout: str, workspace: Path, base_curve: list[float]) -> None:
     found = torch.tensor(_base_losses(workspace, layout))
     torch.testing.assert_close(found, torch.tensor(base_curve), rtol=1e-5, atol=1e-5)

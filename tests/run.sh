@@ -25,23 +25,7 @@ check() {
 check "ruff check" "$python" -m ruff check --quiet .
 check "ruff format" "$python" -m ruff format --quiet --check .
 check "mypy" "$python" -m mypy --no-error-summary
-# Without arguments in two halves side by side: what runs in one process, and what starts many.
-halves() {
-    local log status=0
-    log=$(mktemp)
-    "$python" -m pytest -q tests/unit tests/kernels tests/wrong_inputs >"$log" 2>&1 &
-    "$python" -m pytest -q tests/distributed tests/parity tests/faults tests/end_to_end || status=1
-    wait $! || status=1
-    cat "$log"
-    rm -f "$log"
-    return $status
-}
-
-if [ $# -gt 0 ]; then
-    check "pytest" "$python" -m pytest "$@"
-else
-    check "pytest" halves
-fi
+check "pytest" "$python" -m pytest "${@:--q}"
 
 if [ ${#failed[@]} -gt 0 ]; then
     printf '[tests %3ds] failed:' "$((SECONDS - started))" >&2

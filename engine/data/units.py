@@ -12,7 +12,7 @@ from engine.data.files import Place, Record, first_byte, line_record, read_recor
 from engine.data.formats import Sample, detect_format, read_samples
 from engine.errors import UserError
 
-UNIT_BYTES = 16 * 2**20
+UNIT_BYTES = 4 * 2**20
 """Of a JSONL file that one unit has, about."""
 
 

@@ -13,9 +13,8 @@ import os
 import time
 from pathlib import Path
 
+from engine.config.data import FORMATS
 from engine.telemetry.errors import run_command
-
-FORMATS = ("auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -110,7 +110,7 @@ def preprocess(request: Request, out: Path, *, progress: Callable[[int], None] |
     resumed = len(finished)
     if progress is not None:
         progress(sum(units[number].size for number in finished))
-    for number, done in _run(request, units, parts, dtype, set(finished)):
+    for number, done in _run(request, tokenizer, units, parts, dtype, set(finished)):
         finished[number] = done
         if progress is not None:
             progress(units[number].size)
@@ -156,12 +156,11 @@ def _claim(out: Path, parts: Path, identity: str) -> None:
 
 
 def _run(
-    request: Request, units: list[Unit], parts: Path, dtype: str, finished: set[int]
+    request: Request, tokenizer: Tokenizer, units: list[Unit], parts: Path, dtype: str, finished: set[int]
 ) -> Iterator[tuple[int, _Done]]:
     """The units that are still to be done, as they are done, in any order."""
     waiting = [(number, unit) for number, unit in enumerate(units) if number not in finished]
     if request.workers <= 1 or len(waiting) <= 1:
-        tokenizer = load_tokenizer(request.tokenizer)
         for number, unit in waiting:
             yield number, _do_unit(request, tokenizer, unit, parts, number, dtype)
         return

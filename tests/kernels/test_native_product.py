@@ -1,15 +1,15 @@
-"""The compiled product against torch's in fp64, with torch in fp32 as the measure of the error allowed."""
+"""The compiled products against torch's in fp64, with torch in fp32 as the measure of the error allowed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.ops.native.loader import native_status, select
-from engine.ops.native.product import FEWEST, multiply, product
+from engine.ops.native.product import FEWEST, has_tiles, multiply, multiply_by_tiles, product
 from tests.kernels.native_support import INSTRUCTION_SETS, assert_accurate, assert_same_on_any_threads, widened
 
 pytestmark = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
@@ -22,14 +22,23 @@ SHAPES = (
     (97, 300, 257),
     (110, 65, 2600),
     (13, 4200, 70),
+    (2090, 40, 530),
 )
-"""(rows, columns, depth): one element; empty; remainders; several parts of the depth; wide blocks of columns."""
+"""(rows, columns, depth): one element; empty; remainders; several parts of the depth; many columns; many rows."""
+
+Multiply = Callable[..., Tensor]
 
 
-@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
-def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(params=(*INSTRUCTION_SETS, "tiles"))
+def kernel(request: pytest.FixtureRequest) -> Iterator[Multiply]:
+    """Each kernel that this processor can run."""
+    if request.param == "tiles":
+        if not has_tiles():
+            pytest.skip("this processor, system or compiler has no AMX tiles")
+        yield multiply_by_tiles
+        return
     select(request.param)
-    yield
+    yield multiply
     select(None)
 
 
@@ -40,46 +49,82 @@ def _operands(rows: int, columns: int, depth: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize(("rows", "columns", "depth"), SHAPES)
-def test_product(rows: int, columns: int, depth: int, transposed: bool) -> None:
+def test_product(rows: int, columns: int, depth: int, transposed: bool, kernel: Multiply) -> None:
     left, right = _operands(rows, columns, depth)
     kept = widened(right.t()).t() if transposed else widened(right)
     out = widened(torch.zeros(rows, columns))
-    assert multiply(widened(left), kept, out=out) is out
+    assert kernel(widened(left), kept, out=out) is out
     assert_accurate(out, left @ right, left.double() @ right.double())
     assert out.untyped_storage().size() == 4 * rows * (columns + 5)
     beside = out.as_strided((rows, 5), (columns + 5, 1), columns)
     assert beside.isnan().all(), "nothing is written beside the product"
-    assert torch.equal(multiply(left, kept), out)
+    assert torch.equal(kernel(left, kept), out)
 
 
-def test_long_sums_of_one_sign() -> None:
+def test_long_sums_of_one_sign(kernel: Multiply) -> None:
     """Nothing cancels, so a running sum that is too long shows: its rounding grows with what it holds."""
     left, right = (x.abs() for x in _operands(40, 70, 1100))
-    assert_accurate(multiply(left, right), left @ right, left.double() @ right.double())
+    assert_accurate(kernel(left, right), left @ right, left.double() @ right.double())
 
 
-def test_threads_do_not_change_the_result() -> None:
+def test_numbers_of_all_sizes(kernel: Multiply) -> None:
+    """Nothing is lost of small numbers because others in the same row are large."""
+    generator = torch.Generator().manual_seed(5)
+    left, right = _operands(64, 48, 200)
+    left *= torch.empty(64, 200).uniform_(-12, 12, generator=generator).exp()
+    right *= torch.empty(200, 48).uniform_(-12, 12, generator=generator).exp()
+    exact, magnitude = left.double() @ right.double(), left.double().abs() @ right.double().abs()
+
+    def worst(found: Tensor) -> float:
+        return float(((found - exact).abs() / magnitude).max())
+
+    assert worst(kernel(left, right)) <= 2 * worst(left @ right)
+    lone = torch.zeros(64, 200).scatter_(1, torch.randint(200, (64, 1), generator=generator), torch.pi)
+    exact = lone.double() @ right.double()
+    assert float(((kernel(lone, right) - exact) / exact).abs().max()) <= 2**-22, "a single product"
+
+
+def test_threads_do_not_change_the_result(kernel: Multiply) -> None:
     left, right = _operands(230, 300, 1400)
-    assert_same_on_any_threads(lambda: (multiply(left, right), multiply(left, right.t().contiguous().t())))
+    assert_same_on_any_threads(lambda: (kernel(left, right), kernel(left, right.t().contiguous().t())))
 
 
-def test_other_rows_do_not_change_a_row() -> None:
+def test_other_rows_and_columns_do_not_change_an_element(kernel: Multiply) -> None:
     left, right = _operands(200, 140, 1400)
-    assert torch.equal(multiply(left, right)[30:107], multiply(left[30:107], right))
+    whole = kernel(left, right)
+    assert torch.equal(whole[30:107], kernel(left[30:107], right))
+    assert torch.equal(whole[:, 17:90], kernel(left, right[:, 17:90]))
 
 
-def test_a_non_finite_input_is_not_hidden() -> None:
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")))
+def test_a_non_finite_input_is_not_hidden(value: float, kernel: Multiply) -> None:
     left, right = _operands(9, 20, 40)
-    left[3, 5] = float("nan")
-    out = multiply(left, right)
-    assert out[3].isnan().all() and out[:3].isfinite().all() and out[4:].isfinite().all()
+    left[3, 5] = value
+    out = kernel(left, right)
+    assert not out[3].isfinite().any() and out[:3].isfinite().all() and out[4:].isfinite().all()
+    left, right = _operands(9, 20, 40)
+    right[5, 3] = value
+    out = kernel(left, right)
+    assert not out[:, 3].isfinite().any() and out[:, :3].isfinite().all() and out[:, 4:].isfinite().all()
 
 
-def test_what_it_is_not_made_for_goes_to_torch() -> None:
-    left, right = _operands(FEWEST, FEWEST, FEWEST)
+@pytest.mark.skipif(not has_tiles(), reason="no AMX tiles")
+def test_two_parts_are_an_approximation() -> None:
+    """Eight more bits than bfloat16 has, and eight fewer than fp32."""
+    left, right = _operands(300, 200, 700)
+    exact = left.double() @ right.double()
+    two, one = multiply_by_tiles(left, right, parts=2) - exact, left.bfloat16() @ right.bfloat16() - exact
+    assert 1e-6 < float(two.norm() / exact.norm()) < 1e-5
+    assert float(two.norm()) < float(one.norm()) / 100
+    assert_same_on_any_threads(lambda: (multiply_by_tiles(left, right, parts=2),))
+
+
+@pytest.mark.parametrize("size", (FEWEST, 2 * FEWEST))
+def test_what_it_is_not_made_for_goes_to_torch(size: int) -> None:
+    left, right = _operands(size, size, size)
     columns = right.t().contiguous().t()
     assert_accurate(product(left, columns), left @ columns, left.double() @ columns.double())
-    assert torch.equal(product(left, right), left @ right)
+    assert_accurate(product(left, right), left @ right, left.double() @ right.double())
     assert torch.equal(product(left[:3], right), left[:3] @ right)
     assert torch.equal(product(left.bfloat16(), right.bfloat16()), left.bfloat16() @ right.bfloat16())
     twice = right.repeat_interleave(2, 1).repeat_interleave(2, 0)[::2, ::2]

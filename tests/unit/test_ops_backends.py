@@ -16,6 +16,7 @@ from engine.models.config import DecoderConfig
 from engine.ops import backends
 from engine.ops.backends import choose_kernels
 from engine.ops.kernels import REFERENCE
+from engine.ops.native import product
 from engine.ops.native.backend import NATIVE
 from engine.ops.native.loader import native_status
 from tests.small_training import SmallTraining
@@ -32,9 +33,18 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 @needs_native
+@pytest.mark.parametrize("products", ["torch", "vectors", "tiles"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("trained", [(), ("norm",), ("lm_head",)], ids=str)
-def test_native_training_follows_the_reference(dropout: float, trained: tuple[str, ...]) -> None:
+def test_native_training_follows_the_reference(
+    dropout: float, trained: tuple[str, ...], products: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if products == "tiles" and not product.has_tiles():
+        pytest.skip("this processor, system or compiler has no AMX tiles")
+    if products != "torch":  # these matrices are too small for the others otherwise
+        monkeypatch.setattr(product, "FEWEST", 1)
+        monkeypatch.setattr(product, "FEWEST_BY_ROWS", 1)
+        monkeypatch.setattr(product, "FEWEST_PRODUCTS", 1 if products == "tiles" else 1 << 60)
     training = SmallTraining(config=CONFIG, documents=((37,), (20, 17), (37,)), dropout=dropout, trained=trained)
     losses, gradients = training.run(NATIVE, steps=20, device=CPU)
     expected_losses, expected = training.run(REFERENCE, steps=20, device=CPU)

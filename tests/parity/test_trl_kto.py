@@ -13,16 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from engine.data.judged import build_judged
 from engine.data.loader import permutation
 from engine.data.tokenizer import load_tokenizer
-from tests.commands import options, run_tool
 from tests.parity.preference_data import save_model_and_adapter, short_pairs, write_records
+from tests.parity.trl_training import (
+    BATCH,
+    LAYOUTS,
+    SEED,
+    STEPS,
+    RecordedSteps,
+    check_adapter,
+    check_losses,
+    metrics,
+    train,
+    trl_settings,
+    trl_start,
+)
 
-STEPS, LR, ANSWERS, LENGTH, SEED = 20, 2e-3, 4, 64, 11
+LENGTH = 64
 BETA, LIKED, DISLIKED = 0.3, 1.5, 0.75
 
 pytestmark = [
@@ -43,7 +53,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Path:
             "completion": pair["rejected" if index % 3 == 0 else "chosen"],
             "label": index % 3 > 0,
         }
-        for index, pair in enumerate(short_pairs(data_dir, STEPS * ANSWERS))
+        for index, pair in enumerate(short_pairs(data_dir, STEPS * BATCH))
     ]
     write_records(folder / "answers.jsonl", records)
     return folder
@@ -52,39 +62,19 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Path:
 def _reference(workspace: Path) -> tuple[list[dict[str, float]], Path]:
     """Figures of every step and the folder of the final adapter; checks that both see the same tokens."""
     from datasets import Dataset
-    from peft import PeftModel
-    from transformers import AutoTokenizer, Qwen3ForCausalLM
     from trl import KTOConfig, KTOTrainer
 
+    class Recorded(RecordedSteps, KTOTrainer):
+        pass
+
     records = [json.loads(line) for line in (workspace / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps: list[dict[str, float]] = []
-    steps_losses: list[float] = []
-
-    class Recorded(KTOTrainer):
-        def log(self, logs, *args, **kwargs):
-            super().log(logs, *args, **kwargs)
-            if "loss" in logs:
-                steps.append(dict(self.state.log_history[-1]))
-
-        def _compute_loss(self, model, inputs, return_outputs):
-            result = super()._compute_loss(model, inputs, return_outputs)
-            steps_losses.append((result[0] if return_outputs else result).item())
-            return result
-
-    base = Qwen3ForCausalLM.from_pretrained(workspace / "model", dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, workspace / "adapter", is_trainable=True)
+    model, tokenizer = trl_start(workspace)
     arguments = KTOConfig(
-        output_dir=str(workspace / "trl"), per_device_train_batch_size=ANSWERS, max_steps=STEPS, learning_rate=LR,
-        lr_scheduler_type="constant", weight_decay=0.01, max_grad_norm=1.0, logging_steps=1, max_length=LENGTH,
-        report_to=[], disable_tqdm=True, use_cpu=True, bf16=False, save_strategy="no", gradient_checkpointing=False,
-        disable_dropout=True, seed=SEED, dataloader_pin_memory=False, beta=BETA, desirable_weight=LIKED,
+        **trl_settings(workspace / "trl", steps=STEPS, length=LENGTH), beta=BETA, desirable_weight=LIKED,
         undesirable_weight=DISLIKED,
     )  # fmt: skip
     trainer = Recorded(
-        model=model,
-        args=arguments,
-        train_dataset=Dataset.from_list(records),
-        processing_class=AutoTokenizer.from_pretrained(workspace / "model"),
+        model=model, args=arguments, train_dataset=Dataset.from_list(records), processing_class=tokenizer
     )
     rows = trainer.train_dataset
     assert len(rows) == len(records)
@@ -96,7 +86,7 @@ def _reference(workspace: Path) -> tuple[list[dict[str, float]], Path]:
     trainer.train()
     out = workspace / "trl-adapter"
     model.save_pretrained(out, selected_adapters=["default"])
-    return [{**logged, "loss": value} for logged, value in zip(steps, steps_losses, strict=True)], out
+    return trainer.figures(), out
 
 
 def _check_tokens(workspace: Path, rows: list[dict[str, Any]]) -> None:
@@ -114,29 +104,15 @@ def reference(workspace: Path) -> tuple[list[dict[str, float]], Path]:
     return _reference(workspace)
 
 
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "one-process": (1, []),
-    "tensor-2": (2, ["--parallel.tensor", "2"]),
-    "pipeline-2": (2, ["--parallel.pipeline", "2"]),
-    "context-2": (2, ["--parallel.context", "2"]),
-    "data-2-sharded": (2, ["--parallel.shard", "parameters"]),
-}
-
 QUICK = ("one-process", "tensor-2")
 
 
 def _train(workspace: Path, name: str, ranks: int, *more: str) -> list[dict[str, Any]]:
     settings: dict[str, object] = {
-        "model.path": workspace / "model", "lora.init_from": workspace / "adapter", "lora.rank": 4, "lora.alpha": 8,
-        "data.train": workspace / "answers.jsonl", "data.seq_length": LENGTH, "train.steps": STEPS, "train.seed": SEED,
-        "train.micro_batch_size": 2, "train.global_batch_size": ANSWERS, "optim.lr": LR, "optim.schedule": "constant",
-        "optim.weight_decay": 0.01, "checkpoint.dir": workspace / name, "objective.reference": "initial",
-        "model.dtype": "float32", "objective.name": "kto", "objective.beta": BETA,
+        "data.seq_length": LENGTH, "objective.name": "kto", "objective.beta": BETA,
         "objective.desirable_weight": LIKED, "objective.undesirable_weight": DISLIKED,
     }  # fmt: skip
-    run_tool("pretrain_lora", *options(settings), *more, ranks=ranks)
-    lines = (workspace / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if "loss" in record]
+    return train(workspace, "answers.jsonl", name, ranks, settings, *more)
 
 
 NAMES = {
@@ -156,10 +132,7 @@ def test_losses_rewards_and_adapter_follow_trl(layout: str, workspace: Path, ref
     ranks, arguments = LAYOUTS[layout]
     found = _train(workspace, layout, ranks, *arguments)
     expected, adapter = reference
-    assert len(found) == len(expected) == STEPS
-    largest = max(abs(ours["loss"] - theirs["loss"]) for ours, theirs in zip(found, expected, strict=True))
-    print(f"{layout}: largest loss deviation {largest:.2e}, loss {found[0]['loss']:.4f} -> {found[-1]['loss']:.4f}")
-    assert largest < 1e-4
+    check_losses(layout, found, expected, STEPS)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3, abs=1e-4)
         for name, trls in NAMES.items():
@@ -167,15 +140,7 @@ def test_losses_rewards_and_adapter_follow_trl(layout: str, workspace: Path, ref
             if name in ours:
                 assert ours[name] == pytest.approx(theirs[trls], rel=1e-4, abs=2e-3), (name, ours["step"])
     assert max(record["kl"] for record in found) > 0.1, "a KL term of 0 would say nothing"
-    out = workspace / f"{layout}-export"
-    run_tool("convert", "export", "--source", workspace / layout, "--out", out, "--format", "peft")
-    ours_adapter, theirs_adapter = (load_file(folder / "adapter_model.safetensors") for folder in (out, adapter))
-    assert ours_adapter.keys() == theirs_adapter.keys()
-    relative = {
-        key: ((ours_adapter[key] - value).norm() / value.norm()).item() for key, value in theirs_adapter.items()
-    }
-    print(f"{layout}: largest adapter deviation {max(relative.values()):.2e}")
-    assert max(relative.values()) < 1e-3, sorted(relative.items(), key=lambda item: -item[1])[:3]
+    check_adapter(workspace, layout, adapter)
 
 
 FRESH = ["--objective.reference", "base", "--lora.init_from", "null", "--train.steps", "5"]
@@ -192,11 +157,6 @@ def _evaluated(workspace: Path) -> list[str]:
     return ["--data.validation", str(workspace / "answers.jsonl"), "--train.eval_samples", "7"]
 
 
-def _evaluations(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if "eval_loss" in record]
-
-
 @pytest.mark.parametrize("layout", ["pipeline-2", pytest.param("data-2-sharded", marks=pytest.mark.slow)])
 def test_base_as_reference_and_evaluations_are_the_same_everywhere(
     layout: str, workspace: Path, base_curve: list[dict[str, Any]]
@@ -206,7 +166,7 @@ def test_base_as_reference_and_evaluations_are_the_same_everywhere(
     for ours, expected in zip(found, base_curve, strict=True):
         for name in ("loss", "kl", "logp_desirable"):
             assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), (name, ours["step"])
-    ours, expected = (_evaluations(workspace / name)[-1] for name in (f"base-{layout}", "base"))
+    ours, expected = (metrics(workspace / name, "eval_loss")[-1] for name in (f"base-{layout}", "base"))
     assert expected["kl"] > 1e-3
     for name in ("eval_loss", "kl", "margin"):
         assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), name

@@ -14,20 +14,18 @@ Answers of a row and their mismatched ones lie in rows of their own, in the same
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.dataset import CHUNK, DatasetReport, TokenDataset
-from engine.data.files import Place, Record, read_records
+from engine.data.answers import AnswerCollector, AnswerSample, ends_with_answer
+from engine.data.dataset import DatasetReport, TokenDataset
+from engine.data.files import Place, Record
 from engine.data.formats import ChatSample, CompletionSample, conversation_turns, parse_record, refuse_unusable
-from engine.data.preference import answer_files, ends_with_answer, last_answer
-from engine.data.tokenize import Document, tokenize_samples
+from engine.data.tokenize import Document
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 
@@ -39,8 +37,12 @@ _FORMATS = {"messages": "messages", "conversations": "sharegpt", "instruction": 
 class Judged:
     """An answer to a question, and whether it was liked."""
 
-    sample: CompletionSample | ChatSample
+    sample: AnswerSample
     liked: bool
+
+    @property
+    def samples(self) -> tuple[AnswerSample, ...]:
+        return (self.sample,)
 
 
 def parse_judged(place: Place, record: Record) -> Judged:
@@ -67,7 +69,7 @@ def parse_judged(place: Place, record: Record) -> Judged:
     return Judged(_sample(place, record, found), record[label])
 
 
-def _sample(place: Place, record: Record, found: str) -> CompletionSample | ChatSample:
+def _sample(place: Place, record: Record, found: str) -> AnswerSample:
     data_format = next((name for field, name in _FORMATS.items() if field in record), None)
     if data_format is None:
         raise place.error(
@@ -100,37 +102,23 @@ def build_judged(
     Raises:
         UserError: a file or record that cannot be used, or fewer than two answers, which leaves none to mismatch.
     """
-    started = time.monotonic()
-    files = answer_files(paths)
-    sources = [read_records(path) for path in files]
-    collected = _Answers(seq_length, overlong)
-    total = sum(count for count, _ in sources)
-    for _, records in sources:
-        answers = (parse_judged(place, record) for place, record in records)
-        while chunk := list(islice(answers, CHUNK)):
-            samples = [answer.sample for answer in chunk]
-            documents = tokenize_samples(samples, tokenizer, mask_prompt=True, stream_length=2)
-            for answer, document in zip(chunk, documents, strict=True):
-                collected.add(last_answer(document), answer.liked)
-            if progress is not None:
-                progress(collected.records, total)
-    dataset = collected.dataset(", ".join(map(str, files)), packing=packing)
-    dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
-    return dataset
+    collector = _Answers(seq_length, overlong)
+    return collector.collect(paths, parse_judged, tokenizer=tokenizer, packing=packing, progress=progress)
 
 
-class _Answers:
-    """Answers as they come, and what happened to them."""
+class _Answers(AnswerCollector[Judged]):
+    """Answers with their marks; they are cut at the end, because a mismatched one is made of whole ones."""
+
+    width = 1
 
     def __init__(self, seq_length: int, overlong: str) -> None:
-        self._seq_length, self._overlong = seq_length, overlong
-        self.records = 0
+        super().__init__(seq_length, overlong)
         self._whole: list[Document] = []
         self._liked: list[bool] = []
         self._truncated = self._too_long = self._without_target = 0
 
-    def add(self, document: Document, liked: bool) -> None:
-        self.records += 1
+    def _add(self, record: Judged, documents: tuple[Document, ...]) -> None:
+        (document,) = documents
         limit, length = self._seq_length, len(document.tokens)
         if length > limit and self._overlong == "error":
             raise document.place.error(
@@ -144,14 +132,12 @@ class _Answers:
         else:
             self._truncated += length > limit
             self._whole.append(document)
-            self._liked.append(liked)
+            self._liked.append(record.liked)
 
-    def dataset(self, names: str, *, packing: bool) -> TokenDataset:
-        if not self.records:
-            raise UserError(f"{names} has no records; give a file that has some.")
+    def _dataset(self, names: str, *, packing: bool) -> TokenDataset:
         if len(self._whole) < 2:
             raise UserError(
-                f"{names} leaves {len(self._whole)} answers to learn from, expected at least 2: of {self.records} "
+                f"{names} leaves {len(self._whole)} answers to learn from, expected at least 2: of {self._records} "
                 f"records {self._too_long} are longer than data.seq_length {self._seq_length} and "
                 f"{self._without_target} have no answer within it; raise data.seq_length or give more records."
             )
@@ -162,7 +148,7 @@ class _Answers:
         signs = np.where(self._liked, 1.0, -1.0).astype(np.float32)
         common = {"seq_length": self._seq_length, "packing": packing, "signs": signs, "sizes": sizes.astype(np.int64)}
         report = DatasetReport(
-            records=self.records,
+            records=self._records,
             truncated=self._truncated,
             dropped_overlong=self._too_long,
             dropped_without_target=self._without_target,

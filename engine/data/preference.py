@@ -16,18 +16,18 @@ pairs as they treat any other documents.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from engine.data.answers import AnswerCollector, AnswerSample, ends_with_answer
 from engine.data.chat import Message
-from engine.data.dataset import CHUNK, DatasetReport, TokenDataset
-from engine.data.files import Place, Record, expand_paths, read_records
+from engine.data.dataset import DatasetReport, TokenDataset
+from engine.data.files import Place, Record
 from engine.data.formats import (
     ALPACA_PROMPT,
     ALPACA_PROMPT_WITH_INPUT,
@@ -38,7 +38,7 @@ from engine.data.formats import (
     refuse_unusable,
     string_field,
 )
-from engine.data.tokenize import Document, tokenize_samples
+from engine.data.tokenize import Document
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 
@@ -50,8 +50,12 @@ class Pair:
     """Two answers to one question."""
 
     place: Place
-    chosen: CompletionSample | ChatSample
-    rejected: CompletionSample | ChatSample
+    chosen: AnswerSample
+    rejected: AnswerSample
+
+    @property
+    def samples(self) -> tuple[AnswerSample, ...]:
+        return (self.chosen, self.rejected)
 
 
 def parse_pair(place: Place, record: Record) -> Pair:
@@ -122,32 +126,6 @@ def _conversations(place: Place, record: Record) -> list[tuple[Message, ...]]:
     return sides
 
 
-def ends_with_answer(place: Place, turns: Sequence[Message], field: str) -> None:
-    """Refuses a conversation that ends with somebody else than the assistant.
-
-    Raises:
-        UserError: it does; names file, record and field.
-    """
-    if turns[-1]["role"] != "assistant":
-        raise place.error(
-            f"field '{field}' ends with a turn of {turns[-1]['role']}, but an answer of the assistant is compared; "
-            "correct the record."
-        )
-
-
-def answer_files(paths: str | Path | list[str] | tuple[str, ...]) -> list[Path]:
-    """The files of records that the paths or patterns name.
-
-    Raises:
-        UserError: there is none, or one is plain text.
-    """
-    files = expand_paths(paths)
-    for path in files:
-        if path.suffix.lower() == ".txt":
-            raise UserError(f"{path} is a text file, but answers to compare are records; give a JSON or JSONL file.")
-    return files
-
-
 def build_pairs(
     paths: str | Path | list[str] | tuple[str, ...],
     *,
@@ -170,61 +148,32 @@ def build_pairs(
     Raises:
         UserError: a file or record that cannot be used, or nothing left to compare.
     """
-    started = time.monotonic()
-    files = answer_files(paths)
-    sources = [read_records(path) for path in files]
-    collected = _Pairs(seq_length, overlong)
-    total = sum(count for count, _ in sources)
-    for _, records in sources:
-        pairs = (parse_pair(place, record) for place, record in records)
-        while chunk := list(islice(pairs, CHUNK // 2)):
-            for chosen, rejected in _documents(chunk, tokenizer):
-                collected.add(chosen, rejected)
-            if progress is not None:
-                progress(collected.records, total)
-    dataset = collected.dataset(", ".join(map(str, files)), packing=packing)
-    dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
-    return dataset
+    collector = _Pairs(seq_length, overlong)
+    return collector.collect(paths, parse_pair, tokenizer=tokenizer, packing=packing, progress=progress)
 
 
-def _documents(pairs: Sequence[Pair], tokenizer: Tokenizer) -> Iterator[tuple[Document, Document]]:
-    samples = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
-    documents = map(last_answer, tokenize_samples(samples, tokenizer, mask_prompt=True, stream_length=2))
-    return zip(documents, documents, strict=True)
+class _Pairs(AnswerCollector[Pair]):
+    """The preferred answer of a pair and then the rejected one, in one row."""
 
-
-def last_answer(document: Document) -> Document:
-    """The document with the last run of its targets as its only ones."""
-    targets = document.targets
-    ends = np.flatnonzero(np.diff(targets.astype(np.int8), prepend=0) == 1)
-    if len(ends) > 1:
-        targets = targets.copy()
-        targets[: ends[-1]] = False
-    return replace(document, targets=targets)
-
-
-class _Pairs:
-    """Pairs as they come, and what happened to them."""
+    width = 2
 
     def __init__(self, seq_length: int, overlong: str) -> None:
-        self._seq_length, self._overlong = seq_length, overlong
-        self.records = 0
+        super().__init__(seq_length, overlong)
         self._kept: list[Document] = []
         self._truncated = self._overlong_pairs = self._without_target = self._alike = 0
 
-    def add(self, chosen: Document, rejected: Document) -> None:
-        self.records += 1
+    def _add(self, record: Pair, documents: tuple[Document, ...]) -> None:
         limit = self._seq_length
-        longest = max(len(chosen.tokens), len(rejected.tokens))
+        longest = max(len(side.tokens) for side in documents)
         if longest > limit and self._overlong == "error":
-            raise chosen.place.error(
+            raise record.place.error(
                 f"an answer with its question has {longest} tokens, more than data.seq_length {limit}; raise it, or "
                 "set data.overlong to truncate or drop."
             )
         if longest > limit and self._overlong == "drop":
             self._overlong_pairs += 1
             return
-        sides = [replace(side, tokens=side.tokens[:limit], targets=side.targets[:limit]) for side in (chosen, rejected)]
+        sides = [replace(side, tokens=side.tokens[:limit], targets=side.targets[:limit]) for side in documents]
         if not all(side.targets.any() for side in sides):
             self._without_target += 1
         elif np.array_equal(sides[0].tokens, sides[1].tokens):
@@ -233,12 +182,10 @@ class _Pairs:
             self._truncated += longest > limit
             self._kept += sides
 
-    def dataset(self, names: str, *, packing: bool) -> TokenDataset:
-        if not self.records:
-            raise UserError(f"{names} has no records; give a file that has some.")
+    def _dataset(self, names: str, *, packing: bool) -> TokenDataset:
         if not self._kept:
             raise UserError(
-                f"{names} leaves nothing to compare: of {self.records} pairs {self._overlong_pairs} are longer than "
+                f"{names} leaves nothing to compare: of {self._records} pairs {self._overlong_pairs} are longer than "
                 f"data.seq_length {self._seq_length}, {self._without_target} have no answer within it and "
                 f"{self._alike} have two equal answers; raise data.seq_length."
             )
@@ -252,7 +199,7 @@ class _Pairs:
             group=2,
             signs=np.tile(np.array([1.0, -1.0], dtype=np.float32), len(self._kept) // 2),
             report=DatasetReport(
-                records=self.records,
+                records=self._records,
                 truncated=self._truncated,
                 dropped_overlong=self._overlong_pairs,
                 dropped_without_target=self._without_target,

@@ -1,0 +1,133 @@
+"""What data sets of compared and of judged answers have in common: how their records are read and become documents.
+
+A record is parsed into what has `samples`, as many as `AnswerCollector.width`, each a question with an answer. Only the
+last answer of a sample is learnt. What becomes of the documents is the collector's, in `engine.data.preference` and
+`engine.data.judged`.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from engine.data.chat import Message
+from engine.data.dataset import CHUNK, TokenDataset
+from engine.data.files import Place, Record, expand_paths, read_records
+from engine.data.formats import ChatSample, CompletionSample
+from engine.data.tokenize import Document, tokenize_samples
+from engine.data.tokenizer import Tokenizer
+from engine.errors import UserError
+
+AnswerSample = CompletionSample | ChatSample
+
+
+class Parsed(Protocol):
+    """A record that has been parsed."""
+
+    @property
+    def samples(self) -> tuple[AnswerSample, ...]: ...
+
+
+ParsedRecord = TypeVar("ParsedRecord", bound=Parsed)
+
+
+class AnswerCollector(ABC, Generic[ParsedRecord]):
+    """Answers as they come, and what happened to them.
+
+    Args:
+        seq_length: tokens of one answer with its question, at most.
+        overlong: what happens to a longer one, as in `TokenDataset.build`; there is no "cut".
+    """
+
+    width: ClassVar[int]
+    """Samples, and so documents, of a record."""
+
+    def __init__(self, seq_length: int, overlong: str) -> None:
+        self._seq_length, self._overlong = seq_length, overlong
+        self._records = 0
+
+    def collect(
+        self,
+        paths: str | Path | list[str] | tuple[str, ...],
+        parse: Callable[[Place, Record], ParsedRecord],
+        *,
+        tokenizer: Tokenizer,
+        packing: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> TokenDataset:
+        """Reads, parses and tokenises all records of some files.
+
+        Raises:
+            UserError: a file or record that cannot be used, or nothing left to learn from.
+        """
+        started = time.monotonic()
+        files = _record_files(paths)
+        sources = [read_records(path) for path in files]
+        total = sum(count for count, _ in sources)
+        for _, records in sources:
+            parsed = (parse(place, record) for place, record in records)
+            while chunk := list(islice(parsed, CHUNK // self.width)):
+                self._add_all(chunk, tokenizer)
+                if progress is not None:
+                    progress(self._records, total)
+        names = ", ".join(map(str, files))
+        if not self._records:
+            raise UserError(f"{names} has no records; give a file that has some.")
+        dataset = self._dataset(names, packing=packing)
+        dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
+        return dataset
+
+    def _add_all(self, chunk: Sequence[ParsedRecord], tokenizer: Tokenizer) -> None:
+        samples = [sample for record in chunk for sample in record.samples]
+        documents = map(_last_answer, tokenize_samples(samples, tokenizer, mask_prompt=True, stream_length=2))
+        of_records = zip(*[documents] * self.width, strict=True)
+        for record, own in zip(chunk, of_records, strict=True):
+            self._records += 1
+            self._add(record, own)
+
+    @abstractmethod
+    def _add(self, record: ParsedRecord, documents: tuple[Document, ...]) -> None:
+        """Takes the documents of the record's samples, or counts why not."""
+
+    @abstractmethod
+    def _dataset(self, names: str, *, packing: bool) -> TokenDataset:
+        """The data set of all that was taken; `names` are the files, for what it raises where that is too little."""
+
+
+def ends_with_answer(place: Place, turns: Sequence[Message], field: str) -> None:
+    """Refuses a conversation that ends with somebody else than the assistant.
+
+    Raises:
+        UserError: it does; names file, record and field.
+    """
+    if turns[-1]["role"] != "assistant":
+        raise place.error(
+            f"field '{field}' ends with a turn of {turns[-1]['role']}, but an answer of the assistant is compared; "
+            "correct the record."
+        )
+
+
+def _record_files(paths: str | Path | list[str] | tuple[str, ...]) -> list[Path]:
+    """The files that the paths or patterns name."""
+    files = expand_paths(paths)
+    for path in files:
+        if path.suffix.lower() == ".txt":
+            raise UserError(f"{path} is a text file, but answers to compare are records; give a JSON or JSONL file.")
+    return files
+
+
+def _last_answer(document: Document) -> Document:
+    """The document with the last run of its targets as its only ones."""
+    targets = document.targets
+    ends = np.flatnonzero(np.diff(targets.astype(np.int8), prepend=0) == 1)
+    if len(ends) > 1:
+        targets = targets.copy()
+        targets[: ends[-1]] = False
+    return replace(document, targets=targets)

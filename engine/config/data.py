@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.config.checks import require, require_at_least, require_choice
 
-FORMATS = ("auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens")
+Format = Literal["auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens"]
+Packing = bool | Literal["concatenate"]
+Overlong = Literal["truncate", "cut", "drop", "error"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+OVERLONG: tuple[Overlong, ...] = get_args(Overlong)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,17 +44,17 @@ class DataOptions:
     train: str | None = None
     mix: tuple[str, ...] = ()
     validation: str | None = None
-    format: Literal["auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens"] = "auto"
+    format: Format = "auto"
     seq_length: int = 2048
-    packing: bool | Literal["concatenate"] = False
-    overlong: Literal["truncate", "cut", "drop", "error"] = "truncate"
+    packing: Packing = False
+    overlong: Overlong = "truncate"
     mask_prompt: bool = True
     num_workers: int = 1
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         require_choice("data.format", self.format, FORMATS)
-        require_choice("data.overlong", self.overlong, ("truncate", "cut", "drop", "error"))
+        require_choice("data.overlong", self.overlong, OVERLONG)
         require_at_least("data.seq_length", self.seq_length, 2, "use for example 2048")
         require_at_least("data.num_workers", self.num_workers, 0, "use for example 1")
         for name, path in (("train", self.train), ("validation", self.validation), ("tokenizer", self.tokenizer)):

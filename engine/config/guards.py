@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.config.checks import require, require_at_least, require_choice, require_positive
 
-POLICIES = ("warn", "stop")
-SPIKE_POLICIES = ("off", "warn", "skip", "stop")
-NON_FINITE_POLICIES = ("skip", "stop")
+Policy = Literal["warn", "stop"]
+SpikePolicy = Literal["off", "warn", "skip", "stop"]
+NonFinitePolicy = Literal["skip", "stop"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,13 +35,13 @@ class GuardOptions:
     """
 
     liveness_steps: int = 5
-    liveness_policy: Literal["warn", "stop"] = "stop"
+    liveness_policy: Policy = "stop"
     replicas_every: int = 100
-    replicas_policy: Literal["warn", "stop"] = "stop"
-    spike_policy: Literal["off", "warn", "skip", "stop"] = "warn"
+    replicas_policy: Policy = "stop"
+    spike_policy: SpikePolicy = "warn"
     spike_deviations: float = 8.0
     spike_window: int = 64
-    non_finite_policy: Literal["skip", "stop"] = "skip"
+    non_finite_policy: NonFinitePolicy = "skip"
     locate_non_finite: bool = True
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class GuardOptions:
         require_at_least("guards.replicas_every", self.replicas_every, 0, "use for example 100, or 0 for never")
         require_at_least("guards.spike_window", self.spike_window, 8, "use for example 64")
         require_positive("guards.spike_deviations", self.spike_deviations, "use for example 8")
-        require_choice("guards.liveness_policy", self.liveness_policy, POLICIES)
-        require_choice("guards.replicas_policy", self.replicas_policy, POLICIES)
-        require_choice("guards.spike_policy", self.spike_policy, SPIKE_POLICIES)
-        require_choice("guards.non_finite_policy", self.non_finite_policy, NON_FINITE_POLICIES)
+        require_choice("guards.liveness_policy", self.liveness_policy, get_args(Policy))
+        require_choice("guards.replicas_policy", self.replicas_policy, get_args(Policy))
+        require_choice("guards.spike_policy", self.spike_policy, get_args(SpikePolicy))
+        require_choice("guards.non_finite_policy", self.non_finite_policy, get_args(NonFinitePolicy))

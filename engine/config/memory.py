@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.config.checks import require, require_at_least, require_choice
 
 Recompute = Literal["none", "selective", "attention", "full"]
 ActivationDType = Literal["bfloat16", "float8"]
 CudaGraph = Literal["none", "layer", "step"]
+RECOMPUTE_LEVELS: tuple[Recompute, ...] = get_args(Recompute)
+"""Each keeps less than the one before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +52,7 @@ class MemoryOptions:
     graph_documents: int | None = None
 
     def __post_init__(self) -> None:
-        require_choice("memory.recompute", self.recompute, ("none", "selective", "attention", "full"))
+        require_choice("memory.recompute", self.recompute, RECOMPUTE_LEVELS)
         if self.recompute_layers is not None:
             require_at_least("memory.recompute_layers", self.recompute_layers, 1, "use null for all layers")
             require(
@@ -60,8 +62,8 @@ class MemoryOptions:
                 "null.",
             )
         if self.activation_dtype is not None:
-            require_choice("memory.activation_dtype", self.activation_dtype, ("bfloat16", "float8"))
-        require_choice("memory.cuda_graph", self.cuda_graph, ("none", "layer", "step"))
+            require_choice("memory.activation_dtype", self.activation_dtype, get_args(ActivationDType))
+        require_choice("memory.cuda_graph", self.cuda_graph, get_args(CudaGraph))
         if self.graph_documents is not None:
             require_at_least("memory.graph_documents", self.graph_documents, 1, "use null for a number that fits")
             require(

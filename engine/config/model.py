@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.config.checks import require, require_choice
 
 DType = Literal["float32", "bfloat16", "float16"]
 BaseDType = Literal["nf4", "int8", "fp8", "fp8_row"]
+Init = Literal["checkpoint", "random"]
+Kernels = Literal["auto", "reference", "native", "triton", "apex"]
+BASE_DTYPES: tuple[BaseDType, ...] = get_args(BaseDType)
+KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +38,13 @@ class ModelOptions:
     path: str
     dtype: DType = "float32"
     base_dtype: BaseDType | None = None
-    init: Literal["checkpoint", "random"] = "checkpoint"
-    kernels: Literal["auto", "reference", "native", "triton", "apex"] = "auto"
+    init: Init = "checkpoint"
+    kernels: Kernels = "auto"
 
     def __post_init__(self) -> None:
         require(bool(self.path), "model.path is empty, but the folder of a model is expected: set model.path.")
-        require_choice("model.dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        require_choice("model.dtype", self.dtype, get_args(DType))
         if self.base_dtype is not None:
-            require_choice("model.base_dtype", self.base_dtype, ("nf4", "int8", "fp8", "fp8_row"))
-        require_choice("model.init", self.init, ("checkpoint", "random"))
-        require_choice("model.kernels", self.kernels, ("auto", "reference", "native", "triton", "apex"))
+            require_choice("model.base_dtype", self.base_dtype, BASE_DTYPES)
+        require_choice("model.init", self.init, get_args(Init))
+        require_choice("model.kernels", self.kernels, KERNELS)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.config.checks import require, require_choice, require_positive
 
-NAMES = ("language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto")
+Name = Literal["language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto"]
+Reference = Literal["base", "initial"]
 REFERENCE_FREE = ("orpo", "simpo")
-REFERENCES = ("base", "initial")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,18 +33,18 @@ class ObjectiveOptions:
             kept in the run's folder.
     """
 
-    name: Literal["language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto"] = "language_modeling"
+    name: Name = "language_modeling"
     beta: float = 0.1
     label_smoothing: float = 0.0
     length_normalised: bool = False
     margin: float = 0.0
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-    reference: Literal["base", "initial"] = "base"
+    reference: Reference = "base"
 
     def __post_init__(self) -> None:
-        require_choice("objective.name", self.name, NAMES)
-        require_choice("objective.reference", self.reference, REFERENCES)
+        require_choice("objective.name", self.name, get_args(Name))
+        require_choice("objective.reference", self.reference, get_args(Reference))
         require_positive("objective.beta", self.beta, "use for example 0.1")
         require(
             0 <= self.label_smoothing < 0.5,

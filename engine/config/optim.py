@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
+
+Backend = Literal["auto", "torch", "native", "apex"]
+LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +35,7 @@ class OptimOptions:
         min_lr: Learning rate at the end of "linear" and "cosine".
     """
 
-    backend: Literal["auto", "torch", "native", "apex"] = "auto"
+    backend: Backend = "auto"
     lr: float = 2e-4
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -41,12 +44,12 @@ class OptimOptions:
     max_skipped_steps: int = 10
     loss_scale: float = 65536.0
     loss_scale_window: int = 1000
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    schedule: LearningRateSchedule = "cosine"
     warmup_steps: int = 0
     min_lr: float = 0.0
 
     def __post_init__(self) -> None:
-        require_choice("optim.backend", self.backend, ("auto", "torch", "native", "apex"))
+        require_choice("optim.backend", self.backend, get_args(Backend))
         require_positive("optim.lr", self.lr, "use for example 2e-4")
         require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
@@ -63,7 +66,7 @@ class OptimOptions:
             "example 65536.",
         )
         require_at_least("optim.loss_scale_window", self.loss_scale_window, 1, "use for example 1000")
-        require_choice("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
+        require_choice("optim.schedule", self.schedule, get_args(LearningRateSchedule))
         require_at_least("optim.warmup_steps", self.warmup_steps, 0, "use 0 for no warm-up")
         require_not_negative("optim.min_lr", self.min_lr, "use 0 to end at zero")
         require(

@@ -6,11 +6,15 @@ The data-parallel size is not an option: it follows from the world size (`engine
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.config.checks import require, require_at_least, require_choice, require_positive
 
-SCHEDULES = ("auto", "1f1b", "interleaved", "zb_h1", "zb_v", "lora")
+PipelineSchedule = Literal["1f1b", "interleaved", "zb_h1", "zb_v", "lora"]
+ContextMethod = Literal["ring", "ulysses"]
+ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
+LoraReduce = Literal["local", "joint"]
+SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,19 +49,19 @@ class ParallelOptions:
     sequence: bool | None = None
     pipeline: int = 1
     virtual: int | None = None
-    schedule: Literal["auto", "1f1b", "interleaved", "zb_h1", "zb_v", "lora"] = "auto"
+    schedule: Literal["auto", PipelineSchedule] = "auto"
     layers_per_stage: tuple[int, ...] | None = None
     context: int = 1
-    context_method: Literal["ring", "ulysses"] = "ring"
-    shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
-    lora_reduce: Literal["local", "joint"] = "local"
+    context_method: ContextMethod = "ring"
+    shard: ShardLevel = "none"
+    lora_reduce: LoraReduce = "local"
     bucket_mb: float = 25.0
 
     def __post_init__(self) -> None:
         for name, value in (("tensor", self.tensor), ("pipeline", self.pipeline), ("context", self.context)):
             require_at_least(f"parallel.{name}", value, 1, "use 1 to switch it off")
-        require_choice("parallel.schedule", self.schedule, SCHEDULES)
-        require_choice("parallel.context_method", self.context_method, ("ring", "ulysses"))
+        require_choice("parallel.schedule", self.schedule, ("auto", *SCHEDULES))
+        require_choice("parallel.context_method", self.context_method, get_args(ContextMethod))
         if self.virtual is not None:
             require_at_least("parallel.virtual", self.virtual, 1, "use null for what the schedule needs")
             require(
@@ -71,8 +75,8 @@ class ParallelOptions:
             "number of layers above 0 for each stage of a pipeline is expected: write for example [8, 8, 8, 6], or "
             "null.",
         )
-        require_choice("parallel.shard", self.shard, ("none", "optimizer", "gradients", "parameters"))
-        require_choice("parallel.lora_reduce", self.lora_reduce, ("local", "joint"))
+        require_choice("parallel.shard", self.shard, get_args(ShardLevel))
+        require_choice("parallel.lora_reduce", self.lora_reduce, get_args(LoraReduce))
         require_positive("parallel.bucket_mb", self.bucket_mb, "use for example 25")
 
     @property

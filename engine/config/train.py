@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.config.checks import require, require_at_least, require_choice, require_positive
+
+EvalMean = Literal["tokens", "rows"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +46,7 @@ class TrainOptions:
     eval_every: int = 0
     eval_first: int | None = None
     eval_samples: int | None = None
-    eval_mean: Literal["tokens", "rows"] = "tokens"
+    eval_mean: EvalMean = "tokens"
     target_eval_loss: float | None = None
     synthetic_steps: int = 0
     collective_timeout: float = 600.0
@@ -69,7 +71,7 @@ class TrainOptions:
         require_at_least("train.eval_every", self.eval_every, 0, "use 0 to evaluate only at the start and the end")
         if self.eval_first is not None:
             require_at_least("train.eval_first", self.eval_first, 1, "use null to evaluate at the start too")
-        require_choice("train.eval_mean", self.eval_mean, ("tokens", "rows"))
+        require_choice("train.eval_mean", self.eval_mean, get_args(EvalMean))
         if self.target_eval_loss is not None:
             require_positive("train.target_eval_loss", self.target_eval_loss, "use null to take all steps")
         require_at_least("train.synthetic_steps", self.synthetic_steps, 0, "use 0 for none")

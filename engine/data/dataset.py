@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config.data import FORMATS, OVERLONG, Packing
 from engine.data.concatenate import concatenate
 from engine.data.files import expand_paths
-from engine.data.formats import FORMATS, Sample, read_samples
+from engine.data.formats import Sample, read_samples
 from engine.data.packing import Packs, one_each, pack
 from engine.data.tokenize import Document, cut_document, tokenize_samples
 from engine.data.tokenizer import Tokenizer
@@ -30,8 +30,6 @@ from engine.errors import UserError
 from engine.ops.native import packing as native_packing
 from engine.ops.native.loader import native_status
 
-OVERLONG = ("truncate", "cut", "drop", "error")
-Packing = bool | Literal["concatenate"]
 CHUNK = 1024
 """Samples that are tokenised together."""
 
@@ -271,7 +269,7 @@ class TokenDataset:
         Args:
             paths: one file, several, or patterns with *; read in the order given.
             tokenizer: encodes the text.
-            data_format: one of `engine.data.formats.FORMATS`.
+            data_format: one of `engine.config.data.FORMATS`.
             seq_length: tokens of a row.
             packing: put several documents into a row, or "concatenate" all and cut rows, which are documents then.
             overlong: what to do with a document longer than a row: "truncate" keeps its beginning (all of it where

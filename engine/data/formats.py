@@ -26,11 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch import IGNORE_LABEL
+from engine.config.data import FORMATS
 from engine.data.chat import Message
 from engine.data.files import Place, Record, read_records, read_text
 from engine.errors import UserError
-
-FORMATS = ("auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens")
 
 ALPACA_PROMPT = "Below is an instruction. Write a response that fulfils it.\n\n### Instruction:\n{instruction}\n\n"
 ALPACA_PROMPT_WITH_INPUT = (

@@ -42,7 +42,7 @@ class Request:
     Args:
         files: in their order.
         tokenizer: folder or `.model` file.
-        data_format: one of engine.data.formats.FORMATS.
+        data_format: one of engine.config.data.FORMATS.
         mask_prompt: learn only completions and assistant turns.
         stream_length: tokens of one document of a .txt stream.
         skip_bad_records: leave out records that cannot be used and say which; else the first one ends the work.

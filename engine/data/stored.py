@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config.data import Packing
 from engine.data.concatenate import concatenate
-from engine.data.dataset import DatasetReport, Packing, Stored, TokenDataset
+from engine.data.dataset import DatasetReport, Stored, TokenDataset
 from engine.data.store import TokenStore, open_store
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError

@@ -26,12 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from engine.config.memory import Recompute
 from engine.errors import UserError
 from engine.layers.attention import Attention
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -40,7 +40,7 @@ from engine.ops.context import TokenContext
 from engine.ops.inputs import KeptInput, LinearInput
 from engine.ops.parallel_linear import row_linear
 
-Level = Literal["none", "selective", "attention", "full"]
+Level = Recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

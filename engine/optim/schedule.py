@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+
+from engine.config.optim import LearningRateSchedule
 
 
 def learning_rate(
     step: int,
     *,
-    schedule: Literal["constant", "linear", "cosine"],
+    schedule: LearningRateSchedule,
     peak: float,
     minimum: float,
     warmup_steps: int,

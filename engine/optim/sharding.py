@@ -12,12 +12,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
+from engine.config.parallel import ShardLevel
 from engine.distributed.mesh import Axis
 from engine.layers.sharded_storage import SpreadWeights
-
-ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from itertools import product
 
 import torch
 
+from engine.config.memory import RECOMPUTE_LEVELS
 from engine.config.parallel import ParallelOptions
 from engine.config.rules import check_config, check_world
 from engine.config.run import RunConfig
@@ -44,7 +45,7 @@ class Wanted:
     config: RunConfig
     devices: int
     capacity: float
-    recompute: tuple[Level, ...] = ("none", "selective", "attention", "full")
+    recompute: tuple[Level, ...] = RECOMPUTE_LEVELS
     offload: tuple[str, ...] = ()
     stored: tuple[torch.dtype | None, ...] = (None,)
 

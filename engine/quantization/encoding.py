@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.config.model import BASE_DTYPES
 from engine.errors import UserError
 from engine.quantization.arithmetic import PLAIN, Arithmetic
 from engine.quantization.fp8 import fp8
@@ -92,7 +93,7 @@ class Encoding(Protocol):
         """
 
 
-ENCODING_NAMES = ("nf4", "int8", "fp8", "fp8_row")
+ENCODING_NAMES = BASE_DTYPES
 
 
 def encoding(name: str, arithmetic: Arithmetic = PLAIN) -> Encoding:

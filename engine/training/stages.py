@@ -27,7 +27,7 @@ class ScheduleChoice:
     """Which schedule a run follows.
 
     Args:
-        name: one of engine.pipeline.schedules.SCHEDULES.
+        name: one of engine.config.parallel.SCHEDULES.
         num_ranks: pipeline ranks.
         virtual: stages a rank.
         first_trainable_stage: stages below it have no backward.

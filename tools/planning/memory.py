@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import argparse
 
+from engine.config.memory import RECOMPUTE_LEVELS
 from engine.errors import UserError
-
-LEVELS = ("none", "selective", "attention", "full")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     work.add_argument("--kernels", default="auto", help="backend of the ops, as model.kernels (default auto)")
     work.add_argument(
-        "--recompute", metavar="LEVEL,..", help=f"policies to try: {', '.join(LEVELS)} (default: all of them)"
+        "--recompute", metavar="LEVEL,..", help=f"policies to try: {', '.join(RECOMPUTE_LEVELS)} (default: all of them)"
     )
     work.add_argument(
         "--offload",

@@ -14,6 +14,7 @@ import torch
 from engine.checkpoint.model_folder import open_model
 from engine.config.data import DataOptions
 from engine.config.lora import BLOCK_LINEARS, LoraOptions
+from engine.config.memory import RECOMPUTE_LEVELS
 from engine.config.model import ModelOptions
 from engine.config.objective import ObjectiveOptions
 from engine.config.run import RunConfig
@@ -31,7 +32,6 @@ from engine.planning.search import Found, Wanted, search
 from engine.training.plan import training_plan
 
 GIB = 2**30
-LEVELS: tuple[Level, ...] = ("none", "selective", "attention", "full")
 PLACES = ("weights", "optimizer", "activations")
 STORED = {"bfloat16": torch.bfloat16, "float8": FLOAT8}
 
@@ -68,7 +68,7 @@ class Allowed:
         stored: of STORED.
     """
 
-    recompute: tuple[Level, ...] = LEVELS
+    recompute: tuple[Level, ...] = RECOMPUTE_LEVELS
     offload: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
 
@@ -215,9 +215,11 @@ def _chosen(option: str, text: str | None, known: tuple[str, ...]) -> tuple[str,
 def _levels(text: str | None) -> tuple[Level, ...]:
     names = _names(text)
     for name in names:
-        if name not in LEVELS:
-            raise UserError(f"--recompute has {name!r}, which is not a policy: choose from {', '.join(LEVELS)}.")
-    return tuple(level for level in LEVELS if level in names) if names else LEVELS
+        if name not in RECOMPUTE_LEVELS:
+            raise UserError(
+                f"--recompute has {name!r}, which is not a policy: choose from {', '.join(RECOMPUTE_LEVELS)}."
+            )
+    return tuple(level for level in RECOMPUTE_LEVELS if level in names) if names else RECOMPUTE_LEVELS
 
 
 def measured_cpu(memory: float) -> Machine:

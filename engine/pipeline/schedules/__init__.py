@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engine.config.parallel import SCHEDULES
 from engine.errors import UserError
 from engine.pipeline.schedule import Action, Schedule
 from engine.pipeline.schedules.interleaved import interleaved
 from engine.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
 from engine.pipeline.schedules.zero_bubble import zb_h1, zb_v
-
-SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zb_v", "lora")
 
 
 def default_virtual(name: str) -> int:
@@ -30,7 +29,7 @@ def make_schedule(
     out, no gradient is sent there, and their forward keeps nothing.
 
     Args:
-        name: one of SCHEDULES.
+        name: one of engine.config.parallel.SCHEDULES.
         num_ranks: pipeline ranks.
         virtual: stages a rank: 1 for 1f1b and zb_h1, 2 for zb_v, at least 2 for interleaved, any for lora.
         num_microbatches: in a step.

@@ -39,6 +39,19 @@ def dot_options(x: Tensor) -> dict[str, object]:
     return {"DOT": dtype, "PRECISION": "ieee" if dtype == tl.float32 else "tf32"}
 
 
+def dot_blocks(x: Tensor, num_ranks: int, length: int) -> tuple[int, int, dict[str, object]]:
+    """Rank block, block along a feature dimension of `length`, and the options they go with; for skinny products.
+
+    Products of fp32 run outside the tensor cores and need registers for their operands: half the block, a quarter of
+    the ranks.
+    """
+    options = dot_options(x)
+    wide = options["DOT"] == tl.float32
+    ranks = power_of_2(num_ranks, SMALLEST_DOT, 32 if wide else 128)
+    features = power_of_2(length, SMALLEST_DOT, 64 if wide else 128)
+    return ranks, features, {**options, "num_warps": 4 if ranks <= 32 else 8}
+
+
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors; on a CPU few enough for the interpreter, and more than one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

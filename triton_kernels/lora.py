@@ -1,18 +1,19 @@
-"""The skinny products of a low-rank adapter, each reading its wide operand once.
+"""The skinny products of a low-rank adapter on the side of its input, each reading its wide operand once.
 
     H   = drop(x) A^T            project
-    dH  = s dY B,  dB = s dY^T H   output_gradients: one read of dY
     dA  = dH^T drop(x)           a_gradient
     dX += drop'(dH A)            add_input_gradient; norm and SwiGLU do it themselves as a prologue (`update_tile`)
 
+Those on the side of the output, dH and dB, are in triton_kernels.output_gradients.
+
 drop(x) = x * keep / (1 - p); `keep` is drawn in the kernel or read as bits (triton_kernels.dropout), and 1 / (1 - p) is
-applied to the fp32 result. A may be stacked: q, k, v (gate, up) share x, so their A are one [R, I] matrix, H is [T, R],
-and each section of dY has its own columns of H and its own B.
+applied to the fp32 result. A may be stacked: q, k, v (gate, up) share x, so their A are one [R, I] matrix and H is
+[T, R].
 
 Reductions that are split over programs leave fp32 partial sums, added in a fixed order. Weight gradients are added to
 fp32 buffers or written there; they are never rounded in between.
 
-Legend: T tokens, I input features, O output features, R rows of the stacked A.
+Legend: T tokens, I input features, R rows of the stacked A.
 """
 
 from __future__ import annotations
@@ -25,21 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.dropout import DropoutMask, keep_tile, mask_arguments, mask_mode
-from triton_kernels.launch import SMALLEST_DOT, dot_options, power_of_2, rows_of, split_count
+from triton_kernels.launch import SMALLEST_DOT, dot_blocks, dot_options, power_of_2, rows_of, split_count
 from triton_kernels.partial_sums import sum_partials
-
-
-def _blocks(x: Tensor, num_ranks: int, length: int) -> tuple[int, int, dict[str, object]]:
-    """Rank block, block along a feature dimension of `length`, and the options they go with.
-
-    Products of fp32 run outside the tensor cores and need registers for their operands: half the block, a quarter of
-    the ranks.
-    """
-    options = dot_options(x)
-    wide = options["DOT"] == tl.float32
-    ranks = power_of_2(num_ranks, SMALLEST_DOT, 32 if wide else 128)
-    features = power_of_2(length, SMALLEST_DOT, 64 if wide else 128)
-    return ranks, features, {**options, "num_warps": 4 if ranks <= 32 else 8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +101,7 @@ def project(x_TI: Tensor, a_RI: Tensor, mask: DropoutMask | None = None, *, out:
         return out
     arguments = mask_arguments(mask)
     skip = arguments[-1]
-    ranks, inputs, options = _blocks(x_TI, num_ranks, num_inputs + skip)
+    ranks, inputs, options = dot_blocks(x_TI, num_ranks, num_inputs + skip)
     tokens = power_of_2(num_tokens, SMALLEST_DOT, 64)
     blocks = (triton.cdiv(num_tokens, tokens), triton.cdiv(num_ranks, ranks))
     splits, split_length = split_count(blocks[0] * blocks[1], num_inputs + skip, inputs, x_TI.device)
@@ -129,102 +117,6 @@ def project(x_TI: Tensor, a_RI: Tensor, mask: DropoutMask | None = None, *, out:
     if splits > 1:
         sum_partials(partial, out)
     return out
-
-
-@triton.jit
-def _output_gradients_kernel(
-    dy_ptr, dy_stride, h_ptr, h_stride, b_ptr, b_stride, dh_ptr, db_ptr, num_tokens, num_outputs, num_ranks,
-    split_length, DOT: tl.constexpr, PRECISION: tl.constexpr, WITH_DH: tl.constexpr, WITH_DB: tl.constexpr,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """One block of output columns, one range of tokens: dH summed over the columns, dB over the tokens."""
-    columns, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    outputs_O = columns * OUTPUTS + tl.arange(0, OUTPUTS)
-    ranks_R = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
-    ok_O, ok_R = outputs_O < num_outputs, ranks_R < num_ranks
-    ok_OR = ok_O[:, None] & ok_R[None, :]
-    if WITH_DH:
-        b_OR = tl.load(b_ptr + outputs_O[:, None] * b_stride + ranks_R[None, :], mask=ok_OR, other=0.0).to(DOT)
-    db_OR = tl.zeros([OUTPUTS, RANKS], tl.float32)
-    first = tl.program_id(1) * split_length
-    for start in range(first, tl.minimum(first + split_length, num_tokens), TOKENS):
-        tokens_T = start + tl.arange(0, TOKENS).to(tl.int64)
-        ok_T = tokens_T < num_tokens
-        dy_TO = tl.load(
-            dy_ptr + tokens_T[:, None] * dy_stride + outputs_O[None, :], mask=ok_T[:, None] & ok_O[None, :], other=0.0
-        ).to(DOT)
-        ok_TR = ok_T[:, None] & ok_R[None, :]
-        if WITH_DB:
-            h_TR = tl.load(h_ptr + tokens_T[:, None] * h_stride + ranks_R[None, :], mask=ok_TR, other=0.0).to(DOT)
-            db_OR = tl.dot(tl.trans(dy_TO), h_TR, db_OR, input_precision=PRECISION)
-        if WITH_DH:
-            dh_TR = tl.dot(dy_TO, b_OR, input_precision=PRECISION)
-            dh = dh_ptr + (columns * num_tokens + tokens_T)[:, None] * num_ranks + ranks_R[None, :]
-            tl.store(dh, dh_TR, mask=ok_TR)
-    if WITH_DB:
-        db = db_ptr + (split * num_outputs + outputs_O)[:, None] * num_ranks + ranks_R[None, :]
-        tl.store(db, db_OR, mask=ok_OR)
-
-
-def output_gradients(
-    dy_TO: Tensor,
-    h_TR: Tensor | None,
-    b_OR: Tensor | None,
-    scale: float,
-    *,
-    dh_out: Tensor | None = None,
-    db_out: Tensor | None = None,
-    add: bool = False,
-) -> None:
-    """dH = s dY B and dB = s dY^T H of one section, from one read of dY.
-
-    Either alone where the other has no place to go.
-
-    Args:
-        dy_TO: this section's columns of dY, rows any distance apart.
-        h_TR: this section's columns of H; needed for dB.
-        b_OR: this section's B; needed for dH.
-        scale: s.
-        dh_out: [T, R] this section's columns of dH, or None.
-        db_out: fp32 [O, R], or None.
-        add: add to `db_out` instead of overwriting it.
-    """
-    dy_TO = rows_of(dy_TO)
-    num_tokens, num_outputs = dy_TO.shape
-    like = db_out if dh_out is None else dh_out
-    if like is None:
-        return
-    num_ranks = like.shape[1]
-    if dy_TO.numel() == 0:
-        _clear(dh_out, None if add else db_out)
-        return
-    wide = torch.float32
-    ranks, outputs, options = _blocks(dy_TO, num_ranks, num_outputs)
-    if outputs == 128 and ranks <= 32:  # halves the partial sums of dH
-        outputs, options = power_of_2(num_outputs, 128, 256), {**options, "num_warps": 8}
-    tokens = power_of_2(num_tokens, SMALLEST_DOT, 64)
-    blocks = (triton.cdiv(num_outputs, outputs), triton.cdiv(num_ranks, ranks))
-    splits, split_length = split_count(blocks[0] * blocks[1], num_tokens, tokens, dy_TO.device)
-    dh = None if dh_out is None else torch.empty(blocks[0], num_tokens, num_ranks, dtype=wide, device=dy_TO.device)
-    db = None if db_out is None else torch.empty(splits, num_outputs, num_ranks, dtype=wide, device=dy_TO.device)
-    h_TR, h_stride = (None, 0) if h_TR is None else (rows_of(h_TR), rows_of(h_TR).stride(0))
-    b_OR, b_stride = (None, 0) if b_OR is None else (rows_of(b_OR), rows_of(b_OR).stride(0))
-    _output_gradients_kernel[(blocks[0], splits, blocks[1])](
-        dy_TO, dy_TO.stride(0), h_TR, h_stride, b_OR, b_stride, dh, db,
-        num_tokens, num_outputs, num_ranks, split_length,
-        WITH_DH=dh is not None, WITH_DB=db is not None,
-        TOKENS=tokens, OUTPUTS=outputs, RANKS=ranks, num_stages=2, **options,
-    )  # fmt: skip
-    if dh is not None and dh_out is not None:
-        sum_partials(dh, dh_out, scale=scale)
-    if db is not None and db_out is not None:
-        sum_partials(db, db_out, scale=scale, add=add)
-
-
-def _clear(*outs: Tensor | None) -> None:
-    for out in outs:
-        if out is not None:
-            out.zero_()
 
 
 @triton.jit(do_not_specialize=["key", "threshold"])
@@ -264,11 +156,12 @@ def a_gradient(dh_TR: Tensor, x_TI: Tensor, mask: DropoutMask | None, da_out: Te
     dh_TR, x_TI = rows_of(dh_TR), rows_of(x_TI)
     (num_tokens, num_inputs), num_ranks = x_TI.shape, dh_TR.shape[1]
     if num_tokens == 0:
-        _clear(None if add else da_out)
+        if not add:
+            da_out.zero_()
         return
     arguments = mask_arguments(mask)
     skip = arguments[-1]
-    ranks, inputs, options = _blocks(x_TI, num_ranks, num_inputs + skip)
+    ranks, inputs, options = dot_blocks(x_TI, num_ranks, num_inputs + skip)
     tokens = power_of_2(num_tokens, SMALLEST_DOT, 64)
     blocks = (triton.cdiv(num_inputs + skip, inputs), triton.cdiv(num_ranks, ranks))
     splits, split_length = split_count(blocks[0] * blocks[1], num_tokens, tokens, x_TI.device)
@@ -368,13 +261,11 @@ def add_input_gradient(dx_TI: Tensor, update: LowRankUpdate) -> Tensor:
     return dx_TI
 
 
-def bytes_moved(num_tokens: int, num_inputs: int, num_outputs: int, num_ranks: int, itemsize: int) -> dict[str, int]:
+def bytes_moved(num_tokens: int, num_inputs: int, num_ranks: int, itemsize: int) -> dict[str, int]:
     """Compulsory bytes of each product: operands read once, results written once, weight gradients in fp32."""
-    x, dy, h = (num_tokens * width * itemsize for width in (num_inputs, num_outputs, num_ranks))
-    a, b = num_ranks * num_inputs, num_ranks * num_outputs
+    x, h, a = num_tokens * num_inputs * itemsize, num_tokens * num_ranks * itemsize, num_ranks * num_inputs
     return {
         "project": x + a * itemsize + h,
-        "output_gradients": dy + h + b * itemsize + h + 4 * b,
         "a_gradient": h + x + 4 * a,
         "add_input_gradient": 2 * x + h + a * itemsize,
     }

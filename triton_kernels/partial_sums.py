@@ -1,11 +1,15 @@
 """The second stage of every reduction here: partial results, one per program, summed in a fixed order.
 
-out = scale * sum over s of partial[s], or added to what is there. No atomics, so the same bits in every run.
+out = scale * sum over s of partial[s], or added to what is there. No atomics, so the same bits in every run. Several
+results of one kernel are summed by one launch.
 
 Bytes moved: S M N fp32 read, M N written (read too where added).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -14,15 +18,42 @@ from torch import Tensor
 from triton_kernels.launch import power_of_2
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sum:
+    """One result.
+
+    Args:
+        partial_SMN: fp32; contiguous columns. S may be 0, which gives zeros.
+        out_MN: any dtype; contiguous columns, rows any distance apart.
+        scale: of the sum.
+    """
+
+    partial_SMN: Tensor
+    out_MN: Tensor
+    scale: float = 1.0
+
+
 @triton.jit
 def _sum_kernel(
-    partial_ptr, partial_stride, out_ptr, out_stride, num_partials, num_rows, num_columns, scale,
-    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    sums, partial_stride, row_stride, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    rows_M = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """`sums` has a tuple for each result: first program, partial pointer, S, out pointer and stride, M, N, scale."""
+    program = tl.program_id(0)
+    first_program, partial_ptr, num_partials, out_ptr, out_stride, num_rows, num_columns, scale = sums[0]
+    for index in tl.static_range(1, len(sums)):
+        here = program >= sums[index][0]
+        first_program = tl.where(here, sums[index][0], first_program)
+        partial_ptr = tl.where(here, sums[index][1], partial_ptr)
+        num_partials = tl.where(here, sums[index][2], num_partials)
+        out_ptr = tl.where(here, sums[index][3], out_ptr)
+        out_stride = tl.where(here, sums[index][4], out_stride)
+        num_rows = tl.where(here, sums[index][5], num_rows)
+        num_columns = tl.where(here, sums[index][6], num_columns)
+        scale = tl.where(here, sums[index][7], scale)
+    rows_M = (program - first_program).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns_N = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     ok_MN = (rows_M < num_rows)[:, None] & (columns_N < num_columns)[None, :]
-    partial = partial_ptr + rows_M[:, None] * num_columns + columns_N[None, :]
+    partial = partial_ptr + rows_M[:, None] * row_stride + columns_N[None, :]
     total_MN = tl.zeros([ROWS, COLUMNS], tl.float32)
     for _ in range(num_partials):
         total_MN += tl.load(partial, mask=ok_MN, other=0.0)
@@ -34,20 +65,33 @@ def _sum_kernel(
     tl.store(out, total_MN, mask=ok_MN)
 
 
-def sum_partials(partial_SMN: Tensor, out_MN: Tensor, *, scale: float = 1.0, add: bool = False) -> None:
-    """Writes scale * partial.sum(0) into `out`, or adds it.
+def sum_all(sums: Sequence[Sum], *, add: bool = False) -> None:
+    """Writes scale * partial.sum(0) into each `out`, or adds it, in one launch.
 
     Args:
-        partial_SMN: fp32, contiguous.
-        out_MN: any dtype; contiguous columns, rows any distance apart.
+        sums: their partials have the same strides, and their results one dtype.
+        add: to what is there.
     """
-    num_partials, num_rows, num_columns = partial_SMN.shape
-    if out_MN.numel() == 0:
+    sums = [one for one in sums if one.out_MN.numel() > 0]
+    if not sums:
         return
+    num_columns = max(one.out_MN.shape[1] for one in sums)
     columns = power_of_2(num_columns, 1, 256)
     rows = 1024 // columns
-    grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_columns, columns))
-    _sum_kernel[grid](
-        partial_SMN, partial_SMN.stride(0), out_MN, out_MN.stride(0), num_partials, num_rows, num_columns, scale,
-        ADD=add, ROWS=rows, COLUMNS=columns, num_warps=4,
-    )  # fmt: skip
+    records: list[tuple[object, ...]] = []
+    program = 0
+    for one in sums:
+        num_partials, *shape = one.partial_SMN.shape
+        records.append(
+            (program, one.partial_SMN, num_partials, one.out_MN, one.out_MN.stride(0), *shape, float(one.scale))
+        )
+        program += triton.cdiv(shape[0], rows)
+    partial_stride, row_stride, _ = sums[0].partial_SMN.stride()
+    _sum_kernel[(program, triton.cdiv(num_columns, columns))](
+        tuple(records), partial_stride, row_stride, ADD=add, ROWS=rows, COLUMNS=columns, num_warps=4
+    )
+
+
+def sum_partials(partial_SMN: Tensor, out_MN: Tensor, *, scale: float = 1.0, add: bool = False) -> None:
+    """`sum_all` of one."""
+    sum_all([Sum(partial_SMN=partial_SMN, out_MN=out_MN, scale=scale)], add=add)

@@ -1,14 +1,66 @@
 """The plain-torch specification of the ops that fuse what `reference` has apart; same signatures as the kernels.
 
-Legend: T tokens, F features, V vocabulary rows held here.
+Legend: T tokens, F features, V vocabulary rows held here, O output features, R rows of the stacked A.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from triton_kernels import reference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputSection:
+    """One adapter's place on the side of a linear's output.
+
+    Args:
+        first_column, num_columns: its output columns.
+        first_row, num_ranks: its columns of H and of dH, which are its rows of the stacked A.
+        b_OR: [num_columns, num_ranks], rows any distance apart; None where no dH is asked for.
+        scale: of dH.
+        db_out: fp32 [num_columns, num_ranks]; None where B is frozen.
+    """
+
+    first_column: int
+    num_columns: int
+    first_row: int
+    num_ranks: int
+    b_OR: Tensor | None = None
+    scale: float = 1.0
+    db_out: Tensor | None = None
+
+
+def output_gradients(
+    dy_TO: Tensor,
+    h_TR: Tensor | None,
+    sections: Sequence[OutputSection],
+    *,
+    dh_out: Tensor | None = None,
+    add: bool = False,
+) -> None:
+    """dH = s dY B into `dh_out` [T, R], and dB = dY^T H into the sections' `db_out` or added to them."""
+    for one in sections:
+        dy = dy_TO.narrow(1, one.first_column, one.num_columns)
+        if dh_out is not None:
+            assert one.b_OR is not None, "dH needs B"
+            dh = dh_out.narrow(1, one.first_row, one.num_ranks)
+            torch.mm(dy, one.b_OR, out=dh)
+            dh.mul_(one.scale)
+        if one.db_out is None:
+            continue
+        assert h_TR is not None, "dB needs H"
+        h = h_TR.narrow(1, one.first_row, one.num_ranks)
+        if dy.dtype == one.db_out.dtype:
+            one.db_out.addmm_(dy.t(), h, beta=1.0 if add else 0.0)
+        elif add:
+            one.db_out.add_(dy.t() @ h)
+        else:
+            one.db_out.copy_(dy.t() @ h)
 
 
 def residual_rmsnorm_forward(

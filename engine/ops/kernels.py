@@ -18,6 +18,7 @@ from engine.ops.gradients import add_product
 from triton_kernels import reference, reference_fused
 from triton_kernels.linear_cross_entropy import LossKernels
 from triton_kernels.philox import dropout_mask
+from triton_kernels.reference_fused import OutputSection
 
 Mask: TypeAlias = Any
 """A dropout mask in the form of the backend that drew it, which alone looks into it: booleans, bits, or a record of the
@@ -65,6 +66,14 @@ class NormBackward(Protocol):
     ) -> Tensor: ...  # fmt: skip
 
 
+class OutputGradients(Protocol):
+    """dH = s dY B into `dh_out` [T, R] and dB = dY^T H added to the sections' gradients, from one read of dY."""
+
+    def __call__(
+        self, dy_TO: Tensor, h_TR: Tensor, sections: Sequence[OutputSection], *, dh_out: Tensor
+    ) -> None: ...  # fmt: skip
+
+
 class SwiGLUBackward(Protocol):
     """[dgate | dup], for a gradient dy that still lacks `update`."""
 
@@ -105,6 +114,8 @@ class Kernels:
             which dH^T drop(x) is added.
         b_gradient: dY, H, and for each adapter its first output column, first row in the stack and fp32 gradient, to
             which dY^T H is added.
+        output_gradients: dH and dB together; None where the backend has nothing that beats torch's product for dH and
+            `b_gradient` after it.
         apply_update: dx, update: dx + update, in place where dx allows it.
         split_rotate_backward: dq, dk, dv, cos, sin: the gradient of the fused product.
         loss: statistics and gradient of a shard of the vocabulary; see triton_kernels.linear_cross_entropy.
@@ -127,6 +138,7 @@ class Kernels:
     split_rotate_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     attention: Attention
     loss: LossKernels
+    output_gradients: OutputGradients | None = None
     product: Callable[[Tensor, Tensor], Tensor] = torch.mm
     folds: Callable[[int, int], bool] = _always
 
@@ -183,6 +195,10 @@ def _b_gradient(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[tuple[int, int,
         add_product(gradient, dy_TO.narrow(1, column, num_columns).t(), h_TR.narrow(1, row, rank))
 
 
+def _output_gradients(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[OutputSection], *, dh_out: Tensor) -> None:
+    reference_fused.output_gradients(dy_TO, h_TR, sections, dh_out=dh_out, add=True)
+
+
 def _split_rotate(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,6 +232,7 @@ REFERENCE = Kernels(
     project=_project,
     a_gradient=_a_gradient,
     b_gradient=_b_gradient,
+    output_gradients=_output_gradients,
     apply_update=_apply_update,
     split_rotate=_split_rotate,
     split_rotate_backward=_split_rotate_backward,

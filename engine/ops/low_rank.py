@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.ops.dropout import DropoutSite
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import InputUpdate, Kernels
+from triton_kernels.reference_fused import OutputSection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +108,29 @@ def projection_gradient(dy_TO: Tensor, low_rank: LowRank) -> Tensor:
     for factor in low_rank.factors:
         torch.mm(factor.columns(dy_TO), factor.b_OR, out=factor.rows(dh))
     return low_rank.scale_(dh)
+
+
+def output_gradients(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank, kernels: Kernels) -> Tensor:
+    """As `projection_gradient`, and what `accumulate_b` does from the same read of dY; for backends that have it."""
+    assert kernels.output_gradients is not None
+    sections = [
+        OutputSection(
+            first_column=factor.first_column,
+            num_columns=factor.num_columns,
+            first_row=factor.first_row,
+            num_ranks=factor.b_OR.shape[1],
+            b_OR=factor.b_OR,
+            scale=factor.scale,
+            db_out=None if factor.sink_b is None else factor.sink_b.buffer,
+        )
+        for factor in low_rank.factors
+    ]
+    dh = dy_TO.new_empty(dy_TO.shape[0], low_rank.rank)
+    kernels.output_gradients(dy_TO, h_TR, sections, dh_out=dh)
+    for factor in low_rank.factors:
+        if factor.sink_b is not None:
+            factor.sink_b.added()
+    return dh
 
 
 def accumulate_a(dh_TR: Tensor, x_TI: Tensor, mask: Tensor | None, low_rank: LowRank, kernels: Kernels) -> None:

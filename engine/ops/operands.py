@@ -68,6 +68,11 @@ class LinearOperands:
         return any(sink.weight is not None for sink in self.sinks)
 
     @property
+    def one_read(self) -> bool:
+        """Whether one read of dY can make dH and dB: dH is no part of the base's product, and the backend knows how."""
+        return self.low_rank is not None and not self.folded and self.kernels.output_gradients is not None
+
+    @property
     def _num_columns(self) -> int:
         """Of what products multiply with: [W | B] where folded, else W."""
         return self.extended_OE.shape[1] if self.folded else self.in_features

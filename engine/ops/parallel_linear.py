@@ -41,7 +41,7 @@ from engine.distributed.collectives import (
 from engine.ops.context import TokenContext
 from engine.ops.inputs import LinearInput
 from engine.ops.kernels import Mask
-from engine.ops.low_rank import accumulate_a, accumulate_b, add_expansion, projection_gradient
+from engine.ops.low_rank import accumulate_a, accumulate_b, add_expansion, output_gradients, projection_gradient
 from engine.ops.operands import LinearOperands, accumulate_base
 
 
@@ -87,8 +87,8 @@ class _ColumnLinear(torch.autograd.Function):
         u, statistics, h, mask = _saved(ctx)
         source, operands = ctx.source, ctx.operands
         needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
-        dx, dh, handle = _column_input_gradient(operands, dy, mask, needs_du, ctx.gathers)
-        if h is not None and operands.low_rank is not None:
+        dx, dh, handle = _column_input_gradient(operands, dy, h, mask, needs_du, ctx.gathers)
+        if h is not None and operands.low_rank is not None and not _one_read(operands, ctx.gathers):
             accumulate_b(dy, h, operands.low_rank, operands.kernels)  # hides the collective
         x = None
         if operands.low_rank is not None or operands.trains_weight:
@@ -96,15 +96,18 @@ class _ColumnLinear(torch.autograd.Function):
         full, full_handle = x, Handle()
         if operands.trains_weight and x is not None and ctx.gathers:
             full, full_handle = all_gather_async(x, operands.axis)
+        travels = _update_after_collective(operands, ctx.gathers)
+        if operands.low_rank is not None and not travels:
+            assert dh is not None and x is not None
+            accumulate_a(dh, x, mask, operands.low_rank, operands.kernels)  # hides the collective
         handle.wait()
         update = None
-        if operands.low_rank is not None:
+        if operands.low_rank is not None and travels:
             if operands.folded:
                 dx, dh = operands.split_gradient(dx)
             assert dh is not None and x is not None
             accumulate_a(dh, x, mask, operands.low_rank, operands.kernels)
-            if _update_after_collective(operands, ctx.gathers):
-                update = operands.low_rank.input_update(dh, mask)
+            update = operands.low_rank.input_update(dh, mask)
         full_handle.wait()
         accumulate_base(operands, dy, full, dy)
         du = source.gradient(dx, u, statistics, update, operands.kernels) if needs_du else None
@@ -127,14 +130,20 @@ def _gather_input(operands: LinearOperands, x: Tensor, h: Tensor | None) -> tupl
 
 
 def _update_after_collective(operands: LinearOperands, gathers: bool) -> bool:
-    """Whether dH is complete when dX is, so that dX += drop'(dH A) may follow the collective."""
+    """Whether dH travels with dX and is complete when it is, so that dX += drop'(dH A) may follow the collective."""
     return gathers or operands.folded or operands.joint or operands.axis.size == 1
 
 
+def _one_read(operands: LinearOperands, gathers: bool) -> bool:
+    """Whether a column linear makes dB together with dH. Where dH travels, dB has a collective to hide instead, which
+    saves as much as the second read of dY costs."""
+    return operands.one_read and (operands.axis.size == 1 or not _update_after_collective(operands, gathers))
+
+
 def _column_input_gradient(
-    operands: LinearOperands, dy: Tensor, mask: Mask | None, needs_dx: bool, gathers: bool
+    operands: LinearOperands, dy: Tensor, h: Tensor | None, mask: Mask | None, needs_dx: bool, gathers: bool
 ) -> tuple[Tensor, Tensor | None, Handle]:
-    """Starts dX and dH on their way.
+    """Starts dX and dH on their way; adds dB to its sinks where it comes from the same read of dY as dH.
 
     Returns:
         dX (with dH beside it in one buffer where folded; dX is empty where it is not needed), dH, and the handle to
@@ -146,7 +155,7 @@ def _column_input_gradient(
         both = operands.input_gradient(dy) if needs_dx else operands.projection_alone(dy)
         both, handle = start(both, axis)
         return both, None, handle
-    dh = projection_gradient(dy, low_rank) if low_rank is not None else None
+    dh = None if low_rank is None else _projection_gradient(operands, dy, h, one_read=_one_read(operands, gathers))
     if not needs_dx:
         if dh is not None and (gathers or operands.joint):
             dh, handle = start(dh, axis)
@@ -163,6 +172,14 @@ def _column_input_gradient(
     dh, dh_handle = start(dh, axis)
     dx, dx_handle = start(dx, axis)
     return dx, dh, Handle.both(dh_handle, dx_handle)
+
+
+def _projection_gradient(operands: LinearOperands, dy: Tensor, h: Tensor | None, *, one_read: bool) -> Tensor:
+    """dH, and dB in its sinks where one read of dY makes both."""
+    assert operands.low_rank is not None and h is not None
+    if one_read:
+        return output_gradients(dy, h, operands.low_rank, operands.kernels)
+    return projection_gradient(dy, operands.low_rank)
 
 
 class _RowLinear(torch.autograd.Function):
@@ -208,10 +225,11 @@ class _RowLinear(torch.autograd.Function):
             if operands.folded and needs_du:
                 dx, dh = operands.split_gradient(operands.input_gradient(dy))
             else:
-                dh = projection_gradient(dy, low_rank)
+                dh = _projection_gradient(operands, dy, h, one_read=operands.one_read)
                 dx = operands.input_gradient(dy) if needs_du else None
             accumulate_a(dh, x, mask, low_rank, operands.kernels)
-            accumulate_b(dy, h, low_rank, operands.kernels)
+            if not operands.one_read:
+                accumulate_b(dy, h, low_rank, operands.kernels)
             update = low_rank.input_update(dh, mask)
         # the bias is added to this rank's tokens only, after the reduction
         accumulate_base(operands, dy, x, local_dy)

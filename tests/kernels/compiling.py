@@ -15,6 +15,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,19 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from triton_kernels import cross_entropy, dropout, launch, lora, lora_matmul, quantize, rmsnorm, rope, swiglu
+from triton_kernels import (
+    cross_entropy,
+    dropout,
+    launch,
+    lora,
+    lora_matmul,
+    output_gradients,
+    quantize,
+    reference_fused,
+    rmsnorm,
+    rope,
+    swiglu,
+)
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _seen: set[int] = set()
@@ -69,7 +82,7 @@ def _pretend_to_have_a_gpu() -> None:
     JITFunction.__getitem__ = _compile_instead
     options = {t: {"DOT": launch._TYPES[t], "PRECISION": "tf32"} for t in (torch.bfloat16, torch.float16)}
     options[torch.float32] = {"DOT": launch._TYPES[torch.float32], "PRECISION": "ieee"}
-    for module in (lora, lora_matmul):
+    for module in (launch, lora, lora_matmul):
         module.dot_options = lambda x: options[x.dtype]
     quantize.casts = lambda x: True
 
@@ -103,8 +116,21 @@ def _adapters(dtype: torch.dtype, num_tokens: int, width: int, rank: int, offset
         lora.add_input_gradient(x, update)
         rmsnorm.rmsnorm_backward(x, x, weight, rstd, residual_gradient_TF=x, update=update)
         swiglu.swiglu_backward(x, gate_up, update=update, out=gate_up)
-    lora.output_gradients(x, h, b, 2.0, dh_out=h, db_out=torch.empty(width, rank), add=True)
+    _output_gradients(x, h, b)
     lora_matmul.lora_matmul(x, empty(width, width), h, b, 2.0)
+
+
+def _output_gradients(dy: Tensor, h: Tensor, b: Tensor) -> None:
+    """One adapter, dB alone and both; three on one input, as q, k and v have them."""
+    (width, rank), gradient = b.shape, torch.empty(b.shape)
+    one = reference_fused.OutputSection(
+        first_column=0, num_columns=width, first_row=0, num_ranks=rank, b_OR=b, db_out=gradient
+    )
+    output_gradients.output_gradients(dy, h, [one], add=True)
+    output_gradients.output_gradients(dy, h, [one], dh_out=torch.empty_like(h), add=True)
+    wide, stacked = torch.cat((dy, dy, dy), 1), torch.cat((h, h, h), 1)
+    three = [replace(one, first_column=i * width, first_row=i * rank) for i in range(3)]
+    output_gradients.output_gradients(wide, stacked, three, dh_out=torch.empty_like(stacked), add=True)
 
 
 def _elementwise(dtype: torch.dtype, num_tokens: int, width: int, heads: int, head_dim: int) -> None:

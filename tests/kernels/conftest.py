@@ -19,6 +19,7 @@ KERNELS = (
     "partial_sums",
     "lora",
     "lora_matmul",
+    "output_gradients",
     "rmsnorm",
     "swiglu",
     "rope",

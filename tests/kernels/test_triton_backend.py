@@ -21,6 +21,7 @@ from tests.kernels.comparing import assert_as_exact_as_torch, places, random_row
 from tests.small_training import SmallTraining
 from triton_kernels.lora_matmul import lora_matmul
 from triton_kernels.philox import dropout_scale
+from triton_kernels.reference_fused import OutputSection
 
 SHAPES = pytest.mark.parametrize("shape", [(5, 123, 3), (1, 20, 16), (0, 24, 4), (70, 131, 21)], ids=str)
 """tokens, features, rank; every tensor is a view of rows that lie further apart than they are long."""
@@ -131,6 +132,38 @@ def test_b_gradient(place, shape: tuple[int, int, int]) -> None:
     REFERENCE.b_gradient(dy.double(), h.double(), list(zip(columns, rows, exact, strict=True)))
     for results in zip(ours, torchs, exact, strict=True):
         assert_as_exact_as_torch(*results, "dB")
+
+
+@places
+@SHAPES
+def test_output_gradients(place, shape: tuple[int, int, int]) -> None:
+    """Both gradients of two adapters, the second of which is frozen in its B."""
+    num_tokens, num_outputs, rank = shape
+    dy, h = random_rows(place, num_tokens, num_outputs, gap=5), random_rows(place, num_tokens, rank, gap=2, seed=1)
+    b = random_rows(place, num_outputs - 4, rank - 1, gap=3, seed=2)
+    gradients = _accumulated(place, (num_outputs - 4, rank - 1))
+    results = []
+    for kernels, dtype, (gradient,) in zip(
+        (TRITON, REFERENCE, REFERENCE), (place[1], place[1], torch.float64), gradients, strict=True
+    ):
+        first = OutputSection(
+            first_column=4,
+            num_columns=num_outputs - 4,
+            first_row=1,
+            num_ranks=rank - 1,
+            b_OR=b.to(dtype),
+            scale=1.5,
+            db_out=gradient,
+        )
+        second = replace(
+            first, first_column=0, first_row=0, num_columns=1, num_ranks=1, b_OR=b[:1, :1].to(dtype), db_out=None
+        )
+        dh = torch.zeros(num_tokens, rank, dtype=dtype, device=place[0])
+        assert kernels.output_gradients is not None
+        kernels.output_gradients(dy.to(dtype), h.to(dtype), [second, first], dh_out=dh)
+        results.append((dh, gradient))
+    for name, *each in zip(("dH", "dB"), *results, strict=True):
+        assert_as_exact_as_torch(*each, name)
 
 
 @places

@@ -1,4 +1,7 @@
-"""The low-rank products against plain torch, in fp64 for the truth and in the tested dtype for the error allowed."""
+"""The low-rank products against plain torch, in fp64 for the truth and in the tested dtype for the error allowed.
+
+Those on the side of the output have a file of their own.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from tests.kernels.comparing import assert_as_exact_as_torch, places, random_row
 from triton_kernels import lora, philox
 from triton_kernels.dropout import DropoutMask
 from triton_kernels.lora_matmul import lora_matmul
+from triton_kernels.output_gradients import output_gradients
+from triton_kernels.reference_fused import OutputSection
 
 SCALE = 2.0
 SHAPES = [(5, 123, 45, 3), (1, 17, 20, 16), (150, 290, 270, 24)]
@@ -44,26 +49,6 @@ def test_project(place, shape: tuple[int, ...], dropout) -> None:
     torchs = (x * factor.to(x.dtype)) @ a.t()
     assert_as_exact_as_torch(ours, torchs, (x.double() * factor.double()) @ a.double().t(), "H")
     assert (wide[:, :4] == 7).all(), "wrote outside its columns"
-
-
-@places
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_output_gradients(place, shape: tuple[int, ...]) -> None:
-    num_tokens, _, num_outputs, rank = shape
-    dy, h = random_rows(place, num_tokens, num_outputs, gap=3), random_rows(place, num_tokens, rank, gap=2)
-    b = random_rows(place, num_outputs, rank)
-    dh = torch.empty(num_tokens, rank + 2, dtype=place[1], device=place[0])[:, 2:]
-    db = random_rows((place[0], torch.float32), num_outputs, rank, seed=3)
-    before = db.double()
-    lora.output_gradients(dy, h, b, SCALE, dh_out=dh, db_out=db, add=True)
-    assert_as_exact_as_torch(dh, dy @ b * SCALE, dy.double() @ b.double() * SCALE, "dH")
-    exact = before + SCALE * dy.double().t() @ h.double()
-    assert_as_exact_as_torch(db, before.to(torch.float32) + SCALE * (dy.t() @ h), exact, "dB")
-    alone, db_alone = torch.empty_like(dh), torch.empty_like(db)
-    lora.output_gradients(dy, None, b, SCALE, dh_out=alone)
-    lora.output_gradients(dy, h, None, SCALE, db_out=db_alone)
-    assert torch.equal(alone, dh), "dH depends on whether dB is made"
-    assert_as_exact_as_torch(db_alone, SCALE * (dy.t() @ h), exact - before, "dB alone")
 
 
 @places
@@ -122,9 +107,10 @@ def test_equals_autograd_of_a_whole_adapter(place) -> None:
     exact = torch.autograd.grad(SCALE * ((wide_x * factor) @ wide_a.t()) @ wide_b.t(), leaves, dy.double())
     torchs = torch.autograd.grad(SCALE * ((x * factor.to(x.dtype)) @ a.t()) @ b.t(), (x, a, b), dy)
     x, a, b = x.detach(), a.detach(), b.detach()
-    h, dh = lora.project(x, a, mask), torch.empty(6, 4, dtype=place[1], device=device)
+    h, dh = lora.project(x, a, mask) * SCALE, torch.empty(6, 4, dtype=place[1], device=device)
     da, db = torch.empty(4, 40, device=device), torch.empty(9, 4, device=device)
-    lora.output_gradients(dy, h, b, SCALE, dh_out=dh, db_out=db)
+    output = OutputSection(first_column=0, num_columns=9, first_row=0, num_ranks=4, b_OR=b, scale=SCALE, db_out=db)
+    output_gradients(dy, h, [output], dh_out=dh)
     lora.a_gradient(dh, x, mask, da)
     dx = lora.add_input_gradient(torch.zeros_like(x), lora.LowRankUpdate(dh_TR=dh, a_RI=a, mask=mask))
     for name, ours, torch_s, truth in zip(("dX", "dA", "dB"), (dx, da, db), torchs, exact, strict=True):
@@ -134,16 +120,14 @@ def test_equals_autograd_of_a_whole_adapter(place) -> None:
 @places
 def test_no_tokens(place) -> None:
     device, dtype = place
-    x, dy = torch.empty(0, 8, dtype=dtype, device=device), torch.empty(0, 6, dtype=dtype, device=device)
+    x = torch.empty(0, 8, dtype=dtype, device=device)
     h, a = torch.empty(0, 4, dtype=dtype, device=device), torch.ones(4, 8, dtype=dtype, device=device)
     b, w = torch.ones(6, 4, dtype=dtype, device=device), torch.ones(6, 8, dtype=dtype, device=device)
-    da, db = torch.ones(4, 8, device=device), torch.ones(6, 4, device=device)
+    da = torch.ones(4, 8, device=device)
     assert lora.project(x, a).shape == (0, 4)
     assert lora_matmul(x, w, h, b, SCALE).shape == (0, 6)
     assert lora.add_input_gradient(x, lora.LowRankUpdate(dh_TR=h, a_RI=a)).shape == (0, 8)
-    lora.output_gradients(dy, h, b, SCALE, dh_out=h, db_out=db, add=True)
     lora.a_gradient(h, x, None, da, add=True)
-    assert (da == 1).all() and (db == 1).all(), "no tokens add nothing"
-    lora.output_gradients(dy, h, b, SCALE, db_out=db)
+    assert (da == 1).all(), "no tokens add nothing"
     lora.a_gradient(h, x, None, da)
-    assert (da == 0).all() and (db == 0).all(), "no tokens have a gradient of zero"
+    assert (da == 0).all(), "no tokens have a gradient of zero"

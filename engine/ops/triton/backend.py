@@ -17,10 +17,11 @@ from torch.nn.functional import pad
 
 from engine.ops.attention import attention_by_document
 from engine.ops.kernels import InputUpdate, Kernels, Mask
-from triton_kernels import cross_entropy, lora, rmsnorm, rope, swiglu
+from triton_kernels import cross_entropy, lora, output_gradients, rmsnorm, rope, swiglu
 from triton_kernels.dropout import DropoutMask, dropout_bits
 from triton_kernels.launch import rows_of
 from triton_kernels.linear_cross_entropy import LossKernels
+from triton_kernels.reference_fused import OutputSection
 
 KEEP_BITS = True
 """Whether a mask is drawn once and kept as bits, T F / 8 bytes until backward, or is drawn again by each of the three
@@ -123,10 +124,22 @@ def _a_gradient(
 
 
 def _b_gradient(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[tuple[int, int, Tensor]]) -> None:
-    for column, row, gradient in gradients:
-        num_columns, rank = gradient.shape
-        section_TO, section_TR = dy_TO.narrow(1, column, num_columns), h_TR.narrow(1, row, rank)
-        lora.output_gradients(section_TO, section_TR, None, 1.0, db_out=gradient, add=True)
+    sections = [
+        OutputSection(
+            first_column=column,
+            num_columns=gradient.shape[0],
+            first_row=row,
+            num_ranks=gradient.shape[1],
+            db_out=gradient,
+        )
+        for column, row, gradient in gradients
+    ]
+    if sections:
+        output_gradients.output_gradients(dy_TO, h_TR, sections, add=True)
+
+
+def _output_gradients(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[OutputSection], *, dh_out: Tensor) -> None:
+    output_gradients.output_gradients(dy_TO, h_TR, sections, dh_out=dh_out, add=True)
 
 
 def _apply_update(dx: Tensor, update: InputUpdate) -> Tensor:
@@ -159,6 +172,7 @@ TRITON = Kernels(
     project=_project,
     a_gradient=_a_gradient,
     b_gradient=_b_gradient,
+    output_gradients=_output_gradients,
     apply_update=_apply_update,
     split_rotate=_split_rotate,
     split_rotate_backward=_split_rotate_backward,

@@ -7,7 +7,7 @@ Legend: T tokens, I input features, O output features of both, R rows of the sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.kernels import Kernels
+from triton_kernels.reference_fused import OutputSection
 
 from ..case import TORCH, Case, Contestant, Results
 from ..ceilings import Demand
@@ -52,10 +53,15 @@ def _demand(setting: Setting, kind: str) -> Demand:
     from triton_kernels.lora import bytes_moved
 
     options = setting.options
-    sizes = (options.tokens, options.hidden, options.intermediate)
-    if kind == "output_gradients":  # each section has its own columns of dY and of H
-        return Demand(moved=SECTIONS * bytes_moved(*sizes, options.rank, setting.itemsize)[kind])
-    return Demand(moved=bytes_moved(*sizes, SECTIONS * options.rank, setting.itemsize)[kind])
+    num_ranks = SECTIONS * options.rank
+    return Demand(moved=bytes_moved(options.tokens, options.hidden, num_ranks, setting.itemsize)[kind])
+
+
+def _output_demand(setting: Setting, widths: Sequence[int], *, both: bool) -> Demand:
+    from triton_kernels.output_gradients import bytes_moved
+
+    options = setting.options
+    return Demand(moved=bytes_moved(options.tokens, widths, options.rank, setting.itemsize, both=both))
 
 
 def _size(setting: Setting, width: int) -> str:
@@ -170,46 +176,68 @@ def b_gradient(setting: Setting) -> Case:
     contestants = {name: engine(kernels) for name, kernels in setting.backends.items()}
     return Case(
         size=_size(setting, given.dy.shape[1]),
-        demand=_demand(setting, "output_gradients"),
+        demand=_output_demand(setting, [options.intermediate] * SECTIONS, both=False),
         contestants=_with_torch(setting, contestants, _by_section, given.dy, given.h),
         answer=lambda: _by_section(given.dy.double(), given.h.double()),
     )
 
 
-def output_gradients(setting: Setting) -> Case:
-    """dH = dY B and dB = dY^T H together; what an unfolded adapter computes of dY beside the base's product."""
-    given, options = _inputs(setting, "output gradients"), setting.options
+def _qkv(setting: Setting) -> list[int]:
+    """Columns of queries, keys and values."""
+    shared = setting.options.kv_heads * setting.options.head_dim
+    return [setting.options.heads * setting.options.head_dim, shared, shared]
 
-    def plain(dy: Tensor, h: Tensor, b: Tensor) -> Results:
-        halves = zip(dy.chunk(SECTIONS, dim=1), b.chunk(SECTIONS), strict=True)
-        return torch.cat([part @ each for part, each in halves], dim=1), *_by_section(dy, h)
 
-    contestants: dict[str, Contestant] = {}
-    if setting.has_triton:
-        contestants["triton, one read"] = _triton_output_gradients(setting, given)
+def output_gradients(setting: Setting, *, widths: Callable[[Setting], Sequence[int]]) -> Case:
+    """dH = dY B and dB += dY^T H together: what an adapter that is not folded computes of dY beside the base's product.
+
+    The limit is one read of dY. A backend without a kernel for both has two products, as in a step.
+    """
+    options, sizes = setting.options, widths(setting)
+    draws, rank = setting.draws(f"output gradients {len(sizes)}"), options.rank
+    dy, h = draws.normal(options.tokens, sum(sizes)), draws.normal(options.tokens, rank * len(sizes))
+    parts = [draws.normal(size, rank, scale=0.02) for size in sizes]
+
+    def plain(dy: Tensor, h: Tensor, *parts: Tensor) -> Results:
+        columns, ranks = dy.split(sizes, dim=1), h.split(rank, dim=1)
+        dh = torch.cat([part @ b for part, b in zip(columns, parts, strict=True)], dim=1)
+        return dh, *(part.t() @ low for part, low in zip(columns, ranks, strict=True))
+
+    contestants = {name: _output_gradients_of(kernels, dy, h, parts) for name, kernels in setting.backends.items()}
     return Case(
-        size=f"{options.tokens}x{given.dy.shape[1]}, rank {SECTIONS}x{options.rank}",
-        demand=_demand(setting, "output_gradients"),
-        contestants=_with_torch(setting, contestants, plain, given.dy, given.h, given.b),
-        answer=lambda: plain(given.dy.double(), given.h.double(), given.b.double()),
+        size=f"{options.tokens}x{'+'.join(map(str, sizes))}, rank {rank}",
+        demand=_output_demand(setting, sizes, both=True),
+        contestants=_with_torch(setting, contestants, plain, dy, h, *parts),
+        answer=lambda: plain(dy.double(), h.double(), *(b.double() for b in parts)),
     )
 
 
-def _triton_output_gradients(setting: Setting, given: _Inputs) -> Contestant:
-    from triton_kernels.lora import output_gradients as launch
-
-    options = setting.options
-    dh = torch.empty_like(given.dh)
-    buffers = [torch.zeros(options.intermediate, options.rank, device=setting.device) for _ in range(SECTIONS)]
+def _output_gradients_of(kernels: Kernels, dy: Tensor, h: Tensor, parts: Sequence[Tensor]) -> Contestant:
+    rank = parts[0].shape[1]
+    buffers = [torch.zeros(b.shape, device=b.device) for b in parts]
+    sections, column = [], 0
+    for number, (b, buffer) in enumerate(zip(parts, buffers, strict=True)):
+        sections.append(
+            OutputSection(
+                first_column=column, num_columns=b.shape[0], first_row=number * rank, num_ranks=rank, b_OR=b,
+                db_out=buffer,
+            )
+        )  # fmt: skip
+        column += b.shape[0]
+    places = [(one.first_column, one.first_row, buffer) for one, buffer in zip(sections, buffers, strict=True)]
+    dh = torch.empty_like(h)
 
     def run() -> Results:
-        for index, buffer in enumerate(buffers):
-            columns = slice(index * options.intermediate, (index + 1) * options.intermediate)
-            ranks = slice(index * options.rank, (index + 1) * options.rank)
-            launch(given.dy[:, columns], given.h[:, ranks], given.b[columns], 1.0, dh_out=dh[:, ranks], db_out=buffer)
+        if kernels.output_gradients is not None:
+            kernels.output_gradients(dy, h, sections, dh_out=dh)
+            return dh, *buffers
+        for one, b in zip(sections, parts, strict=True):
+            columns = dy.narrow(1, one.first_column, one.num_columns)
+            torch.mm(columns, b, out=dh.narrow(1, one.first_row, rank))
+        kernels.b_gradient(dy, h, places)
         return dh, *buffers
 
-    return Contestant(run=run)
+    return Contestant(run=run, reset=partial(_clear, buffers))
 
 
 def apply_update(setting: Setting, *, dropped: bool) -> Case:
@@ -245,7 +273,8 @@ CASES = {
     "LoRA dA": partial(a_gradient, dropped=False),
     "LoRA dA, dropout": partial(a_gradient, dropped=True),
     "LoRA dB": b_gradient,
-    "LoRA dH and dB": output_gradients,
+    "LoRA dH and dB": partial(output_gradients, widths=lambda setting: [setting.options.intermediate] * SECTIONS),
+    "LoRA dH and dB of q, k, v": partial(output_gradients, widths=_qkv),
     "LoRA update of dX": partial(apply_update, dropped=False),
     "LoRA update of dX, dropout": partial(apply_update, dropped=True),
 }

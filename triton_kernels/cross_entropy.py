@@ -7,8 +7,8 @@ three numbers a token; whoever has the other shards combines them:
 
     m = max over shards of max;  total = sum over shards of sum * exp(max - m);  target = sum over shards of target
 
-`local_gradient` then overwrites the logits. `cross_entropy_statistics` and `cross_entropy_backward` are the same in two
-steps that agree on the maximum first, with the reference's signatures. No collective is called here.
+`local_gradient` then overwrites the logits. No collective is called here. Specification:
+`triton_kernels.reference_fused.local_statistics` and `local_gradient`.
 
 Rows whose scale is 0 (tokens without a label) are not read in `local_gradient`: their gradient is 0.
 
@@ -51,33 +51,9 @@ def _local_statistics_kernel(
 
 
 @triton.jit
-def _exponentials_kernel(
-    logits_ptr, logits_stride, targets_ptr, max_ptr, sum_ptr, target_ptr, num_columns, BLOCK: tl.constexpr
-):
-    token = tl.program_id(0).to(tl.int64)
-    logits = logits_ptr + token * logits_stride
-    highest = tl.load(max_ptr + token)
-    target = tl.load(targets_ptr + token)
-    here = (target >= 0) & (target < num_columns)
-    # read before the row is overwritten
-    shifted = tl.load(logits + target, mask=here, other=0.0) - highest
-    tl.store(target_ptr + token, tl.where(here, shifted, 0.0))
-    tl.debug_barrier()
-    total = 0.0
-    for start in range(0, num_columns, BLOCK):
-        columns_V = start + tl.arange(0, BLOCK)
-        ok_V = columns_V < num_columns
-        exponential_V = tl.exp(tl.load(logits + columns_V, mask=ok_V, other=float("-inf")) - highest)
-        tl.store(logits + columns_V, exponential_V, mask=ok_V)
-        total += tl.sum(exponential_V, 0)
-    tl.store(sum_ptr + token, total)
-
-
-@triton.jit
 def _gradient_kernel(
-    logits_ptr, logits_stride, targets_ptr, max_ptr, total_ptr, scale_ptr, num_columns,
-    EXPONENTIALS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr, logits_stride, targets_ptr, max_ptr, total_ptr, scale_ptr, num_columns, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     columns_V = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok_V = columns_V < num_columns
@@ -86,9 +62,8 @@ def _gradient_kernel(
     factor = scale / tl.load(total_ptr + token)
     logits = logits_ptr + token * logits_stride + columns_V
     value_V = tl.load(logits, mask=columns_V < num_read, other=0.0).to(tl.float32)
-    if not EXPONENTIALS:
-        value_V = tl.exp(value_V - tl.load(max_ptr + token))
-    gradient_V = tl.where(columns_V < num_read, value_V * factor, 0.0)
+    exponential_V = tl.exp(value_V - tl.load(max_ptr + token))
+    gradient_V = tl.where(columns_V < num_read, exponential_V * factor, 0.0)
     gradient_V = tl.where(columns_V == tl.load(targets_ptr + token), gradient_V - scale, gradient_V)
     tl.store(logits, gradient_V, mask=ok_V)
 
@@ -114,19 +89,6 @@ def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tens
     return results[0], results[1], results[2]
 
 
-def _launch_gradient(
-    logits_TV: Tensor, targets_T: Tensor, max_T: Tensor | None, total_T: Tensor, scale_T: Tensor
-) -> Tensor:
-    num_tokens, num_columns = logits_TV.shape
-    if logits_TV.numel() > 0:
-        block = power_of_2(num_columns, 1, 4096)
-        _gradient_kernel[(num_tokens, triton.cdiv(num_columns, block))](
-            logits_TV, logits_TV.stride(0), targets_T, max_T, total_T, scale_T, num_columns,
-            EXPONENTIALS=max_T is None, BLOCK=block, num_warps=num_warps(block),
-        )  # fmt: skip
-    return logits_TV
-
-
 def local_gradient(
     logits_TV: Tensor, targets_T: Tensor, local_max_T: Tensor, max_T: Tensor, total_T: Tensor, scale_T: Tensor
 ) -> Tensor:
@@ -141,28 +103,14 @@ def local_gradient(
     Returns:
         `logits_TV`.
     """
-    return _launch_gradient(logits_TV, targets_T, max_T, total_T, scale_T)
-
-
-def cross_entropy_statistics(logits_TV: Tensor, targets_T: Tensor, row_max_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of exponentials and shifted target logit of a shard, given the maximum over the whole vocabulary.
-
-    Overwrites fp32 `logits` with exp(logits - max). See `triton_kernels.reference.cross_entropy_statistics`.
-    """
     num_tokens, num_columns = logits_TV.shape
-    results = torch.empty(2, num_tokens, dtype=torch.float32, device=logits_TV.device)
-    if num_tokens > 0:
-        block = power_of_2(num_columns, 1, _LARGEST_BLOCK)
-        _exponentials_kernel[(num_tokens,)](
-            logits_TV, logits_TV.stride(0), targets_T, row_max_T, results[0], results[1], num_columns,
+    if logits_TV.numel() > 0:
+        block = power_of_2(num_columns, 1, 4096)
+        _gradient_kernel[(num_tokens, triton.cdiv(num_columns, block))](
+            logits_TV, logits_TV.stride(0), targets_T, max_T, total_T, scale_T, num_columns,
             BLOCK=block, num_warps=num_warps(block),
         )  # fmt: skip
-    return results[0], results[1]
-
-
-def cross_entropy_backward(exponentials_TV: Tensor, targets_T: Tensor, total_T: Tensor, scale_T: Tensor) -> Tensor:
-    """(softmax - onehot) * scale, written over the exponentials that `cross_entropy_statistics` left."""
-    return _launch_gradient(exponentials_TV, targets_T, None, total_T, scale_T)
+    return logits_TV
 
 
 def bytes_moved(num_tokens: int, num_columns: int, itemsize: int) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.ops.context import TokenContext
 from engine.ops.context_attention import context_attention
 from engine.ops.inputs import GivenInput, LinearInput
+from engine.ops.kernels import Attention as AttentionOp
 from engine.ops.masked_attention import MaskedAttention
 from engine.ops.rope import rotate, split_rotate
 from engine.ops.ulysses_attention import check_context_heads
@@ -48,21 +49,39 @@ class AttentionKind:
 PLAIN = AttentionKind()
 
 
-def _kv_spec(num_kv_heads: int, head_dim: int, columns: tuple[int, ...], layout: TensorLayout) -> ShardSpec:
-    """Shard of the k or v weight: split by heads, or one head on several ranks where heads are fewer than ranks."""
-    tp, shape = layout.tp, (num_kv_heads * head_dim, *columns)
-    if num_kv_heads % tp.size == 0:
-        return split_spec(shape, 0, rank=tp.rank, size=tp.size, what="the number of key/value features")
-    copies = layout.kv_replica.size
-    return ShardSpec(
-        global_shape=shape,
-        local_shape=(head_dim, *columns),
-        dim=0,
-        pieces=(Piece(tp.rank // copies * head_dim, 0, head_dim),),
-        grad_reduce=("kv_replica",),
-        replicated=("kv_replica",),
-        owner=layout.kv_replica.rank == 0,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Heads:
+    """The heads of all ranks together, and how their features are split."""
+
+    queries: int
+    keys: int
+    dim: int
+
+    @property
+    def width(self) -> int:
+        """Features of the queries."""
+        return self.queries * self.dim
+
+    def q_spec(self, columns: tuple[int, ...], layout: TensorLayout) -> ShardSpec:
+        """Shard of a tensor [features of the queries, *columns]."""
+        tp = layout.tp
+        return split_spec((self.width, *columns), 0, rank=tp.rank, size=tp.size, what="the number of query features")
+
+    def kv_spec(self, columns: tuple[int, ...], layout: TensorLayout) -> ShardSpec:
+        """The same for the keys or the values: split by heads, or one head on several ranks where heads are fewer."""
+        tp, shape = layout.tp, (self.keys * self.dim, *columns)
+        if self.keys % tp.size == 0:
+            return split_spec(shape, 0, rank=tp.rank, size=tp.size, what="the number of key/value features")
+        copies = layout.kv_replica.size
+        return ShardSpec(
+            global_shape=shape,
+            local_shape=(self.dim, *columns),
+            dim=0,
+            pieces=(Piece(tp.rank // copies * self.dim, 0, self.dim),),
+            grad_reduce=("kv_replica",),
+            replicated=("kv_replica",),
+            owner=layout.kv_replica.rank == 0,
+        )
 
 
 def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused_qkv: bool) -> None:
@@ -95,6 +114,34 @@ def _check_method(kind: AttentionKind, layout: TensorLayout) -> None:
             f"the model's attention has {what}, which ring attention over parallel.context {layout.cp.size} does not "
             "compute: set parallel.context_method to ulysses, or parallel.context to 1."
         )
+
+
+def _attention_of(kind: AttentionKind, layout: TensorLayout) -> AttentionOp:
+    """The backend's attention, or the one that has windows and soft caps."""
+    plain = layout.kernels.attention
+    if kind.window is None and kind.softcap is None:
+        return plain
+    _check_method(kind, layout)
+    return MaskedAttention(plain=plain, window=kind.window, softcap=kind.softcap)
+
+
+def _qkv_linear(
+    prefix: str, heads: _Heads, hidden: int, *, bias: bool, site: int, layout: TensorLayout, **build: Any
+) -> ColumnParallelLinear:
+    """q, k and v in one storage; an adapter of all three where the plan fuses them."""
+    q_spec, kv_spec = heads.q_spec((hidden,), layout), heads.kv_spec((hidden,), layout)
+    return ColumnParallelLinear(
+        [
+            Section(name=f"{prefix}.q_proj", spec=q_spec),
+            Section(name=f"{prefix}.k_proj", spec=kv_spec),
+            Section(name=f"{prefix}.v_proj", spec=kv_spec),
+        ],
+        bias=bias,
+        site=site,
+        layout=layout,
+        fused_adapter=f"{prefix}.qkv_proj",
+        **build,
+    )
 
 
 class Attention(nn.Module):
@@ -134,66 +181,21 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = num_heads // tp.size, max(1, num_kv_heads // tp.size)
         self.prefix, self.head_dim, self.layout, self.kind = prefix, head_dim, layout, kind
         self.scale = head_dim**-0.5 if kind.scale is None else kind.scale
-        self.attention = layout.kernels.attention
-        if kind.window is not None or kind.softcap is not None:
-            _check_method(kind, layout)
-            self.attention = MaskedAttention(plain=self.attention, window=kind.window, softcap=kind.softcap)
+        self.attention = _attention_of(kind, layout)
         if layout.cp.size > 1 and layout.context_method == "ulysses":
             check_context_heads(self.num_heads, self.num_kv_heads, layout.cp.size)
-        q_spec = split_spec(
-            (num_heads * head_dim, hidden), 0, rank=tp.rank, size=tp.size, what="the number of query features"
-        )
-        kv_spec = _kv_spec(num_kv_heads, head_dim, (hidden,), layout)
-        self.qkv = ColumnParallelLinear(
-            [
-                Section(name=f"{prefix}.q_proj", spec=q_spec),
-                Section(name=f"{prefix}.k_proj", spec=kv_spec),
-                Section(name=f"{prefix}.v_proj", spec=kv_spec),
-            ],
-            bias=qkv_bias,
-            site=first_site,
-            layout=layout,
-            plan=plan,
-            device=device,
-            dtype=dtype,
-            fused_adapter=f"{prefix}.qkv_proj",
-        )
+        heads = _Heads(queries=num_heads, keys=num_kv_heads, dim=head_dim)
+        build: dict[str, Any] = {"layout": layout, "plan": plan, "device": device, "dtype": dtype}
+        self.qkv = _qkv_linear(prefix, heads, hidden, bias=qkv_bias, site=first_site, **build)
         self.o_proj = RowParallelLinear(
-            f"{prefix}.o_proj",
-            num_heads * head_dim,
-            hidden,
-            bias=out_bias,
-            site=first_site + 1,
-            layout=layout,
-            plan=plan,
-            device=device,
-            dtype=dtype,
+            f"{prefix}.o_proj", heads.width, hidden, bias=out_bias, site=first_site + 1, **build
         )
         self.q_norm = self.k_norm = self.qk_norm = None
         if qk_norm and kind.qk_norm_over == "all":
-            self.qk_norm = QueryKeyNorm(
-                prefix,
-                split_spec((num_heads * head_dim,), 0, rank=tp.rank, size=tp.size, what="the number of query features"),
-                _kv_spec(num_kv_heads, head_dim, (), layout),
-                norm_eps,
-                layout=layout,
-                plan=plan,
-                device=device,
-                dtype=dtype,
-            )
+            self.qk_norm = QueryKeyNorm(prefix, heads.q_spec((), layout), heads.kv_spec((), layout), norm_eps, **build)
         elif qk_norm:
             self.q_norm, self.k_norm = (
-                RMSNorm(
-                    f"{prefix}.{name}",
-                    head_dim,
-                    norm_eps,
-                    layout=layout,
-                    plan=plan,
-                    device=device,
-                    dtype=dtype,
-                    per_head=True,
-                    offset=kind.norm_offset,
-                )
+                RMSNorm(f"{prefix}.{name}", head_dim, norm_eps, per_head=True, offset=kind.norm_offset, **build)
                 for name in ("q_norm", "k_norm")
             )
 

@@ -19,6 +19,7 @@ import argparse
 from math import isfinite
 from pathlib import Path
 
+from engine.checkpoint.prefetch import start_reading
 from engine.config.conversion import command as config_conversion
 from engine.errors import UserError
 from engine.telemetry.errors import run_command
@@ -75,7 +76,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path, help="folder to make")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing model, adapter or checkpoint")
     parser.add_argument("--verify", action="store_true", help="read everything back from the disk and compare")
-    parser.add_argument("--threads", type=int, help="that read and write (default: one a processor, at most 8)")
+    parser.add_argument("--threads", type=int, help="that read and write (default: two a processor, at most 8)")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +102,8 @@ def main() -> None:
     if arguments.command == "config":
         config_conversion.run(arguments)
         return
+    if arguments.command != "inspect":
+        start_reading([arguments.base if arguments.command == "merge" else arguments.source])
     # Imported after the command line is known to be sound: torch takes seconds to load.
     from engine.checkpoint import commands
 

@@ -61,7 +61,7 @@ class Options:
     Args:
         overwrite: replace an existing model or adapter.
         verify: read what was written back from the disk and compare.
-        threads: that read and write; None for one a processor.
+        threads: that read and write; None for two a processor, at most 8.
         max_shard_bytes: of a Hugging Face weight file.
         fusing: see `export_hf`.
         proof: compare the logits of what was written with the engine's.

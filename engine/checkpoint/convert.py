@@ -72,7 +72,7 @@ class Work:
     Args:
         overwrite: replace an existing model at the destination.
         verify: read everything back from the disk and compare.
-        threads: None for as many as there are processors.
+        threads: None for two a processor, at most 8.
         progress: called with bytes as they are written, and again as they are read back.
     """
 
@@ -334,7 +334,11 @@ def _planned_shards(source: WeightSource, parts: dict[str, list[str]], max_shard
         files = [SINGLE]
     metadata = {"format": "pt"}
     return [
-        PlannedFile(name=file, pieces=tuple(replace(piece, order=index) for piece in shard), metadata=metadata)
+        PlannedFile(
+            name=file,
+            pieces=tuple(replace(piece, order=place * len(shards) + index) for place, piece in enumerate(shard)),
+            metadata=metadata,
+        )
         for index, (file, shard) in enumerate(zip(files, shards, strict=True))
     ]
 

@@ -21,6 +21,7 @@ from engine.checkpoint.checksum import Checksum
 from engine.checkpoint.contents import BLOCK_BYTES, Content, Run, StoredBytes
 from engine.checkpoint.resumable import Journal, WriteStopped, Written
 from engine.checkpoint.safetensors_file import file_header, num_bytes
+from engine.checkpoint.writeback import start_writeback
 from engine.errors import UserError
 
 Progress = Callable[[int], None]
@@ -37,7 +38,8 @@ class Piece:
         key: its name in the file.
         dtype, shape: as stored.
         content: its bytes.
-        order: pieces with a lower one are written first, whichever file they are in.
+        order: pieces with a lower one are written first, whichever file they are in, and those of one order one after
+            another by one thread.
     """
 
     key: str
@@ -78,8 +80,9 @@ class Streaming:
 
 
 def default_threads() -> int:
-    """As many as there are processors for this process, up to a limit past which a disk gains nothing."""
-    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    """Two for each processor of this process, since one waits for the disk at times; up to a limit past which a disk
+    gains nothing."""
+    return max(2, min(MAX_THREADS, 2 * len(os.sched_getaffinity(0))))
 
 
 def write_files(
@@ -113,8 +116,7 @@ def write_files(
     try:
         with ThreadPoolExecutor(threads or default_threads(), thread_name_prefix="convert") as pool:
             outputs = [_Output(folder / file.name, file) for file in files]
-            work = [(output, piece) for output in outputs for piece in output.file.pieces]
-            _run(pool, writer, sorted(work, key=lambda each: each[1].order))
+            _run(pool, writer, _by_order(outputs))
     finally:
         torch.set_num_threads(before)
     for output in outputs:
@@ -122,8 +124,17 @@ def write_files(
     return Streaming(written=dict(journal.entries), kept_bytes=writer.kept_bytes)
 
 
-def _run(pool: ThreadPoolExecutor, writer: _Writer, work: Iterable[tuple[_Output, Piece]]) -> None:
-    futures: list[Future[None]] = [pool.submit(writer.run, output, piece) for output, piece in work]
+def _by_order(outputs: Iterable[_Output]) -> list[list[tuple[_Output, Piece]]]:
+    """What one thread writes after another: pieces of one order may share what they read, or check."""
+    work: dict[int, list[tuple[_Output, Piece]]] = {}
+    for output in outputs:
+        for piece in output.file.pieces:
+            work.setdefault(piece.order, []).append((output, piece))
+    return [work[order] for order in sorted(work)]
+
+
+def _run(pool: ThreadPoolExecutor, writer: _Writer, work: Iterable[list[tuple[_Output, Piece]]]) -> None:
+    futures: list[Future[None]] = [pool.submit(writer.run_all, group) for group in work]
     try:
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in done:
@@ -184,6 +195,10 @@ class _Writer:
         self.stopped = threading.Event()
         self.kept_bytes = 0
 
+    def run_all(self, group: Iterable[tuple[_Output, Piece]]) -> None:
+        for output, piece in group:
+            self.run(output, piece)
+
     def run(self, output: _Output, piece: Piece) -> None:
         if self.stopped.is_set():
             return
@@ -236,6 +251,7 @@ class _Writer:
             if scan is not None:
                 scan.look(block)
             _write_all(descriptor, block, position)
+            start_writeback(descriptor, position, len(block))
             position += len(block)
             self._report(len(block))
         assert position - offset == piece.num_bytes, (piece.key, position - offset, piece.num_bytes)

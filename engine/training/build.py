@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from engine.config.optim import OptimOptions
 from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.distributed.launch import Launch
@@ -27,7 +28,7 @@ from engine.ops.attention_blocks import REFERENCE_BLOCKS, choose_attention_block
 from engine.ops.backends import choose_kernels
 from engine.ops.varlen_attention import choose_attention
 from engine.optim.adamw import FlatAdamW
-from engine.optim.backends import choose_backend
+from engine.optim.backends import OptimizerBackend, choose_backend
 from engine.optim.flat import FlatParameters
 from engine.optim.loss_scale import LossScale
 from engine.optim.reduce import GradientReducer
@@ -87,12 +88,7 @@ def build_training(
     Args:
         documents_per_row: most documents in any row of the training data; graphs are sized by it.
     """
-    grid = RankGrid(
-        tp=config.parallel.tensor,
-        cp=config.parallel.context,
-        dp=data_parallel_size(config, launch.world_size),
-        pp=config.parallel.pipeline,
-    )
+    grid = _grid(config, launch.world_size)
     decoder = source.model.decoder
     partition = plan_partition(config, source.model, plan, launch.world_size)
     mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=decoder.num_kv_heads)
@@ -102,9 +98,7 @@ def build_training(
     places = host_places(config.memory, launch.device)
     weights = SpreadWeights(mesh.dp_cp if config.parallel.shard == "parameters" else Axis("dp_cp"), host=places.weights)
     objective = build_objective(config.objective, cp=mesh.cp, dp=mesh.dp)
-    loss_scale = None
-    if config.model.dtype == "float16":
-        loss_scale = LossScale(config.optim.loss_scale, config.optim.loss_scale_window, launch.device)
+    loss_scale = _loss_scale(config, launch.device)
     stages = _build_stages(config, launch, decoder, plan, partition, layout, mesh, weights, objective, loss_scale)
     entries = stages.entries()
     flat = FlatParameters(entries, launch.device, sharding=_sharding(config, mesh, weights, log), host=places.state)
@@ -112,29 +106,10 @@ def build_training(
         log.info(sentence)
     fill_parameters(config, source, plan, entries, flat, weights, log)
     fill_base(config, source.model, source.weights, stages.models(), weights, log)
-    optimizer = FlatAdamW(
-        flat,
-        mesh,
-        betas=config.optim.betas,
-        eps=config.optim.eps,
-        weight_decay=config.optim.weight_decay,
-        clip_grad_norm=config.optim.clip_grad_norm,
-        backend=backend,
-        loss_scale=loss_scale,
-    )
+    optimizer = _optimizer(config.optim, flat, mesh, backend, loss_scale)
     reducer = GradientReducer(flat, mesh, bucket_bytes=_bucket_bytes(config))
     step = TrainStep(stages, reducer, optimizer, mesh)
-    graphs = build_graphs(
-        config,
-        step,
-        stages,
-        device=launch.device,
-        num_microbatches=gradient_accumulation_steps(config, launch.world_size),
-        data_ranks=mesh.dp_cp.size,
-        most_documents=documents_per_row,
-    )
-    if graphs is not None:
-        log.info(graphs_sentence(graphs))
+    graphs = _graphs(config, launch, mesh, stages, step, documents_per_row, log)
     return Training(
         source=source,
         plan=plan,
@@ -147,6 +122,56 @@ def build_training(
         step=step,
         graphs=graphs,
     )
+
+
+def _grid(config: RunConfig, world_size: int) -> RankGrid:
+    return RankGrid(
+        tp=config.parallel.tensor,
+        cp=config.parallel.context,
+        dp=data_parallel_size(config, world_size),
+        pp=config.parallel.pipeline,
+    )
+
+
+def _loss_scale(config: RunConfig, device: torch.device) -> LossScale | None:
+    """Of float16, whose small gradients would be zeros without it."""
+    if config.model.dtype != "float16":
+        return None
+    return LossScale(config.optim.loss_scale, config.optim.loss_scale_window, device)
+
+
+def _optimizer(
+    options: OptimOptions, flat: FlatParameters, mesh: Mesh, backend: OptimizerBackend, loss_scale: LossScale | None
+) -> FlatAdamW:
+    return FlatAdamW(
+        flat,
+        mesh,
+        betas=options.betas,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        clip_grad_norm=options.clip_grad_norm,
+        backend=backend,
+        loss_scale=loss_scale,
+    )
+
+
+def _graphs(
+    config: RunConfig, launch: Launch, mesh: Mesh, stages: Stages, step: TrainStep, documents_per_row: int | None,
+    log: Log,
+) -> Graphs | None:  # fmt: skip
+    """What replays the step, where graphs are asked for; said in the log."""
+    graphs = build_graphs(
+        config,
+        step,
+        stages,
+        device=launch.device,
+        num_microbatches=gradient_accumulation_steps(config, launch.world_size),
+        data_ranks=mesh.dp_cp.size,
+        most_documents=documents_per_row,
+    )
+    if graphs is not None:
+        log.info(graphs_sentence(graphs))
+    return graphs
 
 
 def _bucket_bytes(config: RunConfig) -> int:

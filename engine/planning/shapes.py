@@ -10,6 +10,7 @@ import torch
 
 from engine.distributed.mesh import Axis, shape_mesh
 from engine.distributed.ranks import RankGrid
+from engine.layers.embedding import VocabParallelEmbedding
 from engine.layers.encoded_storage import encoded_entries, encoded_memories
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -242,35 +243,45 @@ def model_shape(
     model = Decoder(config, layout=layout, plan=plan, device=torch.device("meta"), dtype=torch.float32)
     _check_products(model, device_type)
     assert model.embedding is not None and model.head is not None and model.norm is not None
-    embedding = model.embedding.operands
-    pieces = model.vocab_spec.pieces
-    head = _linear(model.head)
-    rows, ids = model.vocab_spec.local_shape[0], pieces[0].length if pieces else 0
     return ModelShape(
         hidden=config.hidden,
         layers=_layers(model),
         layer_parameters=tuple(_layer_parameters(layer) for layer in model.layers),
-        embedding=EndShape(
-            rows=rows,
-            ids=ids,
-            trains=embedding.sink is not None,
-            rank=0 if embedding.a_RV is None else embedding.a_RV.shape[0],
-        ),
+        embedding=_embedding(model, model.embedding),
         embedding_parameters=_parameters(shard_entries(model.embedding)),
-        head=EndShape(
-            rows=rows,
-            ids=ids,
-            trains=head.trains,
-            trains_norm=_trains(model.norm),
-            caps_logits=config.logits_softcap is not None,
-            linear=head,
-        ),
+        head=_head(model, model.norm, model.head, caps_logits=config.logits_softcap is not None),
         head_parameters=_parameters([*shard_entries(model.norm), *shard_entries(model.head)]),
         tied=config.tied_embeddings,
         scales_embeddings=model.embedding_multiplier != 1.0,
         num_ropes=len(config.ropes),
         rotary_dim=config.rotary_dim or config.head_dim,
     )
+
+
+def _embedding(model: Decoder, embedding: VocabParallelEmbedding) -> EndShape:
+    operands = embedding.operands
+    rows, ids = _vocabulary(model)
+    rank = 0 if operands.a_RV is None else operands.a_RV.shape[0]
+    return EndShape(rows=rows, ids=ids, trains=operands.sink is not None, rank=rank)
+
+
+def _head(model: Decoder, norm: RMSNorm, head: ColumnParallelLinear, *, caps_logits: bool) -> EndShape:
+    linear = _linear(head)
+    rows, ids = _vocabulary(model)
+    return EndShape(
+        rows=rows,
+        ids=ids,
+        trains=linear.trains,
+        trains_norm=_trains(norm),
+        caps_logits=caps_logits,
+        linear=linear,
+    )
+
+
+def _vocabulary(model: Decoder) -> tuple[int, int]:
+    """Vocabulary rows of this rank, and those of them that stand for a token."""
+    pieces = model.vocab_spec.pieces
+    return model.vocab_spec.local_shape[0], pieces[0].length if pieces else 0
 
 
 def _layers(model: Decoder) -> tuple[LayerShape, ...]:

@@ -65,40 +65,63 @@ def line_chart(
     if x_low == x_high:
         x_low, x_high = x_low - 1, x_high + 1
     y_ticks = ticks(0.0 if from_zero else min(ys), max(ys))
-    low, high = y_ticks[0], y_ticks[-1]
-
-    def place(point: Point) -> tuple[float, float]:
-        across = (point[0] - x_low) / (x_high - x_low)
-        up = (point[1] - low) / (high - low)
-        return LEFT + across * (width - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
-
-    parts = []
-    for value in y_ticks:
-        _, y = place((x_low, value))
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(show(value))}</text>')
-    for value in ticks(x_low, x_high, whole=True):
-        if x_low <= value <= x_high:
-            x, _ = place((value, low))
-            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:g}</text>')
-    middle = (LEFT + width - RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 3}" text-anchor="middle" class="axis">{escape(x_title)}</text>')
+    frame = _Frame(width=width, x_low=x_low, x_high=x_high, y_low=y_ticks[0], y_high=y_ticks[-1])
+    parts = _axes(frame, y_ticks, x_title, show)
     for one in drawn:
-        thin = thinned(one.points)
-        spots = [place(point) for point in thin]
+        parts += _line(frame, one, show)
+    return svg(parts, width, HEIGHT, title)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Frame:
+    """Where in a drawing of `width` pixels which values lie."""
+
+    width: int
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+
+    def place(self, point: Point) -> Point:
+        across = (point[0] - self.x_low) / (self.x_high - self.x_low)
+        up = (point[1] - self.y_low) / (self.y_high - self.y_low)
+        return LEFT + across * (self.width - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+
+
+def _axes(frame: _Frame, y_ticks: Sequence[float], x_title: str, show: Callable[[float], str]) -> list[str]:
+    """Grid lines with the values of y, the values of x, and what x is."""
+    parts = []
+    right = frame.width - RIGHT
+    for value in y_ticks:
+        _, y = frame.place((frame.x_low, value))
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(show(value))}</text>')
+    for value in ticks(frame.x_low, frame.x_high, whole=True):
+        if frame.x_low <= value <= frame.x_high:
+            x, _ = frame.place((value, frame.y_low))
+            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:g}</text>')
+    middle = (LEFT + right) / 2
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 3}" text-anchor="middle" class="axis">{escape(x_title)}</text>')
+    return parts
+
+
+def _line(frame: _Frame, one: Series, show: Callable[[float], str]) -> list[str]:
+    """A line, and at its points what is shown on hovering."""
+    parts = []
+    thin = thinned(one.points)
+    spots = [frame.place(point) for point in thin]
+    if one.joined:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
         style = ' stroke-dasharray="2 4"' if one.dotted else ""
-        if one.joined:
-            parts.append(f'<polyline class="line s{one.colour}" points="{path}"{style}/>')
-        radius = 3.2 if one.dotted or len(spots) <= 40 else 5
-        clear = "" if one.dotted or len(spots) <= 40 else " clear"
-        for (x, y), (step, value) in zip(spots, thin, strict=True):
-            tip = escape(f"{one.name}: {show(value)} at {step:g}")
-            parts.append(
-                f'<circle class="f{one.colour}{clear}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"><title>{tip}</title>'
-                "</circle>"
-            )
-    return svg(parts, width, HEIGHT, title)
+        parts.append(f'<polyline class="line s{one.colour}" points="{path}"{style}/>')
+    seen = one.dotted or len(spots) <= 40
+    radius, clear = (3.2, "") if seen else (5, " clear")
+    for (x, y), (step, value) in zip(spots, thin, strict=True):
+        tip = escape(f"{one.name}: {show(value)} at {step:g}")
+        parts.append(
+            f'<circle class="f{one.colour}{clear}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"><title>{tip}</title></circle>'
+        )
+    return parts
 
 
 def bars(

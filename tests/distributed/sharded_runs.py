@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -150,6 +150,22 @@ class Run:
         self.kept = SpreadWeights(
             mesh.dp_cp if level == "parameters" else Axis("dp_cp"), host=host if offload_weights else None
         )
+        self.stages = Stages(self._build_stages(stage_rank, tensors), mesh.pp, choice)
+        sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=bucket_elements, weights=self.kept)
+        self.entries = self.stages.entries()
+        self.flat = FlatParameters(self.entries, CPU, sharding=sharding, host=host if offload_optimizer else None)
+        self._fill_weights()
+        self.flat.publish()
+        self.optimizer = FlatAdamW(
+            self.flat, mesh, betas=(0.9, 0.99), eps=eps, weight_decay=weight_decay, clip_grad_norm=clip,
+            backend=backend, piece_elements=PIECE_ELEMENTS,
+        )  # fmt: skip
+        self.reducer = GradientReducer(self.flat, mesh, bucket_bytes=4 * bucket_elements)
+        self.step = TrainStep(self.stages, self.reducer, self.optimizer, mesh)
+
+    def _build_stages(self, stage_rank: Sequence[int], tensors: TensorLayout) -> dict[int, ModelStage]:
+        """This rank's parts of the model, empty."""
+        layout, case = self.layout, self.case
         memory = MemoryPlan(recompute=layout.recompute, stored_dtype=layout.stored)
         stages: dict[int, ModelStage] = {}
         step, embedding, first = torch.zeros((), dtype=torch.int64), None, 0
@@ -158,7 +174,7 @@ class Run:
                 first=first, last=first + count, embedding=number == 0, head=number == len(layout.layers) - 1
             )  # fmt: skip
             first += count
-            if stage_rank[number] != mesh.pp.rank:
+            if stage_rank[number] != self.mesh.pp.rank:
                 continue
             model = Decoder(
                 case.config, layout=tensors, plan=case.plan(), device=CPU, dtype=layout.dtype, part=part,
@@ -167,12 +183,12 @@ class Run:
             embedding = model.embedding.weight if model.embedding is not None else embedding
             gives_gradient = number > 0
             stages[number] = ModelStage(model, LanguageModeling(), CPU, gives_gradient=gives_gradient, step=step)
-        self.stages = Stages(stages, mesh.pp, choice)
-        sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=bucket_elements, weights=self.kept)
-        self.entries = self.stages.entries()
-        self.flat = FlatParameters(self.entries, CPU, sharding=sharding, host=host if offload_optimizer else None)
+        return stages
+
+    def _fill_weights(self) -> None:
+        """Weights and masters by their names."""
         frozen = [shard for entry in self.entries if entry.sink is None for shard in self.kept.parts(entry)]
-        _fill(frozen, layout.value)
+        _fill(frozen, self.layout.value)
         _fill(self.flat.master_shards(), whole_tensor)
         self.encoded = [entry for model in self.stages.models() for entry in encoded_entries(model)]
         fill_encoded(
@@ -180,13 +196,6 @@ class Run:
             lambda entry: take(whole_tensor(entry.name, entry.spec.global_shape), entry.spec),
             holding=self.kept.filling,
         )
-        self.flat.publish()
-        self.optimizer = FlatAdamW(
-            self.flat, mesh, betas=(0.9, 0.99), eps=eps, weight_decay=weight_decay, clip_grad_norm=clip,
-            backend=backend, piece_elements=PIECE_ELEMENTS,
-        )  # fmt: skip
-        self.reducer = GradientReducer(self.flat, mesh, bucket_bytes=4 * bucket_elements)
-        self.step = TrainStep(self.stages, self.reducer, self.optimizer, mesh)
 
     def batches(self, step: int) -> tuple[list[Batch], float]:
         """This rank's micro-batches, and the targets of the global batch."""

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from engine.checkpoint.prefetch import start_reading
 from engine.config.conversion import command as config_conversion
+from engine.config.model import BASE_DTYPES
 from engine.errors import UserError
 from engine.telemetry.errors import run_command
 
@@ -56,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     merging.add_argument("--adapter", required=True, type=Path, help="folder of a PEFT LoRA adapter")
     merging.add_argument(
         "--base-dtype",
-        choices=("nf4", "int8", "fp8", "fp8_row"),
+        choices=BASE_DTYPES,
         help="the adapter was trained beside the base in this encoding: merge into what it makes of the weights",
     )
     _add_model_options(merging)

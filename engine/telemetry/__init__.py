@@ -1,7 +1,7 @@
 """What a run says: errors, log lines, progress, metrics. Imports torch only for TensorBoard, and only when asked."""
 
 from engine.telemetry.errors import run_command
-from engine.telemetry.format import format_bytes, format_count, format_duration
+from engine.telemetry.format import format_bytes, format_columns, format_count, format_duration
 from engine.telemetry.log import Log
 from engine.telemetry.memory import peak_memory_bytes
 from engine.telemetry.metrics import MetricsWriter
@@ -14,6 +14,7 @@ __all__ = [
     "ProgressLine",
     "TrainProgress",
     "format_bytes",
+    "format_columns",
     "format_count",
     "format_duration",
     "peak_memory_bytes",

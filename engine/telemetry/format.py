@@ -1,6 +1,8 @@
-"""Numbers as people read them: bytes, durations, rates."""
+"""Numbers as people read them: bytes, durations, rates, and columns of them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def format_bytes(count: float) -> str:
@@ -30,3 +32,15 @@ def format_count(count: float) -> str:
         if abs(count) >= size * 0.9995:
             return f"{count / size:#.3g}".rstrip(".") + unit
     return f"{count:.3g}"
+
+
+def format_columns(rows: Sequence[Sequence[str]], *, names: int = 1) -> list[str]:
+    """Lines of aligned columns: the first `names` to the left, figures to the right; all rows are equally long."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if place < names else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

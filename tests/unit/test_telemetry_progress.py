@@ -14,6 +14,7 @@ from engine.telemetry import (
     Progress,
     TrainProgress,
     format_bytes,
+    format_columns,
     format_count,
     format_duration,
     peak_memory_bytes,
@@ -157,3 +158,9 @@ def test_peak_memory_is_what_the_kernel_says() -> None:
 def test_memory_does_not_load_torch() -> None:
     code = "import sys; from engine.telemetry import peak_memory_bytes as p; p(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    rows = [("part", "of", "GiB"), ("weights", "a", "12.5")]
+    assert format_columns(rows) == ["part     of   GiB", "weights   a  12.5"]
+    assert format_columns(rows, names=2) == ["part     of   GiB", "weights  a   12.5"]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.telemetry.format import format_columns
 from engine.training.certificate import DRAWN_STD, GRADIENT, LOSS, NORM, PARAMETER, certificate_config, draws_factors
 
 from .certify_compare import Comparison, Copies, Deviation, Replicas
@@ -221,12 +222,5 @@ def _number(relative: float) -> float | str:
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
     """Aligned columns: words left, the last two right."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if place < len(widths) - 2 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = [line.rstrip() for line in format_columns(rows, names=len(rows[0]) - 2)]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

@@ -15,7 +15,7 @@ from engine.layers.rounding import FLOAT8
 from engine.models.describe import num_parameters
 from engine.planning.ledger import PARTS
 from engine.planning.search import Candidate
-from engine.telemetry.format import format_count
+from engine.telemetry.format import format_columns, format_count
 
 from .memory_question import GIB, Answer
 
@@ -196,11 +196,4 @@ def _changed(options: Any, defaults: Any, always: tuple[str, ...]) -> dict[str, 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Aligned columns: the first to the left, figures to the right."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    return "\n".join(format_columns(rows))

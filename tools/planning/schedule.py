@@ -8,7 +8,6 @@ as forward, and no weight gradients to speak of; for training in full give --wei
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from engine.errors import UserError
@@ -19,6 +18,7 @@ from engine.pipeline.schedule import Schedule
 from engine.pipeline.schedules import SCHEDULES, default_virtual, make_schedule
 from engine.pipeline.simulate import Simulation, simulate
 from engine.pipeline.validate import validate
+from engine.telemetry.format import format_columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +214,7 @@ def _ranks(plan: Plan) -> str:
                 f"{simulation.peak_activations[rank]:.2f}",
             )
         )
-    return _table(rows)
+    return "\n".join(format_columns(rows))
 
 
 def _comparison(options: ScheduleOptions, virtual: int) -> str:
@@ -243,7 +243,7 @@ def _comparison(options: ScheduleOptions, virtual: int) -> str:
         "bubble: idle part of the time; waits inside: longest idle time of a rank between its first action and its "
         "last;\npeak activations: most that a rank keeps, 1 is one micro-batch in 1/P of the layers"
     )
-    return "\n".join([_table(rows), *impossible, legend])
+    return "\n".join([*format_columns(rows), *impossible, legend])
 
 
 def _takes(name: str, virtual: int) -> bool:
@@ -253,15 +253,3 @@ def _takes(name: str, virtual: int) -> bool:
     except UserError:
         return False
     return True
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned columns: names left, figures right."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )

@@ -34,14 +34,26 @@ def set_dtype(conversion: Conversion, given: Given, dtype: str) -> None:
     conversion.take(given, "model.dtype", dtype)
 
 
-def _dtype_switch(dtype: str) -> Rule:
+def dtype_switch(dtype: str) -> Rule:
+    """For a key that switches an arithmetic on."""
+
     def rule(conversion: Conversion, given: Given) -> None:
-        if given.value == "auto":
-            conversion.drop(given, "the command line says it")
-        elif truth(given):
+        if truth(given):
             set_dtype(conversion, given, dtype)
         else:
             conversion.drop(given, "switched off")
+
+    return rule
+
+
+def _dtype_or_auto(dtype: str) -> Rule:
+    switch = dtype_switch(dtype)
+
+    def rule(conversion: Conversion, given: Given) -> None:
+        if given.value == "auto":
+            conversion.drop(given, "the command line says it")
+        else:
+            switch(conversion, given)
 
     return rule
 
@@ -206,9 +218,9 @@ _DEEPSPEED: dict[str, Rule] = {
     "zero_optimization.gather_16bit_weights_on_model_save": dropped("tools/convert.py export writes a model"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": dropped("tools/convert.py export writes a model"),
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": dropped("tools/convert.py export writes a model"),
-    "bf16.enabled": _dtype_switch("bfloat16"),
-    "bfloat16.enabled": _dtype_switch("bfloat16"),
-    "fp16.enabled": _dtype_switch("float16"),
+    "bf16.enabled": _dtype_or_auto("bfloat16"),
+    "bfloat16.enabled": _dtype_or_auto("bfloat16"),
+    "fp16.enabled": _dtype_or_auto("float16"),
     "amp.enabled": dropped("model.dtype says in which arithmetic"),
     "optimizer.type": _optimizer_type,
     "optimizer.params.lr": _auto_or(option("optim.lr", number)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.config.conversion.conversion import Conversion, Rule, dropped, fact, number, option, text, truth, whole
-from engine.config.conversion.launcher_rules import set_dtype
+from engine.config.conversion.launcher_rules import dtype_switch, set_dtype
 from engine.config.conversion.reading import Given
 from engine.errors import UserError
 
@@ -21,16 +21,6 @@ def _dtype(conversion: Conversion, given: Given) -> None:
     if str(given.value) not in names:
         raise UserError(f"{given.source} gives {given.key} as {given.value!r}: write bfloat16, float16 or float32.")
     set_dtype(conversion, given, names[str(given.value)])
-
-
-def _dtype_flag(dtype: str) -> Rule:
-    def rule(conversion: Conversion, given: Given) -> None:
-        if truth(given):
-            set_dtype(conversion, given, dtype)
-        else:
-            conversion.drop(given, "switched off")
-
-    return rule
 
 
 def _targets(conversion: Conversion, given: Given) -> None:
@@ -160,8 +150,8 @@ _TRAINER: dict[str, Rule] = {
     "cutoff_len": option("data.seq_length", whole),
     "seq_length": option("data.seq_length", whole),
     "packing": option("data.packing", truth),
-    "bf16": _dtype_flag("bfloat16"),
-    "fp16": _dtype_flag("float16"),
+    "bf16": dtype_switch("bfloat16"),
+    "fp16": dtype_switch("float16"),
     "tf32": dropped("torch's own setting of products in float32 is kept"),
     "bf16_full_eval": dropped("evaluations have the arithmetic of training"),
     "fp16_full_eval": dropped("evaluations have the arithmetic of training"),

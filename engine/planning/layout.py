@@ -15,7 +15,7 @@ from engine.layers.plan import TrainingPlan
 from engine.models.config import DecoderConfig
 from engine.pipeline.partition import LayerWeights, first_trainable_stage, parse_layers, split_layers
 from engine.pipeline.schedule import Schedule
-from engine.pipeline.schedules import default_virtual, make_schedule
+from engine.pipeline.schedules import chosen_schedule, default_virtual, make_schedule
 from engine.planning.kernels import KernelMemory
 from engine.planning.shapes import ModelShape, model_shape
 from engine.planning.stage import StageRange
@@ -185,9 +185,7 @@ def pipeline_plan(
         UserError: they cannot be split like that, or the schedule does not fit the micro-batches.
     """
     first_layer, frozen = shape.first_trainable_layer, shape.layers_are_frozen
-    name = parallel.schedule
-    if name == "auto":
-        name = "lora" if frozen else "interleaved" if (parallel.virtual or 1) > 1 else "1f1b"
+    name = chosen_schedule(parallel.schedule, parallel.virtual, layers_are_frozen=frozen)
     if parallel.pipeline == 1:
         return PipelinePlan(layers=(decoder.num_layers,), schedule=_schedule("1f1b", 1, 1, num_microbatches, 0))
     virtual = parallel.virtual or default_virtual(name)

@@ -16,7 +16,7 @@ from engine.models.config import DecoderConfig
 from engine.models.decoder import Part
 from engine.models.describe import meta_model
 from engine.pipeline.partition import LayerWeights, first_trainable_stage, parse_layers, split_layers
-from engine.pipeline.schedules import default_virtual
+from engine.pipeline.schedules import chosen_schedule, default_virtual
 from engine.training.stages import ScheduleChoice
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -62,9 +62,7 @@ def plan_partition(config: RunConfig, model: ModelFolder, plan: TrainingPlan, wo
         return Partition(layers=(decoder.num_layers,), choice=ScheduleChoice(), stage_rank=(0,))
     entries = list(shard_entries(meta_model(decoder, plan=plan)))
     frozen = _layers_are_frozen(entries)
-    name = parallel.schedule
-    if name == "auto":
-        name = "lora" if frozen else "interleaved" if (parallel.virtual or 1) > 1 else "1f1b"
+    name = chosen_schedule(parallel.schedule, parallel.virtual, layers_are_frozen=frozen)
     virtual = parallel.virtual or default_virtual(name)
     num_stages = parallel.pipeline * virtual
     first_layer = _first_trainable_layer(entries, decoder)

@@ -12,6 +12,18 @@ from engine.pipeline.schedules.one_forward_one_backward import one_forward_one_b
 from engine.pipeline.schedules.zero_bubble import zb_h1, zb_v
 
 
+def chosen_schedule(asked: str, virtual: int | None, *, layers_are_frozen: bool) -> str:
+    """The schedule that is taken: `asked`, or the one that "auto" stands for.
+
+    Args:
+        virtual: stages a rank as the user gave them; None where nothing was said.
+        layers_are_frozen: no matrix of a layer trains, adapters aside.
+    """
+    if asked != "auto":
+        return asked
+    return "lora" if layers_are_frozen else "interleaved" if (virtual or 1) > 1 else "1f1b"
+
+
 def default_virtual(name: str) -> int:
     """Stages a rank where the user says nothing."""
     return 2 if name in ("interleaved", "zb_v") else 1

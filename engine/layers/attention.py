@@ -15,6 +15,7 @@ from engine.layers.norm import QueryKeyNorm, RMSNorm
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.ops.context import TokenContext
 from engine.ops.context_attention import context_attention
+from engine.ops.head_norm import norm_rotate
 from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.kernels import Attention as AttentionOp
 from engine.ops.masked_attention import MaskedAttention
@@ -204,16 +205,23 @@ class Attention(nn.Module):
         partial = self.kind.rotary_dim is not None and self.kind.rotary_dim < self.head_dim
         if self.q_norm is None and self.qk_norm is None and not partial:
             return split_rotate(qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, self.layout.kernels)
+        if self.q_norm is not None and self.k_norm is not None and not partial:
+            norms, sizes = self.q_norm.with_keys(self.k_norm), (self.num_heads, self.num_kv_heads, self.head_dim)
+            return norm_rotate(qkv, norms, cos, sin, *sizes, self.layout.kernels)
+        widths = [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim]
+        parts = qkv.split([*widths, widths[1]], dim=1)
         if self.qk_norm is not None:
-            widths = [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim]
-            q, k, v = qkv.split([*widths, widths[1]], dim=1)
-            q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in (*self.qk_norm(q, k), v))
-        else:
-            heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-            q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+            parts = (*self.qk_norm(*parts[:2]), parts[2])
+        q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        return self._rotate(q, cos, sin, partial), self._rotate(k, cos, sin, partial), v
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, partial: bool) -> Tensor:
+        """Heads [T, N, D] turned, or a part of each."""
+        if partial:
+            return rotate(x, cos, sin)
+        return split_rotate(x.flatten(1), cos, sin, x.shape[1], 0, self.head_dim, self.layout.kernels)[0]
 
     def _tables(self, context: TokenContext) -> tuple[Tensor, Tensor]:
         """The rotary tables of this layer; those of a model with several lie one after the other."""

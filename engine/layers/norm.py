@@ -9,6 +9,7 @@ from engine.distributed.sharding import ShardSpec, replicated_spec
 from engine.errors import UserError
 from engine.layers.module import ShardedModule, empty
 from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.ops.head_norm import HeadNorms
 from engine.ops.inputs import NormInput
 from engine.ops.norm import output_rmsnorm, rmsnorm
 from engine.ops.wide_norm import WideNorm, wide_norms
@@ -64,6 +65,17 @@ class RMSNorm(ShardedModule):
             weight=self.weight.parameter, eps=self.eps, sink=self.weight.sink, offset=self.offset, divisor=divisor
         )
 
+    def with_keys(self, keys: RMSNorm) -> HeadNorms:
+        """This norm, of queries, and that of keys, as one op takes them."""
+        return HeadNorms(
+            q_weight=self.weight.parameter,
+            k_weight=keys.weight.parameter,
+            q_sink=self.weight.sink,
+            k_sink=keys.weight.sink,
+            eps=self.eps,
+            offset=self.offset,
+        )
+
     def forward(self, x: Tensor) -> Tensor:
         return rmsnorm(x, self.weight.parameter, self.eps, self.weight.sink, self.offset)
 
@@ -93,7 +105,7 @@ class QueryKeyNorm(ShardedModule):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self._eps, self._axis = eps, layout.tp
+        self._eps, self._axis, self._kernels = eps, layout.tp, layout.kernels
         entries = [
             self.own(
                 f"{prefix}.{name}.weight",
@@ -116,4 +128,10 @@ class QueryKeyNorm(ShardedModule):
         self._norms = (q, k)
 
     def forward(self, q_TF: Tensor, k_TF: Tensor) -> tuple[Tensor, Tensor]:
+        if self._axis.size == 1:  # all heads are here
+            q, k = (
+                output_rmsnorm(x, entry.parameter, self._eps, entry.sink, 0.0, self._kernels)
+                for x, entry in zip((q_TF, k_TF), self.entries, strict=True)
+            )
+            return q, k
         return wide_norms(q_TF, k_TF, self._norms, eps=self._eps, axis=self._axis, leaves=self._leaves)

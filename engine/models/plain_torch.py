@@ -13,9 +13,9 @@ def plain_torch_parts(config: DecoderConfig) -> str | None:
         parts.append(f"attention, whose scores have a soft cap of {config.attention_softcap:g}")
     elif windows:
         parts.append(f"attention of documents longer than a window of {' or '.join(map(str, windows))}")
-    if config.qk_norm:
-        parts.append("the norm and rotation of queries and keys")
-    elif config.rotary_dim is not None and config.rotary_dim < config.head_dim:
+    if config.qk_norm and config.qk_norm_over == "all":
+        parts.append("the norm of queries and keys over all heads, where these lie on several ranks")
+    if config.rotary_dim is not None and config.rotary_dim < config.head_dim:
         parts.append("the rotation of queries and keys, which turns a part of each head")
     if config.activation != "silu":
         parts.append("the MLP's GELU")

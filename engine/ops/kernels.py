@@ -88,6 +88,32 @@ class SplitRotate(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class HeadNormForward(Protocol):
+    """Fused [T, (H + 2K) D] -> normalised and rotated q [T, H, D] and k [T, K, D], and their statistics."""
+
+    def __call__(
+        self, qkv: Tensor, weights: tuple[Tensor, Tensor], eps: float, cos: Tensor, sin: Tensor, num_heads: int,
+        num_kv_heads: int, head_dim: int,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+
+class HeadNormBackward(Protocol):
+    """dq, dk, dv -> the gradient of the fused product. Adds the weights' gradients where given."""
+
+    def __call__(
+        self, gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, weights: tuple[Tensor, Tensor],
+        statistics: Tensor, cos: Tensor, sin: Tensor, *, weight_gradients: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor: ...  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadNormKernels:
+    """RMSNorm of each query and key head and their rotation in one pass; see engine.ops.head_norm."""
+
+    forward: HeadNormForward
+    backward: HeadNormBackward
+
+
 class Attention(Protocol):
     """Differentiable causal attention within documents; see engine.ops.attention.causal_attention. What it reads of
     the documents, lengths on the host or offsets on the device, is the backend's own choice."""
@@ -118,6 +144,8 @@ class Kernels:
             `b_gradient` after it.
         apply_update: dx, update: dx + update, in place where dx allows it.
         split_rotate_backward: dq, dk, dv, cos, sin: the gradient of the fused product.
+        head_norms: norm and rotation of queries and keys together; None where norm_forward and split_rotate, one after
+            the other, are all there is.
         loss: statistics and gradient of a shard of the vocabulary; see triton_kernels.linear_cross_entropy.
         product: left [T, K], right [K, N]: their product, of an activation and a frozen weight.
         folds: input features, output features of a linear on this rank: whether its adapters are faster as columns of
@@ -139,6 +167,7 @@ class Kernels:
     attention: Attention
     loss: LossKernels
     output_gradients: OutputGradients | None = None
+    head_norms: HeadNormKernels | None = None
     product: Callable[[Tensor, Tensor], Tensor] = torch.mm
     folds: Callable[[int, int], bool] = _always
 

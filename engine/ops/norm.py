@@ -43,7 +43,7 @@ class _KernelRMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, eps: float, sink: GradientSink | None, offset: float, kernels: Kernels
     ) -> Tensor:
-        y = torch.empty_like(x)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rstd = kernels.norm_forward(x, offset_weight(weight, offset), eps, y)
         ctx.save_for_backward(x, weight, rstd)
         ctx.sink, ctx.offset, ctx.kernels = sink, offset, kernels
@@ -63,8 +63,9 @@ class _KernelRMSNorm(torch.autograd.Function):
 def output_rmsnorm(
     x_TF: Tensor, weight_F: Tensor, eps: float, sink: GradientSink | None, offset: float, kernels: Kernels
 ) -> Tensor:
-    """`rmsnorm` of a linear's output [T, F] by the backend's kernels."""
-    return _KernelRMSNorm.apply(x_TF.contiguous(), weight_F, eps, sink, offset, kernels)
+    """`rmsnorm` of a linear's output [T, F], or of columns of it, by the backend's kernels."""
+    rows = x_TF if x_TF.stride(1) == 1 else x_TF.contiguous()
+    return _KernelRMSNorm.apply(rows, weight_F, eps, sink, offset, kernels)
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, sink: GradientSink | None, offset: float = 0.0) -> Tensor:

@@ -51,7 +51,7 @@ class AttentionKept:
     out: Block | None = None
     lse: Block | None = None
     product: Block | None = None
-    """The fused product, of which norms over heads keep q and k, and v is a part."""
+    """The fused product, where q and k are normalised: the norms keep their inputs, and v is a part of it."""
     norms: Block | None = None
 
     def blocks(self) -> tuple[Block | None, ...]:
@@ -68,13 +68,16 @@ class AttentionWalk:
     def split(self, layer: LayerShape, qkv: Block) -> AttentionKept:
         """q, k and v leave the fused product rotated and contiguous; plain torch writes half of each in fp32.
 
-        With norms over heads the product stays, because they keep their inputs and v is a part of it; rotation is
-        then plain torch in any backend.
+        With norms of q and k the product stays, because they keep their inputs and v is a part of it.
         """
         ledger, sizes, kept = self.ledger, self.sizes, AttentionKept()
         half = WIDE // 2
         if layer.qk_norm:
-            return self._split_with_norms(layer, qkv)
+            return (
+                self._split_with_wide_norms(layer, qkv)
+                if layer.qk_norm_over_all
+                else self._split_with_norms(layer, qkv)
+            )
         kept.q = ledger.take(ACTIVATIONS, sizes.numbers(sizes.tokens, layer.width))
         kept.k = ledger.take(ACTIVATIONS, sizes.numbers(sizes.tokens, layer.kv_width))
         if sizes.kernels.writes_intermediates:
@@ -85,19 +88,40 @@ class AttentionWalk:
         return kept
 
     def _split_with_norms(self, layer: LayerShape, qkv: Block) -> AttentionKept:
+        """Norms within a head. Where they and the rotation are not one pass, a copy of the heads is normalised."""
         ledger, sizes, kept = self.ledger, self.sizes, AttentionKept(product=qkv)
-        tokens = sizes.tokens
-        kept.norms = ledger.take(ACTIVATIONS, WIDE * tokens * (layer.heads + layer.kv_heads))
+        kept.norms = ledger.take(ACTIVATIONS, WIDE * sizes.tokens * (layer.heads + layer.kv_heads))
+        for name, width in (("q", layer.width), ("k", layer.kv_width)):
+            if sizes.kernels.fuses_head_norms:
+                setattr(kept, name, ledger.take(ACTIVATIONS, sizes.numbers(sizes.tokens, width)))
+                continue
+            copy = ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, width))
+            if sizes.kernels.writes_intermediates:
+                self._plain_norm(width)
+            setattr(kept, name, ledger.take(ACTIVATIONS, sizes.numbers(sizes.tokens, width)))
+            if sizes.kernels.writes_intermediates:
+                ledger.touch(TEMPORARY, WIDE // 2 * sizes.tokens * width)
+            ledger.drop(copy)
+        return kept
+
+    def _plain_norm(self, width: int) -> None:
+        """What a norm of several torch operations writes beside its result."""
+        n = self.sizes.tokens * width
+        self.ledger.touch(TEMPORARY, n * WIDE if self.sizes.is_wide else n * (2 * WIDE + self.sizes.itemsize))
+
+    def _split_with_wide_norms(self, layer: LayerShape, qkv: Block) -> AttentionKept:
+        """Norms over all heads together; several torch operations where the heads lie on several ranks."""
+        ledger, sizes, kept = self.ledger, self.sizes, AttentionKept(product=qkv)
+        kept.norms = ledger.take(ACTIVATIONS, 2 * WIDE * sizes.tokens)
         normed = []
         for width in (layer.width, layer.kv_width):  # both norms come before both rotations
-            n = tokens * width
-            ledger.touch(TEMPORARY, n * WIDE if sizes.is_wide else n * (2 * WIDE + sizes.itemsize))
-            normed.append(ledger.take(TEMPORARY, n * sizes.itemsize))
+            if sizes.ranks > 1 or sizes.kernels.writes_intermediates:
+                self._plain_norm(width)
+            normed.append(ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, width)))
         for name, width in (("q", layer.width), ("k", layer.kv_width)):
-            n = tokens * width
-            # four products, the two sums, and both sums side by side, all in fp32
-            ledger.touch(TEMPORARY, 2 * n * WIDE if sizes.is_wide else n * (2 * WIDE))
-            setattr(kept, name, ledger.take(ACTIVATIONS, n * sizes.itemsize))
+            setattr(kept, name, ledger.take(ACTIVATIONS, sizes.numbers(sizes.tokens, width)))
+            if sizes.kernels.writes_intermediates:
+                ledger.touch(TEMPORARY, WIDE // 2 * sizes.tokens * width)
         ledger.drop(*normed)
         return kept
 
@@ -170,11 +194,20 @@ class AttentionWalk:
         ledger.drop(dout, kept.k, kept.v, kept.q, kept.out, kept.lse)
         whole = ledger.take(TEMPORARY, sizes.numbers(tokens, q + 2 * kv))
         if layer.qk_norm:
-            ledger.touch(TEMPORARY, tokens * q * (2 * WIDE if sizes.is_wide else 3 * WIDE))
+            self._norms_backward(layer)
         elif sizes.kernels.writes_intermediates:
             ledger.touch(TEMPORARY, WIDE * tokens * (q + layer.head_dim) // 2)
         ledger.drop(*gradients, kept.product, kept.norms)
         return whole
+
+    def _norms_backward(self, layer: LayerShape) -> None:
+        """The gradient turned back, the heads laid out again, and their gradient; those of the queries are the most."""
+        sizes, n = self.sizes, self.sizes.tokens * layer.width
+        if layer.qk_norm_over_all:
+            self.ledger.touch(TEMPORARY, n * (2 * WIDE if sizes.is_wide else 3 * WIDE))
+        elif not sizes.kernels.fuses_head_norms:
+            plain = 2 * n * WIDE if sizes.kernels.writes_intermediates else 0
+            self.ledger.touch(TEMPORARY, 3 * n * sizes.itemsize + plain)
 
     def _ring_backward(self, layer: LayerShape) -> list[Block]:
         """Gradients in fp32, those of one step beside them, keys of two steps, and gradients on their way home."""

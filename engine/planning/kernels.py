@@ -23,6 +23,7 @@ class KernelMemory:
         mask_bytes: number of features -> bytes of one token's dropout mask.
         wide_attention_gradient: whether attention's backward adds up dq in fp32 and writes dk and dv for every query
             head before summing those of a group, as flash attention on a GPU does.
+        fuses_head_norms: whether norm and rotation of queries and keys are one pass.
         decodes_plainly: whether frozen weights that are stored encoded are decoded by several torch operations.
         quantizes_plainly: the same of the operands of FP8 products.
     """
@@ -31,6 +32,7 @@ class KernelMemory:
     writes_intermediates: bool
     mask_bytes: Callable[[int], int]
     wide_attention_gradient: bool = False
+    fuses_head_norms: bool = False
     decodes_plainly: bool = False
     quantizes_plainly: bool = False
 
@@ -47,7 +49,7 @@ KERNEL_MEMORY = {
     ),
     "triton": KernelMemory(
         name="triton", writes_intermediates=False, mask_bytes=lambda features: -(-features // 8),
-        wide_attention_gradient=True,
+        wide_attention_gradient=True, fuses_head_norms=True,
     ),
 }  # fmt: skip
 

@@ -92,6 +92,7 @@ class LayerShape:
     trains_output_norms: bool
     trains_head_norms: bool
     qk_norm: bool
+    qk_norm_over_all: bool
     heads: int
     kv_heads: int
     head_dim: int
@@ -330,6 +331,7 @@ def _layer(layer: DecoderLayer) -> LayerShape:
         trains_output_norms=_trains(layer.attention_output_norm) or _trains(layer.mlp_output_norm),
         trains_head_norms=any(entry.sink is not None for norm in head_norms for entry in norm.entries),
         qk_norm=bool(head_norms),
+        qk_norm_over_all=attention.qk_norm is not None,
         heads=attention.num_heads,
         kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,

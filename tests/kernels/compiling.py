@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 from triton_kernels import (
     cross_entropy,
     dropout,
+    head_norm,
     launch,
     lora,
     lora_matmul,
@@ -149,6 +150,10 @@ def _elementwise(dtype: torch.dtype, num_tokens: int, width: int, heads: int, he
     qkv, table = empty(num_tokens, 3 * heads * head_dim), torch.empty(num_tokens, head_dim // 2)
     rope.rope_packed(qkv, table, table, heads, heads, head_dim)
     rope.rope_merge(*rope.rope_split(qkv, table, table, heads, heads, head_dim), table, table)
+    norms, gradients = (empty(head_dim), empty(head_dim)), tuple(empty(num_tokens, heads, head_dim) for _ in range(3))
+    rstd_heads = head_norm.norm_rope_split(qkv, norms, 1e-5, table, table, heads, heads, head_dim)[2]
+    for dw in ((None, None), (torch.empty(head_dim), torch.empty(head_dim))):
+        head_norm.norm_rope_merge(gradients, qkv, norms, rstd_heads, table, table, weight_gradients=dw)
     targets = torch.zeros(num_tokens, dtype=torch.int64)
     cross_entropy.local_statistics(x, targets)
     cross_entropy.local_gradient(x, targets, one, one, one, one)

@@ -23,6 +23,7 @@ KERNELS = (
     "rmsnorm",
     "swiglu",
     "rope",
+    "head_norm",
     "cross_entropy",
     "quantize",
 )

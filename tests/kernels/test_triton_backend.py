@@ -344,12 +344,15 @@ PATHS = pytest.mark.parametrize(
         pytest.param({}, id="folded"),
         pytest.param({"fold": False}, id="unfolded"),
         pytest.param({"trained": ("norm", "lm_head")}, id="norms and head train"),
+        pytest.param(
+            {"config": replace(CONFIG, qk_norm=True), "trained": ("k_norm",)}, id="queries and keys normalised"
+        ),
     ],
 )
 
 
 def _training(dropout: float, path: dict) -> SmallTraining:
-    return SmallTraining(config=CONFIG, documents=((9, 4), (13,)), dropout=dropout, **path)
+    return SmallTraining(**{"config": CONFIG, "documents": ((9, 4), (13,)), "dropout": dropout, **path})
 
 
 @places

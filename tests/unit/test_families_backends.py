@@ -108,9 +108,9 @@ def test_apex_norms_are_refused_where_weights_are_wider_than_activations() -> No
 
 def test_what_runs_in_plain_torch_is_said() -> None:
     said = {name: plain_torch_parts(_config(name)) or "" for name in NAMES}
-    assert said["granite"] == said["smollm3"] == ""
+    assert said["granite"] == said["smollm3"] == said["qwen3"] == ""
     assert said["mistral"].endswith("attention of documents longer than a window of 7")
-    assert said["qwen3"].endswith("the norm and rotation of queries and keys")
+    assert said["olmo2"].endswith("the norm of queries and keys over all heads, where these lie on several ranks")
     assert said["phi3 longrope"].endswith("which turns a part of each head")
     for words in ("scores have a soft cap of 1.5", "the MLP's GELU", "logits have a soft cap of 2"):
         assert words in said["gemma2"]

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.ops.attention import attention_by_document
-from engine.ops.kernels import InputUpdate, Kernels, Mask
-from triton_kernels import cross_entropy, lora, output_gradients, rmsnorm, rope, swiglu
+from engine.ops.kernels import HeadNormKernels, InputUpdate, Kernels, Mask
+from triton_kernels import cross_entropy, head_norm, lora, output_gradients, rmsnorm, rope, swiglu
 from triton_kernels.dropout import DropoutMask, dropout_bits
 from triton_kernels.launch import rows_of
 from triton_kernels.linear_cross_entropy import LossKernels
@@ -158,6 +158,23 @@ def _split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin:
     return rope.rope_merge(dq, dk, dv, cos.contiguous(), sin.contiguous())
 
 
+def _norm_rope_split(
+    qkv: Tensor, weights: tuple[Tensor, Tensor], eps: float, cos: Tensor, sin: Tensor, num_heads: int,
+    num_kv_heads: int, head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tables = (cos.contiguous(), sin.contiguous())
+    return head_norm.norm_rope_split(qkv, weights, eps, *tables, num_heads, num_kv_heads, head_dim)
+
+
+def _norm_rope_merge(
+    gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, weights: tuple[Tensor, Tensor], statistics: Tensor,
+    cos: Tensor, sin: Tensor, *, weight_gradients: tuple[Tensor | None, Tensor | None],
+) -> Tensor:  # fmt: skip
+    return head_norm.norm_rope_merge(
+        gradients, qkv, weights, statistics, cos.contiguous(), sin.contiguous(), weight_gradients=weight_gradients
+    )
+
+
 def _loss_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return cross_entropy.local_statistics(logits_TV, targets_T.contiguous())
 
@@ -176,6 +193,7 @@ TRITON = Kernels(
     apply_update=_apply_update,
     split_rotate=_split_rotate,
     split_rotate_backward=_split_rotate_backward,
+    head_norms=HeadNormKernels(forward=_norm_rope_split, backward=_norm_rope_merge),
     # torch's own: its flash and cuDNN kernels are the libraries to beat on a GPU; for packed documents a run takes
     # engine.ops.varlen_attention in its place
     attention=attention_by_document,

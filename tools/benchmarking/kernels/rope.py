@@ -17,13 +17,13 @@ from ..ceilings import Demand
 from .setting import Setting
 
 
-def _tables(setting: Setting) -> tuple[Tensor, Tensor]:
+def tables_of(setting: Setting) -> tuple[Tensor, Tensor]:
     options = setting.options
     positions = torch.arange(options.tokens, device=setting.device) % options.length
     return rope_tables(positions, inverse_frequencies(options.head_dim, 10000.0).to(setting.device))
 
 
-def _halves_twice(table: Tensor, like: Tensor) -> Tensor:
+def halves_twice(table: Tensor, like: Tensor) -> Tensor:
     """[1, T, D] in the dtype of what is rotated, as transformers lays cos and sin out."""
     return torch.cat((table, table), dim=-1)[None].to(like.dtype)
 
@@ -54,9 +54,9 @@ def split(setting: Setting) -> Case:
     options = setting.options
     heads = options.heads + 2 * options.kv_heads
     qkv = setting.draws("rope split").normal(options.tokens, heads * options.head_dim)
-    cos, sin = _tables(setting)
+    cos, sin = tables_of(setting)
     sizes = (options.heads, options.kv_heads, options.head_dim)
-    tables = _halves_twice(cos, qkv), _halves_twice(sin, qkv)
+    tables = halves_twice(cos, qkv), halves_twice(sin, qkv)
     contestants = {
         name: Contestant(run=lambda kernels=kernels: kernels.split_rotate(qkv, cos, sin, *sizes))
         for name, kernels in setting.backends.items()
@@ -79,7 +79,7 @@ def split(setting: Setting) -> Case:
 def _answer(setting: Setting, qkv: Tensor, cos: Tensor, sin: Tensor) -> Results:
     """In float64, differentiable."""
     wide = qkv.double()
-    return _plain_split(setting, wide, _halves_twice(cos, wide), _halves_twice(sin, wide))
+    return _plain_split(setting, wide, halves_twice(cos, wide), halves_twice(sin, wide))
 
 
 def _liger_split(setting: Setting, qkv: Tensor, cos: Tensor, sin: Tensor) -> Contestant:
@@ -90,7 +90,7 @@ def _liger_split(setting: Setting, qkv: Tensor, cos: Tensor, sin: Tensor) -> Con
     heads = qkv.view(1, options.tokens, -1, options.head_dim)
     first = [part.contiguous() for part in heads.split([options.heads, options.kv_heads, options.kv_heads], dim=2)[:2]]
     q, k = (part.clone() for part in first)
-    tables = _halves_twice(cos, qkv), _halves_twice(sin, qkv)
+    tables = halves_twice(cos, qkv), halves_twice(sin, qkv)
 
     def run() -> Results:
         turned = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), *tables)
@@ -115,10 +115,10 @@ def merge(setting: Setting) -> Case:
         draws.normal(options.tokens, heads, options.head_dim)
         for heads in (options.heads, options.kv_heads, options.kv_heads)
     )
-    cos, sin = _tables(setting)
+    cos, sin = tables_of(setting)
     leaf = setting.draws("rope merge, product").normal(options.tokens, sum(g[0].numel() for g in gradients))
     leaf.requires_grad_()
-    tables = _halves_twice(cos, leaf), _halves_twice(sin, leaf)
+    tables = halves_twice(cos, leaf), halves_twice(sin, leaf)
 
     def inverse(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Results:
         dq, dk = apply_rotary_pos_emb(dq[None], dk[None], cos, -sin, unsqueeze_dim=2)

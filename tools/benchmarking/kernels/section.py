@@ -22,7 +22,7 @@ from ..model import TORCH_DTYPES
 from ..options import KernelOptions, chosen_names, for_device
 from ..peers import find_peers
 from ..table import Report, Table
-from . import attention, dropout, loss, low_rank, norm, optimizer, product, quantize, rope, swiglu
+from . import attention, dropout, head_norm, loss, low_rank, norm, optimizer, product, quantize, rope, swiglu
 from .first_calls import FirstCalls, measure_first_calls
 from .setting import Setting
 from .tables import group_table
@@ -32,7 +32,7 @@ Build = Callable[[Setting], Case]
 GROUPS: dict[str, tuple[str, dict[str, Build]]] = {
     "norm": ("RMSNorm", norm.CASES),
     "swiglu": ("SwiGLU", swiglu.CASES),
-    "rope": ("Rotary embedding", rope.CASES),
+    "rope": ("Rotary embedding", {**rope.CASES, **head_norm.CASES}),
     "dropout": ("Dropout", dropout.CASES),
     "low-rank": ("Low-rank products", low_rank.CASES),
     "loss": ("Cross-entropy", loss.LOSS_CASES),

@@ -1,44 +1,40 @@
 """The bytes of a tensor that is to be written, in blocks, so that a conversion's memory is a few blocks.
 
-Bytes that lie one after another in stored files are handed out as they are mapped; a part of a tensor that is scattered
-over rows is gathered block by block. What changes on the way (a merge) is a content of its own, elsewhere.
+Bytes that lie one after another in stored files are handed out as they are read; a part of a tensor that is scattered
+over rows is put together block by block (also `engine.checkpoint.exchange`). What changes on the way (a merge) is a
+content of its own, elsewhere.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from engine.checkpoint.checksum import Checksum
+from engine.checkpoint.direct_io import BLOCK_BYTES, RunReader, Scratch
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box, Copy, box_spec, plan_copies
 from engine.checkpoint.safetensors_file import raw_bytes
 from engine.errors import UserError
-
-BLOCK_BYTES = 4 << 20
-"""Bytes handled at a time by each thread: large enough for a disk, small enough for a processor's cache."""
-
-_AHEAD_BYTES = 32 << 20
-_MAX_AHEAD = 256 << 20
 
 
 class Content(ABC):
     """What a stored tensor will hold, produced once and in order."""
 
     @abstractmethod
-    def blocks(self, buffer: Tensor) -> Iterator[memoryview]:
+    def blocks(self, scratch: Scratch, unit: int = 1) -> Iterator[memoryview]:
         """The bytes; each block is valid until the next is asked for.
 
         Args:
-            buffer: uint8 [BLOCK_BYTES] of scratch memory.
+            scratch: memory to work in.
+            unit: each block holds a multiple of so many bytes, such as a row's; they divide what is stored together.
         """
 
     def facts(self) -> dict[str, Any]:
@@ -63,76 +59,75 @@ class StoredBytes(Content):
     """Bytes that are copied as they are.
 
     Args:
-        runs: copied one after another.
-        check: called before the first byte is read; raises where what is stored is damaged.
+        runs: copied one after another; one with a checksum is checked on the way.
     """
 
-    def __init__(self, runs: Sequence[Run], check: Callable[[], None] | None = None) -> None:
-        self._runs, self._check = runs, check
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = runs
 
-    def blocks(self, buffer: Tensor) -> Iterator[memoryview]:
-        if self._check is not None:
-            self._check()
+    def blocks(self, scratch: Scratch, unit: int = 1) -> Iterator[memoryview]:
+        size = max(1, BLOCK_BYTES // unit) * unit
         for run in self._runs:
-            if run.length:
-                yield from _read_run(run)
+            if not run.length:
+                continue
+            with CheckedRun(run) as reading:
+                for first in range(0, run.length, size):
+                    yield reading.read(min(size, run.length - first), scratch.block("read", size))
 
 
-def read_ahead(path: Path, offset: int, length: int) -> None:
-    """Asks the system to read bytes of a file while something else is done."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, offset, min(length, _MAX_AHEAD), os.POSIX_FADV_WILLNEED)
-    finally:
-        os.close(descriptor)
+class CheckedRun:
+    """A run that is read from its first byte to its last, and then is what was written.
 
+    Raises:
+        UserError: the file is too short or, on leaving the `with` block without an exception, what was read does not
+            have the recorded checksum.
+    """
 
-def _read_run(run: Run) -> Iterator[memoryview]:
-    """The bytes as they lie in the system's memory: mapped, so that they are copied once, into the file written."""
-    found = Checksum()
-    with open(run.path, "rb") as file:
-        descriptor = file.fileno()
-        if os.fstat(descriptor).st_size < run.offset + run.length:
-            raise UserError(f"{run.path} is shorter than its header says: copy it again.")
-        before = run.offset % mmap.ALLOCATIONGRANULARITY
-        # a private mapping can be handed to torch, which takes no read-only memory; nothing is written to it
-        mapped = mmap.mmap(descriptor, before + run.length, access=mmap.ACCESS_COPY, offset=run.offset - before)
-        data, done, ahead = memoryview(mapped)[before:], 0, 0
-        while done < run.length:
-            if ahead < done + _AHEAD_BYTES and ahead < run.length:
-                os.posix_fadvise(descriptor, run.offset + ahead, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-                ahead += _AHEAD_BYTES
-            block = data[done : done + BLOCK_BYTES]
-            if run.checksum is not None:
-                found.update(block)
-            yield block
-            done += len(block)
-    if run.checksum is not None and found.text() != run.checksum:
-        raise UserError(
-            f"{run.path} is damaged: the piece at byte {run.offset} has checksum {found.text()}, "
-            f"but {run.checksum} was written; use another checkpoint."
-        )
+    def __init__(self, run: Run) -> None:
+        self.run, self._found = run, Checksum()
+        self._reader = RunReader(run.path, run.offset, run.length)
+
+    def read(self, length: int, memory: memoryview) -> memoryview:
+        """As `RunReader.read`."""
+        block = self._reader.read(length, memory)
+        if self.run.checksum is not None:
+            self._found.update(block)
+        return block
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reader.close()
+        run = self.run
+        if kind is None and run.checksum is not None and self._found.text() != run.checksum:
+            raise UserError(
+                f"{run.path} is damaged: the piece at byte {run.offset} has checksum {self._found.text()}, "
+                f"but {run.checksum} was written; use another checkpoint."
+            )
 
 
 class GatheredRows(Content):
-    """A part of a tensor that is not contiguous where it is stored, gathered by rows.
+    """A part of a tensor whose pieces lie nowhere as they are, read by rows.
 
     Args:
         source, name, box: which part of which tensor.
-        check: as in `StoredBytes`.
+        check: called before the first byte is read; raises where what is stored is damaged.
     """
 
     def __init__(self, source: TensorReader, name: str, box: Box, check: Callable[[], None] | None = None) -> None:
         self._source, self._name, self._box, self._check = source, name, box, check
 
-    def blocks(self, buffer: Tensor) -> Iterator[memoryview]:
+    def blocks(self, scratch: Scratch, unit: int = 1) -> Iterator[memoryview]:
         if self._check is not None:
             self._check()
         shape, dtype = self._source.shape(self._name), self._source.dtype(self._name)
         for start, stop in row_blocks(self._box.shape(shape), dtype.itemsize):
             part = rows_of(self._box, shape, start, stop)
             local_shape = part.shape(shape)
-            out = block_tensor(buffer, dtype, local_shape)
+            out = block_tensor(scratch, "rows", dtype, local_shape)
             self._source.read(self._name, box_spec(shape, part), out=out)
             yield raw_bytes(out)
 
@@ -143,20 +138,18 @@ class Joined(Content):
     def __init__(self, members: Sequence[Content]) -> None:
         self._members = members
 
-    def blocks(self, buffer: Tensor) -> Iterator[memoryview]:
+    def blocks(self, scratch: Scratch, unit: int = 1) -> Iterator[memoryview]:
         for member in self._members:
-            yield from member.blocks(buffer)
+            yield from member.blocks(scratch, unit)
 
     def facts(self) -> dict[str, Any]:
         return {key: value for member in self._members for key, value in member.facts().items()}
 
 
-def block_tensor(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor in the scratch memory, or in memory of its own where a single row is larger than that."""
+def block_tensor(scratch: Scratch, use: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor in scratch memory."""
     size = math.prod(shape) * dtype.itemsize
-    if size > buffer.numel():
-        return torch.empty(shape, dtype=dtype)
-    return buffer[:size].view(dtype).view(shape)
+    return torch.frombuffer(scratch.block(use, size), dtype=torch.uint8)[:size].view(dtype).view(shape)
 
 
 def row_blocks(shape: tuple[int, ...], itemsize: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:

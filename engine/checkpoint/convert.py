@@ -163,26 +163,23 @@ def _specs_per_rank(source: WeightSource, tensor: int) -> list[dict[str, ShardSp
 def _planned_partitions(source: WeightSource, specs: list[dict[str, ShardSpec]]) -> list[PlannedFile]:
     """A file for each rank, what is outside the language model in rank 0's.
 
-    Tensors are written in the source's order, all ranks' parts of one together: parts that share rows of what is
-    stored then read them while the system still holds them in memory.
+    Tensors are written in the source's order, all ranks' parts of one together: those that share what is stored are
+    then made from one read of it.
     """
-    files = []
-    for rank, rank_specs in enumerate(specs):
-        pieces = [
-            Piece(
-                key=planned.key,
-                dtype=source.dtype(name),
-                shape=planned.box.shape(source.shape(name)),
-                content=source.content(name, planned.box),
-                order=order,
+    pieces: list[list[Piece]] = [[] for _ in specs]
+    for order, name in enumerate(source.tensor_names()):
+        planned = [(rank, piece) for rank, own in enumerate(specs) for piece in plan_pieces(name, own[name])]
+        contents = source.contents(name, [piece.box for _, piece in planned])
+        for (rank, piece), content in zip(planned, contents, strict=True):
+            shape = piece.box.shape(source.shape(name))
+            pieces[rank].append(
+                Piece(key=piece.key, dtype=source.dtype(name), shape=shape, content=content, order=order)
             )
-            for order, name in enumerate(source.tensor_names())
-            for planned in plan_pieces(name, rank_specs[name])
-        ]
-        if rank == 0:
-            pieces += [_outside_piece(source, name, OUTSIDE) for name in source.outside_names()]
-        files.append(PlannedFile(name=f"tensor_{rank:02d}_of_{len(specs):02d}.safetensors", pieces=tuple(pieces)))
-    return files
+    pieces[0] += [_outside_piece(source, name, OUTSIDE) for name in source.outside_names()]
+    return [
+        PlannedFile(name=f"tensor_{rank:02d}_of_{len(specs):02d}.safetensors", pieces=tuple(own))
+        for rank, own in enumerate(pieces)
+    ]
 
 
 def _outside_piece(source: WeightSource, name: str, prefix: str = "") -> Piece:

@@ -17,6 +17,7 @@ from engine.checkpoint.contents import Content, row_blocks
 from engine.checkpoint.merging import MergedRows
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box, box_spec
+from engine.checkpoint.rows import ReadRows, Rows
 from engine.checkpoint.source import WeightSource
 from engine.distributed.sharding import ShardSpec
 from engine.layers.encoded_storage import encoded_entries
@@ -90,7 +91,15 @@ class DecodedSource(WeightSource):
         if name not in self._names:
             return self.base.content(name, box)
         assert box == Box(), box
-        return MergedRows(name, self, name, self.dtype(name), None, lambda: self.check_tensor(name))
+        return MergedRows(name, self.rows(name), torch.float32, self.dtype(name), None)
+
+    def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
+        return [self.content(name, box) for box in wanted]
+
+    def rows(self, name: str) -> Rows:
+        if name not in self._names:
+            return self.base.rows(name)
+        return ReadRows(self, name, lambda: self.check_tensor(name))
 
     def check_tensor(self, name: str) -> None:
         self.base.check_tensor(name)

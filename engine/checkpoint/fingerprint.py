@@ -22,6 +22,9 @@ def fingerprint_of(tensors: TensorReader, hf_config: dict[str, Any]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     config = {key: value for key, value in hf_config.items() if key not in _COSMETIC_KEYS}
     digest.update(json.dumps(config, sort_keys=True).encode())
+    for name in tensors.tensor_names():
+        shape = tensors.shape(name)
+        tensors.expect_rows(name, (0, shape[0] - 1) if shape else ())
     for name in sorted(tensors.tensor_names()):
         shape = tensors.shape(name)
         digest.update(f"{name} {list(shape)} {dtype_name(tensors.dtype(name))}".encode())

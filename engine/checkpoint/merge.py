@@ -23,6 +23,7 @@ from engine.checkpoint.merging import LowRank, MergedRows, Shift, write_rounding
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
+from engine.checkpoint.rows import ReadRows, Rows
 from engine.checkpoint.scales import Scale, one_or_each, recorded_alpha, scale_of
 from engine.checkpoint.source import TIED_HEAD, WeightSource
 from engine.config.lora import adapter_scale
@@ -182,10 +183,13 @@ class MergedSource(WeightSource):
             return self.base.content(base_name, box)
         factors = self._factors(module) if adapted and module is not None else shift
         if base_name in self._full:
-            return MergedRows(name, self.trained, base_name, self.dtype(name), factors)
-        base = self.base
-        assert base is not None, name
-        return MergedRows(name, base, base_name, self.dtype(name), factors, lambda: base.check_tensor(base_name))
+            rows: Rows = ReadRows(self.trained, base_name)
+            return MergedRows(name, rows, self.trained.dtype(base_name), self.dtype(name), factors)
+        assert self.base is not None, name
+        return MergedRows(name, self.base.rows(base_name), self.base.dtype(base_name), self.dtype(name), factors)
+
+    def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
+        return [self.content(name, box) for box in wanted]
 
     def _shift(self, name: str) -> Shift | None:
         """What the bias of an adapter adds to the tensor `name`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents import Content, block_tensor, row_blocks
+from engine.checkpoint.contents import Content, block_tensor
+from engine.checkpoint.direct_io import Scratch
 from engine.checkpoint.folder import MERGE_REPORT
-from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.rows import Rows
 from engine.checkpoint.safetensors_file import raw_bytes
 from engine.checkpoint.scales import Scale
-from engine.distributed.sharding import Piece, ShardSpec
 
 _BLOCK_BYTES = 1 << 20
-"""Of the result: the fp32 blocks beside it then still fit a processor's cache."""
+"""Of the weight: the fp32 blocks beside it then still fit a processor's cache."""
 
 ROUNDING = "rounding"
 """Key of a tensor's `Rounding` among the facts of its content."""
@@ -117,51 +117,33 @@ class MergedRows(Content):
 
     Args:
         name: logical name, for the report.
-        start: where the weight is read, under `start_name`: the base, or the values trained in full.
+        rows: the weight before the update: the base's, or the values trained in full.
+        stored: dtype of what `rows` reads.
         dtype: of the result.
         update: added to it; None where all of it was trained.
-        check: called before anything is read; raises where what is stored is damaged.
     """
 
     def __init__(
-        self,
-        name: str,
-        start: TensorReader,
-        start_name: str,
-        dtype: torch.dtype,
-        update: LowRank | Shift | None,
-        check: Callable[[], None] | None = None,
+        self, name: str, rows: Rows, stored: torch.dtype, dtype: torch.dtype, update: LowRank | Shift | None
     ) -> None:
-        self._name, self._start, self._start_name = name, start, start_name
-        self._dtype, self._update, self._check = dtype, update, check
+        self._name, self._rows, self._dtype, self._update = name, rows, dtype, update
+        self._exact_dtype = torch.float64 if torch.float64 in (stored, dtype) else torch.float32
         self._rounding = Rounding()
 
-    def blocks(self, buffer: Tensor) -> Iterator[memoryview]:
-        if self._check is not None:
-            self._check()
-        shape, stored = self._start.shape(self._start_name), self._start.dtype(self._start_name)
-        exact_dtype = torch.float64 if torch.float64 in (stored, self._dtype) else torch.float32
-        scratch: list[Tensor] = []
-        for first, last in row_blocks(shape, self._dtype.itemsize, _BLOCK_BYTES):
-            local = (last - first, *shape[1:])
-            if not scratch or scratch[0].shape != local:
-                scratch = [torch.empty(local, dtype=exact_dtype), torch.empty(local, dtype=exact_dtype)]
-            exact, spare = scratch
-            self._start.read(self._start_name, _rows(shape, first, last), out=exact)
+    def blocks(self, scratch: Scratch, unit: int = 1) -> Iterator[memoryview]:
+        first = 0
+        for exact in self._rows.blocks(scratch, self._exact_dtype, _BLOCK_BYTES):
             if self._update is not None:
                 self._update.added_to(exact, first)
-            rounded = block_tensor(buffer, self._dtype, local).copy_(exact)
-            self._rounding.add(exact, rounded, spare)
+            shape = tuple(exact.shape)
+            rounded = block_tensor(scratch, "rounded", self._dtype, shape).copy_(exact)
+            self._rounding.add(exact, rounded, block_tensor(scratch, "error", self._exact_dtype, shape))
+            first += shape[0]
             yield raw_bytes(rounded)
 
     def facts(self) -> dict[str, Any]:
         norm = None if self._update is None else self._update.norm()
         return {f"{ROUNDING}/{self._name}": self._rounding.to_json(norm)}
-
-
-def _rows(shape: tuple[int, ...], first: int, last: int) -> ShardSpec:
-    pieces = (Piece(first, 0, last - first),)
-    return ShardSpec(global_shape=shape, local_shape=(last - first, *shape[1:]), dim=0, pieces=pieces)
 
 
 def write_rounding(folder: Path, facts: Sequence[Mapping[str, Any]], scale: Scale) -> dict[str, dict[str, float]]:

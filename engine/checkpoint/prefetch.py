@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+_MANIFEST = "manifest.json"
+"""What tells a partitioned model; engine.checkpoint.manifest needs torch."""
 _STEP_BYTES = 8 << 20
 _MOST_BYTES = 4 << 30
 """More than a disk reads in the seconds that this is about."""
@@ -27,20 +29,31 @@ def _read_all(folders: Sequence[Path]) -> None:
     left = min(_MOST_BYTES, _available_bytes() // _PART_OF_MEMORY)
     for folder in folders:
         with suppress(OSError):
-            for path in sorted(folder.glob("*.safetensors")):
-                left -= _read(path, left)
+            left -= _read(sorted(folder.glob("*.safetensors")), left, together=(folder / _MANIFEST).is_file())
 
 
-def _read(path: Path, most: int) -> int:
-    """Asks for up to `most` bytes of a file; how many it was."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        length = min(most, os.fstat(descriptor).st_size)
-        for offset in range(0, length, _STEP_BYTES):
-            os.posix_fadvise(descriptor, offset, min(_STEP_BYTES, length - offset), os.POSIX_FADV_WILLNEED)
-        return max(0, length)
-    finally:
-        os.close(descriptor)
+def _read(paths: Sequence[Path], most: int, *, together: bool) -> int:
+    """Asks for up to `most` bytes of files; how many it was.
+
+    Args:
+        together: partitions of one model, of which a part of each is needed at a time; else one file after another.
+    """
+    with ExitStack() as stack:
+        descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
+        for descriptor in descriptors:
+            stack.callback(os.close, descriptor)
+        steps = [
+            (place, offset, min(_STEP_BYTES, size - offset))
+            for place, size in enumerate(os.fstat(descriptor).st_size for descriptor in descriptors)
+            for offset in range(0, size, _STEP_BYTES)
+        ]
+        asked = 0
+        for place, offset, length in sorted(steps, key=lambda step: (step[1], step[0])) if together else steps:
+            if asked + length > most:
+                break
+            os.posix_fadvise(descriptors[place], offset, length, os.POSIX_FADV_WILLNEED)
+            asked += length
+        return asked
 
 
 def _available_bytes() -> int:

@@ -100,6 +100,9 @@ class TensorReader(ABC):
         )
         return self.read(name, spec)
 
+    def expect_rows(self, name: str, rows: Sequence[int]) -> None:  # noqa: B027 - a hint may be ignored
+        """A hint that these rows will be read soon; many at once are on their way from the disk together."""
+
     def total_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(num_bytes(self.dtype(name), self.shape(name)) for name in self.tensor_names())

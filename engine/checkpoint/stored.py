@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from pathlib import Path
 
-from engine.checkpoint.contents import Content, GatheredRows, Run, StoredBytes, contiguous_copies, read_ahead, touched
+from engine.checkpoint.contents import Content, GatheredRows, Run, StoredBytes, contiguous_copies, touched
+from engine.checkpoint.direct_io import read_ahead
+from engine.checkpoint.exchange import Exchange, StoredPiece
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
+from engine.checkpoint.rows import Rows, StoredRows
+from engine.checkpoint.safetensors_file import num_bytes
 
 
 class StoredTensors(TensorReader):
@@ -26,31 +30,65 @@ class StoredTensors(TensorReader):
 
     def check_tensor(self, name: str) -> None:
         """Raises UserError where a piece of the tensor does not have its recorded checksum."""
-        self._check_pieces(name, set(range(len(self.boxes(name)))))
+        self._check_pieces(name, range(len(self.boxes(name))))
 
     def content(self, name: str, box: Box) -> Content:
         """What a part of a tensor holds, for writing it elsewhere without holding it."""
-        shape, boxes, itemsize = self.shape(name), self.boxes(name), self.dtype(name).itemsize
-        placed = contiguous_copies(shape, box, boxes)
-        if placed is None:
-            needed = {copy.source for copy in touched(shape, box, boxes)}
-            return GatheredRows(self, name, box, lambda: self._check_pieces(name, needed))
-        runs, partial = [], set()
-        for copy in placed:
-            if (place := self.stored_at(name, copy.source)) is None:
-                return GatheredRows(self, name, box)
-            recorded = self.piece_checksum(name, copy.source) if copy.is_whole else None
-            if not copy.is_whole:
-                partial.add(copy.source)
-            path, offset = place
-            runs.append(Run(path, offset + copy.first * itemsize, copy.num_elements * itemsize, recorded))
-        return StoredBytes(runs, lambda: self._check_pieces(name, partial))
+        return self.contents(name, [box])[0]
 
-    def _check_pieces(self, name: str, indices: set[int]) -> None:
-        """Checks pieces, all of which is looked at, so the system is asked to read them ahead."""
-        shape, boxes, itemsize = self.shape(name), self.boxes(name), self.dtype(name).itemsize
-        for index in sorted(indices):
-            if (place := self.stored_at(name, index)) is not None:
-                read_ahead(*place, math.prod(boxes[index].shape(shape)) * itemsize)
-        for index in sorted(indices):
+    def rows(self, name: str) -> Rows:
+        """The rows of a tensor, for computing with them."""
+        return StoredRows(self.content(name, Box()), self.shape(name), self.dtype(name))
+
+    def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
+        """What parts of a tensor hold; those that share what must be read are parts of one `Exchange`."""
+        stored = self._stored_pieces(name)
+        if stored is None:
+            return [self._gathered(name, box) for box in wanted]
+        runs = [self._runs(name, box, stored) for box in wanted]
+        exchange = Exchange(self.shape(name), self.dtype(name), stored, wanted)
+        return [exchange.part(index) if own is None else StoredBytes(own) for index, own in enumerate(runs)]
+
+    def _stored_pieces(self, name: str) -> list[StoredPiece] | None:
+        """None where a piece does not lie in a file as it is."""
+        found = []
+        for index, box in enumerate(self.boxes(name)):
+            place = self.stored_at(name, index)
+            if place is None:
+                return None
+            size = num_bytes(self.dtype(name), box.shape(self.shape(name)))
+            found.append(StoredPiece(box=box, run=Run(*place, size, self.piece_checksum(name, index))))
+        return found
+
+    def _runs(self, name: str, box: Box, stored: Sequence[StoredPiece]) -> list[Run] | None:
+        """The runs that make up a part one after another; None where there are none, or where a piece would be read in
+        parts that must be checked as a whole."""
+        placed = contiguous_copies(self.shape(name), box, [piece.box for piece in stored])
+        if placed is None:
+            return None
+        itemsize, runs = self.dtype(name).itemsize, []
+        for copy in placed:
+            run = stored[copy.source].run
+            if not copy.is_whole and run.checksum is not None:
+                return None
+            part = Run(run.path, run.offset + copy.first * itemsize, copy.num_elements * itemsize)
+            runs.append(run if copy.is_whole else part)
+        return runs
+
+    def _gathered(self, name: str, box: Box) -> Content:
+        needed = {copy.source for copy in touched(self.shape(name), box, self.boxes(name))}
+        return GatheredRows(self, name, box, lambda: self._check_pieces(name, sorted(needed)))
+
+    def expect_rows(self, name: str, rows: Sequence[int]) -> None:
+        shape, dtype = self.shape(name), self.dtype(name)
+        for index, box in enumerate(self.boxes(name)):
+            if (place := self.stored_at(name, index)) is None:
+                continue
+            (start, stop), *_ = box.ranges(shape)
+            row_bytes = num_bytes(dtype, box.shape(shape)[1:])
+            offsets = [place[1] + (row - start) * row_bytes for row in rows if start <= row < stop]
+            read_ahead(place[0], [(offset, row_bytes) for offset in offsets])
+
+    def _check_pieces(self, name: str, indices: Sequence[int]) -> None:
+        for index in indices:
             self.check_piece(name, index)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from engine.checkpoint.checksum import Checksum
-from engine.checkpoint.contents import BLOCK_BYTES, Content, Run, StoredBytes
+from engine.checkpoint.contents import Content, Run, StoredBytes
+from engine.checkpoint.direct_io import RunWriter, Scratch, open_direct
+from engine.checkpoint.exchange import ExchangedPart
 from engine.checkpoint.resumable import Journal, WriteStopped, Written
 from engine.checkpoint.safetensors_file import file_header, num_bytes
-from engine.checkpoint.writeback import start_writeback
 from engine.errors import UserError
 
 Progress = Callable[[int], None]
@@ -134,7 +134,7 @@ def _by_order(outputs: Iterable[_Output]) -> list[list[tuple[_Output, Piece]]]:
 
 
 def _run(pool: ThreadPoolExecutor, writer: _Writer, work: Iterable[list[tuple[_Output, Piece]]]) -> None:
-    futures: list[Future[None]] = [pool.submit(writer.run_all, group) for group in work]
+    futures: list[Future[None]] = [pool.submit(writer.run, group) for group in work]
     try:
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in done:
@@ -154,36 +154,41 @@ class _Output:
         declared = {piece.key: (piece.dtype, piece.shape) for piece in file.pieces}
         self.header, self.offsets, self.size = file_header(declared, file.metadata)
         self._left, self._lock = len(file.pieces), threading.Lock()
-        self._descriptor: int | None = None
+        self._descriptors: tuple[int, int | None] | None = None
 
-    def open(self) -> int:
-        """The file, made or, where it is the same file already, gone on with."""
+    def open(self) -> tuple[int, int | None]:
+        """Descriptors (plain, direct) of the file, made or, where it is the same file already, gone on with."""
         with self._lock:
-            if self._descriptor is None:
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            if self._descriptors is None:
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 if os.pread(descriptor, len(self.header), 0) != self.header:
                     os.ftruncate(descriptor, 0)
                     os.pwrite(descriptor, self.header, 0)
                 os.ftruncate(descriptor, self.size)
-                self._descriptor = descriptor
-            return self._descriptor
+                self._descriptors = descriptor, open_direct(self.path)
+            return self._descriptors
 
     def done(self) -> None:
         """Counts a tensor; the last one makes the file durable."""
         with self._lock:
             self._left -= 1
             last = self._left == 0
-        if last and self._descriptor is not None:
-            os.fsync(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = None
+        if last:
+            self._close()
 
     def finish_empty(self) -> None:
         """A file without tensors is written all the same, so that the layout shows in the folder."""
         if not self.file.pieces:
-            descriptor = self.open()
-            os.fsync(descriptor)
-            os.close(descriptor)
+            self.open()
+            self._close()
+
+    def _close(self) -> None:
+        assert self._descriptors is not None, self.path
+        plain, direct = self._descriptors
+        os.fsync(plain)
+        for descriptor in (plain, direct):
+            if descriptor is not None:
+                os.close(descriptor)
 
 
 class _Writer:
@@ -195,21 +200,24 @@ class _Writer:
         self.stopped = threading.Event()
         self.kept_bytes = 0
 
-    def run_all(self, group: Iterable[tuple[_Output, Piece]]) -> None:
-        for output, piece in group:
-            self.run(output, piece)
-
-    def run(self, output: _Output, piece: Piece) -> None:
-        if self.stopped.is_set():
-            return
+    def run(self, group: Sequence[tuple[_Output, Piece]]) -> None:
+        """Writes pieces, those of one exchange together."""
+        output, piece = group[0]
         try:
-            descriptor = output.open()
-            if not self._keep(output, piece):
-                written = self._write(descriptor, output.offsets[piece.key], piece)
-                if written is None:
+            shared: dict[int, list[tuple[_Output, Piece]]] = {}
+            for place, (output, piece) in enumerate(group):
+                if self.stopped.is_set():
                     return
-                self._journal.add(output.file.name, piece.key, written)
-            output.done()
+                output.open()
+                if self._keep(output, piece):
+                    output.done()
+                    continue
+                content = piece.content
+                key = id(content.exchange) if isinstance(content, ExchangedPart) else -1 - place
+                shared.setdefault(key, []).append((output, piece))
+            for members in shared.values():
+                output, piece = members[0]
+                self._write(members)
         except OSError as error:
             self.stopped.set()
             raise WriteStopped(
@@ -220,47 +228,79 @@ class _Writer:
             self.stopped.set()
             raise
 
-    def _buffer(self) -> Tensor:
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-        return self._local.buffer
+    def _scratch(self) -> Scratch:
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = Scratch()
+        scratch: Scratch = self._local.scratch
+        return scratch
 
     def _keep(self, output: _Output, piece: Piece) -> bool:
         """Whether an earlier call has written the tensor, byte for byte."""
         known = self._known.get((output.file.name, piece.key))
         if known is None or (self._scan and "finite" not in known.facts and piece.dtype in _SCANNED):
             return False
-        found = Checksum()
-        for block in StoredBytes([Run(output.path, output.offsets[piece.key], piece.num_bytes)]).blocks(self._buffer()):
-            found.update(block)
-        if found.text() != known.checksum:
+        found = _checksum_of(output.path, output.offsets[piece.key], piece.num_bytes, self._scratch())
+        if found != known.checksum:
             return False
         with self._lock:
             self.kept_bytes += piece.num_bytes
         self._report(piece.num_bytes)
         return True
 
-    def _write(self, descriptor: int, offset: int, piece: Piece) -> Written | None:
-        """None where another thread's failure ended the work."""
-        digest, position = Checksum(), offset
-        scan = _Scan(piece.dtype) if self._scan and piece.dtype in _SCANNED else None
-        for block in piece.content.blocks(self._buffer()):
+    def _write(self, members: Sequence[tuple[_Output, Piece]]) -> None:
+        """Writes pieces that come from one content, or are parts of one exchange."""
+        scratch = self._scratch()
+        sinks = [
+            _Sink(output, piece, scan=self._scan, memory=scratch.block(f"write {place}"))
+            for place, (output, piece) in enumerate(members)
+        ]
+        for place, block in _blocks([piece.content for _, piece in members], scratch):
             if self.stopped.is_set():
-                return None
-            digest.update(block)
-            if scan is not None:
-                scan.look(block)
-            _write_all(descriptor, block, position)
-            start_writeback(descriptor, position, len(block))
-            position += len(block)
+                return
+            sinks[place].write(block)
             self._report(len(block))
-        assert position - offset == piece.num_bytes, (piece.key, position - offset, piece.num_bytes)
-        facts = piece.content.facts() | (scan.facts() if scan is not None else {})
-        return Written(digest.text(), facts)
+        for sink in sinks:
+            self._journal.add(sink.output.file.name, sink.piece.key, sink.finish())
+            sink.output.done()
 
     def _report(self, amount: int) -> None:
         with self._lock:
             self._progress(amount)
+
+
+def _blocks(contents: Sequence[Content], scratch: Scratch) -> Iterator[tuple[int, memoryview]]:
+    """(content, its next bytes); several contents are parts of one exchange."""
+    first = contents[0]
+    if len(contents) == 1 or not isinstance(first, ExchangedPart):
+        assert len(contents) == 1, contents
+        yield from ((0, block) for block in first.blocks(scratch))
+        return
+    places = {part.index: place for place, part in enumerate(contents) if isinstance(part, ExchangedPart)}
+    for index, block in first.exchange.blocks(list(places), scratch):
+        yield places[index], block
+
+
+class _Sink:
+    """A tensor on its way into its file."""
+
+    def __init__(self, output: _Output, piece: Piece, *, scan: bool, memory: memoryview) -> None:
+        self.output, self.piece = output, piece
+        self._digest, self._left = Checksum(), piece.num_bytes
+        self._scan = _Scan(piece.dtype) if scan and piece.dtype in _SCANNED else None
+        self._writer = RunWriter(*output.open(), output.offsets[piece.key], piece.num_bytes, memory)
+
+    def write(self, block: memoryview) -> None:
+        self._digest.update(block)
+        if self._scan is not None:
+            self._scan.look(block)
+        self._writer.write(block)
+        self._left -= len(block)
+
+    def finish(self) -> Written:
+        assert self._left == 0, (self.piece.key, self._left)
+        self._writer.flush()
+        facts = self.piece.content.facts() | (self._scan.facts() if self._scan is not None else {})
+        return Written(self._digest.text(), facts)
 
 
 class _Scan:
@@ -280,10 +320,11 @@ class _Scan:
         return {"finite": self._finite, "zero": bool(self._zero)}
 
 
-def _write_all(descriptor: int, block: memoryview, position: int) -> None:
-    while block:
-        count = os.pwrite(descriptor, block, position)
-        block, position = block[count:], position + count
+def _checksum_of(path: Path, offset: int, length: int, scratch: Scratch) -> str:
+    found = Checksum()
+    for block in StoredBytes([Run(path, offset, length)]).blocks(scratch):
+        found.update(block)
+    return found.text()
 
 
 def compare_files(
@@ -302,10 +343,7 @@ def compare_files(
     lock = threading.Lock()
 
     def compare(path: Path, offset: int, piece: Piece) -> None:
-        found = Checksum()
-        for block in StoredBytes([Run(path, offset, piece.num_bytes)]).blocks(torch.empty(0)):
-            found.update(block)
-        if found.text() != written[path.name, piece.key].checksum:
+        if _checksum_of(path, offset, piece.num_bytes, Scratch()) != written[path.name, piece.key].checksum:
             raise UserError(
                 f"{piece.key} reads back from {folder.parent} with other bytes than were written: the disk is faulty, "
                 "give a folder on another one."

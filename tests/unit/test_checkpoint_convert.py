@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import resumable
-from engine.checkpoint.contents import BLOCK_BYTES, row_blocks, rows_of
+from engine.checkpoint.contents import row_blocks, rows_of
 from engine.checkpoint.convert import Work, export_hf, import_checkpoint
+from engine.checkpoint.direct_io import BLOCK_BYTES, Scratch
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.resumable import WriteStopped, resumable_folder
 from engine.checkpoint.source import open_source
@@ -49,8 +50,7 @@ def test_contents_are_what_slicing_gives(stored: Path, data: st.DataObject) -> N
         runs.append((dim, start, data.draw(st.integers(1, size - start))))
     partial = [run for run in runs if run[2] < shape[run[0]]]
     box = Box(*partial[0], tuple(partial[1:])) if partial else Box()
-    buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-    found = b"".join(bytes(block) for block in source.content(name, box).blocks(buffer))
+    found = b"".join(bytes(block) for block in source.content(name, box).blocks(Scratch()))
     slices = tuple(slice(start, start + length) for _, start, length in runs)
     assert found == source.read_whole(name)[slices].contiguous().numpy().tobytes()
 

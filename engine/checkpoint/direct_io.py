@@ -1,0 +1,210 @@
+"""Reading and writing of large files past the system's page cache, where the file system allows it.
+
+A conversion reads every byte once and writes every byte once, of more bytes than there is memory. Through the page
+cache each is copied by a processor, and pages are found for it by throwing others out; on a fast disk that costs more
+time than the disk takes. Past it (O_DIRECT) the disk writes into, and reads from, memory of this process, in whole
+sectors at aligned addresses. Bytes that the page cache holds already are taken from there. Where a file system knows no
+such thing, and for the ends of a run that fill no sector, the page cache is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from engine.checkpoint.writeback import start_writeback
+from engine.errors import UserError
+
+BLOCK_BYTES = 4 << 20
+"""Bytes handled at a time by each thread: large enough for a disk, small enough for a processor's cache."""
+
+ALIGNMENT = 4096
+"""Of addresses, offsets and lengths: what no disk in use asks more than."""
+
+_FEWEST_BYTES = 1 << 20
+"""Below, a run is left to the page cache: a direct write waits for the disk."""
+
+_DIRECT = os.O_DIRECT if hasattr(os, "O_DIRECT") else 0
+
+
+class Scratch:
+    """Aligned memory of one thread, allocated once and used again."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, memoryview] = {}
+
+    def block(self, use: str, num_bytes: int = BLOCK_BYTES) -> memoryview:
+        """At least `num_bytes`, with room for what alignment adds; contents are left over from before.
+
+        Args:
+            use: tells apart the blocks that are in use together.
+        """
+        size = _round_up(num_bytes) + 2 * ALIGNMENT
+        found = self._blocks.get(use)
+        if found is None or len(found) < size:
+            found = self._blocks[use] = memoryview(mmap.mmap(-1, size))
+        return found
+
+
+class RunReader:
+    """Bytes [offset, offset + length) of a file, from the first to the last.
+
+    Raises:
+        UserError: the file is shorter.
+    """
+
+    def __init__(self, path: Path, offset: int, length: int) -> None:
+        self._path, self._position, self._end = path, offset, offset + length
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._is_direct = False
+        try:
+            if os.fstat(self._descriptor).st_size < self._end:
+                raise UserError(f"{path} is shorter than its header says: copy it again.")
+            if _DIRECT and length >= _FEWEST_BYTES and not _is_cached(self._descriptor, self._end - 1):
+                direct = _open_direct(path, os.O_RDONLY)
+                if direct is not None:
+                    self._use(direct, is_direct=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, length: int, memory: memoryview) -> memoryview:
+        """The next `length` bytes, in `memory` (of a `Scratch`), which has room for them."""
+        assert self._position + length <= self._end, (self._path, self._position, length, self._end)
+        first = self._position // ALIGNMENT * ALIGNMENT
+        before, wanted = self._position - first, self._position - first + length
+        view, got = memory[: _round_up(wanted)], 0
+        while got < wanted:
+            count = self._read_at(first + got, view[got:])
+            if count == 0:
+                raise UserError(f"{self._path} became shorter while it was read: copy it again.")
+            got += count
+            if got < wanted:
+                got = got // ALIGNMENT * ALIGNMENT  # cut short within a sector: a direct read asks for whole ones
+        self._position += length
+        return view[before:wanted]
+
+    def _read_at(self, offset: int, memory: memoryview) -> int:
+        try:
+            return os.preadv(self._descriptor, [memory], offset)
+        except OSError as error:
+            if not self._is_direct or error.errno != errno.EINVAL:
+                raise
+        # the file system opens files so, but does not read them so
+        self._use(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), is_direct=False)
+        return os.preadv(self._descriptor, [memory], offset)
+
+    def _use(self, descriptor: int, *, is_direct: bool) -> None:
+        os.close(self._descriptor)
+        self._descriptor, self._is_direct = descriptor, is_direct
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class RunWriter:
+    """Writes bytes one after another into an open file, in whole blocks.
+
+    Args:
+        plain: descriptor of the file through the page cache.
+        direct: one past it, or None where the file system has none (`open_direct`).
+        offset: where the first byte goes.
+        length: how many will come.
+        memory: of a `Scratch`, for the bytes that wait.
+    """
+
+    def __init__(self, plain: int, direct: int | None, offset: int, length: int, memory: memoryview) -> None:
+        self._plain, self._direct = plain, direct if length >= _FEWEST_BYTES else None
+        self._memory, self._address = memory[:BLOCK_BYTES], _address(memory)
+        self._first = offset // ALIGNMENT * ALIGNMENT  # of the file, where the memory's first byte goes
+        self._begin = self._end = offset - self._first
+
+    def write(self, block: memoryview) -> None:
+        """Takes the next bytes; the block may be used again on return."""
+        source, left = _address(block), len(block)
+        while left:
+            count = min(left, len(self._memory) - self._end)
+            ctypes.memmove(self._address + self._end, source, count)
+            self._end, source, left = self._end + count, source + count, left - count
+            if self._end == len(self._memory):
+                self.flush()
+
+    def flush(self) -> None:
+        """Writes what waits; to be called after the last byte."""
+        begin, end = self._begin, self._end
+        first, last = min(_round_up(begin), end), max(end // ALIGNMENT * ALIGNMENT, begin)
+        if self._direct is None or first >= last:
+            self._write(self._plain, begin, end)
+            start_writeback(self._plain, self._first + begin, end - begin)
+        else:
+            self._write(self._plain, begin, first)
+            self._write_direct(self._direct, first, last)
+            self._write(self._plain, last, end)
+        self._first += len(self._memory)
+        self._begin = self._end = 0
+
+    def _write(self, descriptor: int, begin: int, end: int) -> None:
+        while begin < end:
+            begin += os.pwrite(descriptor, self._memory[begin:end], self._first + begin)
+
+    def _write_direct(self, descriptor: int, begin: int, end: int) -> None:
+        try:
+            self._write(descriptor, begin, end)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._direct = None  # the file system opens files so, but does not write them so
+            self._write(self._plain, begin, end)
+
+
+def read_ahead(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
+    """Asks the system to read bytes (offset, length) of a file into the page cache, and returns at once."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for offset, length in ranges:
+            os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(descriptor)
+
+
+def open_direct(path: Path) -> int | None:
+    """A descriptor that writes an existing file past the page cache; None where there is no such thing."""
+    return _open_direct(path, os.O_WRONLY)
+
+
+def _open_direct(path: Path, flags: int) -> int | None:
+    if not _DIRECT:
+        return None
+    try:
+        return os.open(path, flags | _DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+
+
+def _is_cached(descriptor: int, offset: int) -> bool:
+    """Whether the page cache holds a byte of the file."""
+    try:
+        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
+            return False
+        raise
+
+
+def _round_up(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _address(memory: memoryview) -> int:
+    """Of the first byte; memory that may not be written to has one too."""
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data) if len(memory) else 0

@@ -1,0 +1,75 @@
+"""The rows of a stored weight a few at a time, in a dtype wide enough to compute in."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.contents import Content, block_tensor, row_blocks
+from engine.checkpoint.direct_io import Scratch
+from engine.checkpoint.reader import TensorReader
+from engine.distributed.sharding import Piece, ShardSpec
+
+
+class Rows(ABC):
+    """A weight, a few rows at a time."""
+
+    @abstractmethod
+    def blocks(self, scratch: Scratch, dtype: torch.dtype, block_bytes: int) -> Iterator[Tensor]:
+        """Its rows in order, [n, ...] of `dtype`; a block may be written to, and is valid until the next is asked for.
+
+        Args:
+            scratch: memory to work in.
+            dtype: wide enough for what is stored.
+            block_bytes: of a block as stored, about.
+        """
+
+
+class ReadRows(Rows):
+    """Rows from any reader.
+
+    Args:
+        reader, name: of what.
+        check: called before anything is read; raises where what is stored is damaged.
+    """
+
+    def __init__(self, reader: TensorReader, name: str, check: Callable[[], None] | None = None) -> None:
+        self._reader, self._name, self._check = reader, name, check
+
+    def blocks(self, scratch: Scratch, dtype: torch.dtype, block_bytes: int) -> Iterator[Tensor]:
+        if self._check is not None:
+            self._check()
+        shape = self._reader.shape(self._name)
+        for first, last in row_blocks(shape, self._reader.dtype(self._name).itemsize, block_bytes):
+            out = block_tensor(scratch, "exact", dtype, (last - first, *shape[1:]))
+            self._reader.read(self._name, _rows(shape, first, last), out=out)
+            yield out
+
+
+class StoredRows(Rows):
+    """Rows whose bytes are a content.
+
+    Args:
+        content: of the whole weight.
+        shape, stored: shape and dtype of the weight.
+    """
+
+    def __init__(self, content: Content, shape: tuple[int, ...], stored: torch.dtype) -> None:
+        self._content, self._shape, self._stored = content, shape, stored
+
+    def blocks(self, scratch: Scratch, dtype: torch.dtype, block_bytes: int) -> Iterator[Tensor]:
+        row_bytes = math.prod(self._shape[1:]) * self._stored.itemsize
+        step = max(1, block_bytes // max(1, row_bytes))
+        for block in self._content.blocks(scratch, max(1, row_bytes)):
+            rows = torch.frombuffer(block, dtype=self._stored).view(-1, *self._shape[1:])
+            for some in rows.split(step):
+                yield block_tensor(scratch, "exact", dtype, tuple(some.shape)).copy_(some)
+
+
+def _rows(shape: tuple[int, ...], first: int, last: int) -> ShardSpec:
+    pieces = (Piece(first, 0, last - first),)
+    return ShardSpec(global_shape=shape, local_shape=(last - first, *shape[1:]), dim=0, pieces=pieces)

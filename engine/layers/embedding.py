@@ -63,6 +63,7 @@ class VocabParallelEmbedding(ShardedModule):
             sink_b=b.sink if b is not None else None,
             axis=tp,
             sequence_parallel=layout.sequence_parallel,
+            kernels=layout.kernels,
         )
 
     def forward(self, ids_T: Tensor, *, adapters: bool = True) -> Tensor:

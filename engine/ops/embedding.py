@@ -4,7 +4,8 @@
 
 Each rank looks up the ids in its own vocabulary rows and leaves zeros for the others; the sum over ranks completes both
 terms at once. A [r, V / tp] is split with W, and its gradient is complete; B [hidden, r] is whole on every rank and its
-gradient is a partial sum. There is no dropout on this path (as in PEFT).
+gradient is a partial sum. There is no dropout on this path (as in PEFT). What is read of dY for the adapter, dH and dB,
+is that of an adapter whose projection is H = s A^T[id].
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 from engine.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from engine.distributed.mesh import Axis
 from engine.ops.gradients import GradientSink
+from engine.ops.kernels import Kernels
+from engine.ops.low_rank import Factor, LowRank, add_expansion, output_gradients
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +32,7 @@ class EmbeddingOperands:
         first_id, num_ids: the ids held here: [first_id, first_id + num_ids).
         sink: gradient of the weight, None where frozen.
         a_RV, b_HR, scale, sink_a, sink_b: the adapter; a_RV None without one.
-        axis, sequence_parallel: as in the parallel linears.
+        axis, sequence_parallel, kernels: as in the parallel linears.
     """
 
     weight_VH: Tensor
@@ -43,6 +46,23 @@ class EmbeddingOperands:
     sink_b: GradientSink | None
     axis: Axis
     sequence_parallel: bool
+    kernels: Kernels
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        """The adapter; its columns of A are the ids."""
+        if self.a_RV is None or self.b_HR is None:
+            return None
+        factor = Factor(
+            b_OR=self.b_HR,
+            first_column=0,
+            num_columns=self.b_HR.shape[0],
+            first_row=0,
+            scale=self.scale,
+            sink_a=self.sink_a,
+            sink_b=self.sink_b,
+        )
+        return LowRank(a_RI=self.a_RV, factors=(factor,), dropout=None)
 
 
 class _Embedding(torch.autograd.Function):
@@ -52,10 +72,10 @@ class _Embedding(torch.autograd.Function):
         here_T1 = ((local_T >= 0) & (local_T < operands.num_ids))[:, None]
         index_T = torch.where(here_T1[:, 0], local_T, 0)
         y_TH = operands.weight_VH[index_T].mul_(here_T1)
-        h_TR = None
-        if operands.a_RV is not None and operands.b_HR is not None:
-            h_TR = operands.a_RV.t()[index_T].mul_(here_T1)
-            y_TH.addmm_(h_TR, operands.b_HR.t(), alpha=operands.scale)
+        h_TR, low_rank = None, operands.low_rank
+        if low_rank is not None:
+            h_TR = low_rank.scale_(low_rank.a_RI.t()[index_T].contiguous().mul_(here_T1))
+            add_expansion(y_TH, h_TR, low_rank)
         scatters = operands.sequence_parallel and operands.axis.size > 1
         y_TH = reduce_scatter(y_TH, operands.axis) if scatters else all_reduce(y_TH, operands.axis)
         ctx.save_for_backward(index_T, here_T1, h_TR)
@@ -70,11 +90,11 @@ class _Embedding(torch.autograd.Function):
             dy_TH = all_gather(dy_TH, operands.axis)
         if operands.sink is not None:
             operands.sink.add_rows(index_T, dy_TH * here_T1)
-        if operands.sink_a is not None and operands.b_HR is not None:
-            dh_TR = (dy_TH @ operands.b_HR).mul_(operands.scale).mul_(here_T1)
-            operands.sink_a.add_columns(index_T, dh_TR.t())
-        if operands.sink_b is not None:
-            operands.sink_b.add_product(dy_TH.t(), h_TR, operands.scale)
+        low_rank = operands.low_rank
+        if low_rank is not None:
+            dh_TR = output_gradients(dy_TH, h_TR, low_rank, operands.kernels)
+            if operands.sink_a is not None:
+                operands.sink_a.add_columns(index_T, dh_TR.mul_(here_T1).t())
         return (None, None, *([None] * ctx.num_leaves))
 
 

@@ -111,8 +111,11 @@ def projection_gradient(dy_TO: Tensor, low_rank: LowRank) -> Tensor:
 
 
 def output_gradients(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank, kernels: Kernels) -> Tensor:
-    """As `projection_gradient`, and what `accumulate_b` does from the same read of dY; for backends that have it."""
-    assert kernels.output_gradients is not None
+    """As `projection_gradient` and then `accumulate_b`; from one read of dY where the backend has a kernel for it."""
+    if kernels.output_gradients is None:
+        dh = projection_gradient(dy_TO, low_rank)
+        accumulate_b(dy_TO, h_TR, low_rank, kernels)
+        return dh
     sections = [
         OutputSection(
             first_column=factor.first_column,

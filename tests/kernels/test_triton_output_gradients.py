@@ -13,6 +13,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from engine.distributed.mesh import Axis
+from engine.ops.embedding import EmbeddingOperands, embedding
+from engine.ops.gradients import GradientSink
+from engine.ops.triton.backend import TRITON
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
 from triton_kernels import output_gradients as module
 from triton_kernels.output_gradients import output_gradients
@@ -113,6 +117,32 @@ def test_no_tokens(place) -> None:
     assert all(torch.equal(one.db_out, old) for one, old in zip(sections, before, strict=True)), "nothing is added"
     output_gradients(dy[:0], h[:0], sections, dh_out=h[:0].clone())
     assert all((one.db_out == 0).all() for one in sections), "no tokens have a gradient of zero"
+
+
+@places
+def test_an_adapter_on_the_embedding(place) -> None:
+    """y = s A^T[id] B^T for the ids held here: both gradients against autograd."""
+    ids, vocabulary, rank, hidden, scale = torch.tensor([0, 10, 3, 3, 12, 7], device=place[0]), 11, 5, 40, 1.3
+    weight, b = random_rows(place, vocabulary, hidden), random_rows(place, hidden, rank, seed=2)
+    a, dy = random_rows(place, rank, vocabulary, seed=1), random_rows(place, len(ids), hidden, seed=3)
+    sinks = [GradientSink(factor.shape, factor.device) for factor in (a, b)]
+    operands = EmbeddingOperands(
+        weight_VH=weight, first_id=0, num_ids=vocabulary, sink=None, a_RV=a, b_HR=b, scale=scale, sink_a=sinks[0],
+        sink_b=sinks[1], axis=Axis("tp"), sequence_parallel=False, kernels=TRITON,
+    )  # fmt: skip
+    leaf = torch.zeros((), requires_grad=True)
+    y = embedding(ids, operands, (leaf,))
+    y.backward(dy)
+    found = {}
+    for dtype in (place[1], torch.float64):
+        leaves = [factor.to(dtype).detach().clone().requires_grad_() for factor in (a, b)]
+        here = (ids < vocabulary)[:, None].to(dtype)
+        low = leaves[0].t()[ids.clamp(max=vocabulary - 1)] * here
+        out = weight.to(dtype)[ids.clamp(max=vocabulary - 1)] * here + scale * low @ leaves[1].t()
+        found[dtype] = (out.detach(), *torch.autograd.grad(out, leaves, dy.to(dtype)))
+    ours = (y.detach(), sinks[0].buffer, sinks[1].buffer)
+    for name, one, torchs, exact in zip(("y", "dA", "dB"), ours, found[place[1]], found[torch.float64], strict=True):
+        assert_as_exact_as_torch(one, torchs.to(one.dtype), exact, name)
 
 
 @places

@@ -17,8 +17,10 @@ from engine.ops.dropout import DropoutSite
 from engine.ops.embedding import EmbeddingOperands, embedding
 from engine.ops.gradients import GradientSink
 from engine.ops.inputs import GivenInput, LinearInput, NormInput, SwiGLUInput
-from engine.ops.kernels import REFERENCE
+from engine.ops.kernels import REFERENCE, Kernels
 from engine.ops.low_rank import Factor, LowRank
+from engine.ops.native.backend import NATIVE
+from engine.ops.native.loader import native_status
 from engine.ops.operands import LinearOperands, RowsSink
 from engine.ops.parallel_linear import column_linear, row_linear
 from triton_kernels.philox import dropout_mask
@@ -183,19 +185,22 @@ def test_sink_reports_each_addition():
     assert buffer[:, 2].tolist() == [5.0, 7.0, 5.0, 5.0]
 
 
-def _embedding_operands(vocabulary: int, *, sinks: bool) -> EmbeddingOperands:
+def _embedding_operands(vocabulary: int, *, sinks: bool, kernels: Kernels = REFERENCE) -> EmbeddingOperands:
     device = torch.device("cpu")
     return EmbeddingOperands(
         weight_VH=_random(vocabulary, 6, seed=1, dtype=torch.float32), first_id=0, num_ids=vocabulary,
         sink=GradientSink(torch.Size((vocabulary, 6)), device) if sinks else None,
         a_RV=_random(RANK, vocabulary, seed=2, dtype=torch.float32), b_HR=_random(6, RANK, seed=3, dtype=torch.float32),
         scale=1.3, sink_a=GradientSink(torch.Size((RANK, vocabulary)), device),
-        sink_b=GradientSink(torch.Size((6, RANK)), device), axis=ALONE, sequence_parallel=False,
+        sink_b=GradientSink(torch.Size((6, RANK)), device), axis=ALONE, sequence_parallel=False, kernels=kernels,
     )  # fmt: skip
 
 
-def test_embedding_against_autograd():
-    operands, ids = _embedding_operands(11, sinks=True), torch.tensor([0, 10, 3, 3, 3, 7])
+@pytest.mark.parametrize("kernels", [REFERENCE, NATIVE], ids=lambda kernels: kernels.name)
+def test_embedding_against_autograd(kernels: Kernels):
+    if kernels is NATIVE and not native_status().available:
+        pytest.skip(native_status().reason)
+    operands, ids = _embedding_operands(11, sinks=True, kernels=kernels), torch.tensor([0, 10, 3, 3, 3, 7])
     weight, a, b = (value.clone().requires_grad_() for value in (operands.weight_VH, operands.a_RV, operands.b_HR))
     dy = _random(6, 6, seed=4, dtype=torch.float32)
     expected = F.embedding(ids, weight) + 1.3 * F.embedding(ids, a.T) @ b.T

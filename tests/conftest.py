@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.shared_data import DATA
+
 # The same examples in each run, so that a failure is the change's and not the day's.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -17,8 +19,6 @@ settings.load_profile("repeatable")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
-
-_DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,10 +42,9 @@ def _has_gpu() -> bool:
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """Folder of real weights, tokenizers and texts: ENGINE_TEST_DATA, or shared/data beside the repository."""
-    folder = Path(os.environ.get("ENGINE_TEST_DATA", _DEFAULT_DATA))
-    if not folder.is_dir():
-        pytest.skip(f"no test data in {folder}: set ENGINE_TEST_DATA to the folder that has it")
-    return folder
+    if not DATA.is_dir():
+        pytest.skip(f"no test data in {DATA}: set ENGINE_TEST_DATA to the folder that has it")
+    return DATA
 
 
 @pytest.fixture(scope="session")

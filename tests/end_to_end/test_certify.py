@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.errors import UserError
 from engine.training.certificate import GRADIENT, LOSS, NORM, PARAMETER, Recording, certificate_config
 from tests.commands import REPOSITORY, run_tool
+from tests.shared_data import write_plays
 from tools.planning.certify import COARSE, FINE, CertifyOptions, certify
 from tools.planning.certify_compare import Recorded, compare
 from tools.planning.certify_layouts import Layout, other_layout, own_layout
@@ -55,9 +56,7 @@ with patch.object(ShardedModule, "own", without_sum):
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_dir: Path) -> dict:
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    corpus = (data_dir / "corpus" / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    text.write_text(corpus[:3000], encoding="utf-8")
+    text = write_plays(tmp_path_factory.mktemp("text") / "text.txt", data_dir, 3000)
     return {
         "model": {"path": str(stories_dir)},
         "lora": {"rank": 4, "dropout": 0.1},

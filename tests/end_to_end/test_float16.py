@@ -15,6 +15,7 @@ from engine.errors import UserError
 from engine.optim.loss_scale import CEILING
 from engine.training.trainer import train
 from tests.commands import losses, options, run_tool
+from tests.shared_data import write_plays
 
 STEPS = 12
 
@@ -23,9 +24,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_dir: Path) -> dict[str, object]:
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    corpus = (data_dir / "corpus" / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    text.write_text(corpus[:20000], encoding="utf-8")
+    text = write_plays(tmp_path_factory.mktemp("text") / "text.txt", data_dir, 20000)
     return {
         "model.path": stories_dir, "data.train": text, "data.seq_length": 128, "train.steps": STEPS,
         "train.micro_batch_size": 2, "train.global_batch_size": 4, "lora.rank": 8, "optim.lr": 3e-3,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import losses, options, run_tool
+from tests.shared_data import write_plays
 
 pytestmark = pytest.mark.distributed
 
@@ -16,9 +17,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_dir: Path) -> dict[str, object]:
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    corpus = (data_dir / "corpus" / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    text.write_text(corpus[:6000], encoding="utf-8")
+    text = write_plays(tmp_path_factory.mktemp("text") / "text.txt", data_dir, 6000)
     return {
         "model.path": stories_dir, "data.train": text, "data.seq_length": 64, "train.steps": STEPS,
         "train.micro_batch_size": 2, "train.global_batch_size": 4, "lora.dropout": 0.1, "optim.lr": 3e-3,

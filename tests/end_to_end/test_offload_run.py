@@ -9,6 +9,7 @@ import torch
 
 from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
 from tests.commands import losses, options, run_tool
+from tests.shared_data import write_plays
 
 STEPS = 3
 OFFLOAD = {"memory.offload_weights": "true", "memory.offload_optimizer": "true"}
@@ -18,9 +19,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_dir: Path) -> dict[str, object]:
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    corpus = (data_dir / "corpus" / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    text.write_text(corpus[:6000], encoding="utf-8")
+    text = write_plays(tmp_path_factory.mktemp("text") / "text.txt", data_dir, 6000)
     return {
         "model.path": stories_dir, "data.train": text, "data.seq_length": 64, "train.steps": STEPS,
         "train.micro_batch_size": 1, "train.global_batch_size": 4, "lora.rank": 4, "optim.lr": 1e-3,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
 from tests.commands import losses, options, run_tool
+from tests.shared_data import write_plays
 
 STEPS, STOP = 12, 5
 
@@ -20,9 +21,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_dir: Path) -> dict[str, object]:
     """12 steps of 6 samples over 40-odd samples: step 5 stands in the middle of the first epoch."""
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    corpus = (data_dir / "corpus" / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    text.write_text(corpus[:6000], encoding="utf-8")
+    text = write_plays(tmp_path_factory.mktemp("text") / "text.txt", data_dir, 6000)
     return {
         "model.path": stories_dir, "data.train": text, "data.seq_length": 64, "train.steps": STEPS,
         "train.micro_batch_size": 2, "train.global_batch_size": 6, "lora.dropout": 0.1, "optim.lr": 3e-3,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
 from tests.commands import losses, options, run_tool
+from tests.shared_data import write_plays
 
 STEPS, STOP = 6, 3
 
@@ -31,9 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path) -> Path:
 @pytest.fixture(scope="module")
 def settings(base: Path, tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> dict[str, object]:
     """Everything is trained."""
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    corpus = (data_dir / "corpus" / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    text.write_text(corpus[:6000], encoding="utf-8")
+    text = write_plays(tmp_path_factory.mktemp("text") / "text.txt", data_dir, 6000)
     return {
         "model.path": base, "model.dtype": "bfloat16", "data.train": text, "data.seq_length": 64, "train.steps": STEPS,
         "train.micro_batch_size": 1, "train.global_batch_size": 4, "lora.rank": 0, "trainable": '["*"]',

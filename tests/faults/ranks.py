@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.commands import REPOSITORY, options
+from tests.shared_data import write_plays
 
 START_SECONDS = 90.0
 """For a run to take its first steps on a busy machine."""
@@ -124,9 +125,7 @@ class Ranks:
 
 def run_settings(folder: Path, stories_dir: Path, data_dir: Path) -> dict[str, object]:
     """A run that would go on for hours, with a step every few milliseconds."""
-    text = folder / "text.txt"
-    corpus = (data_dir / "corpus" / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    text.write_text(corpus[:6000], encoding="utf-8")
+    text = write_plays(folder / "text.txt", data_dir, 6000)
     return {
         "model.path": stories_dir, "data.train": text, "data.seq_length": 64, "train.steps": 10**6, "log.every": 1,
         "train.micro_batch_size": 2, "train.global_batch_size": 8,

@@ -22,6 +22,7 @@ from engine.checkpoint.training_state import TrainingCheckpoint
 from engine.distributed.sharding import NamedShard, replicated_spec
 from engine.errors import UserError
 from tests.commands import losses, options, run_tool
+from tests.shared_data import write_plays
 
 SIZE = 100_000
 """Elements: 0.4 MB a checkpoint."""
@@ -193,8 +194,7 @@ def test_a_rank_that_cannot_write_tells_the_first(tmp_path: Path, monkeypatch: p
 @pytest.mark.distributed
 def test_a_run_on_a_full_disk(small_disk: Path, stories_dir: Path, data_dir: Path) -> None:
     """One checkpoint fits, two do not: the run goes on to its end, says so, and fails for want of its last one."""
-    text = small_disk.parent / "text.txt"
-    text.write_text((data_dir / "corpus" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    text = write_plays(small_disk.parent / "text.txt", data_dir, 6000)
     settings = {
         "model.path": stories_dir, "data.train": text, "data.seq_length": 64, "train.steps": 6, "lora.rank": 8,
         "train.micro_batch_size": 2, "train.global_batch_size": 2, "log.every": 1, "checkpoint.every": 2,

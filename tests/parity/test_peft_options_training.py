@@ -16,6 +16,7 @@ from engine.data.loader import DataLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.training.trainer import train
 from tests.commands import losses, options, run_tool
+from tests.shared_data import write_plays
 
 STEPS, LR, ROWS, LENGTH, SEED = 6, 5e-4, 2, 64, 7
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -47,8 +48,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Path:
     folder = tmp_path_factory.mktemp("options")
-    text = (data_dir / "corpus" / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    (folder / "text.txt").write_text(text[:6000], encoding="utf-8")
+    write_plays(folder / "text.txt", data_dir, 6000)
     return folder
 
 

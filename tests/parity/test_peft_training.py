@@ -17,6 +17,7 @@ from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.data.tokenizer import load_tokenizer
 from tests.commands import losses, options, run_tool
+from tests.shared_data import write_plays
 
 STEPS, LR, ROWS, LENGTH, SEED = 50, 1e-3, 4, 128, 7
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -45,8 +46,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     model.save_pretrained(folder / "adapter")
-    text = (data_dir / "corpus" / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    (folder / "text.txt").write_text(text[:60000], encoding="utf-8")
+    write_plays(folder / "text.txt", data_dir, 60000)
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,9 @@ from engine.data.dataset import TokenDataset
 from engine.data.formats import CompletionSample, read_samples
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UserError
+from tests.shared_data import shared
 
-DATA = Path(os.environ.get("ENGINE_TEST_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 LONG = 4096
-
-
-def shared(name: str) -> Path:
-    path = DATA / name
-    if not path.exists():
-        pytest.skip(f"{path} is absent; set ENGINE_TEST_DATA to the folder with the shared data")
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,7 @@ from hypothesis import strategies as st
 from engine.data.files import Place, expand_paths, read_records
 from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample, parse_record, read_samples
 from engine.errors import UserError
-
-DATA = Path(os.environ.get("ENGINE_TEST_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
-
-
-def shared(name: str) -> Path:
-    path = DATA / name
-    if not path.exists():
-        pytest.skip(f"{path} is absent; set ENGINE_TEST_DATA to the folder with the shared data")
-    return path
+from tests.shared_data import shared
 
 
 def parse(record: dict[str, Any], data_format: str) -> Sample:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from transformers import AutoTokenizer
 
 from engine.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
 from engine.errors import UserError
+from tests.shared_data import shared
 
-DATA = Path(os.environ.get("ENGINE_TEST_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 FOLDERS = ["tokenizers/llama2_32000", "tokenizers/minimind", "tokenizers/torchtitan_test", "weights/stories260K/hf"]
 MODELS = [
     "tokenizers/llama2_32000/tokenizer.model",
@@ -47,13 +46,6 @@ PLAIN = (
 )
 # What reasoning models do: only the last turn shows its (here empty) reasoning, so longer conversations change it.
 UNSTABLE = PLAIN.replace("{% generation %}", "{% generation %}{% if loop.last %}{{ '<think></think>' }}{% endif %}")
-
-
-def shared(name: str) -> Path:
-    path = DATA / name
-    if not path.exists():
-        pytest.skip(f"{path} is absent; set ENGINE_TEST_DATA to the folder with the shared data")
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -33,8 +32,7 @@ from tests.family_models import (
     make_model,
     stock_losses,
 )
-
-DATA = Path(os.environ.get("ENGINE_TEST_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+from tests.shared_data import DATA
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
 
 import pytest
 
+from engine.ops.native.loader import select
 from tests.kernels.comparing import INTERPRETED
+from tests.kernels.native_support import INSTRUCTION_SETS
 
 KERNELS = (
     "dropout",
@@ -51,3 +54,11 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Only for the tests of Triton kernels: the folder has others."""
     if INTERPRETED and ("triton" in request.node.nodeid):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The compiled kernels for one of the processor's instruction sets, each in turn."""
+    select(request.param)
+    yield
+    select(None)

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
 
-from engine.ops.native.loader import best_instruction_set
+from engine.ops.native.loader import best_instruction_set, native_status
 
 _ORDER = ("baseline", "avx2", "avx512")
 INSTRUCTION_SETS = _ORDER[: _ORDER.index(best_instruction_set()) + 1]
 """Those that this processor can run; it picks the last one by itself."""
+
+needs_native = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+ON_EVERY_INSTRUCTION_SET = [needs_native, pytest.mark.usefixtures("instruction_set")]
+"""The marks of a module whose tests run once with each of them."""
 
 SHAPES = ((5, 123), (1, 123), (0, 64), (1, 1), (37, 8), (64, 256), (19, 1000))
 """(tokens, features): odd, one row, empty, one element, short, round, several tiles with a remainder."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.ops.native.attention import Segment, attention_backward, attention_forward, causal_attention, documents
-from engine.ops.native.loader import native_status, select
-from tests.kernels.native_support import INSTRUCTION_SETS, assert_accurate, assert_same_on_any_threads
+from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, assert_accurate, assert_same_on_any_threads
 
-pytestmark = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+pytestmark = ON_EVERY_INSTRUCTION_SET
 
 CASES = (
     ((1,), 1, 1, 1),
@@ -24,13 +21,6 @@ CASES = (
     ((64, 64), 8, 4, 128),
 )
 """(documents, heads, key/value heads, head size): one element; odd; over one block of keys; tiles with remainders."""
-
-
-@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
-def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    select(request.param)
-    yield
-    select(None)
 
 
 def _inputs(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> tuple[Tensor, ...]:

@@ -6,8 +6,6 @@ result in fp32, rounded to the nearest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,25 +14,17 @@ from torch.nn import functional
 from engine.ops.native import attention, cross_entropy, low_rank, norm, rope, swiglu
 from engine.ops.native.arguments import InputUpdate
 from engine.ops.native.dropout import dropout_bits, unpack_bits
-from engine.ops.native.loader import native_status, select
 from tests.kernels.native_support import (
-    INSTRUCTION_SETS,
+    ON_EVERY_INSTRUCTION_SET,
     SHAPES,
     assert_accurate,
     assert_same_on_any_threads,
     widened,
 )
 
-pytestmark = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+pytestmark = ON_EVERY_INSTRUCTION_SET
 HALF = torch.bfloat16
 SCALE = 1.25
-
-
-@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
-def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    select(request.param)
-    yield
-    select(None)
 
 
 def _drawn(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:

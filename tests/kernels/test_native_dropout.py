@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from engine.ops.native import dropout
-from engine.ops.native.loader import native_status, select
-from tests.kernels.native_support import INSTRUCTION_SETS, assert_same_on_any_threads
+from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, assert_same_on_any_threads
 from triton_kernels import philox
 
-pytestmark = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
-
-
-@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
-def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    select(request.param)
-    yield
-    select(None)
+pytestmark = ON_EVERY_INSTRUCTION_SET
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,25 +9,17 @@ from torch import Tensor
 from engine.ops.native import low_rank
 from engine.ops.native.arguments import InputUpdate
 from engine.ops.native.dropout import dropout_bits, unpack_bits
-from engine.ops.native.loader import native_status, select
 from tests.kernels.native_support import (
-    INSTRUCTION_SETS,
+    ON_EVERY_INSTRUCTION_SET,
     SHAPES,
     assert_accurate,
     assert_same_on_any_threads,
     widened,
 )
 
-pytestmark = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+pytestmark = ON_EVERY_INSTRUCTION_SET
 RANKS = (1, 16, 27, 64)
 SCALE = 1.25
-
-
-@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
-def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    select(request.param)
-    yield
-    select(None)
 
 
 def _bits(tokens: int, features: int) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,9 +9,8 @@ from torch import Tensor
 from engine.ops.native import norm
 from engine.ops.native.arguments import InputUpdate
 from engine.ops.native.dropout import dropout_bits
-from engine.ops.native.loader import native_status, select
 from tests.kernels.native_support import (
-    INSTRUCTION_SETS,
+    ON_EVERY_INSTRUCTION_SET,
     SHAPES,
     assert_accurate,
     assert_same_on_any_threads,
@@ -21,16 +18,9 @@ from tests.kernels.native_support import (
 )
 from triton_kernels.philox import dropout_mask, dropout_scale
 
-pytestmark = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+pytestmark = ON_EVERY_INSTRUCTION_SET
 EPS = 1e-5
 DROPOUT = {"feature_offset": 3, "probability": 0.2, "seed": 1, "site": 2, "step": 3}
-
-
-@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
-def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    select(request.param)
-    yield
-    select(None)
 
 
 def _gradients(x: Tensor, weight: Tensor, dy: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

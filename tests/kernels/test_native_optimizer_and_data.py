@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -19,18 +18,9 @@ from torch.optim.adamw import adamw
 from engine.data.packing import pack as plain_pack
 from engine.ops.native import packing
 from engine.ops.native.adamw import adamw_step, square_sum
-from engine.ops.native.loader import native_status, select
-from tests.kernels.native_support import INSTRUCTION_SETS, assert_same_on_any_threads
+from tests.kernels.native_support import assert_same_on_any_threads, needs_native
 
-native = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    select(request.param)
-    yield
-    select(None)
 
 
 def _state(size: int) -> list[Tensor]:
@@ -39,7 +29,7 @@ def _state(size: int) -> list[Tensor]:
     return [torch.randn(size), torch.randn(size), torch.randn(size) * 0.1, torch.rand(size) * 0.1]
 
 
-@native
+@needs_native
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("non_finite", [0.0, 1.0])
 @pytest.mark.parametrize("size", [0, 1, 123, 40_000])
@@ -63,7 +53,7 @@ def test_adamw_is_torchs(size: int, non_finite: float) -> None:
     assert torch.equal(low, torch.zeros_like(low) if non_finite else ours[0].to(torch.bfloat16))
 
 
-@native
+@needs_native
 @pytest.mark.usefixtures("instruction_set")
 def test_weights_that_are_not_a_number_stay_so_in_bf16() -> None:
     state = [torch.full((3,), float("nan")), *(torch.zeros(3) for _ in range(3))]
@@ -75,7 +65,7 @@ def test_weights_that_are_not_a_number_stay_so_in_bf16() -> None:
     assert low.isnan().all()
 
 
-@native
+@needs_native
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("size", [0, 1, 123, 100_003])
 def test_square_sum(size: int) -> None:
@@ -84,7 +74,7 @@ def test_square_sum(size: int) -> None:
     torch.testing.assert_close(square_sum(values), expected, rtol=1e-6, atol=0.0)
 
 
-@native
+@needs_native
 def test_any_number_of_threads() -> None:
     def run() -> tuple[Tensor, ...]:
         state = _state(100_003)
@@ -96,7 +86,7 @@ def test_any_number_of_threads() -> None:
     assert_same_on_any_threads(run)
 
 
-@native
+@needs_native
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 130), max_size=80), st.integers(130, 300))
 def test_packs_are_those_of_the_plain_algorithm(lengths: list[int], capacity: int) -> None:
@@ -105,7 +95,7 @@ def test_packs_are_those_of_the_plain_algorithm(lengths: list[int], capacity: in
     assert offsets.tolist() == expected.offsets.tolist() and documents.tolist() == expected.documents.tolist()
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("capacity", [64, 4096, 20_000])
 def test_many_packs_are_those_of_the_plain_algorithm(capacity: int) -> None:
     rng = np.random.default_rng(0)
@@ -115,7 +105,7 @@ def test_many_packs_are_those_of_the_plain_algorithm(capacity: int) -> None:
     assert np.array_equal(offsets, expected.offsets) and np.array_equal(documents, expected.documents)
 
 
-@native
+@needs_native
 @pytest.mark.parametrize(
     ("capacity", "lengths", "rows"),
     [
@@ -132,7 +122,7 @@ def test_next_fit_is_taken_where_it_is_better(capacity: int, lengths: list[int],
     assert offsets.tolist() == expected.offsets.tolist() and documents.tolist() == expected.documents.tolist()
 
 
-@native
+@needs_native
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 50)), min_size=1, max_size=6), st.integers(0, 200))
 def test_blend_takes_from_the_largest_deficit(sets: list[tuple[int, int]], count: int) -> None:
@@ -150,7 +140,7 @@ def test_blend_takes_from_the_largest_deficit(sets: list[tuple[int, int]], count
         assert abs(share * count - used) <= len(sets)
 
 
-@native
+@needs_native
 def test_equal_weights_alternate() -> None:
     chosen, samples, epochs = packing.blend([1.0, 1.0], [2, 100], 6)
     assert chosen.tolist() == [0, 1, 0, 1, 0, 1]

@@ -8,11 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops.native.loader import native_status, select
+from engine.ops.native.loader import select
 from engine.ops.native.product import FEWEST, has_tiles, multiply, multiply_by_tiles, product
-from tests.kernels.native_support import INSTRUCTION_SETS, assert_accurate, assert_same_on_any_threads, widened
+from tests.kernels.native_support import (
+    INSTRUCTION_SETS,
+    assert_accurate,
+    assert_same_on_any_threads,
+    needs_native,
+    widened,
+)
 
-pytestmark = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+pytestmark = needs_native
 
 SHAPES = (
     (1, 1, 1),

@@ -5,31 +5,21 @@ The specification itself is compared with bitsandbytes, torch's casts and arithm
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from engine.ops.native.loader import native_status, select
 from engine.ops.native.quantize import NATIVE_ARITHMETIC
 from engine.quantization.encoding import encoding
-from tests.kernels.native_support import INSTRUCTION_SETS, assert_same_on_any_threads, widened
+from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, assert_same_on_any_threads, widened
 from triton_kernels import reference_quantize
 
-pytestmark = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+pytestmark = ON_EVERY_INSTRUCTION_SET
 
 SHAPES = ((5, 123), (1, 64), (3, 1), (0, 64), (37, 8), (7, 320), (2, 64 * 300 + 6), (300, 130))
 names = pytest.mark.parametrize("name", ["nf4", "int8"])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-
-
-@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
-def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    select(request.param)
-    yield
-    select(None)
 
 
 def _weight(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

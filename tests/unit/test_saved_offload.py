@@ -16,32 +16,18 @@ from engine.errors import UserError
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.ops.context import TokenContext
-from engine.ops.kernels import REFERENCE, Kernels
 from engine.ops.native.backend import NATIVE
-from engine.ops.native.loader import native_status
 from tests.distributed.cases import Case, make_batch, small_config
-from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.memory_models import LONG, Recorded, build_with, long_batch, num_targets, same_bits, total_error, two_alive
-
-CPU = torch.device("cpu")
-CONFIG = small_config(num_layers=4)
-CASE = Case(config=CONFIG, adapters=EVERY_LINEAR, trained=".*norm")
-TOKENS = 2 * LONG
-LEVELS: tuple[Level, ...] = ("none", "selective", "attention", "full")
-
-every_level = pytest.mark.parametrize("level", LEVELS)
-needs_native = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
-
-
-def _run(memory: MemoryPlan, kernels: Kernels = REFERENCE, transfer: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
-    built = build_with(CASE, memory, kernels=kernels, transfer=transfer)
-    return two_alive(built, [long_batch(CONFIG.vocab_size), long_batch(CONFIG.vocab_size, 1)])
+from tests.four_layers import CASE, CONFIG, CPU, TOKENS, every_level, needs_native, results
+from tests.memory_models import Recorded, build_with, long_batch, num_targets, same_bits, total_error
 
 
 @every_level
 def test_what_was_away_comes_back_as_it_was(level: Level) -> None:
     transfer = Recorded()
-    same_bits(_run(MemoryPlan(recompute=level, offload=True), transfer=transfer), _run(MemoryPlan(recompute=level)))
+    same_bits(
+        results(MemoryPlan(recompute=level, offload=True), transfer=transfer), results(MemoryPlan(recompute=level))
+    )
     for what in ("fetch", "wait"):
         asked = [int(event.split()[1]) for event in transfer.events if event.startswith(what)]
         assert sorted(asked) == list(range(len(transfer.shapes))), "each comes back once"

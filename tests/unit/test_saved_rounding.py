@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +15,10 @@ from engine.layers.rounding import FLOAT8, RoundingReport, restored, round_rows
 from engine.layers.saved import ActivationShapes
 from engine.ops.kernels import REFERENCE, Kernels
 from engine.ops.native.backend import NATIVE
-from engine.ops.native.loader import native_status
 from engine.telemetry.format import format_bytes
-from tests.distributed.cases import Built, Case, small_config
-from tests.distributed.gradient_table import EVERY_LINEAR
+from tests.distributed.cases import Built
+from tests.four_layers import CASE, CONFIG, TOKENS, every_level, needs_native, results
 from tests.memory_models import (
-    LONG,
     Recorded,
     build_with,
     long_batch,
@@ -31,20 +28,6 @@ from tests.memory_models import (
     total_error,
     two_alive,
 )
-
-CPU = torch.device("cpu")
-CONFIG = small_config(num_layers=4)
-CASE = Case(config=CONFIG, adapters=EVERY_LINEAR, trained=".*norm")
-TOKENS = 2 * LONG
-LEVELS: tuple[Level, ...] = ("none", "selective", "attention", "full")
-
-every_level = pytest.mark.parametrize("level", LEVELS)
-needs_native = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
-
-
-def _run(memory: MemoryPlan, kernels: Kernels = REFERENCE, transfer: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
-    built = build_with(CASE, memory, kernels=kernels, transfer=transfer)
-    return two_alive(built, [long_batch(CONFIG.vocab_size), long_batch(CONFIG.vocab_size, 1)])
 
 
 def test_float8_by_hand() -> None:
@@ -174,7 +157,7 @@ def test_what_counts_as_an_activation(shape: tuple[int, ...], dtype: torch.dtype
 def test_gradients_are_off_by_the_rounding(level: Level, dtype: torch.dtype, kernels: Kernels) -> None:
     """Forward is untouched. A gradient is a product of a few things that were rounded, so it is off by a few times as
     much, and never by nothing."""
-    expected = _run(MemoryPlan(recompute=level), kernels)
+    expected = results(MemoryPlan(recompute=level), kernels)
     built = build_with(CASE, MemoryPlan(recompute=level, stored_dtype=dtype), kernels=kernels)
     loss_sum, gradients = two_alive(built, [long_batch(CONFIG.vocab_size), long_batch(CONFIG.vocab_size, 1)])
     assert torch.equal(loss_sum, expected[0])
@@ -190,7 +173,7 @@ def test_rounded_and_away(level: Level) -> None:
     """Codes travel; the bits are those of rounding alone."""
     transfer = Recorded()
     memory = MemoryPlan(recompute=level, stored_dtype=torch.bfloat16)
-    same_bits(_run(replace(memory, offload=True), transfer=transfer), _run(memory))
+    same_bits(results(replace(memory, offload=True), transfer=transfer), results(memory))
     assert transfer.shapes and transfer.events.count("wait 0") == 1
 
 

@@ -38,13 +38,14 @@ class LowRankUpdate:
         dh_TR: gradient of H, complete.
         a_RI: the stacked A.
         mask: the input's dropout mask, or None.
-        h_TR: H itself, complete; only the norm's backward asks for it.
+        h_TR, h_scale: h_scale * h_TR is H = drop(x) A^T, complete; only the norm's backward asks for it.
     """
 
     dh_TR: Tensor
     a_RI: Tensor
     mask: DropoutMask | None = None
     h_TR: Tensor | None = None
+    h_scale: float = 1.0
 
 
 @triton.jit(do_not_specialize=["key", "threshold"])

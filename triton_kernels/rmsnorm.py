@@ -87,7 +87,7 @@ def _backward_kernel(
 @triton.jit(do_not_specialize=["key", "threshold"])
 def _backward_update_kernel(
     dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, residual_ptr, residual_stride, dx_ptr, dx_stride,
-    h_ptr, h_stride, num_tokens, num_features, dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
+    h_ptr, h_stride, h_scale, num_tokens, num_features, dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
     mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
     RESIDUAL: tl.constexpr, MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr, RANKS: tl.constexpr,
@@ -111,7 +111,7 @@ def _backward_update_kernel(
         ok_TR = ok_T[:, None] & (ranks_R < num_ranks)[None, :]
         dh_TR = tl.load(dh_ptr + tokens_T[:, None] * dh_stride + ranks_R[None, :], mask=ok_TR, other=0.0)
         h_TR = tl.load(h_ptr + tokens_T[:, None] * h_stride + ranks_R[None, :], mask=ok_TR, other=0.0)
-        sum_T += tl.sum(dh_TR.to(tl.float32) * h_TR.to(tl.float32), 1)
+        sum_T += h_scale * tl.sum(dh_TR.to(tl.float32) * h_TR.to(tl.float32), 1)
     mean_T1 = (sum_T / num_features)[:, None]
 
     # second walk: the update is made tile by tile; tiles start at a block of dropout's features
@@ -235,14 +235,15 @@ def _launch_backward_update(
     num_tokens, num_features = x_TF.shape
     if x_TF.numel() == 0:
         return
-    assert update.h_TR is not None, "the norm's backward needs H beside dH"
+    assert update.h_TR is not None
     h_TR = rows_of(update.h_TR)
     skip = 0 if update.mask is None else update.mask.feature_offset % 8
     features = power_of_2(num_features + skip, SMALLEST_DOT, 256)
     residual_stride = 0 if residual_TF is None else residual_TF.stride(0)
     _backward_update_kernel[(triton.cdiv(num_tokens, SMALLEST_DOT),)](
         dy_TF, dy_TF.stride(0), x_TF, x_TF.stride(0), weight_F, rstd_T, residual_TF, residual_stride,
-        dx_TF, dx_TF.stride(0), h_TR, h_TR.stride(0), num_tokens, num_features, *update_arguments(update),
+        dx_TF, dx_TF.stride(0), h_TR, h_TR.stride(0), update.h_scale, num_tokens, num_features,
+        *update_arguments(update),
         RESIDUAL=residual_TF is not None, **update_options(update), TOKENS=SMALLEST_DOT, FEATURES=features, num_warps=8,
     )  # fmt: skip
 
@@ -265,7 +266,8 @@ def rmsnorm_backward(
         weight_F: contiguous [F].
         rstd_T1: from forward.
         residual_gradient_TF: [T, F] gradient that reached s beside the norm, or None.
-        update: what adapters on y add to dy; needs `h_TR`, the H made from this y.
+        update: what adapters on y add to dy. With `h_TR`, the H made from this y, and a frozen weight it is made on the
+            way, and else in a pass before, on a copy of dy.
         weight_gradient_F: fp32 [F] to add dw to; None for a frozen weight, which then costs nothing.
         out: [T, F] to write, `dy`, or the residual gradient, included; new, of x's shape and dtype, where None.
 
@@ -276,8 +278,8 @@ def rmsnorm_backward(
     residual = None if residual_gradient_TF is None else rows_of(residual_gradient_TF)
     dx_rows = torch.empty(x_rows.shape, dtype=x_TF.dtype, device=x_TF.device) if out is None else out
     rstd_T = rstd_T1.reshape(-1)
-    if update is not None and weight_gradient_F is not None:
-        # a trained norm under adapters: rare, so the update is added in a pass of its own
+    if update is not None and (weight_gradient_F is not None or update.h_TR is None):
+        # a trained norm under adapters is rare, and so is an update without H: added in a pass of its own
         dy_rows, update = add_input_gradient(dy_rows.clone(), update), None
     if update is None:
         _launch_backward(dy_rows, x_rows, weight_F, rstd_T, residual, dx_rows, weight_gradient_F)

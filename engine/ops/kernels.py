@@ -22,7 +22,7 @@ from triton_kernels.reference_fused import OutputSection
 
 Mask: TypeAlias = Any
 """A dropout mask in the form of the backend that drew it, which alone looks into it: booleans, bits, or a record of the
-coordinates to draw it from. The parallel linears leave it to autograd until backward, so what they get is a tensor."""
+coordinates to draw it from. The parallel linears leave a tensor to autograd until backward, and keep a record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +34,16 @@ class InputUpdate:
         a_RI: [R, I] stacked A.
         mask: the input's, in the backend's own form; None without dropout.
         scale: 1 / (1 - p); 1 without dropout.
+        h_TR, h_scale: h_scale * h_TR is drop(x) A^T of the same tokens, which norms can make use of; None where it is
+            not at hand.
     """
 
     dh_TR: Tensor
     a_RI: Tensor
     mask: Mask | None
     scale: float
+    h_TR: Tensor | None = None
+    h_scale: float = 1.0
 
 
 class DrawMask(Protocol):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.ops.dropout import DropoutSite
 from engine.ops.gradients import GradientSink
-from engine.ops.kernels import InputUpdate, Kernels
+from engine.ops.kernels import InputUpdate, Kernels, Mask
 from triton_kernels.reference_fused import OutputSection
 
 
@@ -76,9 +76,26 @@ class LowRank:
         """What kept inputs are multiplied by: 1 / (1 - p)."""
         return self.dropout.scale if self.dropout is not None else 1.0
 
-    def input_update(self, dh_TR: Tensor, mask: Tensor | None) -> InputUpdate:
-        """What these adapters add to the gradient of their input."""
-        return InputUpdate(dh_TR=dh_TR, a_RI=self.a_RI, mask=mask, scale=1.0 if mask is None else self.keep_scale)
+    def input_update(self, dh_TR: Tensor, mask: Mask | None, h_TR: Tensor | None = None) -> InputUpdate:
+        """What these adapters add to the gradient of their input.
+
+        Args:
+            dh_TR: gradient of H, complete.
+            mask: of the input.
+            h_TR: H of the same tokens, complete; None where nobody has a use for it.
+        """
+        scale = 1.0 if mask is None else self.keep_scale
+        if h_TR is None:
+            return InputUpdate(dh_TR=dh_TR, a_RI=self.a_RI, mask=mask, scale=scale)
+        # where s is 0 so is dH, and what multiplies it does not matter
+        inverse = [1.0 / factor.scale if factor.scale else 0.0 for factor in self.factors]
+        if len(set(inverse)) > 1:
+            h_TR = torch.cat(
+                [part * one for part, one in zip((factor.rows(h_TR) for factor in self.factors), inverse, strict=True)],
+                dim=1,
+            )
+            inverse = [1.0]
+        return InputUpdate(dh_TR=dh_TR, a_RI=self.a_RI, mask=mask, scale=scale, h_TR=h_TR, h_scale=inverse[0])
 
     def scale_(self, h_TR: Tensor) -> Tensor:
         """Multiplies each adapter's columns by its s, in place."""

@@ -107,11 +107,18 @@ class _ColumnLinear(torch.autograd.Function):
                 dx, dh = operands.split_gradient(dx)
             assert dh is not None and x is not None
             accumulate_a(dh, x, mask, operands.low_rank, operands.kernels)
-            update = operands.low_rank.input_update(dh, mask)
+            update = operands.low_rank.input_update(dh, mask, _local_rows(operands, h, dh))
         full_handle.wait()
         accumulate_base(operands, dy, full, dy)
         du = source.gradient(dx, u, statistics, update, operands.kernels) if needs_du else None
         return (du, None, None, None, *([None] * ctx.num_leaves))
+
+
+def _local_rows(operands: LinearOperands, h: Tensor | None, dh: Tensor) -> Tensor | None:
+    """H of the tokens that dH is of: with sequence parallelism H was gathered, and dH is that of this rank's."""
+    if h is None or h.shape[0] == dh.shape[0]:
+        return h
+    return h.narrow(0, operands.axis.rank * dh.shape[0], dh.shape[0])
 
 
 def _gather_input(operands: LinearOperands, x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from engine.ops.kernels import REFERENCE
 from engine.ops.norm import rmsnorm
 from engine.ops.rope import rotate, split_rotate
-from triton_kernels import reference
+from triton_kernels import reference, reference_fused
 
 SHAPES = [(5, 123), (1, 8), (7, 64), (3, 1)]
 
@@ -49,6 +49,29 @@ def test_rmsnorm_equals_torch(shape: tuple[int, ...]):
     torch.testing.assert_close(y, expected.detach())
     torch.testing.assert_close(reference.rmsnorm_backward(dy, x.detach(), weight.detach(), rstd), x.grad)
     torch.testing.assert_close(reference.rmsnorm_weight_gradient(dy, x.detach(), rstd), weight.grad)
+
+
+@pytest.mark.parametrize("shape", [(5, 123, 3), (1, 8, 1), (0, 4, 2)])
+def test_rmsnorm_with_what_adapters_add(shape: tuple[int, int, int]):
+    """x's gradient through the norm and through an adapter on its output, by autograd."""
+    tokens, features, rank = shape
+    x, weight, a = (
+        _random(tokens, features).requires_grad_(),
+        _random(features, seed=1),
+        _random(rank, features, seed=2),
+    )
+    dy, dh, kept = (
+        _random(tokens, features, seed=3),
+        _random(tokens, rank, seed=4),
+        _random(tokens, features, seed=5) > 0,
+    )
+    y = _torch_rmsnorm(x, weight)
+    h = (y * kept) @ a.t()
+    ((y * dy).sum() + (h * dh).sum()).backward()
+    rstd = reference.rmsnorm_forward(x.detach(), weight, 1e-5)[1]
+    update = (dh @ a) * kept
+    dx = reference_fused.rmsnorm_backward_with_update(dy, x.detach(), weight, rstd, update, dh, h.detach())
+    torch.testing.assert_close(dx, x.grad)
 
 
 def test_rmsnorm_reads_rows_that_are_not_contiguous():

@@ -19,6 +19,7 @@ from engine.ops.kernels import REFERENCE, InputUpdate
 from engine.ops.triton.backend import TRITON, draw_bits, draw_record
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
 from tests.small_training import SmallTraining
+from triton_kernels import reference
 from triton_kernels.lora_matmul import lora_matmul
 from triton_kernels.philox import dropout_scale
 from triton_kernels.reference_fused import OutputSection
@@ -214,6 +215,28 @@ def test_norm_backward(place, shape: tuple[int, int, int], adapters: bool, mask,
 
 @places
 @SHAPES
+@MASKS
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_norm_backward_with_the_projection(place, shape: tuple[int, int, int], mask, trained: bool) -> None:
+    """The update comes with the H made from the norm's output, whose adapters have a scale."""
+    x, dy = random_rows(place, *shape[:2], gap=5), random_rows(place, *shape[:2], gap=3, seed=2)
+    weight = random_rows(place, 1, shape[1], seed=1)[0] + 1
+    update, plain, wide = _updates(place, shape, mask)
+    y, rstd = reference.rmsnorm_forward(x, weight, 1e-5)
+    h = _widened(x.new_empty(shape[0], shape[2]))
+    REFERENCE.project(y, plain.a_RI, plain.mask, plain.scale, h)
+    update = replace(update, h_TR=h.mul_(0.25), h_scale=4.0)
+    sinks = [gradient[0][0] if trained else None for gradient in _accumulated(place, (1, shape[1]))]
+    exact_rstd = reference.rmsnorm_forward(x.double(), weight.double(), 1e-5)[1]
+    exact = REFERENCE.norm_backward(dy.double(), x.double(), weight.double(), exact_rstd, wide, sinks[2])
+    torchs = REFERENCE.norm_backward(dy.clone(), x, weight, rstd, plain, sinks[1])
+    assert_as_exact_as_torch(TRITON.norm_backward(dy, x, weight, rstd, update, sinks[0]), torchs, exact, "dx")
+    if trained:
+        assert_as_exact_as_torch(*sinks, "dw")
+
+
+@places
+@SHAPES
 def test_swiglu_forward(place, shape: tuple[int, int, int]) -> None:
     gate_up = random_rows(place, shape[0], 2 * shape[1], gap=3)
     ours = _widened(gate_up.new_empty(shape[:2]))
@@ -369,6 +392,18 @@ def test_training_follows_the_reference(place, dropout: float, path: dict) -> No
     for name, gradient in gradients.items():
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
     assert ((losses - expected_losses).abs() <= 1e-5 * expected_losses).all(), (losses, expected_losses)
+
+
+@places
+def test_masks_drawn_in_the_kernels_train_like_those_kept_as_bits(place) -> None:
+    """The linears keep a record of coordinates as they keep bits: same masks, and so the same bits of everything."""
+    training, device = _training(0.1, {}), torch.device(place[0])
+    drawn, kept = (
+        training.run(replace(TRITON, draw_mask=draw), steps=1, device=device, dtype=place[1])
+        for draw in (draw_record, draw_bits)
+    )
+    assert torch.equal(drawn[0], kept[0])
+    assert all(torch.equal(gradient, kept[1][name]) for name, gradient in drawn[1].items())
 
 
 def _assert_as_close_as_the_reference(training: SmallTraining, device: torch.device, dtype: torch.dtype) -> None:

@@ -92,7 +92,7 @@ def test_triton_kernels_are_checked_by_the_interpreter(tmp_path: Path) -> None:
     record, rows = _run_section("kernels", options, tmp_path, {"TRITON_INTERPRET": "1"})
     found = {(row[0], row[2]) for row in rows}
     expected = {
-        ("RMSNorm backward, rank-r update, dropout", "triton, one kernel"),
+        ("RMSNorm backward, rank-r update, dropout", "triton, two kernels"),
         ("query and key norm, RoPE, backward", "triton"),
         ("LoRA dH and dB of q, k, v", "triton"),
         ("LoRA H", "triton"),

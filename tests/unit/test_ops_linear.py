@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from engine.ops.native.backend import NATIVE
 from engine.ops.native.loader import native_status
 from engine.ops.operands import LinearOperands, RowsSink
 from engine.ops.parallel_linear import column_linear, row_linear
+from tests.projection_norm import norms_by_projection
 from triton_kernels.philox import dropout_mask
 
 TOKENS, IN, RANK = 5, 12, 3
@@ -136,6 +138,20 @@ def test_linear_against_autograd(function, probability: float, folded: bool, mad
         rows = slice(RANK * place, RANK * (place + 1))
         torch.testing.assert_close(linear.sinks_a[place].buffer.double(), da[rows], **close)
         torch.testing.assert_close(linear.sinks_b[place].buffer.double(), db[place], **close)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.25])
+@pytest.mark.parametrize("folded", [False, True])
+def test_norms_may_take_the_updates_share_from_the_projection(probability: float, folded: bool):
+    """The norm is handed H without the adapters' scales, which differ here; a kernel that fuses the update wants it."""
+    source, _, make = SOURCES["norm"]
+    linear, (kernels, seen) = _Linear(probability=probability, folded=folded), norms_by_projection()
+    u, dy = _random(TOKENS, IN, seed=8).requires_grad_(), _random(TOKENS, sum(ROWS), seed=9)
+    expected = linear.plain(make(u), linear.weight, linear.bias, linear.a, linear.b)
+    (du,) = torch.autograd.grad(expected, u, dy)
+    y = column_linear(u, source, replace(linear.operands, kernels=kernels), _context(), (_leaf(),))
+    torch.testing.assert_close(torch.autograd.grad(y, u, dy)[0], du)
+    assert seen() == 1
 
 
 @pytest.mark.parametrize("function", [column_linear, row_linear])

@@ -27,7 +27,7 @@ KEEP_BITS = True
 """Whether a mask is drawn once and kept as bits, T F / 8 bytes until backward, or is drawn again by each of the three
 kernels that apply it (H, dA, the update of dX), which keeps nothing. What decides it is a step's time on a GPU at the
 width of a real model: three reads of the bits against two more Philox calls for every eight elements. Not measured yet.
-Every function here takes either form; the parallel linears give autograd the mask to keep, so they need the bits."""
+Every function here takes either form, and so do the parallel linears."""
 
 
 def draw_record(
@@ -80,7 +80,8 @@ def _record(mask: Mask | None, scale: float) -> DropoutMask | None:
 def _low_rank(update: InputUpdate | None) -> lora.LowRankUpdate | None:
     if update is None:
         return None
-    return lora.LowRankUpdate(dh_TR=update.dh_TR, a_RI=update.a_RI, mask=_record(update.mask, update.scale))
+    mask = _record(update.mask, update.scale)
+    return lora.LowRankUpdate(dh_TR=update.dh_TR, a_RI=update.a_RI, mask=mask, h_TR=update.h_TR, h_scale=update.h_scale)
 
 
 def _norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
@@ -90,10 +91,9 @@ def _norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
 def _norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None, weight_gradient: Tensor | None
 ) -> Tensor:
-    if update is not None:
-        # the norm's kernel could make the update itself, but wants H for it, which an InputUpdate does not have
-        dy = _apply_update(dy, update)
-    return rmsnorm.rmsnorm_backward(dy, x, weight, rstd, weight_gradient_F=weight_gradient)
+    if update is not None and (update.h_TR is None or weight_gradient is not None):
+        dy, update = _apply_update(dy, update), None  # in place, for the kernel cannot make it on the way
+    return rmsnorm.rmsnorm_backward(dy, x, weight, rstd, update=_low_rank(update), weight_gradient_F=weight_gradient)
 
 
 def _swiglu_forward(gate_up: Tensor, out: Tensor) -> None:

@@ -5,6 +5,7 @@ Legend: T tokens, F features, R rows of the stacked A.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -145,8 +146,12 @@ def backward_with_update(setting: Setting, *, dropped: bool) -> Case:
     a = draws.normal(num_ranks, options.hidden, scale=options.hidden**-0.5)
     rstd = _statistics(x)
 
-    def engine(kernels: Kernels) -> Contestant:
-        update, consumed = setting.update(kernels, dh, a, dropped=dropped), dy.clone()
+    # H = drop(y) A^T, which the linear kept: with it a kernel can make the update on its way
+    scaled = setting.scaled_mask(options.hidden).to(setting.dtype) if dropped else 1.0
+    h = (_plain(x, weight) * scaled) @ a.t()
+
+    def engine(kernels: Kernels, h_TR: Tensor | None) -> Contestant:
+        update, consumed = setting.update(kernels, dh, a, dropped=dropped, h_TR=h_TR), dy.clone()
         return Contestant(
             run=lambda: (kernels.norm_backward(consumed, x, weight, rstd, update, None),),
             reset=lambda: consumed.copy_(dy),
@@ -157,29 +162,18 @@ def backward_with_update(setting: Setting, *, dropped: bool) -> Case:
         added = added * setting.scaled_mask(options.hidden) if dropped else added
         return (_gradient(x, weight, dy.double() + added),)
 
-    contestants = {name: engine(kernels) for name, kernels in setting.backends.items()}
+    contestants = {name: engine(kernels, h) for name, kernels in setting.backends.items()}
     if setting.has_triton:
-        contestants["triton, one kernel"] = _triton_update(setting, x, weight, dy, rstd, dh, a, dropped=dropped)
+        contestants["triton, two kernels"] = replace(
+            engine(setting.backends["triton"], None),
+            note="triton, two kernels: the update is added before; in one kernel it is a prologue of the norm's "
+            "backward, which takes H besides.",
+        )
     return Case(
         size=f"{_size(setting)}, rank {num_ranks}",
         demand=_demand(setting, "backward", num_ranks),
         contestants=contestants,
         answer=answer,
-    )
-
-
-def _triton_update(
-    setting: Setting, x: Tensor, weight: Tensor, dy: Tensor, rstd: Tensor, dh: Tensor, a: Tensor, *, dropped: bool
-) -> Contestant:
-    """The norm's own kernel makes the update as a prologue; it asks for H = drop(y) A^T."""
-    from triton_kernels.lora import LowRankUpdate, project
-    from triton_kernels.rmsnorm import rmsnorm_backward
-
-    mask = setting.triton_mask(x.shape[1]) if dropped else None
-    update = LowRankUpdate(dh_TR=dh, a_RI=a, mask=mask, h_TR=project(_plain(x, weight), a, mask))
-    return Contestant(
-        run=lambda: (rmsnorm_backward(dy, x, weight, rstd, update=update),),
-        note="triton, one kernel: the update is a prologue of the norm's backward, which takes H besides.",
     )
 
 

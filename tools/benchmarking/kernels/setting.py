@@ -97,21 +97,9 @@ class Setting:
         """The same mask in the backend's own form."""
         return kernels.draw_mask(**self.mask_arguments(num_features))
 
-    def update(self, kernels: Kernels, dh_TR: Tensor, a_RI: Tensor, *, dropped: bool) -> InputUpdate:
-        """What adapters add to the gradient of their input."""
+    def update(
+        self, kernels: Kernels, dh_TR: Tensor, a_RI: Tensor, *, dropped: bool, h_TR: Tensor | None = None
+    ) -> InputUpdate:
+        """What adapters of scale 1 add to the gradient of their input."""
         mask = self.drawn(kernels, a_RI.shape[1]) if dropped else None
-        return InputUpdate(dh_TR=dh_TR, a_RI=a_RI, mask=mask, scale=self.keep_scale if dropped else 1.0)
-
-    def triton_mask(self, num_features: int) -> Mask:
-        """The same as the functions of `triton_kernels` take it: drawn before and kept as bits."""
-        from triton_kernels.dropout import DropoutMask
-
-        arguments = self.mask_arguments(num_features)
-        mask = DropoutMask(
-            token_index_T=arguments["token_index"],
-            step=arguments["step"],
-            probability=arguments["probability"],
-            seed=arguments["seed"],
-            site=arguments["site"],
-        )
-        return mask.with_bits(num_features)
+        return InputUpdate(dh_TR=dh_TR, a_RI=a_RI, mask=mask, scale=self.keep_scale if dropped else 1.0, h_TR=h_TR)

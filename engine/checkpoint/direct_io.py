@@ -81,12 +81,12 @@ class RunReader:
         before, wanted = self._position - first, self._position - first + length
         view, got = memory[: _round_up(wanted)], 0
         while got < wanted:
-            count = self._read_at(first + got, view[got:])
-            if count == 0:
-                raise UserError(f"{self._path} became shorter while it was read: copy it again.")
-            got += count
-            if got < wanted:
-                got = got // ALIGNMENT * ALIGNMENT  # cut short within a sector: a direct read asks for whole ones
+            end = got + self._read_at(first + got, view[got:])
+            if end < wanted:
+                end = end // ALIGNMENT * ALIGNMENT  # where it was cut short: a direct read asks for whole sectors
+                if end == got:
+                    raise UserError(f"{self._path} became shorter while it was read: copy it again.")
+            got = end
         self._position += length
         return view[before:wanted]
 

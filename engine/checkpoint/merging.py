@@ -23,6 +23,7 @@ from engine.checkpoint.folder import MERGE_REPORT
 from engine.checkpoint.rows import Rows
 from engine.checkpoint.safetensors_file import raw_bytes
 from engine.checkpoint.scales import Scale
+from engine.ops.native.merge import can_merge, merge_rows
 
 _BLOCK_BYTES = 1 << 20
 """Of the weight: the fp32 blocks beside it then still fit a processor's cache."""
@@ -48,6 +49,11 @@ class LowRank:
     scale: float
     transposed: bool = False
     magnitude: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is s * B A and no more."""
+        return not self.transposed and self.magnitude is None
 
     def added_to(self, rows: Tensor, first: int) -> Tensor:
         """`rows` [n, columns], rows `first` and on of the weight, with the update added in place."""
@@ -100,9 +106,13 @@ class Rounding:
         error = scratch.copy_(rounded).sub_(exact).view(-1)
         values = exact.view(-1)
         low, high = torch.aminmax(error)
-        self.max_error = max(self.max_error, -float(low), float(high))
-        self.squared_error += float(torch.dot(error, error))
-        self.squared_value += float(torch.dot(values, values))
+        self.count(max(-float(low), float(high)), float(torch.dot(error, error)), float(torch.dot(values, values)))
+
+    def count(self, max_error: float, squared_error: float, squared_value: float) -> None:
+        """Counts what was found out about a block."""
+        self.max_error = max(self.max_error, max_error)
+        self.squared_error += squared_error
+        self.squared_value += squared_value
 
     def to_json(self, update_norm: float | None) -> dict[str, float]:
         error, value = math.sqrt(self.squared_error), math.sqrt(self.squared_value)
@@ -126,11 +136,29 @@ class MergedRows(Content):
     def __init__(
         self, name: str, rows: Rows, stored: torch.dtype, dtype: torch.dtype, update: LowRank | Shift | None
     ) -> None:
-        self._name, self._rows, self._dtype, self._update = name, rows, dtype, update
+        self._name, self._rows, self._stored, self._dtype, self._update = name, rows, stored, dtype, update
         self._exact_dtype = torch.float64 if torch.float64 in (stored, dtype) else torch.float32
         self._rounding = Rounding()
 
     def blocks(self, scratch: Scratch, unit: int = 1) -> Iterator[memoryview]:
+        update = self._update
+        if isinstance(update, LowRank) and update.is_plain and self._stored == self._dtype and can_merge(self._dtype):
+            stored = self._rows.stored_blocks(scratch, _BLOCK_BYTES)
+            if stored is not None:
+                yield from self._by_kernel(stored, update, scratch)
+                return
+        yield from self._by_torch(scratch)
+
+    def _by_kernel(self, stored: Iterator[Tensor], update: LowRank, scratch: Scratch) -> Iterator[memoryview]:
+        first, b = 0, update.b * update.scale
+        for rows in stored:
+            rounded = block_tensor(scratch, "rounded", self._dtype, tuple(rows.shape))
+            last = first + rows.shape[0]
+            self._rounding.count(*merge_rows(rows, b[first:last], update.a, rounded))
+            first = last
+            yield raw_bytes(rounded)
+
+    def _by_torch(self, scratch: Scratch) -> Iterator[memoryview]:
         first = 0
         for exact in self._rows.blocks(scratch, self._exact_dtype, _BLOCK_BYTES):
             if self._update is not None:

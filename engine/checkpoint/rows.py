@@ -28,6 +28,10 @@ class Rows(ABC):
             block_bytes: of a block as stored, about.
         """
 
+    def stored_blocks(self, scratch: Scratch, block_bytes: int) -> Iterator[Tensor] | None:
+        """The same as they are stored, not to be written to; None where they are not stored as rows."""
+        return None
+
 
 class ReadRows(Rows):
     """Rows from any reader.
@@ -61,13 +65,16 @@ class StoredRows(Rows):
     def __init__(self, content: Content, shape: tuple[int, ...], stored: torch.dtype) -> None:
         self._content, self._shape, self._stored = content, shape, stored
 
-    def blocks(self, scratch: Scratch, dtype: torch.dtype, block_bytes: int) -> Iterator[Tensor]:
+    def stored_blocks(self, scratch: Scratch, block_bytes: int) -> Iterator[Tensor]:
         row_bytes = math.prod(self._shape[1:]) * self._stored.itemsize
         step = max(1, block_bytes // max(1, row_bytes))
         for block in self._content.blocks(scratch, max(1, row_bytes)):
             rows = torch.frombuffer(block, dtype=self._stored).view(-1, *self._shape[1:])
-            for some in rows.split(step):
-                yield block_tensor(scratch, "exact", dtype, tuple(some.shape)).copy_(some)
+            yield from rows.split(step)
+
+    def blocks(self, scratch: Scratch, dtype: torch.dtype, block_bytes: int) -> Iterator[Tensor]:
+        for rows in self.stored_blocks(scratch, block_bytes):
+            yield block_tensor(scratch, "exact", dtype, tuple(rows.shape)).copy_(rows)
 
 
 def _rows(shape: tuple[int, ...], first: int, last: int) -> ShardSpec:

@@ -48,6 +48,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_accumulate_b": [*_TYPED, *_SIZE, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
     "engine_product": [*_THREADS, *_SIZE * 3, *_MATRIX, *_MATRIX, c_int, *_MATRIX],
     "engine_product_amx": [*_THREADS, c_int, *_SIZE * 3, *_MATRIX, *_MATRIX, c_int, *_MATRIX],
+    "engine_merge": [c_int, *_SIZE * 3, *_MATRIX * 4, *_POINTER],
     "engine_has_amx": [*_POINTER],
     "engine_cross_entropy_statistics": [
         *_TYPED, *_SIZE * 2, *_MATRIX, *_POINTER * 4,

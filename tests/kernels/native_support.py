@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from engine.ops.native.loader import best_instruction_set, native_status
 
@@ -68,3 +69,19 @@ def assert_accurate(ours: Tensor, torchs: Tensor, exact: Tensor, terms: Tensor |
         exact.norm().item() * rounding if terms is None else terms.norm().item() * 4 * rounding
     )
     assert error <= allowed, (error, allowed)
+
+
+def attention_by_torch(
+    inputs: tuple[Tensor, ...], lengths: tuple[int, ...], scale: float, dtype: torch.dtype
+) -> list[Tensor]:
+    """out, dq, dk, dv by torch's own attention, a document at a time, in `dtype`, for (q, k, v, dout)."""
+    q, k, v = (x.to(dtype).requires_grad_() for x in inputs[:3])
+    copies = q.shape[1] // k.shape[1]
+    whole = (q, k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1))
+    parts = zip(*(x.split(lengths) for x in whole), strict=True)
+    outs = [
+        scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), is_causal=True, scale=scale).transpose(0, 1)
+        for part in parts
+    ]
+    out = torch.cat(outs)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].to(dtype))]

@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from engine.ops.native.attention import Segment, attention_backward, attention_forward, causal_attention, documents
-from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, assert_accurate, assert_same_on_any_threads
+from tests.kernels.native_support import (
+    ON_EVERY_INSTRUCTION_SET,
+    assert_accurate,
+    assert_same_on_any_threads,
+    attention_by_torch,
+)
 
 pytestmark = ON_EVERY_INSTRUCTION_SET
 
@@ -30,20 +34,6 @@ def _inputs(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> tu
     return tuple(torch.randn(tokens, h, dim, generator=generator).double() for h in (heads, kv_heads, kv_heads, heads))
 
 
-def _by_torch(inputs: tuple[Tensor, ...], lengths: tuple[int, ...], scale: float, dtype: torch.dtype) -> list[Tensor]:
-    """out, dq, dk, dv by torch's own attention, a document at a time."""
-    q, k, v = (x.to(dtype).requires_grad_() for x in inputs[:3])
-    copies = q.shape[1] // k.shape[1]
-    whole = (q, k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1))
-    parts = zip(*(x.split(lengths) for x in whole), strict=True)
-    outs = [
-        scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), is_causal=True, scale=scale).transpose(0, 1)
-        for part in parts
-    ]
-    out = torch.cat(outs)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].to(dtype))]
-
-
 def _gapped(x: Tensor) -> Tensor:
     """The same values with gaps between tokens and heads, as slices of a fused product have them."""
     tokens, heads, dim = x.shape
@@ -56,7 +46,7 @@ def _gapped(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "dim"), CASES)
 def test_forward_and_backward(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> None:
     inputs, scale = _inputs(lengths, heads, kv_heads, dim), dim**-0.5
-    exact, torchs = (_by_torch(inputs, lengths, scale, dtype) for dtype in (torch.float64, torch.float32))
+    exact, torchs = (attention_by_torch(inputs, lengths, scale, dtype) for dtype in (torch.float64, torch.float32))
     q, k, v = (_gapped(x).requires_grad_() for x in inputs[:3])
     out = causal_attention(q, k, v, lengths, scale=scale)
     gradients = torch.autograd.grad(out, (q, k, v), _gapped(inputs[3]))
@@ -84,7 +74,7 @@ def test_parts_of_the_keys_add_up_to_the_whole() -> None:
     lengths, scale = (90,), 0.3
     inputs = _inputs(lengths, 4, 2, 32)
     q, k, v, dout = (x.float() for x in inputs)
-    exact, torchs = (_by_torch(inputs, lengths, scale, dtype) for dtype in (torch.float64, torch.float32))
+    exact, torchs = (attention_by_torch(inputs, lengths, scale, dtype) for dtype in (torch.float64, torch.float32))
     # queries 40.. against the keys before them, in full, and every query causally against its own part
     own = (
         Segment(first_query=0, queries=40, first_key=0, keys=40, causal=True),

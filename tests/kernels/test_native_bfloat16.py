@@ -19,6 +19,7 @@ from tests.kernels.native_support import (
     SHAPES,
     assert_accurate,
     assert_same_on_any_threads,
+    attention_by_torch,
     widened,
 )
 
@@ -187,18 +188,7 @@ def test_cross_entropy(shape: tuple[int, int]) -> None:
 def test_attention(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> None:
     tokens, scale = sum(lengths), dim**-0.5
     q, k, v, dout = _drawn((tokens, heads, dim), (tokens, kv_heads, dim), (tokens, kv_heads, dim), (tokens, heads, dim))
-    expected = []
-    for dtype in (HALF, torch.float64):
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        whole = [leaves[0], *(x.repeat_interleave(heads // kv_heads, 1) for x in leaves[1:])]
-        outs = [
-            functional.scaled_dot_product_attention(
-                *(x.transpose(0, 1) for x in part), is_causal=True, scale=scale
-            ).transpose(0, 1)
-            for part in zip(*(x.split(lengths) for x in whole), strict=True)
-        ]
-        out = torch.cat(outs)
-        expected.append((out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))))
+    expected = [attention_by_torch((q, k, v, dout), lengths, scale, dtype) for dtype in (HALF, torch.float64)]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = attention.causal_attention(*leaves, lengths, scale=scale)
     found = (out.detach(), *torch.autograd.grad(out, leaves, dout))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from engine.ops.attention import causal_attention
 from engine.ops.rope import inverse_frequencies
+from tests.torch_attention import torch_by_document
 
 DOCUMENTS = [(7,), (5, 5, 5), (1, 9, 1, 1, 3), (4, 6, 6, 2), (1,)]
 HEADS = [(4, 4), (6, 2), (3, 1)]
@@ -23,22 +23,12 @@ def _inputs(lengths: tuple[int, ...], heads: tuple[int, int], dtype: torch.dtype
     return q, k, v
 
 
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
-    copies = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
-    parts = [
-        scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in one), is_causal=True, scale=scale)
-        for one in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    ]
-    return torch.cat([part[0].transpose(0, 1) for part in parts])
-
-
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", DOCUMENTS)
 def test_documents_are_apart(lengths: tuple[int, ...], heads: tuple[int, int]):
     q, k, v = _inputs(lengths, heads, torch.float64)
     ours = causal_attention(q, k, v, lengths, scale=0.3)
-    theirs = _one_by_one(q, k, v, lengths, 0.3)
+    theirs = torch_by_document(q, k, v, lengths, 0.3)
     torch.testing.assert_close(ours, theirs)
     dy = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gradients = (torch.autograd.grad(out, (q, k, v), dy) for out in (ours, theirs))
@@ -62,9 +52,9 @@ def test_a_document_does_not_read_its_neighbours():
 def test_bf16_error_is_torchs_own():
     lengths = (16, 9, 40)
     q, k, v = _inputs(lengths, (4, 2), torch.bfloat16)
-    exact = _one_by_one(q.double(), k.double(), v.double(), lengths, 0.4)
+    exact = torch_by_document(q.double(), k.double(), v.double(), lengths, 0.4)
     ours = (causal_attention(q, k, v, lengths, scale=0.4).double() - exact).norm()
-    theirs = (_one_by_one(q, k, v, lengths, 0.4).double() - exact).norm()
+    theirs = (torch_by_document(q, k, v, lengths, 0.4).double() - exact).norm()
     assert ours <= 2 * theirs
 
 

@@ -13,12 +13,12 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from engine.ops.attention import Documents
 from engine.ops.kernels import REFERENCE
 from engine.ops.native.backend import NATIVE
 from engine.ops.varlen_attention import VarlenAttention, choose_attention, torch_varlen, why_not_varlen
+from tests.torch_attention import torch_by_document
 from tests.varlen_stand_in import varlen_attn
 
 DOCUMENTS = [(7,), (5, 5, 5), (1, 9, 1, 1, 3), (4, 6, 6, 2)]
@@ -43,16 +43,6 @@ def _inputs(
     ]
 
 
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
-    copies = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
-    parts = [
-        scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in one), is_causal=True, scale=scale)
-        for one in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    ]
-    return torch.cat([part[0].transpose(0, 1) for part in parts])
-
-
 def _gradients(out: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
     dy = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return torch.autograd.grad(out, inputs, dy.to(out))
@@ -69,7 +59,7 @@ def test_one_call_equals_torch_by_document(
     attend = varlen_attn if shares_heads else partial(varlen_attn, enable_gqa=False)
     attention = VarlenAttention(attend=attend, shares_heads=shares_heads)
     ours = attention(*inputs, _documents(lengths, padded=padded), scale=0.3)
-    theirs = _one_by_one(*inputs, lengths, 0.3)
+    theirs = torch_by_document(*inputs, lengths, 0.3)
     torch.testing.assert_close(ours, theirs)
     for mine, other in zip(_gradients(ours, inputs), _gradients(theirs, inputs), strict=True):
         torch.testing.assert_close(mine, other)
@@ -161,11 +151,11 @@ def test_torchs_kernel_on_a_gpu(heads: tuple[int, int], size: int, padded: int):
     exact = _inputs(lengths, heads, torch.bfloat16, size=size)
     exact = [x.detach().double().requires_grad_() for x in exact]
     half = [x.detach().to(device, torch.bfloat16).requires_grad_() for x in exact]
-    answer = _one_by_one(*exact, lengths, size**-0.5)
+    answer = torch_by_document(*exact, lengths, size**-0.5)
     answers = (answer, *_gradients(answer, exact))
     documents = _documents(lengths, padded=padded, device=device)
     ours = torch_varlen()(*half, documents, scale=size**-0.5)
-    theirs = _one_by_one(*half, lengths, size**-0.5)
+    theirs = torch_by_document(*half, lengths, size**-0.5)
     for mine, other, right in zip(
         (ours, *_gradients(ours, half)), (theirs, *_gradients(theirs, half)), answers, strict=True
     ):

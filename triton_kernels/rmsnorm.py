@@ -87,9 +87,9 @@ def _backward_kernel(
 @triton.jit(do_not_specialize=["key", "threshold"])
 def _backward_update_kernel(
     dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, residual_ptr, residual_stride, dx_ptr, dx_stride,
-    h_ptr, h_stride, h_scale, num_tokens, num_features, dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
+    h_ptr, h_stride, h_scale, dw_ptr, num_tokens, num_features, dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
     mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
-    RESIDUAL: tl.constexpr, MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    RESIDUAL: tl.constexpr, WITH_DW: tl.constexpr, MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -127,8 +127,11 @@ def _backward_update_kernel(
         x_TF = tl.load(x_ptr + tokens_T[:, None] * x_stride + features_F[None, :], mask=ok_TF, other=0.0)
         dy_TF = tl.load(dy_ptr + tokens_T[:, None] * dy_stride + features_F[None, :], mask=ok_TF, other=0.0)
         weight_F = tl.load(weight_ptr + features_F, mask=ok_F, other=0.0).to(tl.float32)
-        g_TF = (dy_TF.to(tl.float32) + update_TF) * weight_F[None, :]
-        dx_TF = (g_TF - x_TF.to(tl.float32) * rstd_T1 * mean_T1) * rstd_T1
+        xhat_TF, whole_TF = x_TF.to(tl.float32) * rstd_T1, dy_TF.to(tl.float32) + update_TF
+        if WITH_DW:
+            dw = dw_ptr + tl.program_id(0).to(tl.int64) * num_features + features_F
+            tl.store(dw, tl.sum(whole_TF * xhat_TF, 0), mask=ok_F)
+        dx_TF = (whole_TF * weight_F[None, :] - xhat_TF * mean_T1) * rstd_T1
         if RESIDUAL:
             residual = residual_ptr + tokens_T[:, None] * residual_stride + features_F[None, :]
             dx_TF += tl.load(residual, mask=ok_TF, other=0.0).to(tl.float32)
@@ -230,7 +233,7 @@ def _launch_backward(
 
 def _launch_backward_update(
     dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T: Tensor, residual_TF: Tensor | None, dx_TF: Tensor,
-    update: LowRankUpdate,
+    dw_F: Tensor | None, update: LowRankUpdate,
 ) -> None:  # fmt: skip
     num_tokens, num_features = x_TF.shape
     if x_TF.numel() == 0:
@@ -239,13 +242,19 @@ def _launch_backward_update(
     h_TR = rows_of(update.h_TR)
     skip = 0 if update.mask is None else update.mask.feature_offset % 8
     features = power_of_2(num_features + skip, SMALLEST_DOT, 256)
+    programs = triton.cdiv(num_tokens, SMALLEST_DOT)
+    partial = None
+    if dw_F is not None:
+        partial = torch.empty(programs, 1, num_features, dtype=torch.float32, device=x_TF.device)
     residual_stride = 0 if residual_TF is None else residual_TF.stride(0)
-    _backward_update_kernel[(triton.cdiv(num_tokens, SMALLEST_DOT),)](
+    _backward_update_kernel[(programs,)](
         dy_TF, dy_TF.stride(0), x_TF, x_TF.stride(0), weight_F, rstd_T, residual_TF, residual_stride,
-        dx_TF, dx_TF.stride(0), h_TR, h_TR.stride(0), update.h_scale, num_tokens, num_features,
-        *update_arguments(update),
-        RESIDUAL=residual_TF is not None, **update_options(update), TOKENS=SMALLEST_DOT, FEATURES=features, num_warps=8,
+        dx_TF, dx_TF.stride(0), h_TR, h_TR.stride(0), update.h_scale, partial, num_tokens, num_features,
+        *update_arguments(update), RESIDUAL=residual_TF is not None, WITH_DW=partial is not None,
+        **update_options(update), TOKENS=SMALLEST_DOT, FEATURES=features, num_warps=8,
     )  # fmt: skip
+    if partial is not None and dw_F is not None:
+        sum_partials(partial, dw_F[None, :], add=True)
 
 
 def rmsnorm_backward(
@@ -266,8 +275,8 @@ def rmsnorm_backward(
         weight_F: contiguous [F].
         rstd_T1: from forward.
         residual_gradient_TF: [T, F] gradient that reached s beside the norm, or None.
-        update: what adapters on y add to dy. With `h_TR`, the H made from this y, and a frozen weight it is made on the
-            way, and else in a pass before, on a copy of dy.
+        update: what adapters on y add to dy. With `h_TR`, the H made from this y, it is made on the way, and else in a
+            pass before, on a copy of dy.
         weight_gradient_F: fp32 [F] to add dw to; None for a frozen weight, which then costs nothing.
         out: [T, F] to write, `dy`, or the residual gradient, included; new, of x's shape and dtype, where None.
 
@@ -278,13 +287,12 @@ def rmsnorm_backward(
     residual = None if residual_gradient_TF is None else rows_of(residual_gradient_TF)
     dx_rows = torch.empty(x_rows.shape, dtype=x_TF.dtype, device=x_TF.device) if out is None else out
     rstd_T = rstd_T1.reshape(-1)
-    if update is not None and (weight_gradient_F is not None or update.h_TR is None):
-        # a trained norm under adapters is rare, and so is an update without H: added in a pass of its own
+    if update is not None and update.h_TR is None:  # added in a pass of its own
         dy_rows, update = add_input_gradient(dy_rows.clone(), update), None
     if update is None:
         _launch_backward(dy_rows, x_rows, weight_F, rstd_T, residual, dx_rows, weight_gradient_F)
     else:
-        _launch_backward_update(dy_rows, x_rows, weight_F, rstd_T, residual, dx_rows, update)
+        _launch_backward_update(dy_rows, x_rows, weight_F, rstd_T, residual, dx_rows, weight_gradient_F, update)
     return dx_rows.view(x_TF.shape) if out is None else out
 
 

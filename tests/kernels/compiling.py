@@ -115,7 +115,8 @@ def _adapters(dtype: torch.dtype, num_tokens: int, width: int, rank: int, offset
         lora.a_gradient(h, x, mask, torch.empty(rank, width))
         update = lora.LowRankUpdate(dh_TR=h, a_RI=a, mask=mask, h_TR=h)
         lora.add_input_gradient(x, update)
-        rmsnorm.rmsnorm_backward(x, x, weight, rstd, residual_gradient_TF=x, update=update)
+        for dw in (None, torch.empty(width)):
+            rmsnorm.rmsnorm_backward(x, x, weight, rstd, residual_gradient_TF=x, update=update, weight_gradient_F=dw)
         swiglu.swiglu_backward(x, gate_up, update=update, out=gate_up)
     _output_gradients(x, h, b)
     lora_matmul.lora_matmul(x, empty(width, width), h, b, 2.0)

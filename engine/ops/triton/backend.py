@@ -91,8 +91,8 @@ def _norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
 def _norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None, weight_gradient: Tensor | None
 ) -> Tensor:
-    if update is not None and (update.h_TR is None or weight_gradient is not None):
-        dy, update = _apply_update(dy, update), None  # in place, for the kernel cannot make it on the way
+    if update is not None and update.h_TR is None:
+        dy, update = _apply_update(dy, update), None  # in place: without H the kernel cannot make it on the way
     return rmsnorm.rmsnorm_backward(dy, x, weight, rstd, update=_low_rank(update), weight_gradient_F=weight_gradient)
 
 

@@ -19,9 +19,15 @@ SPILLED = 16
 """Bytes of stack a thread may use: the assembler spills two registers of a small kernel to fit more of its threads."""
 
 
-def _compiled(*names: str) -> list[dict[str, object]]:
-    """What `tests.kernels.compiling` prints, from a process that does not interpret."""
+def _compiled(*names: str, cache: Path | None = None) -> list[dict[str, object]]:
+    """What `tests.kernels.compiling` prints, from a process that does not interpret.
+
+    Args:
+        cache: where Triton keeps what it compiles; its own folder where None.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(cache)
     command = [sys.executable, "-m", "tests.kernels.compiling", *names]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -38,12 +44,36 @@ def _kernels_defined() -> set[str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, object]], Path]:
+    """The bf16 kernels, and the cache that they were compiled into; it was empty before."""
+    cache = tmp_path_factory.mktemp("cache")
+    return _compiled("bfloat16", cache=cache), cache
+
+
 @pytest.mark.timeout(600)
-def test_bf16_kernels_compile_and_do_not_spill() -> None:
-    compiled = _compiled("bfloat16")
+def test_bf16_kernels_compile_and_do_not_spill(cold: tuple[list[dict[str, object]], Path]) -> None:
+    compiled, _ = cold
     assert {line["kernel"] for line in compiled} == _kernels_defined()
     assert [line for line in compiled if line["stack"] > SPILLED] == []
     assert [line for line in compiled if line["shared"] > SHARED_MEMORY] == []
+
+
+def _files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of each file, which change where one is written again."""
+    stats = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+@pytest.mark.timeout(600)
+def test_a_second_process_compiles_nothing(cold: tuple[list[dict[str, object]], Path]) -> None:
+    """Every kernel, with every option that its launcher gives it, is found in a warm cache."""
+    first, cache = cold
+    files = _files(cache)
+    kernels = {str(line["kernel"]).rpartition(".")[2] for line in first}
+    assert {Path(name).stem for name in files if name.endswith(".cubin")} == kernels
+    assert _compiled("bfloat16", cache=cache) == first
+    assert _files(cache) == files, "something was compiled again"
 
 
 @pytest.mark.slow

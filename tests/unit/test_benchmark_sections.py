@@ -22,6 +22,7 @@ from engine.ops.kernels import REFERENCE
 from tools.benchmarking.case import Case, Wrong
 from tools.benchmarking.case import check as check_case
 from tools.benchmarking.ceilings import Demand
+from tools.benchmarking.kernels.first_calls import measure_first_calls
 from tools.benchmarking.kernels.section import GROUPS, make_setting
 from tools.benchmarking.kernels.setting import Setting
 from tools.benchmarking.lora_layers import engine, make_layer, peft, plain_torch
@@ -100,6 +101,26 @@ def test_triton_kernels_are_checked_by_the_interpreter(tmp_path: Path) -> None:
     }
     assert expected <= found
     assert "nothing was timed" in record["findings"][0] and "median ms" not in rows[0]
+
+
+def test_first_calls_of_two_processes() -> None:
+    """What a GPU's table takes its first calls from, on a CPU: the same contestants twice, each in a new process."""
+    options = KernelOptions(**{**TINY_KERNELS, "only": "swiglu,dropout", "peers": "none"})
+    found = measure_first_calls(for_device(options, "cpu"))
+    for seconds in (found.cold, found.warm):
+        assert set(seconds) == {*GROUPS["swiglu"][1], *GROUPS["dropout"][1]}
+        assert all(taken > 0 for each in seconds.values() for taken in each.values())
+        assert all("reference" in each for each in seconds.values())
+    assert found.files == (0, 0), "nothing is compiled by Triton on a CPU"
+    said = replace(found, cold={"a": {"x": 9.0, "y": 1.0}}, warm={"a": {"x": 0.5}}, files=(7, 7)).sentences()
+    assert said == (
+        "First calls of all contestants together: 10.0 s in a process with empty caches, 0.5 s in a second process "
+        "that finds them (7 files in Triton's cache, then 7: nothing new was compiled).",
+    )
+    assert (
+        "(7 files in Triton's cache, then 9: 2 files are new)"
+        in replace(found, cold={"a": {"x": 9.0}}, files=(7, 9)).sentences()[0]
+    )
 
 
 def test_lora_tax_section(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from engine.ops.native.loader import native_status
 
+from ..case import first_run
 from ..machine import choose_device
 from ..options import KernelOptions, chosen_names
 from ..processes import caches_in, in_new_process, in_new_process_with
@@ -87,7 +88,6 @@ def measure_first_calls(options: KernelOptions) -> FirstCalls:
 
 def _first_calls(options: KernelOptions) -> Seconds:
     """Runs in a process of its own. Imports late: `section` imports this module."""
-    from .case import first_run
     from .section import GROUPS, make_setting
 
     device = choose_device(options.device)

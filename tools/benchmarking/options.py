@@ -181,7 +181,7 @@ class KernelOptions:
     PEERS: ClassVar[tuple[str, ...]] = ("torch", "compile", "liger", "quack", "flash-attn", "flash-attn-4")
     GROUPS: ClassVar[tuple[str, ...]] = (
         "norm", "swiglu", "rope", "dropout", "low-rank", "loss", "head", "optimizer", "attention",
-        "quantize", "product",
+        "quantize", "frozen", "product",
     )  # fmt: skip
 
     tokens: int | None = by_device(1024, 8192, "tokens")

@@ -22,7 +22,7 @@ from ..model import TORCH_DTYPES
 from ..options import KernelOptions, chosen_names, for_device
 from ..peers import find_peers
 from ..table import Report, Table
-from . import attention, dropout, head_norm, loss, low_rank, norm, optimizer, product, quantize, rope, swiglu
+from . import attention, dropout, frozen, head_norm, loss, low_rank, norm, optimizer, product, quantize, rope, swiglu
 from .first_calls import FirstCalls, measure_first_calls
 from .setting import Setting
 from .tables import group_table
@@ -40,6 +40,7 @@ GROUPS: dict[str, tuple[str, dict[str, Build]]] = {
     "optimizer": ("AdamW", optimizer.CASES),
     "attention": ("Causal attention", attention.CASES),
     "quantize": ("Quantised weights and operands", quantize.CASES),
+    "frozen": ("Frozen products on a CPU", frozen.CASES),
     "product": ("Frozen product and adapters: which way is faster", product.CASES),
 }
 """Name that `--only` knows -> title and cases."""

@@ -32,6 +32,15 @@ def no_fault(run: Run, step: int) -> None:
     """An ordinary run."""
 
 
+def zero_b(run: Run, step: int) -> None:
+    """As adapters begin."""
+    if step == 0:
+        for shard in run.flat.master_shards():
+            if shard.name.endswith("lora_B"):
+                shard.tensor.zero_()
+        run.flat.publish()
+
+
 def build_run(layout: Layout, level: ShardLevel = "none") -> Run:
     grid = layout.grid
     return Run(layout, build_mesh(grid, device_type="cpu", num_kv_heads=SMALL.num_kv_heads), level)

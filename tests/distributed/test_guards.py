@@ -14,7 +14,7 @@ from engine.distributed.ranks import RankGrid
 from engine.layers.encoded_storage import encoded_entries
 from engine.layers.module import ShardEntry
 from engine.optim.sharding import ShardLevel
-from tests.distributed.guarded_runs import OPTIONS, TP2, Fault, no_fault, on_ranks
+from tests.distributed.guarded_runs import OPTIONS, TP2, Fault, no_fault, on_ranks, zero_b
 from tests.distributed.sharded_runs import Layout, Run
 from tests.spawning import spawn
 
@@ -57,15 +57,6 @@ def _said(layout: Layout, fault: Fault, *, level: ShardLevel = "none", steps: in
     return said[0]
 
 
-def _zero_b(run: Run, step: int) -> None:
-    """As adapters begin."""
-    if step == 0:
-        for shard in run.flat.master_shards():
-            if shard.name.endswith("lora_B"):
-                shard.tensor.zero_()
-        run.flat.publish()
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_ordinary_run_raises_no_alarm(name: str):
     layout, level = LAYOUTS[name]
@@ -74,7 +65,7 @@ def test_an_ordinary_run_raises_no_alarm(name: str):
 
 @pytest.mark.parametrize("level", ["none", "optimizer", "parameters"])
 def test_adapters_that_begin_at_zero_raise_no_alarm(level: ShardLevel):
-    assert _said(DP2, _zero_b, level=level) == []
+    assert _said(DP2, zero_b, level=level) == []
 
 
 def _unsummed(run: Run, step: int) -> None:

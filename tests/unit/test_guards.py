@@ -17,7 +17,7 @@ from engine.errors import UserError
 from engine.training.guards.fingerprint import AT_ONCE, Fingerprints
 from engine.training.guards.guards import Guards, StepSeen
 from engine.training.guards.spikes import NO_LIMIT, RunningLimit, as_float32
-from tests.distributed.guarded_runs import OPTIONS, build_run, drive, guards_of
+from tests.distributed.guarded_runs import OPTIONS, build_run, drive, guards_of, zero_b
 from tests.distributed.sharded_runs import Layout, Run
 from tests.graph_training import make_steps, pair
 
@@ -183,17 +183,10 @@ def test_nothing_is_judged_before_there_is_a_learning_rate():
     def rate(step: int) -> float:
         return 0.0 if step <= 6 else 1e-3
 
-    def from_zero(run: Run, step: int) -> None:
-        if step == 0:
-            for shard in run.flat.master_shards():
-                if shard.name.endswith("lora_B"):
-                    shard.tensor.zero_()
-            run.flat.publish()
-
-    assert drive(build_run(ALONE), OPTIONS, steps=14, fault=from_zero, lr=rate) == []
+    assert drive(build_run(ALONE), OPTIONS, steps=14, fault=zero_b, lr=rate) == []
 
     def frozen_too(run: Run, step: int) -> None:
-        from_zero(run, step)
+        zero_b(run, step)
         if step == 1:
             _entry(run, ADAPTER).sink.bind(torch.zeros(_entry(run, ADAPTER).sink.shape), lambda: None)
 

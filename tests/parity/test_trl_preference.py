@@ -7,7 +7,6 @@ order and take 20 AdamW steps. TRL tokenises the records itself.
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.parity.preference_data import save_model_and_adapter, short_pairs, wr
 from tests.parity.trl_training import (
     BATCH,
     LAYOUTS,
+    NEEDS_TRL,
     SEED,
     STEPS,
     RecordedSteps,
@@ -33,11 +33,7 @@ from tests.parity.trl_training import (
 
 LENGTH = 96
 
-pytestmark = [
-    pytest.mark.distributed,
-    # looked up, not imported: that takes seconds, and brings Triton into the process that collects the tests
-    pytest.mark.skipif(find_spec("trl") is None, reason="needs trl"),
-]
+pytestmark = NEEDS_TRL
 
 
 @pytest.fixture(scope="module")

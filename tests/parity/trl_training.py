@@ -7,13 +7,22 @@ of the same batches.
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.commands import options, run_tool
+
+NEEDS_TRL = [
+    pytest.mark.distributed,
+    # looked up, not imported: that takes seconds, and brings Triton into the process that collects the tests
+    pytest.mark.skipif(find_spec("trl") is None, reason="needs trl"),
+]
+"""The marks of a module that compares with TRL."""
 
 STEPS, LR, BATCH, SEED = 20, 2e-3, 4, 11
 

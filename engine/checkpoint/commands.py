@@ -99,11 +99,11 @@ class Options:
             yield Work(overwrite=self.overwrite, verify=self.verify, threads=self.threads, progress=advance)
 
 
-def run_import(source: Path, out: Path, *, tensor: int, options: Options) -> None:
-    """Partitions a model. See `import_checkpoint`."""
+def run_import(source: Path, out: Path, *, tensor: int, options: Options, doing: str = "importing") -> None:
+    """Partitions a model. See `import_checkpoint`; `doing` is for the progress line."""
     log = Log()
     weights = open_source(source)
-    with options.work(log, f"importing {source}", weights) as work:
+    with options.work(log, f"{doing} {source}", weights) as work:
         report = import_checkpoint(weights, out, tensor=tensor, work=work)
     if outside := weights.outside_names():
         log.info(f"{len(outside)} tensors outside the language model are kept as they are")
@@ -117,7 +117,7 @@ def run_reshard(source: Path, out: Path, *, tensor: int, options: Options) -> No
             f"{source} is not a partitioned base, and reshard is for one: use import for a Hugging Face model; "
             "a run's checkpoint opens at any layout as it is."
         )
-    run_import(source, out, tensor=tensor, options=options)
+    run_import(source, out, tensor=tensor, options=options, doing="resharding")
 
 
 def run_export(

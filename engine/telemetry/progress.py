@@ -65,6 +65,10 @@ class ProgressLine:
             self._open = False
 
 
+_SETTLED_SECONDS = 1.0
+"""Before that the speed says nothing, and the time left would be hours."""
+
+
 class Progress:
     """Progress of work with a known or unknown number of bytes or items; also a context manager.
 
@@ -115,7 +119,7 @@ class Progress:
         parts.append(f"{format_bytes(rate)}/s" if is_bytes else f"{format_count(rate)}/s")
         if self._finished or (self._total is not None and self._done >= self._total):
             parts.append(f"took {format_duration(elapsed)}")
-        elif self._total is not None and rate > 0:
+        elif self._total is not None and rate > 0 and elapsed >= _SETTLED_SECONDS:
             parts.append(f"ETA {format_duration((self._total - self._done) / rate)}")
         return "  ".join(parts)
 

@@ -119,8 +119,11 @@ def test_log_lines() -> None:
 def test_bytes_with_rate_and_time_left() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = Progress(Log(0, stream), "reading", total=4 * 2**20, unit="bytes", clock=clock)
-    clock.now += 2.0
+    clock.now += 0.5
+    assert progress.text() == "reading: 0 B / 4.0 MiB (0%)  0 B/s"
     progress.advance(2**20)
+    assert progress.text() == "reading: 1.0 MiB / 4.0 MiB (25%)  2.0 MiB/s", "half a second tells nothing yet"
+    clock.now += 1.5
     assert progress.text() == "reading: 1.0 MiB / 4.0 MiB (25%)  512.0 KiB/s  ETA 6s"
     clock.now += 2.0
     progress.advance(3 * 2**20)

@@ -5,21 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.ops.native.loader import native_status, select
 from engine.ops.native.merge import can_merge, merge_rows
-from tests.kernels.native_support import INSTRUCTION_SETS, assert_accurate, widened
+from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, assert_accurate, widened
 
-pytestmark = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+pytestmark = ON_EVERY_INSTRUCTION_SET
 
 SHAPES = ((1, 1, 1), (5, 64, 3), (6, 130, 16), (13, 257, 8), (7, 33, 0), (0, 8, 4))
 """(rows, columns, rank)"""
-
-
-@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
-def _instruction_set(request: pytest.FixtureRequest):
-    select(request.param)
-    yield
-    select(None)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)

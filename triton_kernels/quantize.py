@@ -9,6 +9,8 @@ The specification is triton_kernels.reference_quantize, whose bits these are. A 
 where that rounds twice, so kernels are compiled without. A row with a NaN or an infinity gets such a scale: magnitudes
 are compared as integers, in which NaN is the largest, because a maximum of floats drops it.
 
+Norms and SwiGLU may quantise their output row by row on the way: `store_row_codes` is their epilogue.
+
 The matrix units of a Hopper GPU read both operands of an FP8 product along the summed dimension, so the input gradient
 needs W^T in memory: `transpose_codes` writes it, one read and one write of the codes.
 
@@ -75,7 +77,7 @@ def _row_decode_kernel(
 
 
 @triton.jit
-def _e4m3(value, CAST: tl.constexpr):
+def e4m3_codes(value, CAST: tl.constexpr):
     """Codes of fp32 numbers, nearest, ties to even, held within the largest."""
     held = tl.minimum(tl.maximum(value, -448.0), 448.0)
     if CAST:
@@ -99,9 +101,23 @@ def _scaled_row(x_ptr, scale_ptr, features_F, ok_F, SCALED: tl.constexpr):
 
 
 @triton.jit
-def _magnitude(x_F):
+def magnitude_bits(x_F):
     """|x| as integers, which sort as the numbers do, and NaN above them."""
     return x_F.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def store_row_codes(
+    x_TF, codes_ptr, scale_ptr, tokens_T, ok_T, features_F, ok_F, num_features, largest_code, smallest,
+    CAST: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of a tile of whole rows, fp32 and 0 beyond them: what `quantize_rows` gives, as an epilogue."""
+    largest_T = tl.maximum(tl.max(magnitude_bits(x_TF), 1), smallest).to(tl.float32, bitcast=True)
+    code_T = tl.full(largest_T.shape, 0.0, tl.float32) + largest_code
+    codes = codes_ptr + tokens_T[:, None] * num_features + features_F[None, :]
+    scaled_TF = x_TF * tl.div_rn(code_T, largest_T)[:, None]
+    tl.store(codes, e4m3_codes(scaled_TF, CAST), mask=ok_T[:, None] & ok_F[None, :])
+    tl.store(scale_ptr + tokens_T, tl.div_rn(largest_T, code_T), mask=ok_T)
 
 
 @triton.jit
@@ -113,7 +129,7 @@ def _row_absmax_kernel(
     for start in range(0, num_features, FEATURES):
         features_F = start + tl.arange(0, FEATURES)
         x_F = _scaled_row(x_ptr + row * x_stride, column_scale_ptr, features_F, features_F < num_features, SCALED)
-        largest_F = tl.maximum(largest_F, _magnitude(x_F))
+        largest_F = tl.maximum(largest_F, magnitude_bits(x_F))
     tl.store(largest_ptr + row, tl.max(largest_F, 0))
 
 
@@ -128,24 +144,24 @@ def _quantize_kernel(
     ok_F = features_F < num_features
     x_F = _scaled_row(x_row, column_scale_ptr, features_F, ok_F, SCALED)
     if BY_ROW:
-        largest_F = _magnitude(x_F)
+        largest_F = magnitude_bits(x_F)
         if not WHOLE:
             for start in range(FEATURES, num_features, FEATURES):
                 more_F = start + tl.arange(0, FEATURES)
                 more = _scaled_row(x_row, column_scale_ptr, more_F, more_F < num_features, SCALED)
-                largest_F = tl.maximum(largest_F, _magnitude(more))
+                largest_F = tl.maximum(largest_F, magnitude_bits(more))
         largest = tl.max(largest_F, 0)
     else:
         largest = tl.load(largest_ptr)
     # as integers once more: a maximum of floats would drop a NaN
     largest = tl.maximum(largest, smallest).to(tl.float32, bitcast=True)
     inverse = tl.div_rn(largest_code, largest)
-    tl.store(codes_row + features_F, _e4m3(x_F * inverse, CAST), mask=ok_F)
+    tl.store(codes_row + features_F, e4m3_codes(x_F * inverse, CAST), mask=ok_F)
     if not WHOLE:
         for start in range(FEATURES, num_features, FEATURES):
             more_F = start + tl.arange(0, FEATURES)
             more = _scaled_row(x_row, column_scale_ptr, more_F, more_F < num_features, SCALED)
-            tl.store(codes_row + more_F, _e4m3(more * inverse, CAST), mask=more_F < num_features)
+            tl.store(codes_row + more_F, e4m3_codes(more * inverse, CAST), mask=more_F < num_features)
     if BY_ROW:
         tl.store(scale_ptr + row, tl.div_rn(largest, largest_code))
     elif row == 0:
@@ -208,7 +224,7 @@ def _quantize(
         features = power_of_2(num_features, 16, _LONGEST)
         _quantize_kernel[(num_tokens,)](
             rows, rows.stride(0), column_scale_F, largest, codes.view(torch.uint8), scale, num_features,
-            FP8_LARGEST, _bits(SMALLEST_ROW), BY_ROW=largest is None, WHOLE=features >= num_features,
+            FP8_LARGEST, float_bits(SMALLEST_ROW), BY_ROW=largest is None, WHOLE=features >= num_features,
             SCALED=column_scale_F is not None, CAST=casts(rows), FEATURES=features,
             num_warps=num_warps(features), enable_fp_fusion=False,
         )  # fmt: skip
@@ -237,6 +253,18 @@ def quantize_matrix(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple
     return _quantize(rows, column_scale_F, largest_T.amax(), scale)
 
 
+def row_codes(num_tokens: int, num_features: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for codes [T, F] and scales [T, 1], for a kernel with `store_row_codes` as its epilogue; the scales of rows
+    without features are what `quantize_rows` gives them."""
+    codes = torch.empty(num_tokens, num_features, dtype=torch.float8_e4m3fn, device=device)
+    return codes, torch.full((num_tokens, 1), SMALLEST_ROW, device=device).div_(FP8_LARGEST)
+
+
+def row_code_arguments(codes: Tensor, scale: Tensor) -> tuple[object, ...]:
+    """What kernels with that epilogue take: codes, scale, the largest code, and the smallest row's bits."""
+    return codes.view(torch.uint8), scale, FP8_LARGEST, float_bits(SMALLEST_ROW)
+
+
 def transpose_codes(codes_OI: Tensor) -> Tensor:
     """[I, O] without gaps, of one-byte codes; rows of the input may lie any distance apart."""
     rows, columns = codes_OI.shape
@@ -253,7 +281,7 @@ def casts(x: Tensor) -> bool:
     return x.device.type == "cuda"
 
 
-def _bits(value: float) -> int:
+def float_bits(value: float) -> int:
     """Of an fp32 number, as an integer."""
     return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
 

@@ -24,12 +24,14 @@ from torch import Tensor
 from triton_kernels.launch import SMALLEST_DOT, num_processors, num_warps, power_of_2, rows_of
 from triton_kernels.lora import LowRankUpdate, add_input_gradient, update_arguments, update_options, update_tile
 from triton_kernels.partial_sums import sum_partials
+from triton_kernels.quantize import casts, row_code_arguments, row_codes, store_row_codes
 
 
 @triton.jit
 def _forward_kernel(
     x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, sum_ptr, sum_stride, y_ptr, y_stride, rstd_ptr,
-    num_tokens, num_features, eps, RESIDUAL: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+    codes_ptr, scale_ptr, largest_code, smallest, num_tokens, num_features, eps,
+    RESIDUAL: tl.constexpr, CODES: tl.constexpr, CAST: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     features_F = tl.arange(0, FEATURES)
@@ -47,7 +49,13 @@ def _forward_kernel(
     weight_F = tl.load(weight_ptr + features_F, mask=ok_F, other=0.0).to(tl.float32)
     # rounded between the two factors, as torch models do
     xhat_TF = (wide_TF * rstd_T[:, None]).to(x_TF.dtype).to(tl.float32)
-    tl.store(y_ptr + tokens_T[:, None] * y_stride + features_F[None, :], xhat_TF * weight_F[None, :], mask=ok_TF)
+    y_TF = (xhat_TF * weight_F[None, :]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + tokens_T[:, None] * y_stride + features_F[None, :], y_TF, mask=ok_TF)
+    if CODES:  # of y as it was rounded
+        store_row_codes(
+            y_TF.to(tl.float32), codes_ptr, scale_ptr, tokens_T, ok_T, features_F, ok_F, num_features, largest_code,
+            smallest, CAST,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -145,8 +153,9 @@ def _tile(num_features: int) -> tuple[int, int]:
 
 
 def _launch_forward(
-    x_TF: Tensor, residual_TF: Tensor | None, weight_F: Tensor, eps: float, y_TF: Tensor, sum_TF: Tensor | None
-) -> Tensor:
+    x_TF: Tensor, residual_TF: Tensor | None, weight_F: Tensor, eps: float, y_TF: Tensor, sum_TF: Tensor | None,
+    codes: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     num_tokens, num_features = x_TF.shape
     rstd_T = torch.empty(num_tokens, dtype=torch.float32, device=x_TF.device)
     if x_TF.numel() == 0:
@@ -155,8 +164,9 @@ def _launch_forward(
     residual_stride = 0 if residual_TF is None else residual_TF.stride(0)
     _forward_kernel[(triton.cdiv(num_tokens, tokens),)](
         x_TF, x_TF.stride(0), residual_TF, residual_stride, weight_F, sum_TF, 0 if sum_TF is None else sum_TF.stride(0),
-        y_TF, y_TF.stride(0), rstd_T, num_tokens, num_features, eps,
-        RESIDUAL=residual_TF is not None, TOKENS=tokens, FEATURES=features, num_warps=num_warps(tokens * features),
+        y_TF, y_TF.stride(0), rstd_T, *((None, None, 0.0, 0) if codes is None else row_code_arguments(*codes)),
+        num_tokens, num_features, eps, RESIDUAL=residual_TF is not None, CODES=codes is not None, CAST=casts(x_TF),
+        TOKENS=tokens, FEATURES=features, num_warps=num_warps(tokens * features),
     )  # fmt: skip
     return rstd_T
 
@@ -176,6 +186,18 @@ def rmsnorm_forward(x_TF: Tensor, weight_F: Tensor, eps: float, *, out: Tensor |
     y_TF = torch.empty(rows.shape, dtype=x_TF.dtype, device=x_TF.device) if out is None else out
     rstd_T = _launch_forward(rows, None, weight_F, eps, y_TF, None)
     return (y_TF.view(x_TF.shape) if out is None else out), rstd_T.view(*x_TF.shape[:-1], 1)
+
+
+def rmsnorm_forward_codes(x_TF: Tensor, weight_F: Tensor, eps: float, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `rmsnorm_forward` into `out` [T, F], and y's e4m3 codes, row by row, from the same pass.
+
+    Returns:
+        rstd fp32 [T, 1], codes e4m3 [T, F] and their scales fp32 [T, 1], as `quantize_rows` of y gives them.
+    """
+    rows = rows_of(x_TF)
+    codes, scale = row_codes(*rows.shape, rows.device)
+    rstd_T = _launch_forward(rows, None, weight_F, eps, out, None, (codes, scale))
+    return rstd_T[:, None], codes, scale
 
 
 def residual_rmsnorm_forward(
@@ -309,6 +331,7 @@ def bytes_moved(num_tokens: int, num_features: int, itemsize: int, num_ranks: in
     update = (2 * num_tokens + num_features) * num_ranks * itemsize
     return {
         "forward": 2 * row + weight + rstd,
+        "forward_codes": 2 * row + num_tokens * (num_features + 4) + weight + rstd,
         "residual_forward": 4 * row + weight + rstd,
         "backward": 3 * row + weight + rstd + update,
         "residual_backward": 4 * row + weight + rstd + update,

@@ -15,8 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.launch import SMALLEST_DOT, power_of_2, rows_of
+from triton_kernels.launch import SMALLEST_DOT, num_warps, power_of_2, rows_of
 from triton_kernels.lora import LowRankUpdate, update_arguments, update_options, update_tile
+from triton_kernels.quantize import casts, quantize_rows, row_code_arguments, row_codes, store_row_codes
+
+_LONGEST = 16384
+"""Features of a row that a program holds at once."""
 
 
 @triton.jit
@@ -32,6 +36,27 @@ def _forward_kernel(
     up_TF = tl.load(gate + num_features, mask=ok_TF, other=0.0).to(tl.float32)
     y = y_ptr + tokens_T[:, None] * y_stride + features_F[None, :]
     tl.store(y, gate_TF * tl.sigmoid(gate_TF) * up_TF, mask=ok_TF)
+
+
+@triton.jit
+def _forward_codes_kernel(
+    gate_up_ptr, gate_up_stride, y_ptr, y_stride, codes_ptr, scale_ptr, largest_code, smallest, num_tokens,
+    num_features, CAST: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """A tile has whole rows, whose largest number their codes depend on."""
+    tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    features_F = tl.arange(0, FEATURES)
+    ok_T, ok_F = tokens_T < num_tokens, features_F < num_features
+    ok_TF = ok_T[:, None] & ok_F[None, :]
+    gate = gate_up_ptr + tokens_T[:, None] * gate_up_stride + features_F[None, :]
+    gate_TF = tl.load(gate, mask=ok_TF, other=0.0).to(tl.float32)
+    up_TF = tl.load(gate + num_features, mask=ok_TF, other=0.0).to(tl.float32)
+    y_TF = (gate_TF * tl.sigmoid(gate_TF) * up_TF).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + tokens_T[:, None] * y_stride + features_F[None, :], y_TF, mask=ok_TF)
+    store_row_codes(
+        y_TF.to(tl.float32), codes_ptr, scale_ptr, tokens_T, ok_T, features_F, ok_F, num_features, largest_code,
+        smallest, CAST,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["key", "threshold"])
@@ -89,6 +114,29 @@ def swiglu_forward(gate_up_T2F: Tensor, *, out: Tensor | None = None) -> Tensor:
     return y_TF.view(*gate_up_T2F.shape[:-1], num_features) if out is None else out
 
 
+def swiglu_forward_codes(gate_up_T2F: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """As `swiglu_forward` into `out` [T, F], and y's e4m3 codes, row by row, from the same pass.
+
+    Rows of more than 16384 features are quantised in a pass of their own.
+
+    Returns:
+        codes e4m3 [T, F] and their scales fp32 [T, 1], as `quantize_rows` of y gives them.
+    """
+    rows = rows_of(gate_up_T2F)
+    num_tokens, num_features = rows.shape[0], rows.shape[1] // 2
+    if num_features > _LONGEST:
+        return quantize_rows(swiglu_forward(rows, out=out))
+    codes, scale = row_codes(num_tokens, num_features, rows.device)
+    if out.numel() > 0:
+        features = power_of_2(num_features)
+        tokens = max(1, min(16, 2048 // features))
+        _forward_codes_kernel[(triton.cdiv(num_tokens, tokens),)](
+            rows, rows.stride(0), out, out.stride(0), *row_code_arguments(codes, scale), num_tokens, num_features,
+            CAST=casts(rows), TOKENS=tokens, FEATURES=features, num_warps=num_warps(tokens * features),
+        )  # fmt: skip
+    return codes, scale
+
+
 def swiglu_backward(
     dy_TF: Tensor,
     gate_up_T2F: Tensor,
@@ -135,4 +183,9 @@ def swiglu_backward(
 def bytes_moved(num_tokens: int, num_features: int, itemsize: int, num_ranks: int = 0) -> dict[str, int]:
     """Compulsory bytes: forward reads two and writes one row, backward reads three and writes two."""
     row = num_tokens * num_features * itemsize
-    return {"forward": 3 * row, "backward": 5 * row + (num_tokens + num_features) * num_ranks * itemsize}
+    codes = num_tokens * (num_features + 4)
+    return {
+        "forward": 3 * row,
+        "forward_codes": 3 * row + codes,
+        "backward": 5 * row + (num_tokens + num_features) * num_ranks * itemsize,
+    }

@@ -19,8 +19,11 @@ from engine.ops.quantized_products import (
     REFERENCE_OPERANDS,
     OperandKernels,
     QuantizedWeight,
+    RowCodes,
     input_gradient,
     product,
+    product_of_rows,
+    quantized_rows,
 )
 from engine.quantization.encoding import Encoding
 
@@ -72,12 +75,24 @@ class EncodedWeight:
     def device(self) -> torch.device:
         return next(iter(self.weight.parts.values())).device
 
-    def product(self, x: Tensor, low_rank: LowRank | None) -> Tensor:
+    @property
+    def by_row(self) -> bool:
+        """Whether products take x as codes with a scale for each row."""
+        return self.weight.by_row
+
+    def rows(self, x: Tensor) -> RowCodes:
+        """x [T, I] as such codes."""
+        return quantized_rows(x, self.weight)
+
+    def product(self, x: Tensor | RowCodes, low_rank: LowRank | None) -> Tensor:
         """[T, O]: x W^T, or [x | H] [W | B]^T for an x [T, I + E].
 
         Args:
+            x: in numbers; or in codes, where products take them.
             low_rank: the adapters whose B stand beside W, where there are columns for them.
         """
+        if isinstance(x, RowCodes):
+            return product_of_rows(x, self.weight, self.dtype)
         return product(x, self.weight, self._memory(low_rank, x.shape[1]))
 
     def input_gradient(self, dy_TO: Tensor, low_rank: LowRank | None, num_columns: int) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import InputUpdate, Kernels
 from engine.ops.norm import offset_weight
+from engine.ops.quantized_products import RowCodes
 
 
 class LinearInput(Protocol):
@@ -31,6 +32,9 @@ class LinearInput(Protocol):
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
         """x, in `out` where given, and the statistics that `gradient` needs. Called again in backward."""
+
+    def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
+        """As `make` in forward, and x quantised by row where the backend does that in the same pass."""
 
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
@@ -50,6 +54,9 @@ class GivenInput:
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
         return (u, None) if out is None else (out.copy_(u), None)
+
+    def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
+        return u, None, None
 
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
@@ -87,6 +94,14 @@ class NormInput:
             x.div_(self.divisor)
         return x, statistics
 
+    def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
+        if kernels.row_codes is None or self.divisor != 1.0:
+            return *self.make(u, None, kernels), None
+        x = u.new_empty(u.shape)
+        weight = offset_weight(self.weight.detach(), self.offset)
+        statistics, codes, scale = kernels.row_codes.norm(u, weight, self.eps, x)
+        return x, statistics, RowCodes(codes, scale)
+
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
     ) -> Tensor:
@@ -118,6 +133,12 @@ class SwiGLUInput:
         kernels.swiglu_forward(u, x)
         return x, None
 
+    def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
+        if kernels.row_codes is None:
+            return *self.make(u, None, kernels), None
+        x = u.new_empty(u.shape[0], self.features(u))
+        return x, None, RowCodes(*kernels.row_codes.swiglu(u, x))
+
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
     ) -> Tensor:
@@ -141,6 +162,9 @@ class GeGLUInput:
         gate, up = u.chunk(2, dim=1)
         x = u.new_empty(u.shape[0], self.features(u)) if out is None else out
         return torch.mul(torch.nn.functional.gelu(gate, approximate="tanh"), up, out=x), None
+
+    def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
+        return *self.make(u, None, kernels), None
 
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
@@ -194,6 +218,12 @@ class KeptInput:
         if self._making:
             self._x = x
         return x, statistics
+
+    def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
+        x, statistics, codes = self._source.make_rows(u, kernels)
+        if self._making:
+            self._x = x
+        return x, statistics, codes
 
     def keep(self) -> None:
         """Keeps x, which may lie in a buffer that the linear went on writing to until now."""

@@ -118,6 +118,19 @@ class HeadNormKernels:
     backward: HeadNormBackward
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowCodeKernels:
+    """A linear's input made and quantised by row in one pass; see engine.ops.quantized_products.RowCodes.
+
+    Args:
+        norm: x, weight, eps, out [T, F] -> 1 / rms [T, 1], codes, scales.
+        swiglu: [gate | up], out [T, F] -> codes, scales.
+    """
+
+    norm: Callable[[Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor, Tensor]]
+    swiglu: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 class Attention(Protocol):
     """Differentiable causal attention within documents; see engine.ops.attention.causal_attention. What it reads of
     the documents, lengths on the host or offsets on the device, is the backend's own choice."""
@@ -150,6 +163,7 @@ class Kernels:
         split_rotate_backward: dq, dk, dv, cos, sin: the gradient of the fused product.
         head_norms: norm and rotation of queries and keys together; None where norm_forward and split_rotate, one after
             the other, are all there is.
+        row_codes: norm and SwiGLU with the quantisation of their output; None where that is a pass of its own.
         loss: statistics and gradient of a shard of the vocabulary; see triton_kernels.linear_cross_entropy.
         product: left [T, K], right [K, N]: their product, of an activation and a frozen weight.
         folds: input features, output features of a linear on this rank: whether its adapters are faster as columns of
@@ -172,6 +186,7 @@ class Kernels:
     loss: LossKernels
     output_gradients: OutputGradients | None = None
     head_norms: HeadNormKernels | None = None
+    row_codes: RowCodeKernels | None = None
     product: Callable[[Tensor, Tensor], Tensor] = torch.mm
     folds: Callable[[int, int], bool] = _always
 

@@ -14,6 +14,7 @@ from engine.ops.gradients import GradientSink
 from engine.ops.inputs import LinearInput
 from engine.ops.kernels import Kernels
 from engine.ops.low_rank import LowRank, project
+from engine.ops.quantized_products import RowCodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +78,11 @@ class LinearOperands:
         """Of what products multiply with: [W | B] where folded, else W."""
         return self.extended_OE.shape[1] if self.folded else self.in_features
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor | RowCodes) -> Tensor:
         """[T, O]: [x | H] [W | B]^T where folded, else x W^T."""
         if self.encoded is not None:
             return self.encoded.product(x, self.low_rank)
+        assert isinstance(x, Tensor)
         return self.kernels.product(x, self.extended_OE[:, : self._num_columns].t())
 
     def input_gradient(self, dy_TO: Tensor) -> Tensor:
@@ -130,14 +132,16 @@ class LinearOperands:
 
     def input_and_projection(
         self, u: Tensor, source: LinearInput, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | RowCodes, Tensor | None, Tensor | None]:
         """Makes x and H.
 
         Returns:
-            [x | H | padding] in one buffer where folded, else x; H [T, R] (a view of the buffer where folded), or
-            None without adapters; the statistics of the input.
+            [x | H | padding] in one buffer where folded, else x, in codes where the product takes it so; H [T, R] (a
+            view of the buffer where folded), or None without adapters; the statistics of the input.
         """
         low_rank = self.low_rank
+        if self.encoded is not None and self.encoded.by_row:
+            return self._rows_and_projection(self.encoded, u, source, mask)
         if low_rank is None:
             x, statistics = source.make(u, None, self.kernels)
             return x, None, statistics
@@ -152,6 +156,16 @@ class LinearOperands:
         x, statistics = source.make(u, buffer[:, : self.in_features], self.kernels)
         h = project(x, mask, low_rank, self.kernels, buffer[:, self.in_features : end])
         return buffer, h, statistics
+
+    def _rows_and_projection(
+        self, encoded: EncodedWeight, u: Tensor, source: LinearInput, mask: Tensor | None
+    ) -> tuple[RowCodes, Tensor | None, Tensor | None]:
+        """x in codes: its numbers are needed for H alone."""
+        x, statistics, codes = source.make_rows(u, self.kernels)
+        h = None
+        if self.low_rank is not None:
+            h = project(x, mask, self.low_rank, self.kernels, x.new_empty(x.shape[0], self.low_rank.rank))
+        return encoded.rows(x) if codes is None else codes, h, statistics
 
     def split_gradient(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """[dX_base | dH / s | padding] -> dX_base and dH, both views."""

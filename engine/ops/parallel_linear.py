@@ -43,6 +43,7 @@ from engine.ops.inputs import LinearInput
 from engine.ops.kernels import Mask
 from engine.ops.low_rank import accumulate_a, accumulate_b, add_expansion, output_gradients, projection_gradient
 from engine.ops.operands import LinearOperands, accumulate_base
+from engine.ops.quantized_products import RowCodes
 
 
 def _save(ctx: Any, u: Tensor, statistics: Tensor | None, h: Tensor | None, mask: Mask | None) -> None:
@@ -121,8 +122,12 @@ def _local_rows(operands: LinearOperands, h: Tensor | None, dh: Tensor) -> Tenso
     return h.narrow(0, operands.axis.rank * dh.shape[0], dh.shape[0])
 
 
-def _gather_input(operands: LinearOperands, x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _gather_input(
+    operands: LinearOperands, x: Tensor | RowCodes, h: Tensor | None
+) -> tuple[Tensor | RowCodes, Tensor | None]:
     """All tokens' x and H; one collective where both lie in one buffer."""
+    if isinstance(x, RowCodes):
+        return _gather_rows(operands, x, h)
     full, handle = all_gather_async(x, operands.axis)
     if h is None or operands.low_rank is None:
         handle.wait()
@@ -134,6 +139,16 @@ def _gather_input(operands: LinearOperands, x: Tensor, h: Tensor | None) -> tupl
     handle.wait()
     h_handle.wait()
     return full, full_h
+
+
+def _gather_rows(operands: LinearOperands, x: RowCodes, h: Tensor | None) -> tuple[RowCodes, Tensor | None]:
+    """Codes travel in place of numbers: each row has its own scale, so they are those of all tokens' x."""
+    codes, handle = all_gather_async(x.codes.view(torch.uint8), operands.axis)
+    scale, scale_handle = all_gather_async(x.scale, operands.axis)
+    full_h, h_handle = (None, Handle()) if h is None else all_gather_async(h, operands.axis)
+    for one in (handle, scale_handle, h_handle):
+        one.wait()
+    return RowCodes(codes.view(x.codes.dtype), scale), full_h
 
 
 def _update_after_collective(operands: LinearOperands, gathers: bool) -> bool:

@@ -13,6 +13,9 @@ The matrix units of a Hopper GPU read both operands along the summed dimension. 
 backward needs W^T, which is made for the call: one stored copy, and O * I bytes for as long as the product runs.
 There the sizes of W must divide by 16, and the row-wise product gives bf16. torch's CPU products have no such limits.
 
+With a scale by row no row of q(x) depends on another, so x may be quantised where it is made and come as `RowCodes`:
+from the epilogue of a norm's or SwiGLU's kernel, and from other ranks, with the bits it would have here.
+
 Legend: T tokens, I input features, O output features of this rank, E columns folded beside the weight.
 """
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +34,13 @@ from triton_kernels import reference_quantize
 
 FP8_MULTIPLE = 16
 """What both sizes of an e4m3 weight divide by on a GPU."""
+
+
+class RowCodes(NamedTuple):
+    """x [T, I] as an FP8 product with scales by row takes it: e4m3 codes [T, I], and fp32 [T, 1]."""
+
+    codes: Tensor
+    scale: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +92,11 @@ class QuantizedWeight:
         """Whether products need the weight in the compute dtype first, and so may have adapters folded in."""
         return self.encoding.name in ("nf4", "int8")
 
+    @property
+    def by_row(self) -> bool:
+        """Whether products take x as `RowCodes`, so that it may be quantised where it is made."""
+        return self.encoding.name == "fp8_row"
+
     def decode(self, out_OI: Tensor) -> Tensor:
         """Writes the weight into `out` [O, I], rows any distance apart, and returns it."""
         self.encoding.decode(self.parts, out_OI)
@@ -115,10 +131,9 @@ def product(x_TK: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | None = N
     """
     if weight.is_decoded:
         return x_TK @ _decoded(weight, x_TK, scratch_OK).t()
+    if weight.by_row:
+        return product_of_rows(quantized_rows(x_TK, weight), weight, x_TK.dtype)
     codes, scales = weight.parts["codes"], weight.parts["scales"]
-    if weight.encoding.name == "fp8_row":
-        q, scale = weight.operands.quantize_rows(x_TK, None)
-        return _scaled_product(q, codes.t(), scale, scales[None, :], x_TK.dtype, fast=True)
     q, scale = weight.operands.quantize_matrix(x_TK, None)
     y, first = x_TK.new_empty(x_TK.shape[0], weight.out_features), 0
     for rows in weight.sections:
@@ -139,12 +154,22 @@ def input_gradient(dy_TO: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | 
     if weight.is_decoded:
         return dy_TO @ _decoded(weight, dy_TO, scratch_OK)
     codes, scales = weight.parts["codes"], weight.parts["scales"]
-    by_row = weight.encoding.name == "fp8_row"
-    quantize = weight.operands.quantize_rows if by_row else weight.operands.quantize_matrix
+    quantize = weight.operands.quantize_rows if weight.by_row else weight.operands.quantize_matrix
     q, scale = quantize(dy_TO, scales)
     transposed = weight.operands.transpose(codes)
-    one = torch.ones((1, weight.in_features) if by_row else (), dtype=torch.float32, device=dy_TO.device)
+    one = torch.ones((1, weight.in_features) if weight.by_row else (), dtype=torch.float32, device=dy_TO.device)
     return _scaled_product(q, transposed.t(), scale, one, dy_TO.dtype, fast=False)
+
+
+def quantized_rows(x_TK: Tensor, weight: QuantizedWeight) -> RowCodes:
+    """What `product_of_rows` takes, of x [T, I]."""
+    return RowCodes(*weight.operands.quantize_rows(x_TK, None))
+
+
+def product_of_rows(x: RowCodes, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """`product` for a weight with scales by row and an x that is quantised already, in `dtype`."""
+    codes, scales = weight.parts["codes"], weight.parts["scales"]
+    return _scaled_product(x.codes, codes.t(), x.scale, scales[None, :], dtype, fast=True)
 
 
 def _decoded(weight: QuantizedWeight, like: Tensor, scratch_OK: Tensor | None) -> Tensor:

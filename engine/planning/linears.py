@@ -165,8 +165,8 @@ class LinearWalk:
         operand = None
         if linear.is_decoded:
             self._decode(linear)
-        elif linear.encoding is not None:
-            operand = self._operand(linear.inputs, scaled=False)
+        elif linear.encoding == "fp8":
+            operand = self._operand(sizes.tokens, linear.inputs, scaled=False)
         y = ledger.take(part, sizes.numbers(sizes.tokens, linear.outputs))
         if linear.encoding == "fp8":  # a product for each stacked matrix
             ledger.touch(TEMPORARY, sizes.numbers(sizes.tokens, linear.stacked))
@@ -185,7 +185,10 @@ class LinearWalk:
         if needs and linear.is_decoded:
             self._decode(linear)
         elif needs and linear.encoding is not None:
-            held = [self._operand(linear.outputs, scaled=True), ledger.take(DECODED, linear.inputs * linear.outputs)]
+            held = [
+                self._operand(sizes.tokens, linear.outputs, scaled=True),
+                ledger.take(DECODED, linear.inputs * linear.outputs),
+            ]
         dx = ledger.take(TEMPORARY, sizes.numbers(sizes.tokens, width))
         ledger.drop(*held)
         return dx
@@ -199,13 +202,13 @@ class LinearWalk:
             nf4 = 13 + (WIDE if linear.outputs > height else 0)
             self.ledger.touch(TEMPORARY, n * (nf4 if linear.encoding == "nf4" else WIDE))
 
-    def _operand(self, features: int, *, scaled: bool) -> Block:
-        """[T, features] in one byte each and a scale a token; plain torch has them in fp32 first, and scaled again."""
-        n = self.sizes.tokens * features
+    def _operand(self, rows: int, features: int, *, scaled: bool) -> Block:
+        """[rows, features] in one byte each and a scale a row; plain torch has them in fp32 first, and scaled again."""
+        n = rows * features
         if self.sizes.kernels.quantizes_plainly:
             wide = WIDE * n if scaled or not self.sizes.is_wide else 0
             self.ledger.touch(TEMPORARY, wide + WIDE * n + n)
-        return self.ledger.take(TEMPORARY, n + WIDE * self.sizes.tokens)
+        return self.ledger.take(TEMPORARY, n + WIDE * rows)
 
     # Forward.
 
@@ -243,13 +246,22 @@ class LinearWalk:
         if loose:
             kept.h = ledger.take(ACTIVATIONS, sizes.numbers(rows, linear.rank))
         self.dropped(linear, rows)
-        full = None
+        full, codes = None, None
+        if linear.encoding == "fp8_row" and not without_rows:
+            # x is in codes from here on, and travels so
+            codes = self._operand(rows, linear.inputs, scaled=False)
+            if not keeps_input:
+                ledger.drop(x)
+                x = None
         if column and sizes.splits:
-            full = ledger.take(COMMUNICATION, sizes.numbers(sizes.tokens, columns))
+            width = linear.inputs + WIDE if codes is not None else columns * sizes.itemsize
+            full = ledger.take(COMMUNICATION, sizes.tokens * width)
             if loose:
                 whole = ledger.take(ACTIVATIONS, sizes.numbers(sizes.tokens, linear.rank))
                 ledger.drop(kept.h)
                 kept.h = whole
+            ledger.drop(codes)
+            codes = None
             if not keeps_input:
                 ledger.drop(x)
                 x = None
@@ -260,7 +272,7 @@ class LinearWalk:
             scattered = ledger.take(output, sizes.numbers(sizes.local, linear.outputs))
             ledger.drop(y)
             y = scattered
-        ledger.drop(full)
+        ledger.drop(full, codes)
         if keeps_input and saved and x is not None:
             ledger.drop(x)
             kept.made = ledger.take(ACTIVATIONS, x.nbytes)

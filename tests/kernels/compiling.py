@@ -85,7 +85,8 @@ def _pretend_to_have_a_gpu() -> None:
     options[torch.float32] = {"DOT": launch._TYPES[torch.float32], "PRECISION": "ieee"}
     for module in (launch, lora, lora_matmul):
         module.dot_options = lambda x: options[x.dtype]
-    quantize.casts = lambda x: True
+    for module in (quantize, rmsnorm, swiglu):
+        module.casts = lambda x: True
 
 
 def _masks(num_tokens: int, num_features: int, offset: int) -> list[dropout.DropoutMask | None]:
@@ -146,6 +147,8 @@ def _elementwise(dtype: torch.dtype, num_tokens: int, width: int, heads: int, he
     rmsnorm.rmsnorm_backward(x, x, weight, rstd)
     rmsnorm.rmsnorm_backward(x, x, weight, rstd, residual_gradient_TF=x, weight_gradient_F=torch.empty(width))
     swiglu.swiglu_forward(gate_up)
+    swiglu.swiglu_forward_codes(gate_up, x)
+    rmsnorm.rmsnorm_forward_codes(x, weight, 1e-5, x)
     swiglu.swiglu_backward(x, gate_up)
     swiglu.swiglu_backward(x, gate_up, activation_out=x)
     qkv, table = empty(num_tokens, 3 * heads * head_dim), torch.empty(num_tokens, head_dim // 2)

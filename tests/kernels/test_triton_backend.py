@@ -1,4 +1,4 @@
-"""The Triton backend, member by member against the reference, and trainings with it.
+"""The Triton backend, member by member against the reference.
 
 The truth is the reference in fp64, the error allowed that of the reference in the tested dtype.
 On a GPU: python -m pytest -m gpu tests/kernels/test_triton_backend.py
@@ -14,11 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.models.config import DecoderConfig
 from engine.ops.kernels import REFERENCE, InputUpdate
 from engine.ops.triton.backend import TRITON, draw_bits, draw_record
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
-from tests.small_training import SmallTraining
 from triton_kernels import reference
 from triton_kernels.lora_matmul import lora_matmul
 from triton_kernels.philox import dropout_scale
@@ -355,62 +353,3 @@ def _one_document(x: Tensor, w: Tensor, a: Tensor, b: Tensor, factor: Tensor, dy
     leaves = [leaf.detach().clone().requires_grad_() for leaf in (x, a, b)]
     y = leaves[0] @ w.t() + scale * ((leaves[0] * factor) @ leaves[1].t()) @ leaves[2].t()
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
-
-
-CONFIG = DecoderConfig(
-    family="llama", hidden=24, intermediate=36, num_layers=2, num_heads=3, num_kv_heads=1, head_dim=6, vocab_size=41,
-    norm_eps=1e-5, rope_theta=1e4,
-)  # fmt: skip
-PATHS = pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param({}, id="folded"),
-        pytest.param({"fold": False}, id="unfolded"),
-        pytest.param({"trained": ("norm", "lm_head")}, id="norms and head train"),
-        pytest.param(
-            {"config": replace(CONFIG, qk_norm=True), "trained": ("k_norm",)}, id="queries and keys normalised"
-        ),
-    ],
-)
-
-
-def _training(dropout: float, path: dict) -> SmallTraining:
-    return SmallTraining(**{"config": CONFIG, "documents": ((9, 4), (13,)), "dropout": dropout, **path})
-
-
-@places
-@PATHS
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_training_follows_the_reference(place, dropout: float, path: dict) -> None:
-    training, device = _training(dropout, path), torch.device(place[0])
-    if place[1] != torch.float32:
-        _assert_as_close_as_the_reference(training, device, place[1])
-        return
-    losses, gradients = training.run(TRITON, steps=4, device=device)
-    expected_losses, expected = training.run(REFERENCE, steps=4, device=device)
-    assert gradients.keys() == expected.keys()
-    for name, gradient in gradients.items():
-        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
-    assert ((losses - expected_losses).abs() <= 1e-5 * expected_losses).all(), (losses, expected_losses)
-
-
-@places
-def test_masks_drawn_in_the_kernels_train_like_those_kept_as_bits(place) -> None:
-    """The linears keep a record of coordinates as they keep bits: same masks, and so the same bits of everything."""
-    training, device = _training(0.1, {}), torch.device(place[0])
-    drawn, kept = (
-        training.run(replace(TRITON, draw_mask=draw), steps=1, device=device, dtype=place[1])
-        for draw in (draw_record, draw_bits)
-    )
-    assert torch.equal(drawn[0], kept[0])
-    assert all(torch.equal(gradient, kept[1][name]) for name, gradient in drawn[1].items())
-
-
-def _assert_as_close_as_the_reference(training: SmallTraining, device: torch.device, dtype: torch.dtype) -> None:
-    """In 16 bits both stray from the training in fp32, and each its own way: no further than twice the reference does,
-    with one rounding of the loss on top where the reference is right by luck."""
-    exact, _ = training.run(REFERENCE, steps=4, device=device)
-    ours, _ = training.run(TRITON, steps=4, device=device, dtype=dtype)
-    torchs, _ = training.run(REFERENCE, steps=4, device=device, dtype=dtype)
-    error, allowed = (ours - exact).abs().max(), (torchs - exact).abs().max()
-    assert error <= 2 * allowed + torch.finfo(dtype).eps * exact.abs().max(), (ours, torchs, exact)

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.quantization.encoding import encoding
 from tests.kernels.comparing import places, random_rows
-from triton_kernels import quantize, reference_quantize
+from triton_kernels import quantize, reference_quantize, rmsnorm, swiglu
 
 SHAPES = [(5, 123), (1, 1), (40, 200), (0, 64), (3, 64 * 260), (2, 17000)]
 
@@ -120,3 +120,41 @@ def test_transpose(place: tuple[str, torch.dtype], shape: tuple[int, int]) -> No
     ours = quantize.transpose_codes(given)
     assert ours.is_contiguous()
     _equal(ours, codes[:, : shape[1]].t().view(torch.float8_e4m3fn), "transposed")
+
+
+@places
+@pytest.mark.parametrize("shape", [(5, 123), (1, 1), (70, 64), (3, 600), (0, 7), (2, 5000)])
+def test_codes_of_a_norm_are_those_of_its_output(place: tuple[str, torch.dtype], shape: tuple[int, int]) -> None:
+    """The epilogue gives what quantising y afterwards gives, and y is what it is without."""
+    x, weight = _scaled_rows(place, *shape, gap=3), random_rows(place, 1, shape[1], seed=5)[0] + 1
+    expected, expected_rstd = rmsnorm.rmsnorm_forward(x, weight, 1e-5)
+    y = torch.full((shape[0], shape[1] + 2), 7.0, dtype=place[1], device=place[0])
+    rstd, codes, scale = rmsnorm.rmsnorm_forward_codes(x, weight, 1e-5, y[:, : shape[1]])
+    _equal(y[:, : shape[1]], expected, "y")
+    _equal(rstd, expected_rstd, "rstd")
+    assert bool((y[:, shape[1] :] == 7).all())
+    their_codes, their_scale = reference_quantize.quantize_rows(expected)
+    _equal(scale, their_scale, "scale")
+    _equal(codes, their_codes, "codes")
+
+
+@places
+@pytest.mark.parametrize("shape", [(5, 123), (1, 1), (70, 64), (3, 600), (0, 7), (2, 17000)])
+def test_codes_of_swiglu_are_those_of_its_output(place: tuple[str, torch.dtype], shape: tuple[int, int]) -> None:
+    gate_up = _scaled_rows(place, shape[0], 2 * shape[1], gap=5)
+    expected = swiglu.swiglu_forward(gate_up)
+    y = torch.full((shape[0], shape[1] + 2), 7.0, dtype=place[1], device=place[0])
+    codes, scale = swiglu.swiglu_forward_codes(gate_up, y[:, : shape[1]])
+    _equal(y[:, : shape[1]], expected, "y")
+    assert bool((y[:, shape[1] :] == 7).all())
+    their_codes, their_scale = reference_quantize.quantize_rows(expected)
+    _equal(scale, their_scale, "scale")
+    _equal(codes, their_codes, "codes")
+
+
+@places
+def test_a_row_of_the_epilogue_that_is_not_finite(place: tuple[str, torch.dtype]) -> None:
+    gate_up = _scaled_rows(place, 5, 200)
+    gate_up[3, 177] = float("nan")
+    out = torch.empty(5, 100, dtype=place[1], device=place[0])
+    assert torch.isfinite(swiglu.swiglu_forward_codes(gate_up, out)[1]).flatten().tolist() == [True] * 3 + [False, True]

@@ -89,13 +89,14 @@ def test_kernels_section(tmp_path: Path) -> None:
 
 def test_triton_kernels_are_checked_by_the_interpreter(tmp_path: Path) -> None:
     """What a GPU will time computes the right thing: also the kernels that no backend of the ops calls."""
-    options = {**TINY_KERNELS, "repeats": 0, "only": "norm,rope,low-rank,product", "peers": "none"}
+    options = {**TINY_KERNELS, "repeats": 0, "only": "norm,rope,low-rank,product,quantize", "peers": "none"}
     record, rows = _run_section("kernels", options, tmp_path, {"TRITON_INTERPRET": "1"})
     found = {(row[0], row[2]) for row in rows}
     expected = {
         ("RMSNorm backward, rank-r update, dropout", "triton, two kernels"),
         ("query and key norm, RoPE, backward", "triton"),
         ("LoRA dH and dB of q, k, v", "triton"),
+        ("SwiGLU and FP8 codes", "triton"),
         ("LoRA H", "triton"),
         ("down, backward", "triton, one kernel"),
     }

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.ops.attention import attention_by_document
-from engine.ops.kernels import HeadNormKernels, InputUpdate, Kernels, Mask
+from engine.ops.kernels import HeadNormKernels, InputUpdate, Kernels, Mask, RowCodeKernels
 from triton_kernels import cross_entropy, head_norm, lora, output_gradients, rmsnorm, rope, swiglu
 from triton_kernels.dropout import DropoutMask, dropout_bits
 from triton_kernels.launch import rows_of
@@ -194,6 +194,7 @@ TRITON = Kernels(
     split_rotate=_split_rotate,
     split_rotate_backward=_split_rotate_backward,
     head_norms=HeadNormKernels(forward=_norm_rope_split, backward=_norm_rope_merge),
+    row_codes=RowCodeKernels(norm=rmsnorm.rmsnorm_forward_codes, swiglu=swiglu.swiglu_forward_codes),
     # torch's own: its flash and cuDNN kernels are the libraries to beat on a GPU; for packed documents a run takes
     # engine.ops.varlen_attention in its place
     attention=attention_by_document,

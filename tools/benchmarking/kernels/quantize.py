@@ -11,12 +11,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.ops.kernels import REFERENCE, Kernels, RowCodeKernels
 from engine.ops.quantized_backends import QuantizedBackend, choose_quantized
 from engine.quantization.encoding import encoding
 from triton_kernels import reference_quantize
 
 from ..case import TORCH, Case, Contestant, Results
 from ..ceilings import Demand
+from .norm import EPS
 from .setting import Setting
 
 
@@ -102,10 +104,55 @@ def transpose(setting: Setting) -> Case:
     )
 
 
+def made(setting: Setting, *, by_norm: bool) -> Case:
+    """An input of an FP8 product made and quantised by row; the limit is one pass over what it is made from."""
+    options = setting.options
+    features = options.hidden if by_norm else options.intermediate
+    draws = setting.draws("FP8 input")
+    u = draws.normal(options.tokens, features if by_norm else 2 * features)
+    weight = draws.normal(features, mean=1.0, scale=0.1)
+
+    def apart(kernels: Kernels, quantize: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]) -> Contestant:
+        out = setting.empty(options.tokens, features)
+
+        def run() -> Results:
+            if by_norm:
+                kernels.norm_forward(u, weight, EPS, out)
+            else:
+                kernels.swiglu_forward(u, out)
+            return out, *quantize(out, None)
+
+        return Contestant(run=run)
+
+    def together(row_codes: RowCodeKernels) -> Contestant:
+        out = setting.empty(options.tokens, features)
+        if by_norm:
+            return Contestant(run=lambda: (out, *row_codes.norm(u, weight, EPS, out)[1:]))
+        return Contestant(run=lambda: (out, *row_codes.swiglu(u, out)))
+
+    plain = apart(REFERENCE, reference_quantize.quantize_rows)
+    contestants = {TORCH: plain}
+    for name, kernels in setting.backends.items():
+        if kernels.row_codes is not None:
+            quantize = choose_quantized(name, setting.device).operands.quantize_rows
+            contestants[f"{name}, two kernels"] = apart(kernels, quantize)
+            contestants[name] = together(kernels.row_codes)
+    moved = u.nbytes + options.tokens * (features * (setting.itemsize + 1) + 4)
+    return Case(
+        size=f"{options.tokens}x{features}",
+        demand=Demand(moved=moved),
+        contestants=contestants,
+        answer=lambda: tuple(part.double() for part in plain.run()),
+        limit=0.08,  # a last bit of a number may turn its code into the next one, 32 of 448 at the top
+    )
+
+
 CASES = {
     "NF4 decode": partial(decode, name="nf4"),
     "int8 decode": partial(decode, name="int8"),
     "FP8 operand, a scale a row": partial(operand, by_row=True),
     "FP8 operand, one scale": partial(operand, by_row=False),
     "FP8 transpose": transpose,
+    "RMSNorm and FP8 codes": partial(made, by_norm=True),
+    "SwiGLU and FP8 codes": partial(made, by_norm=False),
 }

@@ -75,11 +75,13 @@ def fused_adam() -> type[Optimizer]:
 def with_apex_norms(kernels: Kernels) -> Kernels:
     """`kernels` with RMSNorm by apex, for tensors on a GPU; named "apex".
 
+    Norms of query and key heads stay what they are where they are one kernel with the rotation.
+
     Raises:
         UserError: apex's norms cannot be used here.
     """
     norm = FusedRMSNorm(extension=_require("FusedRMSNorm"), apply_update=kernels.apply_update)
-    return replace(kernels, name="apex", norm_forward=norm.forward, norm_backward=norm.backward)
+    return replace(kernels, name="apex", norm_forward=norm.forward, norm_backward=norm.backward, row_codes=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,10 @@ from torch import Tensor
 
 from triton_kernels.launch import power_of_2
 
+_FEW = 1 << 16
+"""Up to so many results there are too few programs to hide the latency of one partial result after the other: long sums
+are taken sixteen at a time."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sum:
@@ -35,7 +39,8 @@ class Sum:
 
 @triton.jit
 def _sum_kernel(
-    sums, partial_stride, row_stride, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    sums, partial_stride, row_stride,
+    ADD: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`sums` has a tuple for each result: first program, partial pointer, S, out pointer and stride, M, N, scale."""
     program = tl.program_id(0)
@@ -53,11 +58,21 @@ def _sum_kernel(
     rows_M = (program - first_program).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns_N = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     ok_MN = (rows_M < num_rows)[:, None] & (columns_N < num_columns)[None, :]
-    partial = partial_ptr + rows_M[:, None] * row_stride + columns_N[None, :]
-    total_MN = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for _ in range(num_partials):
-        total_MN += tl.load(partial, mask=ok_MN, other=0.0)
-        partial += partial_stride
+    place_MN = rows_M[:, None] * row_stride + columns_N[None, :]
+    if PARTIALS == 1:
+        partial = partial_ptr + place_MN
+        total_MN = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for _ in range(num_partials):
+            total_MN += tl.load(partial, mask=ok_MN, other=0.0)
+            partial += partial_stride
+    else:
+        total_SMN = tl.zeros([PARTIALS, ROWS, COLUMNS], tl.float32)
+        for start in range(0, num_partials, PARTIALS):
+            partials_S = start + tl.arange(0, PARTIALS).to(tl.int64)
+            ok_SMN = (partials_S < num_partials)[:, None, None] & ok_MN[None, :, :]
+            partial = partial_ptr + (partials_S * partial_stride)[:, None, None] + place_MN[None, :, :]
+            total_SMN += tl.load(partial, mask=ok_SMN, other=0.0)
+        total_MN = tl.sum(total_SMN, 0)
     total_MN *= scale
     out = out_ptr + rows_M[:, None] * out_stride + columns_N[None, :]
     if ADD:
@@ -76,8 +91,10 @@ def sum_all(sums: Sequence[Sum], *, add: bool = False) -> None:
     if not sums:
         return
     num_columns = max(one.out_MN.shape[1] for one in sums)
-    columns = power_of_2(num_columns, 1, 256)
-    rows = 1024 // columns
+    few = sum(one.out_MN.numel() for one in sums) <= _FEW
+    partials = 16 if few and max(one.partial_SMN.shape[0] for one in sums) >= 32 else 1
+    columns = power_of_2(num_columns, 1, 256 // (4 if partials > 1 else 1))
+    rows = 1024 // (partials * columns)
     records: list[tuple[object, ...]] = []
     program = 0
     for one in sums:
@@ -88,8 +105,9 @@ def sum_all(sums: Sequence[Sum], *, add: bool = False) -> None:
         program += triton.cdiv(shape[0], rows)
     partial_stride, row_stride, _ = sums[0].partial_SMN.stride()
     _sum_kernel[(program, triton.cdiv(num_columns, columns))](
-        tuple(records), partial_stride, row_stride, ADD=add, ROWS=rows, COLUMNS=columns, num_warps=4
-    )
+        tuple(records), partial_stride, row_stride,
+        ADD=add, PARTIALS=partials, ROWS=rows, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip
 
 
 def sum_partials(partial_SMN: Tensor, out_MN: Tensor, *, scale: float = 1.0, add: bool = False) -> None:

@@ -172,10 +172,8 @@ def test_packing_changes_nothing(workspace: Path) -> None:
     """All answers in one batch: packed or not, it is the same batch."""
     whole = ["--train.steps", "2", "--train.micro_batch_size", "1", "--objective.reference", "base"]
     whole += ["--lora.init_from", "null", "--data.seq_length", "160"]
-    whole += [
-        "--optim.eps",
-        "1e-6",
-    ]  # with a smaller one gradients of next to nothing step as far as their rounding says
+    # with a smaller eps gradients of next to nothing step as far as their rounding says
+    whole += ["--optim.eps", "1e-6"]
     answers = map(json.loads, (workspace / "answers.jsonl").read_text(encoding="utf-8").splitlines()[:6])
     few = [{**record, "completion": record["completion"][:60]} for record in answers]
     write_records(workspace / "few.jsonl", few)

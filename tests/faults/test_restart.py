@@ -71,14 +71,15 @@ def test_a_hung_rank_is_restarted(settings: dict[str, object], tmp_path: Path) -
 
 def test_without_a_folder_of_its_own(settings: dict[str, object], tmp_path: Path) -> None:
     """checkpoint.dir is null: torchrun's ranks find the folder of their time before, and start from where that was."""
-    command = {**settings, "train.steps": 20, "checkpoint.dir": "null", "checkpoint.resume": "none"}
+    steps = 200  # it must still be at work when it is killed after the fifth
+    command = {**settings, "train.steps": steps, "checkpoint.dir": "null", "checkpoint.resume": "none"}
     with Torchrun(tmp_path, command, 2, restarts=1) as run:
         run.wait_until("saved")
         os.kill(run.pids()[0], signal.SIGKILL)
         assert run.wait(300) == 0, run.output.read_text()
         assert "resuming from" in run.output.read_text()
     (folder,) = (tmp_path / "runs").iterdir()
-    assert [step for step, _ in training_records(folder)] == list(range(1, 21))
+    assert [step for step, _ in training_records(folder)] == list(range(1, steps + 1))
 
 
 def test_fewer_ranks_after_a_kill(settings: dict[str, object], tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_hung_rank_is_restarted(settings: dict[str, object], tmp_path: Path) -
 
 def test_without_a_folder_of_its_own(settings: dict[str, object], tmp_path: Path) -> None:
     """checkpoint.dir is null: torchrun's ranks find the folder of their time before, and start from where that was."""
-    steps = 200  # it must still be at work when it is killed after the fifth
+    steps = 60  # it must still be at work when it is killed after the fifth
     command = {**settings, "train.steps": steps, "checkpoint.dir": "null", "checkpoint.resume": "none"}
     with Torchrun(tmp_path, command, 2, restarts=1) as run:
         run.wait_until("saved")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from engine.checkpoint.manifest import MANIFEST, sync_folder
@@ -58,6 +58,13 @@ def staged_folder(
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def stats_of(folder: Path) -> Iterator[os.stat_result]:
+    """Of what lies in a folder that others write to: a file that is renamed or deleted meanwhile is passed over."""
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):
+            yield entry.stat()
 
 
 def check_output(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:

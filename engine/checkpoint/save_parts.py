@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.checksum import Checksum
+from engine.checkpoint.folder import stats_of
 from engine.checkpoint.manifest import (
     ENGINE_VERSION,
     Manifest,
@@ -80,7 +81,7 @@ def require_room(staging: Path, num_bytes: int) -> None:
     with writing(staging):
         system = os.statvfs(staging)
         free = system.f_bavail * system.f_frsize
-        written = sum(file.stat().st_blocks * 512 for file in os.scandir(staging))
+        written = sum(found.st_blocks * 512 for found in stats_of(staging))
     needed = num_bytes + num_bytes // _SHARE_BESIDE + _ROOM_BESIDE - written
     if needed > free:
         raise UserError(

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.checkpoint.folder import stats_of
 from engine.checkpoint.manifest import MANIFEST, sync_folder
 from engine.checkpoint.safetensors_file import writing
 from engine.errors import UserError
@@ -71,7 +72,7 @@ def _is_in_use(staging: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        newest = max(path.stat().st_mtime for path in (staging, *staging.iterdir()))
+        newest = max(found.st_mtime for found in (staging.stat(), *stats_of(staging)))
         return time.time() - newest < _UNLOCKABLE_SECONDS
     finally:
         os.close(descriptor)

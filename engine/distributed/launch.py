@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 import zlib
 from dataclasses import dataclass
@@ -174,6 +175,7 @@ def start(timeout_seconds: float = 600.0) -> Launch:
                 timeout=timedelta(seconds=timeout_seconds),
             )
         atexit.register(stop)  # after an error, when it has been told
+        _joined.set()
     return Launch(rank=rank, world_size=world_size, device=device, meeting=meeting)
 
 
@@ -184,19 +186,23 @@ def stop() -> None:
 
 
 _SECONDS_TO_NOTICE = 2.0
+_joined = threading.Event()
+"""Set once this process has joined a process group."""
 
 
 def end_at_once(status: int, *, after_another: bool = False) -> None:
     """Has the process end with `status` when its main thread ends, and leave everything to the system.
 
     Threads of the C++ library that are still there would otherwise meet an interpreter that is being taken down, which
-    it answers now and then by aborting the process, a finished one too.
+    it answers now and then by aborting the process, a finished one too. They come with process groups: a process that
+    never joined one ends as it always does.
 
     Args:
         after_another: the rank has lost another one; it stays long enough for torchrun to see that one's end first:
             torchrun takes the first for the cause, says so, and ends the rest.
     """
-    atexit.register(_exit, status, _SECONDS_TO_NOTICE if after_another else 0.0)
+    if _joined.is_set():
+        atexit.register(_exit, status, _SECONDS_TO_NOTICE if after_another else 0.0)
 
 
 def _exit(status: int, seconds: float) -> None:

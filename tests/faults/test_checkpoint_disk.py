@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from engine.checkpoint import saver as saver_module
-from engine.checkpoint.save_parts import TrainingContents
+from engine.checkpoint.folder import stats_of
+from engine.checkpoint.save_parts import TrainingContents, require_room
 from engine.checkpoint.saved_steps import latest_checkpoint
 from engine.checkpoint.saver import SaveGroup, Saver
 from engine.checkpoint.snapshot import Snapshot
@@ -75,6 +76,14 @@ class Run:
 @pytest.fixture(params=[True, False], ids=["asynchronous", "synchronous"])
 def asynchronous(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
+
+
+def test_a_record_that_another_rank_renames_meanwhile(tmp_path: Path) -> None:
+    """It was listed under its first name, which it has no more when it is looked at."""
+    (tmp_path / "rank_00001.done.tmp").symlink_to(tmp_path / "gone")
+    (tmp_path / "rank_00000.safetensors").write_bytes(b"x" * 5000)
+    require_room(tmp_path, 1000)
+    assert len(list(stats_of(tmp_path))) == 1
 
 
 def test_a_full_disk_is_seen_before_it_is_written(small_disk: Path, asynchronous: bool) -> None:

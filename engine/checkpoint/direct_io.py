@@ -13,6 +13,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,6 +51,13 @@ class Scratch:
         if found is None or len(found) < size:
             found = self._blocks[use] = memoryview(mmap.mmap(-1, size))
         return found
+
+
+class ThreadScratch(threading.local):
+    """`scratch` memory for each thread that asks."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
 
 
 class RunReader:

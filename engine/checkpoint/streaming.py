@@ -18,7 +18,7 @@ import torch
 
 from engine.checkpoint.checksum import Checksum
 from engine.checkpoint.contents import Content, Run, StoredBytes
-from engine.checkpoint.direct_io import RunWriter, Scratch, open_direct
+from engine.checkpoint.direct_io import RunWriter, Scratch, ThreadScratch, open_direct
 from engine.checkpoint.exchange import ExchangedPart
 from engine.checkpoint.resumable import Journal, WriteStopped, Written
 from engine.checkpoint.safetensors_file import file_header, num_bytes
@@ -194,7 +194,7 @@ class _Output:
 class _Writer:
     def __init__(self, folder: Path, journal: Journal, scan: bool, progress: Progress) -> None:
         self._folder, self._journal, self._scan, self._progress = folder, journal, scan, progress
-        self._local = threading.local()
+        self._local = ThreadScratch()
         self._lock = threading.Lock()
         self._known = dict(journal.entries)
         self.stopped = threading.Event()
@@ -228,18 +228,12 @@ class _Writer:
             self.stopped.set()
             raise
 
-    def _scratch(self) -> Scratch:
-        if not hasattr(self._local, "scratch"):
-            self._local.scratch = Scratch()
-        scratch: Scratch = self._local.scratch
-        return scratch
-
     def _keep(self, output: _Output, piece: Piece) -> bool:
         """Whether an earlier call has written the tensor, byte for byte."""
         known = self._known.get((output.file.name, piece.key))
         if known is None or (self._scan and "finite" not in known.facts and piece.dtype in _SCANNED):
             return False
-        found = _checksum_of(output.path, output.offsets[piece.key], piece.num_bytes, self._scratch())
+        found = _checksum_of(output.path, output.offsets[piece.key], piece.num_bytes, self._local.scratch)
         if found != known.checksum:
             return False
         with self._lock:
@@ -249,7 +243,7 @@ class _Writer:
 
     def _write(self, members: Sequence[tuple[_Output, Piece]]) -> None:
         """Writes pieces that come from one content, or are parts of one exchange."""
-        scratch = self._scratch()
+        scratch = self._local.scratch
         sinks = [
             _Sink(output, piece, scan=self._scan, memory=scratch.block(f"write {place}"))
             for place, (output, piece) in enumerate(members)
@@ -340,10 +334,10 @@ def compare_files(
     Raises:
         UserError: bytes differ.
     """
-    lock = threading.Lock()
+    lock, local = threading.Lock(), ThreadScratch()
 
     def compare(path: Path, offset: int, piece: Piece) -> None:
-        if _checksum_of(path, offset, piece.num_bytes, Scratch()) != written[path.name, piece.key].checksum:
+        if _checksum_of(path, offset, piece.num_bytes, local.scratch) != written[path.name, piece.key].checksum:
             raise UserError(
                 f"{piece.key} reads back from {folder.parent} with other bytes than were written: the disk is faulty, "
                 "give a folder on another one."

@@ -70,7 +70,8 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids_T: Tensor, operands: EmbeddingOperands, *leaves: Tensor) -> Tensor:
         local_T = ids_T - operands.first_id
         here_T1 = ((local_T >= 0) & (local_T < operands.num_ids))[:, None]
-        index_T = torch.where(here_T1[:, 0], local_T, 0)
+        # Ids of other ranks take any row, but not all the same one: the sink adds up what is equal one after the other.
+        index_T = local_T % operands.weight_VH.shape[0]
         y_TH = operands.weight_VH[index_T].mul_(here_T1)
         h_TR, low_rank = None, operands.low_rank
         if low_rank is not None:

@@ -22,6 +22,25 @@ def add_product(buffer: Tensor, left: Tensor, right: Tensor, scale: float = 1.0)
         buffer.add_(left @ right, alpha=scale)
 
 
+def add_one_by_one(buffer: Tensor, dim: int, index: Tensor, values: Tensor) -> None:
+    """buffer[.., index[t], ..] += values[.., t, ..] along `dim`, in the order of t; for a CPU."""
+    buffer.index_add_(dim, index, values)
+
+
+def add_sorted(buffer: Tensor, dim: int, index: Tensor, values: Tensor) -> None:
+    """The same for a GPU, where index_add_ adds in whatever order its threads come.
+
+    An accumulating index_put_ sorts the index there and adds up each run of equal ones in order. This is the call that
+    torch's own backward of x[index] makes: without a look at the largest index, for which the host would have to wait.
+    """
+    torch.ops.aten._index_put_impl_(buffer, [None] * dim + [index], values, accumulate=True, unsafe=True)
+
+
+def _add_at(buffer: Tensor, dim: int, index: Tensor, values: Tensor) -> None:
+    add = add_one_by_one if buffer.device.type == "cpu" else add_sorted
+    add(buffer, dim, index, values.to(torch.float32))
+
+
 class GradientSink:
     """The fp32 gradient of one parameter.
 
@@ -78,13 +97,13 @@ class GradientSink:
         self.added()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """buffer[index[t]] += rows[t] for each t."""
-        self.buffer.index_add_(0, index, rows.to(torch.float32))
+        """buffer[index[t]] += rows[t] for each t, the same bits each time. Many equal indices are slow on a GPU."""
+        _add_at(self.buffer, 0, index, rows)
         self.added()
 
     def add_columns(self, index: Tensor, columns: Tensor) -> None:
-        """buffer[:, index[t]] += columns[:, t] for each t."""
-        self.buffer.index_add_(1, index, columns.to(torch.float32))
+        """buffer[:, index[t]] += columns[:, t] for each t, with the same bits each time, as `add_rows`."""
+        _add_at(self.buffer, 1, index, columns)
         self.added()
 
     def added(self) -> None:

@@ -66,24 +66,12 @@ def export_peft(
     parts = [part for module in modules for part in unfused_modules(module)]
     saved = _modules_to_save(fully_trained(names), parts, model)
     alphas = {module: _alpha(lora, module, described) for module in modules}
-    tensors, adapters = _adapter_tensors(trained, modules, model, alphas)
-    blocks, more = _block_tensors(trained, modules, model, alphas, rslora=bool(lora["rslora"]))
-    tensors, adapters = tensors | blocks, adapters | more
-    for name in fully_trained(names):
-        tensors[KEY_PREFIX + model.names.to_hf(name).name] = trained.read_whole(name)
-    for key, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise UserError(f"{key} is not finite, so nothing was exported: use an earlier step (--step).")
+    tensors, adapters = _tensors(trained, modules, model, alphas, rslora=bool(lora["rslora"]))
     config = _adapter_config(lora, _target_modules(parts, model), saved, model)
     config |= patterns(adapters, rank=config["r"], alpha=config["lora_alpha"])
     notes = [*_notes(modules, parts, saved, model, config), *_refuse_zeros(trained, modules)]
     with staged_folder(out, overwrite=overwrite, inputs=[model.path, *inputs]) as staging:
-        declared = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-        with SafetensorsWriter(staging / ADAPTER_WEIGHTS, declared, {"format": "pt"}) as writer:
-            for key, tensor in tensors.items():
-                writer.write(key, tensor)
-        text = json.dumps(config, indent=2, sort_keys=True)
-        (staging / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+        _write(staging, tensors, config)
         _verify(staging, tensors)
         if proof is not None:
             notes.append(proof(staging))
@@ -104,6 +92,21 @@ Adapters = dict[str, tuple[int, float]]
 def _alpha(lora: Mapping[str, Any], module: str, model: ModelFolder) -> float:
     first = unfused_modules(module)[0]  # a run gives all parts of a fused one the same
     return recorded_alpha(lora, first, [model.names.module_to_hf(first)])
+
+
+def _tensors(
+    trained: TensorReader, modules: list[str], model: ModelFolder, alphas: Mapping[str, float], *, rslora: bool
+) -> tuple[dict[str, Tensor], Adapters]:
+    """Adapters and what was trained in full beside them, by PEFT's keys; all of it finite."""
+    tensors, adapters = _adapter_tensors(trained, modules, model, alphas)
+    blocks, more = _block_tensors(trained, modules, model, alphas, rslora=rslora)
+    tensors, adapters = tensors | blocks, adapters | more
+    for name in fully_trained(trained.tensor_names()):
+        tensors[KEY_PREFIX + model.names.to_hf(name).name] = trained.read_whole(name)
+    for key, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{key} is not finite, so nothing was exported: use an earlier step (--step).")
+    return tensors, adapters
 
 
 def _adapter_tensors(
@@ -288,6 +291,15 @@ def _notes(
             "give them the Hugging Face folder"
         )
     return notes
+
+
+def _write(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    declared = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    with SafetensorsWriter(folder / ADAPTER_WEIGHTS, declared, {"format": "pt"}) as writer:
+        for key, tensor in tensors.items():
+            writer.write(key, tensor)
+    text = json.dumps(config, indent=2, sort_keys=True)
+    (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def _verify(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -238,14 +238,7 @@ class LinearWalk:
         ledger, sizes = self.ledger, self.sizes
         rows = sizes.local if column else sizes.tokens
         kept = LinearKept(mask=self.draw_mask(linear, rows))
-        x, columns = None, linear.inputs + linear.extra
-        if linear.folded or source != "given":
-            x = ledger.take(TEMPORARY, sizes.numbers(rows, columns))
-        kept.statistics = self.make(source, rows, linear.inputs)
-        loose = linear.rank > 0 and not linear.folded
-        if loose:
-            kept.h = ledger.take(ACTIVATIONS, sizes.numbers(rows, linear.rank))
-        self.dropped(linear, rows)
+        x = self._made_input(linear, source, kept, rows)
         full, codes = None, None
         if linear.encoding == "fp8_row" and not without_rows:
             # x is in codes from here on, and travels so
@@ -254,12 +247,7 @@ class LinearWalk:
                 ledger.drop(x)
                 x = None
         if column and sizes.splits:
-            width = linear.inputs + WIDE if codes is not None else columns * sizes.itemsize
-            full = ledger.take(COMMUNICATION, sizes.tokens * width)
-            if loose:
-                whole = ledger.take(ACTIVATIONS, sizes.numbers(sizes.tokens, linear.rank))
-                ledger.drop(kept.h)
-                kept.h = whole
+            full = self._gathered(linear, kept, in_codes=codes is not None)
             ledger.drop(codes)
             codes = None
             if not keeps_input:
@@ -272,16 +260,36 @@ class LinearWalk:
             scattered = ledger.take(output, sizes.numbers(sizes.local, linear.outputs))
             ledger.drop(y)
             y = scattered
-        ledger.drop(full, codes)
+        ledger.drop(full, codes, x)
         if keeps_input and saved and x is not None:
-            ledger.drop(x)
             kept.made = ledger.take(ACTIVATIONS, x.nbytes)
-        else:
-            ledger.drop(x)
         if not saved:
             ledger.drop(*kept.blocks())
             kept = LinearKept()
         return y, kept
+
+    def _made_input(self, linear: LinearShape, source: Source, kept: LinearKept, rows: int) -> Block | None:
+        """x with room for H where folded, and H where it is not; None where x is the caller's."""
+        ledger, sizes = self.ledger, self.sizes
+        x = None
+        if linear.folded or source != "given":
+            x = ledger.take(TEMPORARY, sizes.numbers(rows, linear.inputs + linear.extra))
+        kept.statistics = self.make(source, rows, linear.inputs)
+        if linear.rank and not linear.folded:
+            kept.h = ledger.take(ACTIVATIONS, sizes.numbers(rows, linear.rank))
+        self.dropped(linear, rows)
+        return x
+
+    def _gathered(self, linear: LinearShape, kept: LinearKept, *, in_codes: bool) -> Block:
+        """All tokens' x, or its codes with a scale a row; H that is not beside it takes the place of the local one."""
+        ledger, sizes = self.ledger, self.sizes
+        width = linear.inputs + WIDE if in_codes else (linear.inputs + linear.extra) * sizes.itemsize
+        full = ledger.take(COMMUNICATION, sizes.tokens * width)
+        if linear.rank and not linear.folded:
+            whole = ledger.take(ACTIVATIONS, sizes.numbers(sizes.tokens, linear.rank))
+            ledger.drop(kept.h)
+            kept.h = whole
+        return full
 
     # Backward.
 

@@ -143,10 +143,21 @@ class _Times:
 
     def sequence_links(self, count: int) -> float:
         """`count` gathers or scatters of the residual stream between tensor ranks; an all-reduce is two."""
+        return count * self._crossing(self._item * self._shape.hidden)
+
+    def gathered_input(self, linear: LinearShape) -> float:
+        """As one of those, the gather before a column linear; of a base with scales by row it is of codes, and a scale
+        a token. H beside it is narrow, and left out of all layouts alike."""
+        if self._sizes.splits and linear.encoding == "fp8_row":
+            return self._crossing(linear.inputs + _WIDE)
+        return self.sequence_links(1)
+
+    def _crossing(self, nbytes: float) -> float:
+        """Seconds of a gather or scatter of `nbytes` a token between tensor ranks."""
         if self._ranks == 1:
             return 0.0
-        moved = self._item * self._tokens * self._shape.hidden * (self._ranks - 1) / self._ranks
-        return count * moved / (self._machine.wire(self._ranks) * 1e9)
+        moved = self._tokens * nbytes * (self._ranks - 1) / self._ranks
+        return moved / (self._machine.wire(self._ranks) * 1e9)
 
     def attention(self, layer: LayerShape, *, products: int) -> Work:
         """Causal scores: each of `products` takes half of 2 T S w operations. Forward has two, backward five; backward
@@ -162,13 +173,15 @@ class _Times:
         numbers = 2 * self._shape.hidden + 2 * (layer.width + 2 * layer.kv_width)
         compute = self.linear(layer.qkv) + (self.linear(layer.out) if last else 0.0)
         compute += self.copy(self._item * self._tokens * (numbers + (3 * self._shape.hidden if last else 0)))
-        return Work(compute, self.sequence_links(2 if last else 1)) + self.attention(layer, products=2)
+        links = self.gathered_input(layer.qkv) + (self.sequence_links(1) if last else 0.0)
+        return Work(compute, links) + self.attention(layer, products=2)
 
     def mlp_block(self, layer: LayerShape, *, last: bool = True) -> Work:
         """Norm, gate and up, SwiGLU and the down projection."""
         compute = self.linear(layer.gate_up) + (self.linear(layer.down) if last else 0.0)
         numbers = 2 * self._shape.hidden + 3 * layer.down.inputs + (3 * self._shape.hidden if last else 0)
-        return Work(compute + self.copy(self._item * self._tokens * numbers), self.sequence_links(2 if last else 1))
+        links = self.gathered_input(layer.gate_up) + (self.sequence_links(1) if last else 0.0)
+        return Work(compute + self.copy(self._item * self._tokens * numbers), links)
 
     def forward(self, layer: LayerShape) -> Work:
         return self.attention_block(layer) + self.mlp_block(layer)

@@ -12,6 +12,7 @@ import pytest
 
 from engine.config.load import parse_config
 from engine.config.objective import ObjectiveOptions
+from engine.config.parallel import ParallelOptions
 from engine.config.rules import check_config, check_world
 from engine.errors import UserError
 from engine.layers.recompute import MemoryPlan
@@ -85,6 +86,17 @@ def test_fp8_products_take_their_own_speed() -> None:
     assert times[None] - times["fp8"] == pytest.approx(saved, rel=0.02)
     assert times["int8"] == pytest.approx(times[None], rel=1e-6)  # whose bytes cost nothing on this machine
     assert saved > 4 * 8 * tokens * attention / 7
+
+
+@pytest.mark.parametrize("base, gathered", [(None, 2 * 256), ("fp8", 2 * 256), ("fp8_row", 256 + 4)])
+def test_a_base_with_scales_by_row_gathers_codes(base: str | None, gathered: int) -> None:
+    """Bytes a token that cross two tensor ranks, of which half are at home: inputs of q, k, v and of gate and up;
+    outputs of the other two linears; in backward dX of the former and dY of the latter."""
+    layout = Layout(parallel=ParallelOptions(tensor=2, sequence=True))
+    workload = replace(_workload({**SMALL, "vocab_size": 8}, _config(512)), base_dtype=base)
+    found = predict_time(workload, layout, MemoryPlan(), replace(FREE, link=1e-3))
+    layer = 2 * gathered + (2 + 4) * 2 * 256
+    assert found.links == pytest.approx(8 * 512 * 8 * layer / 2 / 1e6, rel=1e-9)
 
 
 def test_what_comes_from_host_memory_is_waited_for_where_arithmetic_does_not_hide_it() -> None:

@@ -52,6 +52,11 @@ class DataOptions:
     num_workers: int = 1
     tokenizer: str | None = None
 
+    @property
+    def fills_rows(self) -> bool:
+        """Whether rows are filled with several samples, in either way, and not one each."""
+        return self.packing is not False
+
     def __post_init__(self) -> None:
         require_choice("data.format", self.format, FORMATS)
         require_choice("data.overlong", self.overlong, OVERLONG)

@@ -185,8 +185,8 @@ def check_cuda_graph(config: RunConfig) -> None:
         return
     layer, step = graph == "layer", graph == "step"
     clashes = (
-        (not config.data.packing, "data.packing is false, so that rows are as long as their longest sample and change "
-         "from step to step: set data.packing to true"),
+        (not config.data.fills_rows, "data.packing is false, so that rows are as long as their longest sample and "
+         "change from step to step: set data.packing to true"),
         (parallel.context > 1, f"parallel.context is {parallel.context}, where the host plans for each micro-batch "
          "which tokens meet: set parallel.context to 1"),
         (memory.offload_activations, "memory.offload_activations is true, whose copies to host memory wait for events "

@@ -15,6 +15,12 @@ from engine.errors import UserError
 _PARTS = 10**6  # costs are compared in millionths of a layer, so that equal ones are equal
 
 
+def time_without_backward(*, layers_are_frozen: bool) -> float:
+    """What a layer below the first trainable one takes, in layers that have a backward: 1/2 with a frozen base, whose
+    backward costs what forward costs, and 1/3 where weight gradients cost as much again."""
+    return 1 / 2 if layers_are_frozen else 1 / 3
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """What decides how long a stage takes, in layers.
@@ -24,8 +30,7 @@ class LayerWeights:
         head: the time of the head and the loss. Under a frozen head the loss computes its gradient in forward; it is
             the sum that counts here.
         first_trainable_layer: layers below it have no backward.
-        frozen_layer: the time of such a layer: 1/2 with a frozen base, 1/3 where weight gradients cost as much as
-            forward.
+        frozen_layer: the time of such a layer, see `time_without_backward`.
 
     Raises:
         UserError: a negative weight.
@@ -34,7 +39,7 @@ class LayerWeights:
     embedding: float = 0.0
     head: float = 0.0
     first_trainable_layer: int = 0
-    frozen_layer: float = 0.5
+    frozen_layer: float = 1 / 2
 
     def __post_init__(self) -> None:
         for name, value in (

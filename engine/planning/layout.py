@@ -13,7 +13,13 @@ import torch
 from engine.config.parallel import ParallelOptions
 from engine.layers.plan import TrainingPlan
 from engine.models.config import DecoderConfig
-from engine.pipeline.partition import LayerWeights, first_trainable_stage, parse_layers, split_layers
+from engine.pipeline.partition import (
+    LayerWeights,
+    first_trainable_stage,
+    parse_layers,
+    split_layers,
+    time_without_backward,
+)
 from engine.pipeline.schedule import Schedule
 from engine.pipeline.schedules import chosen_schedule, default_virtual, make_schedule
 from engine.planning.kernels import KernelMemory
@@ -196,7 +202,7 @@ def pipeline_plan(
         weights = LayerWeights(
             head=decoder.hidden * decoder.vocab_size / layer_matrix_elements(decoder),
             first_trainable_layer=first_layer,
-            frozen_layer=1 / 2 if frozen else 1 / 3,
+            frozen_layer=time_without_backward(layers_are_frozen=frozen),
         )
         layers = split_layers(decoder.num_layers, num_stages, weights)
     first_stage = first_trainable_stage(layers, first_layer)

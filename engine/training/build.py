@@ -198,7 +198,8 @@ def _layout(
     dtype = DTYPES[config.model.dtype]
     kernels, choice = choose_kernels(config.model.kernels, device=launch.device, dtype=dtype)
     log.info(choice)
-    packed = config.data.packing or config.objective.compares_pairs
+    # also where a row is cut out of samples end to end: a graph wants its boundaries read on the device all the same
+    packed = config.data.fills_rows or config.objective.compares_pairs
     attention = choose_attention(kernels, device=launch.device, dtype=dtype, head_dim=decoder.head_dim, packed=packed)
     check_graphs(config, launch.device, attention, decoder)
     log.info(attention.sentence)

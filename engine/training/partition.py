@@ -15,7 +15,13 @@ from engine.layers.plan import TrainingPlan
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Part
 from engine.models.describe import meta_model
-from engine.pipeline.partition import LayerWeights, first_trainable_stage, parse_layers, split_layers
+from engine.pipeline.partition import (
+    LayerWeights,
+    first_trainable_stage,
+    parse_layers,
+    split_layers,
+    time_without_backward,
+)
 from engine.pipeline.schedules import chosen_schedule, default_virtual
 from engine.training.stages import ScheduleChoice
 
@@ -69,7 +75,7 @@ def plan_partition(config: RunConfig, model: ModelFolder, plan: TrainingPlan, wo
     weights = LayerWeights(
         head=_head_in_layers(decoder, entries),
         first_trainable_layer=first_layer,
-        frozen_layer=1 / 2 if frozen else 1 / 3,
+        frozen_layer=time_without_backward(layers_are_frozen=frozen),
     )
     layers = _split(parallel, decoder, num_stages, weights)
     choice = ScheduleChoice(

@@ -52,8 +52,8 @@ def _synthetic_loader(config: RunConfig, launch: Launch, *, vocabulary: int) -> 
     targets = np.ones(rows * length, dtype=bool)
     targets[::length] = False
     offsets = np.arange(rows + 1, dtype=np.int64) * length
-    packing = bool(config.data.packing)
-    dataset = TokenDataset(tokens.astype(np.int32), targets, offsets, seq_length=length, packing=packing)
+    filled = config.data.fills_rows
+    dataset = TokenDataset(tokens.astype(np.int32), targets, offsets, seq_length=length, packing=filled)
     place = place_in_data(config, launch)
     return DataLoader(
         dataset,

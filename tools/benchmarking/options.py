@@ -10,10 +10,11 @@ import argparse
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
+from engine.config.model import KERNELS, DType
 from engine.errors import UserError
 
-DTYPES = ("float32", "bfloat16")
-KERNELS = ("auto", "reference", "native", "triton")
+DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
+"""Of the engine's: float16 wants a loss scale, which the peers' sides have not."""
 DEVICES = ("auto", "cpu", "cuda")
 PRESETS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.telemetry.format import format_columns
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
@@ -32,15 +34,7 @@ class Table:
 
     def text(self) -> str:
         """For a terminal: aligned columns, names left, figures right."""
-        lines = (self.columns, *self.rows)
-        widths = [max(len(line[place]) for line in lines) for place in range(len(self.columns))]
-        aligned = [
-            "  ".join(
-                cell.rjust(width) if place else cell.ljust(width)
-                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
+        aligned = [line.rstrip() for line in format_columns((self.columns, *self.rows))]
         rule = "-" * max(len(line) for line in aligned)
         head = (self.title, _in_line(self.machine)) if self.machine else (self.title,)
         return "\n".join((*head, "", aligned[0], rule, *aligned[1:], "", *self.findings))

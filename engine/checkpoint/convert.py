@@ -23,8 +23,9 @@ from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
 from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.resumable import Written, resumable_folder
+from engine.checkpoint.sinks import Piece, PlannedFile
 from engine.checkpoint.source import OUTSIDE, WeightSource, open_source
-from engine.checkpoint.streaming import Piece, PlannedFile, Streaming, compare_files, write_files
+from engine.checkpoint.streaming import Streaming, compare_files, write_files
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 from engine.models.describe import parameter_specs

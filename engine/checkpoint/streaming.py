@@ -6,64 +6,26 @@ interpreter's lock. The checksum of each tensor is computed on the way, so nothi
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from engine.checkpoint.checksum import Checksum
 from engine.checkpoint.contents import Content, Run, StoredBytes
-from engine.checkpoint.direct_io import RunWriter, Scratch, ThreadScratch, open_direct
+from engine.checkpoint.direct_io import Scratch, ThreadScratch
 from engine.checkpoint.exchange import ExchangedPart
 from engine.checkpoint.resumable import Journal, WriteStopped, Written
-from engine.checkpoint.safetensors_file import file_header, num_bytes
+from engine.checkpoint.safetensors_file import file_header
+from engine.checkpoint.sinks import SCANNED, Output, Piece, PlannedFile, Sink
 from engine.errors import UserError
 
 Progress = Callable[[int], None]
 MAX_THREADS = 8
-
-_SCANNED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """A tensor to write.
-
-    Args:
-        key: its name in the file.
-        dtype, shape: as stored.
-        content: its bytes.
-        order: pieces with a lower one are written first, whichever file they are in, and those of one order one after
-            another by one thread.
-    """
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    content: Content
-    order: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return num_bytes(self.dtype, self.shape)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedFile:
-    """A file to write, with its tensors in any order."""
-
-    name: str
-    pieces: tuple[Piece, ...]
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(piece.num_bytes for piece in self.pieces)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +77,7 @@ def write_files(
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(threads or default_threads(), thread_name_prefix="convert") as pool:
-            outputs = [_Output(folder / file.name, file) for file in files]
+            outputs = [Output(folder / file.name, file) for file in files]
             _run(pool, writer, _by_order(outputs))
     finally:
         torch.set_num_threads(before)
@@ -124,16 +86,16 @@ def write_files(
     return Streaming(written=dict(journal.entries), kept_bytes=writer.kept_bytes)
 
 
-def _by_order(outputs: Iterable[_Output]) -> list[list[tuple[_Output, Piece]]]:
+def _by_order(outputs: Iterable[Output]) -> list[list[tuple[Output, Piece]]]:
     """What one thread writes after another: pieces of one order may share what they read, or check."""
-    work: dict[int, list[tuple[_Output, Piece]]] = {}
+    work: dict[int, list[tuple[Output, Piece]]] = {}
     for output in outputs:
         for piece in output.file.pieces:
             work.setdefault(piece.order, []).append((output, piece))
     return [work[order] for order in sorted(work)]
 
 
-def _run(pool: ThreadPoolExecutor, writer: _Writer, work: Iterable[list[tuple[_Output, Piece]]]) -> None:
+def _run(pool: ThreadPoolExecutor, writer: _Writer, work: Iterable[list[tuple[Output, Piece]]]) -> None:
     futures: list[Future[None]] = [pool.submit(writer.run, group) for group in work]
     try:
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -146,51 +108,6 @@ def _run(pool: ThreadPoolExecutor, writer: _Writer, work: Iterable[list[tuple[_O
         raise
 
 
-class _Output:
-    """One file: header at once, tensors at their places, in any order and from any thread."""
-
-    def __init__(self, path: Path, file: PlannedFile) -> None:
-        self.path, self.file = path, file
-        declared = {piece.key: (piece.dtype, piece.shape) for piece in file.pieces}
-        self.header, self.offsets, self.size = file_header(declared, file.metadata)
-        self._left, self._lock = len(file.pieces), threading.Lock()
-        self._descriptors: tuple[int, int | None] | None = None
-
-    def open(self) -> tuple[int, int | None]:
-        """Descriptors (plain, direct) of the file, made or, where it is the same file already, gone on with."""
-        with self._lock:
-            if self._descriptors is None:
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                if os.pread(descriptor, len(self.header), 0) != self.header:
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, self.header, 0)
-                os.ftruncate(descriptor, self.size)
-                self._descriptors = descriptor, open_direct(self.path)
-            return self._descriptors
-
-    def done(self) -> None:
-        """Counts a tensor; the last one makes the file durable."""
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._close()
-
-    def finish_empty(self) -> None:
-        """A file without tensors is written all the same, so that the layout shows in the folder."""
-        if not self.file.pieces:
-            self.open()
-            self._close()
-
-    def _close(self) -> None:
-        assert self._descriptors is not None, self.path
-        plain, direct = self._descriptors
-        os.fsync(plain)
-        for descriptor in (plain, direct):
-            if descriptor is not None:
-                os.close(descriptor)
-
-
 class _Writer:
     def __init__(self, folder: Path, journal: Journal, scan: bool, progress: Progress) -> None:
         self._folder, self._journal, self._scan, self._progress = folder, journal, scan, progress
@@ -200,11 +117,11 @@ class _Writer:
         self.stopped = threading.Event()
         self.kept_bytes = 0
 
-    def run(self, group: Sequence[tuple[_Output, Piece]]) -> None:
+    def run(self, group: Sequence[tuple[Output, Piece]]) -> None:
         """Writes pieces, those of one exchange together."""
         output, piece = group[0]
         try:
-            shared: dict[int, list[tuple[_Output, Piece]]] = {}
+            shared: dict[int, list[tuple[Output, Piece]]] = {}
             for place, (output, piece) in enumerate(group):
                 if self.stopped.is_set():
                     return
@@ -228,10 +145,10 @@ class _Writer:
             self.stopped.set()
             raise
 
-    def _keep(self, output: _Output, piece: Piece) -> bool:
+    def _keep(self, output: Output, piece: Piece) -> bool:
         """Whether an earlier call has written the tensor, byte for byte."""
         known = self._known.get((output.file.name, piece.key))
-        if known is None or (self._scan and "finite" not in known.facts and piece.dtype in _SCANNED):
+        if known is None or (self._scan and "finite" not in known.facts and piece.dtype in SCANNED):
             return False
         found = _checksum_of(output.path, output.offsets[piece.key], piece.num_bytes, self._local.scratch)
         if found != known.checksum:
@@ -241,11 +158,11 @@ class _Writer:
         self._report(piece.num_bytes)
         return True
 
-    def _write(self, members: Sequence[tuple[_Output, Piece]]) -> None:
+    def _write(self, members: Sequence[tuple[Output, Piece]]) -> None:
         """Writes pieces that come from one content, or are parts of one exchange."""
         scratch = self._local.scratch
         sinks = [
-            _Sink(output, piece, scan=self._scan, memory=scratch.block(f"write {place}"))
+            Sink(output, piece, scan=self._scan, memory=scratch.block(f"write {place}"))
             for place, (output, piece) in enumerate(members)
         ]
         for place, block in _blocks([piece.content for _, piece in members], scratch):
@@ -272,46 +189,6 @@ def _blocks(contents: Sequence[Content], scratch: Scratch) -> Iterator[tuple[int
     places = {part.index: place for place, part in enumerate(contents) if isinstance(part, ExchangedPart)}
     for index, block in first.exchange.blocks(list(places), scratch):
         yield places[index], block
-
-
-class _Sink:
-    """A tensor on its way into its file."""
-
-    def __init__(self, output: _Output, piece: Piece, *, scan: bool, memory: memoryview) -> None:
-        self.output, self.piece = output, piece
-        self._digest, self._left = Checksum(), piece.num_bytes
-        self._scan = _Scan(piece.dtype) if scan and piece.dtype in _SCANNED else None
-        self._writer = RunWriter(*output.open(), output.offsets[piece.key], piece.num_bytes, memory)
-
-    def write(self, block: memoryview) -> None:
-        self._digest.update(block)
-        if self._scan is not None:
-            self._scan.look(block)
-        self._writer.write(block)
-        self._left -= len(block)
-
-    def finish(self) -> Written:
-        assert self._left == 0, (self.piece.key, self._left)
-        self._writer.flush()
-        facts = self.piece.content.facts() | (self._scan.facts() if self._scan is not None else {})
-        return Written(self._digest.text(), facts)
-
-
-class _Scan:
-    """Whether all values are finite, and whether all are zero, from the extremes of each block."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype, self._finite, self._zero = dtype, True, True
-
-    def look(self, block: memoryview) -> None:
-        if not len(block):
-            return
-        low, high = torch.aminmax(torch.frombuffer(block, dtype=self._dtype))  # both NaN where one value is
-        self._finite = self._finite and math.isfinite(low) and math.isfinite(high)
-        self._zero = self._zero and low == 0 and high == 0
-
-    def facts(self) -> dict[str, bool]:
-        return {"finite": self._finite, "zero": bool(self._zero)}
 
 
 def _checksum_of(path: Path, offset: int, length: int, scratch: Scratch) -> str:

@@ -11,6 +11,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 BaseDType = Literal["nf4", "int8", "fp8", "fp8_row"]
 Init = Literal["checkpoint", "random"]
 Kernels = Literal["auto", "reference", "native", "triton", "apex"]
+DTYPES: tuple[DType, ...] = get_args(DType)
 BASE_DTYPES: tuple[BaseDType, ...] = get_args(BaseDType)
 KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 
@@ -43,7 +44,7 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         require(bool(self.path), "model.path is empty, but the folder of a model is expected: set model.path.")
-        require_choice("model.dtype", self.dtype, get_args(DType))
+        require_choice("model.dtype", self.dtype, DTYPES)
         if self.base_dtype is not None:
             require_choice("model.base_dtype", self.base_dtype, BASE_DTYPES)
         require_choice("model.init", self.init, get_args(Init))

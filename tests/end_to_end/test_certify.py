@@ -167,6 +167,7 @@ def test_ranks_that_refuse_a_run(settings: dict, tmp_path: Path) -> None:
         ({"against": ("tensor=2", "data=1")}, ["--against 'data=1'", "nothing to compare"]),
         ({}, ["one process", "nothing to compare"]),
         ({"against": ("lora.rank=8",)}, ["does not train the same tensors", "lora_"]),
+        ({"against": ("tensor=2,model.dtype=float16",)}, ["model.dtype is float16", "--dtype float32"]),
         ({"steps": 0}, ["--steps is 0"]),
         ({"data": 0}, ["--data is 0"]),
         ({"limit": math.nan}, ["--limit is nan"]),

@@ -18,8 +18,9 @@ from tests.commands import REPOSITORY, run_tool
 PROMPTS = ("Once upon a time", "The", "Lily and Tom went to the park. They saw a big dog and")
 
 
-def _stock_texts(folder: Path, prompts: tuple[str, ...], new: int) -> list[list[int]]:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+def _stock_texts(folder: Path, prompts: tuple[str, ...], new: int, dtype: str = "float32") -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     answers = []
     for prompt in prompts:
         inputs = tokenizer(prompt, return_tensors="pt")
@@ -46,9 +47,12 @@ def test_a_file_of_prompts_over_two_ranks(stories_dir: Path, tmp_path: Path) -> 
     assert "memory bandwidth" in headings and first.endswith("GB/s") and second.endswith("-")
 
 
-def test_one_prompt_is_shown_as_text(stories_dir: Path) -> None:
-    result = run_tool("generate", "--model", stories_dir, "--prompt", PROMPTS[0], "--max-new-tokens", 20)
-    (ids,) = _stock_texts(stories_dir, PROMPTS[:1], 20)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_one_prompt_is_shown_as_text(stories_dir: Path, dtype: str) -> None:
+    result = run_tool(
+        "generate", "--model", stories_dir, "--prompt", PROMPTS[0], "--max-new-tokens", 20, "--dtype", dtype
+    )
+    (ids,) = _stock_texts(stories_dir, PROMPTS[:1], 20, dtype)
     tokenizer = AutoTokenizer.from_pretrained(stories_dir)
     assert PROMPTS[0] + result.stdout == tokenizer.decode([*tokenizer(PROMPTS[0])["input_ids"], *ids][1:]) + "\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from engine.config.model import BASE_DTYPES, KERNELS
+from engine.config.model import BASE_DTYPES, DTYPES, KERNELS
 from engine.errors import UserError
 from engine.inference.options import Limits, ModelChoice, Sampling
 
@@ -22,7 +22,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     )
     model.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest)")
     model.add_argument("--tokenizer", type=Path, help="folder or file of the tokenizer (default: the model's)")
-    model.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
+    model.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")
     model.add_argument("--base-dtype", choices=BASE_DTYPES, help="store the linears of the layers in fewer bits")
     model.add_argument("--kernels", choices=KERNELS, default="auto", help="of the ops")
     layout = parser.add_argument_group("layout, under torchrun")

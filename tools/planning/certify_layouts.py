@@ -113,8 +113,14 @@ def check_comparable(own: Layout, others: Sequence[Layout]) -> dict[str, tuple[i
     """What all of them train, by name in forward order.
 
     Raises:
-        UserError: a layout does not fit the run, is the run's own, or trains other tensors.
+        UserError: a layout does not fit the run, is the run's own, trains other tensors, or computes in float16.
     """
+    for layout in (own, *others):
+        if layout.config.model.dtype == "float16":
+            raise UserError(
+                f"{layout.source}: model.dtype is float16, whose first steps may overflow while the loss scale finds "
+                "its size, so that there is nothing to compare: give --dtype float32 or bfloat16."
+            )
     expected = own.trained_tensors()
     for other in others:
         if (other.config, other.data) == (own.config, own.data):

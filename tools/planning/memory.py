@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 
 from engine.config.memory import RECOMPUTE_LEVELS
+from engine.config.model import DTYPES
 from engine.errors import UserError
 
 
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--dropout", type=float, default=0.0, metavar="P", help="of the adapters (default 0)")
     work.add_argument("--targets", metavar="NAME,..", help="modules with an adapter (default: all linears of a layer)")
     work.add_argument("--trainable", metavar="NAME,..", help="modules trained in full, '*' for all (default none)")
-    work.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="default bfloat16")
+    work.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default bfloat16")
     work.add_argument(
         "--base-dtype",
         metavar="NAME",

@@ -164,7 +164,6 @@ def _run(
         for number, unit in waiting:
             yield number, _do_unit(request, tokenizer, unit, parts, number, dtype)
         return
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
     # a server without threads forks the workers: they share what it imported, and nothing can be held across the fork
     context = get_context("forkserver")
     context.set_forkserver_preload(["engine.data.preprocess", "transformers"])
@@ -192,6 +191,7 @@ _worker: tuple[Request, Tokenizer] | None = None
 
 def _start(request: Request) -> None:
     global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
     _worker = request, load_tokenizer(request.tokenizer)
 
 

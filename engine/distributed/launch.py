@@ -121,10 +121,10 @@ def keep_freed_memory() -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 2**30)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, 2**30)
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 _PR_SET_PDEATHSIG = 1

@@ -9,12 +9,12 @@ Then train with --data.train STORE. The same command goes on where a killed one 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 
 from engine.config.data import FORMATS
 from engine.telemetry.errors import run_command
+from engine.telemetry.processors import available_processors
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", required=True, type=Path, help="the store's folder")
     parser.add_argument("--format", default="auto", choices=FORMATS, help="of the records (default: by their fields)")
     parser.add_argument("--no-mask-prompt", action="store_true", help="learn questions too, not only answers")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    parser.add_argument("--workers", type=int, default=available_processors(), help="processes (default: all cores)")
     parser.add_argument(
         "--on-error",
         default="stop",

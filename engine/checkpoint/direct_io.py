@@ -183,6 +183,17 @@ def read_ahead(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
         os.close(descriptor)
 
 
+def forget(path: Path) -> None:
+    """Asks the system, where it can be asked, to drop its copy of a file in memory, so that reading reads the disk."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
 def open_direct(path: Path) -> int | None:
     """A descriptor that writes an existing file past the page cache; None where there is no such thing."""
     return _open_direct(path, os.O_WRONLY)

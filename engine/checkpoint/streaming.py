@@ -6,7 +6,6 @@ interpreter's lock. The checksum of each tensor is computed on the way, so nothi
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -17,12 +16,13 @@ import torch
 
 from engine.checkpoint.checksum import Checksum
 from engine.checkpoint.contents import Content, Run, StoredBytes
-from engine.checkpoint.direct_io import Scratch, ThreadScratch
+from engine.checkpoint.direct_io import Scratch, ThreadScratch, forget
 from engine.checkpoint.exchange import ExchangedPart
 from engine.checkpoint.resumable import Journal, WriteStopped, Written
 from engine.checkpoint.safetensors_file import file_header
 from engine.checkpoint.sinks import SCANNED, Output, Piece, PlannedFile, Sink
 from engine.errors import UserError
+from engine.telemetry.processors import available_processors
 
 Progress = Callable[[int], None]
 MAX_THREADS = 8
@@ -44,7 +44,7 @@ class Streaming:
 def default_threads() -> int:
     """Two for each processor of this process, since one waits for the disk at times; up to a limit past which a disk
     gains nothing."""
-    return max(2, min(MAX_THREADS, 2 * len(os.sched_getaffinity(0))))
+    return max(2, min(MAX_THREADS, 2 * available_processors()))
 
 
 def write_files(
@@ -229,7 +229,7 @@ def compare_files(
             path = folder / file.name
             declared = {piece.key: (piece.dtype, piece.shape) for piece in file.pieces}
             _, offsets, _ = file_header(declared, file.metadata)
-            _forget(path)
+            forget(path)
             futures += [pool.submit(compare, path, offsets[piece.key], piece) for piece in file.pieces]
         try:
             for future in futures:
@@ -237,12 +237,3 @@ def compare_files(
         finally:
             for future in futures:
                 future.cancel()
-
-
-def _forget(path: Path) -> None:
-    """Asks the system to drop its copy of a file in memory, so that reading it reads the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,15 @@ def test_verify_reads_back_what_lies_on_the_disk(tmp_path: Path, monkeypatch: py
     with pytest.raises(UserError, match="reads back from .* with other bytes"):
         export_hf(source, tmp_path / "out", work=Work(verify=True))
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()
+
+
+def test_a_system_without_advice_or_affinity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS is."""
+    tiny_llama(tmp_path / "hf")
+    for name in ("posix_fadvise", "sched_getaffinity"):
+        monkeypatch.delattr(os, name, raising=False)
+    assert export_hf(open_source(tmp_path / "hf"), tmp_path / "out", work=Work(verify=True)).verified
+    assert_same_tensors(load_folder(tmp_path / "hf"), load_folder(tmp_path / "out"))
 
 
 def test_fused_matrices_come_in_and_go_out(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import UserError
+from engine.telemetry.processors import available_processors
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -35,7 +35,7 @@ def describe(device: torch.device, packages: tuple[str, ...]) -> dict[str, str]:
     """
     facts = {
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
-        "CPU": f"{_cpu_model()}, {_cores()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "CPU": f"{_cpu_model()}, {available_processors()} cores, {torch.backends.cpu.get_cpu_capability()}",
         "threads": str(torch.get_num_threads()),
     }
     if device.type == "cuda":
@@ -49,11 +49,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _cores() -> int:
-    """That this process may use; fewer than the machine has inside a container."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_model() -> str:

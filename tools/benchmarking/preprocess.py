@@ -21,6 +21,7 @@ import torch
 from engine.data.files import read_records
 from engine.data.preprocess import Request, preprocess
 from engine.data.store import open_store
+from engine.telemetry.processors import available_processors
 
 from .machine import describe
 from .sections import PreprocessOptions
@@ -40,7 +41,7 @@ def run(options: PreprocessOptions) -> Table:
             ONE: lambda: _plain(records, options.tokenizer, folder / "plain.bin", 1),
             BATCHED: lambda: _plain(records, options.tokenizer, folder / "plain.bin", 1000),
             STORE: lambda: _store(records, options.tokenizer, folder / "store", 1),
-            ALL: lambda: _store(records, options.tokenizer, folder / "store", os.cpu_count() or 1),
+            ALL: lambda: _store(records, options.tokenizer, folder / "store", available_processors()),
         }
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         tokens: dict[str, int] = {}

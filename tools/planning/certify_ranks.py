@@ -13,6 +13,7 @@ import torch
 
 from engine.config.load import to_yaml
 from engine.errors import UserError
+from engine.telemetry.processors import available_processors
 from engine.training.certificate import Recording
 
 from .certify_layouts import Layout
@@ -78,7 +79,7 @@ def _launcher(num_ranks: int) -> list[str]:
 def _environment(num_ranks: int, device: str) -> dict[str, str]:
     environment = dict(os.environ)
     # without it torchrun takes one thread a rank, and says so
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, available_processors() // num_ranks)))
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     else:

@@ -35,15 +35,18 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A field with the same default on every device; `text` is its help."""
     return field(default=default, metadata={"help": f"{text} (default {default})", "choices": choices})
 
 
 def by_device(cpu: Any, cuda: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A field that stays None until `for_device` gives it the default of the device."""
     text = f"{text} (default {cpu} on a CPU, {cuda} on a GPU)"
     return field(default=None, metadata={"help": text, "choices": choices, "cpu": cpu, "cuda": cuda})
 
 
 def at_least(record: Any, least: int, *names: str) -> None:
+    """Raises UserError where one of the fields is less; None is no number yet."""
     for name in names:
         value = getattr(record, name)
         if value is not None and value < least:

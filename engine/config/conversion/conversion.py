@@ -119,6 +119,7 @@ def whole(given: Given) -> int:
 
 
 def text(given: Given) -> str:
+    """Any value, as it was written."""
     return str(given.value)
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from engine.ops.masked_attention import BLOCK
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, TEMPORARY, Block, Ledger
-from engine.planning.linears import WIDE, Sizes
 from engine.planning.shapes import LayerShape
+from engine.planning.sizes import WIDE, Sizes
 from engine.zigzag import ContextLayout, make_plan
 
 

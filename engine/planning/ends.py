@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from engine.ops.head_loss import BLOCK_BYTES
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, LOGITS, TEMPORARY, Block, Ledger
-from engine.planning.linears import WIDE, LinearKept, LinearWalk, Sizes
+from engine.planning.linears import LinearKept, LinearWalk
 from engine.planning.shapes import EndShape
+from engine.planning.sizes import WIDE, Sizes
 
 _INDEX = 8
 """Bytes of a token id."""

@@ -18,8 +18,9 @@ from engine.layers.recompute import Level
 from engine.layers.rounding import FLOAT8
 from engine.planning.attention import AttentionKept, AttentionWalk, ContextSizes
 from engine.planning.ledger import ACTIVATIONS, TEMPORARY, Block, Ledger
-from engine.planning.linears import WIDE, LinearKept, LinearWalk, Sizes, Source
+from engine.planning.linears import LinearKept, LinearWalk, Source
 from engine.planning.shapes import LayerShape
+from engine.planning.sizes import WIDE, Sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ from engine.planning.ledger import (
     total,
     without,
 )
-from engine.planning.linears import WIDE, Sizes
 from engine.planning.messages import messages_held
 from engine.planning.shapes import ModelShape, Parameters
+from engine.planning.sizes import WIDE, Sizes
 from engine.planning.stage import StageBytes, stage_bytes
 from triton_kernels.reference_quantize import CHUNK
 

@@ -11,8 +11,8 @@ from engine.planning.attention import ContextSizes
 from engine.planning.ends import EndWalk, HeadKept
 from engine.planning.layers import LayerKept, LayerWalk, Needs, needs_of
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, TEMPORARY, Block, Ledger, Parts, total, without
-from engine.planning.linears import WIDE, Sizes
 from engine.planning.shapes import LayerShape, ModelShape
+from engine.planning.sizes import WIDE, Sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,12 +19,10 @@ from engine.pipeline.simulate import simulate
 from engine.planning.attention import context_sizes
 from engine.planning.layers import POLICIES
 from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan
-from engine.planning.linears import Sizes
 from engine.planning.machine import Machine, check_encoding
 from engine.planning.shapes import EndShape, LayerShape, LinearShape, ModelShape, Parameters
+from engine.planning.sizes import WIDE, Sizes
 from engine.planning.stage import StageRange, kept_bytes
-
-_WIDE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +147,7 @@ class _Times:
         """As one of those, the gather before a column linear; of a base with scales by row it is of codes, and a scale
         a token. H beside it is narrow, and left out of all layouts alike."""
         if self._sizes.splits and linear.encoding == "fp8_row":
-            return self._crossing(linear.inputs + _WIDE)
+            return self._crossing(linear.inputs + WIDE)
         return self.sequence_links(1)
 
     def _crossing(self, nbytes: float) -> float:
@@ -345,9 +343,9 @@ def _gradients(
     elements = shape.trained_elements() / layout.parallel.pipeline
     ranks = layout.data_and_context
     wire = machine.wire(layout.world_size) * 1e9
-    sums = 2 * (ranks - 1) / ranks * _WIDE * elements / wire
+    sums = 2 * (ranks - 1) / ranks * WIDE * elements / wire
     own = elements / (ranks if layout.parallel.shard != "none" else 1)
-    update = 8 * _WIDE * own / (machine.copies * 1e9)
+    update = 8 * WIDE * own / (machine.copies * 1e9)
     if workload.offload_optimizer:
-        update = max(update, 3 * _WIDE * own / (machine.host * 1e9))
+        update = max(update, 3 * WIDE * own / (machine.host * 1e9))
     return max(0.0, sums - hides) + update

@@ -65,26 +65,44 @@ void sum_rows(int64_t first, int64_t last, int64_t ranks, int64_t columns, const
 // Wide blocks read a row in long runs; the sums of a block must stay in the cache.
 int64_t block_columns(int64_t ranks) { return ranks <= 32 ? 512 : ranks <= 96 ? 256 : 128; }
 
-// A narrow matrix as floats: itself, or a copy.
+// A narrow matrix as floats, its rows times `scale` where given: itself, or a copy.
 class Wide {
   public:
-    Wide(int, int64_t, int64_t, const float* from, int64_t ld) : data(from), ld(ld) {}
-    Wide(int threads, int64_t rows, int64_t columns, const simd::Bf16* from, int64_t ld_from)
-        : ld(columns), memory_(new float[(size_t)(rows * columns)]) {
-        float* to = memory_.get();
-        data = to;
-        constexpr int64_t SOME = 256;
-        common::parallel_for(threads, ceil_div(rows, SOME), [=](int64_t item) {
-            const int64_t first = item * SOME;
-            simd::widen_rows(from + first * ld_from, ld_from, std::min(SOME, rows - first), columns,
-                             to + first * columns, columns);
-        });
+    Wide(int threads, int64_t rows, int64_t columns, const float* from, int64_t ld_from, const float* scale = nullptr)
+        : data(from), ld(ld_from) {
+        if (scale) copy(threads, rows, columns, from, ld_from, scale);
+    }
+    Wide(int threads, int64_t rows, int64_t columns, const simd::Bf16* from, int64_t ld_from,
+         const float* scale = nullptr) {
+        copy(threads, rows, columns, from, ld_from, scale);
     }
     const float* data;
     int64_t ld;
 
   private:
+    template <class T>
+    void copy(int threads, int64_t rows, int64_t columns, const T* from, int64_t ld_from, const float* scale) {
+        memory_.reset(new float[(size_t)(rows * columns)]);
+        float* to = memory_.get();
+        data = to, ld = columns;
+        constexpr int64_t SOME = 256;
+        common::parallel_for(threads, ceil_div(rows, SOME), [=](int64_t item) {
+            const int64_t first = item * SOME, some = std::min(SOME, rows - first);
+            simd::widen_rows(from + first * ld_from, ld_from, some, columns, to + first * columns, columns);
+            for (int64_t t = first; scale && t < first + some; ++t)
+                for (int64_t c = 0; c < columns; ++c) to[t * columns + c] *= scale[t];
+        });
+    }
+
     std::unique_ptr<float[]> memory_;
+};
+
+// x of an adapter: `data`, times a factor for each row and each column where these are given, as a norm's.
+template <class T>
+struct Input {
+    const T* data;
+    int64_t ld, inputs;
+    const float *row_scale, *column_scale;
 };
 
 }  // namespace
@@ -166,20 +184,21 @@ std::vector<Task> make_tasks(int64_t num_sections, const Section* sections, int6
 }
 
 template <class T>
-void accumulate_a(int threads, int64_t tokens, int64_t inputs, int64_t ranks, const T* dh, int64_t ld_dh, const T* x,
-                  int64_t ld_x, const uint8_t* bits, int64_t ld_bits, int64_t num_sections, const Section* sections) {
+void accumulate_a(int threads, int64_t tokens, int64_t ranks, const T* dh, int64_t ld_dh, const Input<T>& x,
+                  const uint8_t* bits, int64_t ld_bits, int64_t num_sections, const Section* sections) {
     if (tokens <= 0 || ranks <= 0) return;
-    const Section whole = {0, ranks, 0, inputs, nullptr, 0, 1.0};
+    const Section whole = {0, ranks, 0, x.inputs, nullptr, 0, 1.0};
     const int64_t parts = ceil_div(tokens, PART_ROWS);
     const std::vector<Task> tasks = make_tasks(1, &whole, parts, block_columns(ranks));
-    const Wide left(threads, tokens, ranks, dh, ld_dh);
+    const Wide left(threads, tokens, ranks, dh, ld_dh, x.row_scale);
     run_tasks(
         threads, tasks, parts,
         [=, &left](const Task& task, float* block) {
             const int64_t first = task.part * PART_ROWS, last = std::min(tokens, first + PART_ROWS);
-            sum_rows(first, last, ranks, task.columns, left.data, left.ld, x + task.first_column, ld_x,
-                     bits ? bits + task.first_column / 8 : nullptr, ld_bits, block,
-                     ceil_div(task.columns, LANES) * LANES);
+            const int64_t column = task.first_column, ld = ceil_div(task.columns, LANES) * LANES;
+            const uint8_t* some = bits ? bits + column / 8 : nullptr;
+            sum_rows(first, last, ranks, task.columns, left.data, left.ld, x.data + column, x.ld, some, ld_bits, block,
+                     ld);
         },
         [=](const Task& task, const float* block) {
             const int64_t ld = ceil_div(task.columns, LANES) * LANES;
@@ -188,7 +207,9 @@ void accumulate_a(int threads, int64_t tokens, int64_t inputs, int64_t ranks, co
                     const float* from = block + (sections[s].first_rank + r) * ld;
                     float* to = sections[s].gradient + r * sections[s].ld_gradient + task.first_column;
                     const float scale = (float)sections[s].scale;
-                    for (int64_t c = 0; c < task.columns; ++c) to[c] += scale * from[c];
+                    const float* column_scale = x.column_scale ? x.column_scale + task.first_column : nullptr;
+                    for (int64_t c = 0; c < task.columns; ++c)
+                        to[c] += scale * from[c] * (column_scale ? column_scale[c] : 1.0f);
                 }
         });
 }
@@ -253,14 +274,16 @@ EXPORT void engine_add_input_gradient(int threads, int type, int64_t tokens, int
     });
 }
 
-// For each section: fp32 gradient [num_ranks, inputs] += section scale * dh[:, ranks]^T (mask * x).
+// For each section: fp32 gradient [num_ranks, inputs] += section scale * dh[:, ranks]^T (mask * x), where x
+// [tokens, inputs] is times row_scale [tokens] and column_scale [inputs] (fp32, or null for 1).
 EXPORT void engine_accumulate_a(int threads, int type, int64_t tokens, int64_t inputs, int64_t ranks, const void* dh,
-                                int64_t ld_dh, const void* x, int64_t ld_x, const uint8_t* bits, int64_t ld_bits,
-                                int64_t num_sections, const Section* sections) {
+                                int64_t ld_dh, const void* x, int64_t ld_x, const float* row_scale,
+                                const float* column_scale, const uint8_t* bits, int64_t ld_bits, int64_t num_sections,
+                                const Section* sections) {
     simd::with_type(type, [=](auto zero) {
         using T = decltype(zero);
-        accumulate_a(threads, tokens, inputs, ranks, (const T*)dh, ld_dh, (const T*)x, ld_x, bits, ld_bits,
-                     num_sections, sections);
+        const Input<T> input = {(const T*)x, ld_x, inputs, row_scale, column_scale};
+        accumulate_a(threads, tokens, ranks, (const T*)dh, ld_dh, input, bits, ld_bits, num_sections, sections);
     });
 }
 

@@ -95,7 +95,7 @@ class _ParallelLinear(ShardedModule):
             weights = [(section.name, section.spec) for section in sections]
             self.encoded = EncodedStorage(weights, layout.base, tp=layout.tp, device=device)
             may_fold = may_fold and self.encoded.weight.is_decoded
-        may_fold = may_fold and layout.fold and layout.kernels.folds(self.in_features, rows)
+        may_fold = may_fold and layout.fold and layout.kernels.folds(self.in_features, rows, dtype)
         folded = bool(slots) and may_fold and shared is None
         extra = -(-rank // FOLD_MULTIPLE) * FOLD_MULTIPLE if folded else 0
         if shared is None:

@@ -2,7 +2,8 @@
 
 A frozen weight has no weight gradient, and an adapter needs its input again only for dA. So the linear keeps what its
 input was computed from (the residual stream, [gate | up]), which is kept or cheap anyway, and the input itself is
-written twice and stored never, unless it is asked for as a `KeptInput`.
+written twice and stored never, unless it is asked for as a `KeptInput`. It is written once where dA can be had from u,
+and comes with the gradient of u where that pass makes it anyway.
 
 Legend: T tokens, I input features.
 """
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.ops.gradients import GradientSink
-from engine.ops.kernels import InputUpdate, Kernels
+from engine.ops.kernels import InputUpdate, Kernels, Mask
+from engine.ops.low_rank import LowRank, NormFactors, accumulate_a
 from engine.ops.norm import offset_weight
 from engine.ops.quantized_products import RowCodes
 
@@ -36,14 +38,46 @@ class LinearInput(Protocol):
     def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
         """As `make` in forward, and x quantised by row where the backend does that in the same pass."""
 
+    def gives_a(self, kernels: Kernels) -> bool:
+        """Whether `accumulate_a` makes dA without x."""
+
+    def accumulate_a(
+        self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Mask | None, low_rank: LowRank, kernels: Kernels
+    ) -> None:
+        """dA = dH^T drop(x) into the adapters' sinks, from u; only where it `gives_a`."""
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether `gradient` writes x once more where asked to, for less than `make` takes."""
+
     def gradient(
-        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
-    ) -> Tensor:
-        """du for the gradient dx + update of x; weight gradients go to their sinks. May overwrite dx."""
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels,
+        x_out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """du for the gradient dx + update of x; weight gradients go to their sinks. May overwrite dx. x goes to
+        `x_out`, which is given only where it `rewrites`."""
+
+
+class _MadeFirst:
+    """An input that `make` makes again before dA."""
+
+    __slots__ = ()
+
+    def gives_a(self, kernels: Kernels) -> bool:
+        return False
+
+    def accumulate_a(
+        self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Mask | None, low_rank: LowRank, kernels: Kernels
+    ) -> None:
+        raise AssertionError("dA is made from x")
+
+    @property
+    def rewrites(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
-class GivenInput:
+class GivenInput(_MadeFirst):
     """x is u itself."""
 
     def features(self, u: Tensor) -> int:
@@ -59,13 +93,14 @@ class GivenInput:
         return u, None, None
 
     def gradient(
-        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
-    ) -> Tensor:
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels,
+        x_out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         return dx if update is None else kernels.apply_update(dx, update)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NormInput:
+class NormInput(_MadeFirst):
     """x = rmsnorm(u) * (weight + offset) / divisor.
 
     Args:
@@ -102,9 +137,21 @@ class NormInput:
         statistics, codes, scale = kernels.row_codes.norm(u, weight, self.eps, x)
         return x, statistics, RowCodes(codes, scale)
 
+    def gives_a(self, kernels: Kernels) -> bool:
+        return kernels.norm_a_gradient is not None
+
+    def accumulate_a(
+        self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Mask | None, low_rank: LowRank, kernels: Kernels
+    ) -> None:
+        assert statistics is not None
+        weight = offset_weight(self.weight.detach(), self.offset)
+        norm = NormFactors(rstd=statistics, weight=weight if self.divisor == 1.0 else weight / self.divisor)
+        accumulate_a(dh, u, mask, low_rank, kernels, norm)
+
     def gradient(
-        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
-    ) -> Tensor:
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels,
+        x_out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         assert statistics is not None
         gradient = None if self.sink is None else self.sink.buffer
         if self.divisor != 1.0:
@@ -119,7 +166,7 @@ class NormInput:
 
 
 @dataclass(frozen=True, slots=True)
-class SwiGLUInput:
+class SwiGLUInput(_MadeFirst):
     """x = silu(gate) * up for u = [gate | up]."""
 
     def features(self, u: Tensor) -> int:
@@ -140,13 +187,18 @@ class SwiGLUInput:
         return x, None, RowCodes(*kernels.row_codes.swiglu(u, x))
 
     def gradient(
-        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
-    ) -> Tensor:
-        return kernels.swiglu_backward(dx, u, update)
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels,
+        x_out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return kernels.swiglu_backward(dx, u, update, x_out)
+
+    @property
+    def rewrites(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)
-class GeGLUInput:
+class GeGLUInput(_MadeFirst):
     """x = gelu(gate) * up for u = [gate | up], gelu by its tanh approximation (Shazeer, arXiv 2002.05202).
 
     Plain torch whatever the backend, which only makes the adapters' update.
@@ -167,8 +219,9 @@ class GeGLUInput:
         return *self.make(u, None, kernels), None
 
     def gradient(
-        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
-    ) -> Tensor:
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels,
+        x_out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         if update is not None:
             dx = kernels.apply_update(dx, update)
         gate, up = u.chunk(2, dim=1)
@@ -188,7 +241,7 @@ class _Keep(torch.autograd.Function):
         return torch.empty_like(anchor)
 
 
-class KeptInput:
+class KeptInput(_MadeFirst):
     """Another input, made in forward alone and kept until backward has read it.
 
     For one call of a linear. The linear's forward makes x, `keep` is called after it, and its backward gets that x.
@@ -232,6 +285,7 @@ class KeptInput:
         self._making, self._x = False, None
 
     def gradient(
-        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
-    ) -> Tensor:
-        return self._source.gradient(dx, u, statistics, update, kernels)
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels,
+        x_out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self._source.gradient(dx, u, statistics, update, kernels, x_out)

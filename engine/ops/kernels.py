@@ -78,10 +78,52 @@ class OutputGradients(Protocol):
     ) -> None: ...  # fmt: skip
 
 
-class SwiGLUBackward(Protocol):
-    """[dgate | dup], for a gradient dy that still lacks `update`."""
+class AdaptedForward(Protocol):
+    """y = x W^T + H B^T, [T, O], and H = s keep_scale drop(x) A^T, [T, R]. An H that is given is not made again."""
 
-    def __call__(self, dy: Tensor, gate_up: Tensor, update: InputUpdate | None) -> Tensor: ...
+    def __call__(
+        self, x: Tensor, weight_OI: Tensor, a_RI: Tensor, sections: Sequence[OutputSection], *, mask: Mask | None,
+        keep_scale: float, h_TR: Tensor | None,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+class AdaptedBackward(Protocol):
+    """dX = dY W, [T, I], and dH = s dY B, [T, R]; dB = dY^T H is added to the sections' gradients. With `updates` dX
+    gets what the adapters add to it, keep_scale * mask * (dH A)."""
+
+    def __call__(
+        self, dy: Tensor, weight_OI: Tensor, a_RI: Tensor, sections: Sequence[OutputSection], *, h_TR: Tensor,
+        mask: Mask | None, keep_scale: float, updates: bool,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedProducts:
+    """A linear and its adapters as one product each way.
+
+    Args:
+        fits: x and W^T, or dY and W: whether these products take the operands and are faster than separate ones.
+        forward, backward: the products.
+    """
+
+    fits: Callable[[Tensor, Tensor], bool]
+    forward: AdaptedForward
+    backward: AdaptedBackward
+
+
+class NormAGradient(Protocol):
+    """dA = dH^T drop(x) for x = u * rstd * weight, from u; each adapter's first row in the stack and fp32 gradient."""
+
+    def __call__(
+        self, dh_TR: Tensor, u: Tensor, rstd: Tensor, weight: Tensor, mask: Mask | None, scale: float,
+        gradients: Sequence[tuple[int, Tensor]],
+    ) -> None: ...  # fmt: skip
+
+
+class SwiGLUBackward(Protocol):
+    """[dgate | dup], for a gradient dy that still lacks `update`. Writes forward's output again to `y` if given."""
+
+    def __call__(self, dy: Tensor, gate_up: Tensor, update: InputUpdate | None, y: Tensor | None = None) -> Tensor: ...
 
 
 class SplitRotate(Protocol):
@@ -140,7 +182,7 @@ class Attention(Protocol):
     ) -> Tensor: ...
 
 
-def _always(num_inputs: int, num_outputs: int) -> bool:
+def _always(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> bool:
     return True
 
 
@@ -164,10 +206,13 @@ class Kernels:
         head_norms: norm and rotation of queries and keys together; None where norm_forward and split_rotate, one after
             the other, are all there is.
         row_codes: norm and SwiGLU with the quantisation of their output; None where that is a pass of its own.
+        adapted: a linear and its adapters as one product each way; None where there is nothing better than `project`,
+            `product` and so on, one after the other.
+        norm_a_gradient: dA from a norm's own input; None where the norm has to be made again for it.
         loss: statistics and gradient of a shard of the vocabulary; see triton_kernels.linear_cross_entropy.
         product: left [T, K], right [K, N]: their product, of an activation and a frozen weight.
-        folds: input features, output features of a linear on this rank: whether its adapters are faster as columns of
-            its weight, one product each way, than as products of their own.
+        folds: input features, output features and dtype of a linear on this rank: whether its adapters are faster as
+            columns of its weight, one product each way, than otherwise.
     """
 
     name: str
@@ -188,7 +233,9 @@ class Kernels:
     head_norms: HeadNormKernels | None = None
     row_codes: RowCodeKernels | None = None
     product: Callable[[Tensor, Tensor], Tensor] = torch.mm
-    folds: Callable[[int, int], bool] = _always
+    folds: Callable[[int, int, torch.dtype], bool] = _always
+    adapted: AdaptedProducts | None = None
+    norm_a_gradient: NormAGradient | None = None
 
 
 def _dropped(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -221,7 +268,9 @@ def _swiglu_forward(gate_up: Tensor, out: Tensor) -> None:
     out.copy_(reference.swiglu_forward(gate_up))
 
 
-def _swiglu_backward(dy: Tensor, gate_up: Tensor, update: InputUpdate | None) -> Tensor:
+def _swiglu_backward(dy: Tensor, gate_up: Tensor, update: InputUpdate | None, y: Tensor | None = None) -> Tensor:
+    if y is not None:
+        _swiglu_forward(gate_up, y)
     return reference.swiglu_backward(dy if update is None else _apply_update(dy, update), gate_up)
 
 

@@ -97,6 +97,27 @@ class LowRank:
             inverse = [1.0]
         return InputUpdate(dh_TR=dh_TR, a_RI=self.a_RI, mask=mask, scale=scale, h_TR=h_TR, h_scale=inverse[0])
 
+    def sections(self) -> list[OutputSection]:
+        """Each adapter on the side of the output."""
+        return [
+            OutputSection(
+                first_column=factor.first_column,
+                num_columns=factor.num_columns,
+                first_row=factor.first_row,
+                num_ranks=factor.b_OR.shape[1],
+                b_OR=factor.b_OR,
+                scale=factor.scale,
+                db_out=None if factor.sink_b is None else factor.sink_b.buffer,
+            )
+            for factor in self.factors
+        ]
+
+    def b_added(self) -> None:
+        """Tells each B's sink that its gradient was added."""
+        for factor in self.factors:
+            if factor.sink_b is not None:
+                factor.sink_b.added()
+
     def scale_(self, h_TR: Tensor) -> Tensor:
         """Multiplies each adapter's columns by its s, in place."""
         scales = {factor.scale for factor in self.factors}
@@ -105,6 +126,14 @@ class LowRank:
         for factor in self.factors:
             factor.rows(h_TR).mul_(factor.scale)
         return h_TR
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormFactors:
+    """What a norm multiplies its input's rows and columns by: rstd [T, 1] and weight [I]."""
+
+    rstd: Tensor
+    weight: Tensor
 
 
 def project(x_TI: Tensor, mask: Tensor | None, low_rank: LowRank, kernels: Kernels, out: Tensor) -> Tensor:
@@ -133,31 +162,33 @@ def output_gradients(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank, kernels: Ke
         dh = projection_gradient(dy_TO, low_rank)
         accumulate_b(dy_TO, h_TR, low_rank, kernels)
         return dh
-    sections = [
-        OutputSection(
-            first_column=factor.first_column,
-            num_columns=factor.num_columns,
-            first_row=factor.first_row,
-            num_ranks=factor.b_OR.shape[1],
-            b_OR=factor.b_OR,
-            scale=factor.scale,
-            db_out=None if factor.sink_b is None else factor.sink_b.buffer,
-        )
-        for factor in low_rank.factors
-    ]
     dh = dy_TO.new_empty(dy_TO.shape[0], low_rank.rank)
-    kernels.output_gradients(dy_TO, h_TR, sections, dh_out=dh)
-    for factor in low_rank.factors:
-        if factor.sink_b is not None:
-            factor.sink_b.added()
+    kernels.output_gradients(dy_TO, h_TR, low_rank.sections(), dh_out=dh)
+    low_rank.b_added()
     return dh
 
 
-def accumulate_a(dh_TR: Tensor, x_TI: Tensor, mask: Tensor | None, low_rank: LowRank, kernels: Kernels) -> None:
-    """dA = dH^T drop(x), into each adapter's sink."""
+def accumulate_a(
+    dh_TR: Tensor,
+    x_TI: Tensor,
+    mask: Mask | None,
+    low_rank: LowRank,
+    kernels: Kernels,
+    norm: NormFactors | None = None,
+) -> None:
+    """dA = dH^T drop(x), into each adapter's sink.
+
+    Args:
+        x_TI: x, or with `norm` what the norm makes x from; only for kernels that have `norm_a_gradient`.
+    """
     sinks = [(factor.first_row, factor.sink_a) for factor in low_rank.factors if factor.sink_a is not None]
     keep_scale = 1.0 if mask is None else low_rank.keep_scale
-    kernels.a_gradient(dh_TR, x_TI, mask, keep_scale, [(first, sink.buffer) for first, sink in sinks])
+    gradients = [(first, sink.buffer) for first, sink in sinks]
+    if norm is None:
+        kernels.a_gradient(dh_TR, x_TI, mask, keep_scale, gradients)
+    else:
+        assert kernels.norm_a_gradient is not None
+        kernels.norm_a_gradient(dh_TR, x_TI, norm.rstd, norm.weight, mask, keep_scale, gradients)
     for _, sink in sinks:
         sink.added()
 
@@ -166,5 +197,4 @@ def accumulate_b(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank, kernels: Kernel
     """dB = dY^T H, into each adapter's sink."""
     trained = [(factor, factor.sink_b) for factor in low_rank.factors if factor.sink_b is not None]
     kernels.b_gradient(dy_TO, h_TR, [(f.first_column, f.first_row, sink.buffer) for f, sink in trained])
-    for _, sink in trained:
-        sink.added()
+    low_rank.b_added()

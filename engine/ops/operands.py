@@ -12,8 +12,8 @@ from engine.ops.context import TokenContext
 from engine.ops.encoded_weight import EncodedWeight
 from engine.ops.gradients import GradientSink
 from engine.ops.inputs import LinearInput
-from engine.ops.kernels import Kernels
-from engine.ops.low_rank import LowRank, project
+from engine.ops.kernels import AdaptedProducts, Kernels, Mask
+from engine.ops.low_rank import LowRank, add_expansion, project
 from engine.ops.quantized_products import RowCodes
 
 
@@ -73,6 +73,13 @@ class LinearOperands:
         """Whether one read of dY can make dH and dB: dH is no part of the base's product, and the backend knows how."""
         return self.low_rank is not None and not self.folded and self.kernels.output_gradients is not None
 
+    def adapted(self, left: Tensor, *, backward: bool = False) -> AdaptedProducts | None:
+        """The backend's products of the base with its adapters, if it has them for `left` (x, or dY backward)."""
+        products = self.kernels.adapted
+        if products is None or self.low_rank is None or self.folded or self.encoded is not None:
+            return None
+        return products if products.fits(left, self.weight_OI if backward else self.weight_OI.t()) else None
+
     @property
     def _num_columns(self) -> int:
         """Of what products multiply with: [W | B] where folded, else W."""
@@ -85,11 +92,50 @@ class LinearOperands:
         assert isinstance(x, Tensor)
         return self.kernels.product(x, self.extended_OE[:, : self._num_columns].t())
 
+    def expanded_product(
+        self, x: Tensor | RowCodes, h: Tensor | None, mask: Mask | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """y = x W^T + H B^T, [T, O], and H as backward needs it, for an x and H of the same tokens.
+
+        Args:
+            x, h: as `input_and_projection` gave them.
+            mask: of x; needed where there is no h.
+        """
+        if self.low_rank is None:
+            return self.product(x), None
+        products = self.adapted(x) if isinstance(x, Tensor) else None
+        if products is not None:
+            keep_scale = 1.0 if mask is None else self.low_rank.keep_scale
+            sections = self.low_rank.sections()
+            return products.forward(
+                x, self.weight_OI, self.low_rank.a_RI, sections, mask=mask, keep_scale=keep_scale, h_TR=h
+            )
+        assert h is not None
+        y = self.product(x)
+        if self.folded:
+            return y, h.clone()  # frees the buffer it is a view of
+        add_expansion(y, h, self.low_rank)
+        return y, h
+
     def input_gradient(self, dy_TO: Tensor) -> Tensor:
         """[dX_base | dH / s | padding] where folded, else dX_base."""
         if self.encoded is not None:
             return self.encoded.input_gradient(dy_TO, self.low_rank, self._num_columns)
         return self.kernels.product(dy_TO, self.extended_OE[:, : self._num_columns])
+
+    def adapted_gradient(
+        self, products: AdaptedProducts, dy_TO: Tensor, h: Tensor, mask: Mask | None, *, updates: bool
+    ) -> tuple[Tensor, Tensor]:
+        """dX_base, with what the adapters add to it where it `updates`, and dH; dB goes to its sinks."""
+        low_rank = self.low_rank
+        assert low_rank is not None
+        keep_scale = 1.0 if mask is None else low_rank.keep_scale
+        dx, dh = products.backward(
+            dy_TO, self.weight_OI, low_rank.a_RI, low_rank.sections(), h_TR=h, mask=mask, keep_scale=keep_scale,
+            updates=updates,
+        )  # fmt: skip
+        low_rank.b_added()
+        return dx, dh
 
     def projection_alone(self, dy_TO: Tensor) -> Tensor:
         """As `input_gradient` where folded, with zeros for dX_base."""
@@ -131,13 +177,17 @@ class LinearOperands:
         return low_rank.dropout.mask(self.kernels.draw_mask, token_index, self.in_features, context.step)
 
     def input_and_projection(
-        self, u: Tensor, source: LinearInput, mask: Tensor | None
+        self, u: Tensor, source: LinearInput, mask: Tensor | None, *, alone: bool = False
     ) -> tuple[Tensor | RowCodes, Tensor | None, Tensor | None]:
         """Makes x and H.
 
+        Args:
+            alone: H is wanted before the product is made.
+
         Returns:
             [x | H | padding] in one buffer where folded, else x, in codes where the product takes it so; H [T, R] (a
-            view of the buffer where folded), or None without adapters; the statistics of the input.
+            view of the buffer where folded), or None without adapters and where `expanded_product` makes it; the
+            statistics of the input.
         """
         low_rank = self.low_rank
         if self.encoded is not None and self.encoded.by_row:
@@ -147,6 +197,8 @@ class LinearOperands:
             return x, None, statistics
         if not self.folded:
             x, statistics = source.make(u, None, self.kernels)
+            if not alone and self.adapted(x) is not None:
+                return x, None, statistics
             h = x.new_empty(x.shape[0], low_rank.rank)
             return x, project(x, mask, low_rank, self.kernels, h), statistics
         buffer = u.new_empty(u.shape[0], self.extended_OE.shape[1])

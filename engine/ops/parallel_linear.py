@@ -25,6 +25,7 @@ Legend: T tokens, I input features, O output features, R stacked adapter rows; a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ from engine.distributed.collectives import (
 )
 from engine.ops.context import TokenContext
 from engine.ops.inputs import LinearInput
-from engine.ops.kernels import Mask
-from engine.ops.low_rank import accumulate_a, accumulate_b, add_expansion, output_gradients, projection_gradient
+from engine.ops.kernels import InputUpdate, Mask
+from engine.ops.low_rank import accumulate_a, accumulate_b, output_gradients, projection_gradient
 from engine.ops.operands import LinearOperands, accumulate_base
 from engine.ops.quantized_products import RowCodes
 
@@ -69,14 +70,10 @@ class _ColumnLinear(torch.autograd.Function):
         axis = operands.axis
         gathers = operands.sequence_parallel and axis.size > 1
         mask = operands.mask(context, context.local_token_index if gathers else context.token_index)
-        x, h, statistics = operands.input_and_projection(u, source, mask)
+        x, h, statistics = operands.input_and_projection(u, source, mask, alone=gathers)
         if gathers:
             x, h = _gather_input(operands, x, h)
-        y = operands.product(x)
-        if h is not None and operands.low_rank is not None:
-            if not operands.folded:
-                add_expansion(y, h, operands.low_rank)
-            h = h.clone() if operands.folded else h  # frees the buffer it is a view of
+        y, h = operands.expanded_product(x, h, mask)
         if operands.bias_O is not None:
             y.add_(operands.bias_O)
         _save(ctx, u, statistics, h, mask)
@@ -88,31 +85,52 @@ class _ColumnLinear(torch.autograd.Function):
         u, statistics, h, mask = _saved(ctx)
         source, operands = ctx.source, ctx.operands
         needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
-        dx, dh, handle = _column_input_gradient(operands, dy, h, mask, needs_du, ctx.gathers)
-        if h is not None and operands.low_rank is not None and not _one_read(operands, ctx.gathers):
+        started = _column_input_gradient(operands, dy, h, mask, needs_du, ctx.gathers)
+        if h is not None and operands.low_rank is not None and not started.has_b:
             accumulate_b(dy, h, operands.low_rank, operands.kernels)  # hides the collective
-        x = None
-        if operands.low_rank is not None or operands.trains_weight:
-            x, _ = source.make(u, None, operands.kernels)
+        x = _input_again(operands, source, u)
         full, full_handle = x, Handle()
         if operands.trains_weight and x is not None and ctx.gathers:
             full, full_handle = all_gather_async(x, operands.axis)
         travels = _update_after_collective(operands, ctx.gathers)
         if operands.low_rank is not None and not travels:
-            assert dh is not None and x is not None
-            accumulate_a(dh, x, mask, operands.low_rank, operands.kernels)  # hides the collective
-        handle.wait()
-        update = None
+            _accumulate_a(operands, source, x, u, statistics, started.dh, mask)  # hides the collective
+        started.handle.wait()
+        dx, dh, update = started.dx, started.dh, None
         if operands.low_rank is not None and travels:
             if operands.folded:
                 dx, dh = operands.split_gradient(dx)
-            assert dh is not None and x is not None
-            accumulate_a(dh, x, mask, operands.low_rank, operands.kernels)
-            update = operands.low_rank.input_update(dh, mask, _local_rows(operands, h, dh))
+            assert dh is not None
+            _accumulate_a(operands, source, x, u, statistics, dh, mask)
+            if not started.updated:
+                update = operands.low_rank.input_update(dh, mask, _local_rows(operands, h, dh))
         full_handle.wait()
         accumulate_base(operands, dy, full, dy)
         du = source.gradient(dx, u, statistics, update, operands.kernels) if needs_du else None
         return (du, None, None, None, *([None] * ctx.num_leaves))
+
+
+def _input_again(operands: LinearOperands, source: LinearInput, u: Tensor) -> Tensor | None:
+    """x, where dW needs it or dA cannot do without it."""
+    wants_a = operands.low_rank is not None and not source.gives_a(operands.kernels)
+    return source.make(u, None, operands.kernels)[0] if wants_a or operands.trains_weight else None
+
+
+def _accumulate_a(
+    operands: LinearOperands,
+    source: LinearInput,
+    x: Tensor | None,
+    u: Tensor,
+    statistics: Tensor | None,
+    dh: Tensor | None,
+    mask: Mask | None,
+) -> None:
+    """dA from x, or from u where there is no x."""
+    assert operands.low_rank is not None and dh is not None
+    if x is None:
+        source.accumulate_a(dh, u, statistics, mask, operands.low_rank, operands.kernels)
+    else:
+        accumulate_a(dh, x, mask, operands.low_rank, operands.kernels)
 
 
 def _local_rows(operands: LinearOperands, h: Tensor | None, dh: Tensor) -> Tensor | None:
@@ -162,38 +180,51 @@ def _one_read(operands: LinearOperands, gathers: bool) -> bool:
     return operands.one_read and (operands.axis.size == 1 or not _update_after_collective(operands, gathers))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Started:
+    """The input gradient of a column linear on its way.
+
+    Args:
+        dx: dX, with dH beside it in one buffer where folded; anything where it is not needed.
+        dh: dH; None without adapters and where folded.
+        handle: to wait for before either is read.
+        has_b: dB went to its sinks.
+        updated: dX has what the adapters add to it, and no collective is still to complete dH.
+    """
+
+    dx: Tensor
+    dh: Tensor | None
+    handle: Handle
+    has_b: bool = False
+    updated: bool = False
+
+
 def _column_input_gradient(
     operands: LinearOperands, dy: Tensor, h: Tensor | None, mask: Mask | None, needs_dx: bool, gathers: bool
-) -> tuple[Tensor, Tensor | None, Handle]:
-    """Starts dX and dH on their way; adds dB to its sinks where it comes from the same read of dY as dH.
-
-    Returns:
-        dX (with dH beside it in one buffer where folded; dX is empty where it is not needed), dH, and the handle to
-        wait for before either is read.
-    """
+) -> _Started:
+    """Starts dX and dH on their way; adds dB to its sinks where it comes from the same read of dY as dH."""
     low_rank, axis = operands.low_rank, operands.axis
     start = reduce_scatter_async if gathers else all_reduce_async
     if operands.folded:
-        both = operands.input_gradient(dy) if needs_dx else operands.projection_alone(dy)
-        both, handle = start(both, axis)
-        return both, None, handle
-    dh = None if low_rank is None else _projection_gradient(operands, dy, h, one_read=_one_read(operands, gathers))
-    if not needs_dx:
-        if dh is not None and (gathers or operands.joint):
-            dh, handle = start(dh, axis)
-            return dy, dh, handle
-        return dy, dh, Handle()
-    dx = operands.input_gradient(dy)
-    if low_rank is None or dh is None:
-        dx, handle = start(dx, axis)
-        return dx, None, handle
-    if not _update_after_collective(operands, gathers):
-        dx = operands.kernels.apply_update(dx, low_rank.input_update(dh, mask))
-        dx, handle = start(dx, axis)
-        return dx, dh, handle
-    dh, dh_handle = start(dh, axis)
-    dx, dx_handle = start(dx, axis)
-    return dx, dh, Handle.both(dh_handle, dx_handle)
+        both, handle = start(operands.input_gradient(dy) if needs_dx else operands.projection_alone(dy), axis)
+        return _Started(dx=both, dh=None, handle=handle)
+    travels = _update_after_collective(operands, gathers)
+    products = operands.adapted(dy, backward=True) if needs_dx else None
+    if products is not None and h is not None:
+        updates, has_b = not travels or axis.size == 1, True
+        dx, dh = operands.adapted_gradient(products, dy, h, mask, updates=updates)
+    else:
+        updates, has_b = False, _one_read(operands, gathers)
+        dh = None if low_rank is None else _projection_gradient(operands, dy, h, one_read=has_b)
+        dx = operands.input_gradient(dy) if needs_dx else dy
+        if needs_dx and dh is not None and low_rank is not None and not travels:
+            dx = operands.kernels.apply_update(dx, low_rank.input_update(dh, mask))
+    dh_handle, dx_handle = Handle(), Handle()
+    if dh is not None and travels:
+        dh, dh_handle = start(dh, axis)
+    if needs_dx:
+        dx, dx_handle = start(dx, axis)
+    return _Started(dx=dx, dh=dh, handle=Handle.both(dh_handle, dx_handle), has_b=has_b, updated=updates)
 
 
 def _projection_gradient(operands: LinearOperands, dy: Tensor, h: Tensor | None, *, one_read: bool) -> Tensor:
@@ -216,11 +247,7 @@ class _RowLinear(torch.autograd.Function):
         scatters = operands.sequence_parallel and axis.size > 1
         mask = operands.mask(context, context.token_index)
         x, h, statistics = operands.input_and_projection(u, source, mask)
-        y = operands.product(x)
-        if h is not None and operands.low_rank is not None:
-            if not operands.folded:
-                add_expansion(y, h, operands.low_rank)
-            h = h.clone() if operands.folded else h  # frees the buffer it is a view of
+        y, h = operands.expanded_product(x, h, mask)
         y = reduce_scatter(y, axis) if scatters else all_reduce(y, axis)
         if operands.bias_O is not None:
             y.add_(operands.bias_O)
@@ -235,28 +262,45 @@ class _RowLinear(torch.autograd.Function):
         dy, handle = local_dy, Handle()
         if ctx.scatters:
             dy, handle = all_gather_async(local_dy, operands.axis)
-        x = None
-        if low_rank is not None or operands.trains_weight:
-            x, _ = source.make(u, None, operands.kernels)  # hides the gather
-        handle.wait()
         needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
-        dx, update = None, None
-        if low_rank is None:
-            dx = operands.input_gradient(dy) if needs_du else None
-        else:
-            if operands.folded and needs_du:
-                dx, dh = operands.split_gradient(operands.input_gradient(dy))
-            else:
-                dh = _projection_gradient(operands, dy, h, one_read=operands.one_read)
-                dx = operands.input_gradient(dy) if needs_du else None
-            accumulate_a(dh, x, mask, low_rank, operands.kernels)
-            if not operands.one_read:
-                accumulate_b(dy, h, low_rank, operands.kernels)
-            update = low_rank.input_update(dh, mask)
+        # made before, x hides the gather; without one it comes with the gradient for less
+        late = needs_du and source.rewrites and low_rank is not None and not (ctx.scatters or operands.trains_weight)
+        x = None if late else _input_again(operands, source, u)
+        handle.wait()
+        dx, dh, update = _row_input_gradient(operands, dy, h, mask, needs_du)
+        if late:
+            x = dy.new_empty(u.shape[0], operands.in_features)
+        elif low_rank is not None:
+            _accumulate_a(operands, source, x, u, statistics, dh, mask)
         # the bias is added to this rank's tokens only, after the reduction
         accumulate_base(operands, dy, x, local_dy)
-        du = source.gradient(dx, u, statistics, update, operands.kernels) if dx is not None else None
+        du = None
+        if dx is not None:
+            du = source.gradient(dx, u, statistics, update, operands.kernels, x if late else None)
+        if late:
+            _accumulate_a(operands, source, x, u, statistics, dh, mask)
         return (du, None, None, None, *([None] * ctx.num_leaves))
+
+
+def _row_input_gradient(
+    operands: LinearOperands, dy: Tensor, h: Tensor | None, mask: Mask | None, needs_dx: bool
+) -> tuple[Tensor | None, Tensor | None, InputUpdate | None]:
+    """dX (None where it is not needed), dH, and what dX still lacks; dB goes to its sinks."""
+    low_rank = operands.low_rank
+    if low_rank is None or h is None:
+        return (operands.input_gradient(dy) if needs_dx else None), None, None
+    products = operands.adapted(dy, backward=True) if needs_dx else None
+    if products is not None:
+        return *operands.adapted_gradient(products, dy, h, mask, updates=True), None
+    dx = None
+    if operands.folded and needs_dx:
+        dx, dh = operands.split_gradient(operands.input_gradient(dy))
+    else:
+        dh = _projection_gradient(operands, dy, h, one_read=operands.one_read)
+        dx = operands.input_gradient(dy) if needs_dx else None
+    if not operands.one_read:
+        accumulate_b(dy, h, low_rank, operands.kernels)
+    return dx, dh, low_rank.input_update(dh, mask)
 
 
 def column_linear(

@@ -114,17 +114,6 @@ def test_a_non_finite_input_is_not_hidden(value: float, kernel: Multiply) -> Non
     assert not out[:, 3].isfinite().any() and out[:, :3].isfinite().all() and out[:, 4:].isfinite().all()
 
 
-@pytest.mark.skipif(not has_tiles(), reason="no AMX tiles")
-def test_two_parts_are_an_approximation() -> None:
-    """Eight more bits than bfloat16 has, and eight fewer than fp32."""
-    left, right = _operands(300, 200, 700)
-    exact = left.double() @ right.double()
-    two, one = multiply_by_tiles(left, right, parts=2) - exact, left.bfloat16() @ right.bfloat16() - exact
-    assert 1e-6 < float(two.norm() / exact.norm()) < 1e-5
-    assert float(two.norm()) < float(one.norm()) / 100
-    assert_same_on_any_threads(lambda: (multiply_by_tiles(left, right, parts=2),))
-
-
 @pytest.mark.parametrize("size", (FEWEST, 2 * FEWEST))
 def test_what_it_is_not_made_for_goes_to_torch(size: int) -> None:
     left, right = _operands(size, size, size)

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from engine.distributed.launch import keep_freed_memory
 from engine.ops.backends import choose_kernels
 from engine.ops.kernels import Kernels
 
@@ -50,6 +51,8 @@ def run(options: TaxOptions) -> Report:
         torch.set_num_threads(options.threads)
     device = choose_device(options.device)
     options = for_device(options, device.type)
+    if device.type == "cpu":
+        keep_freed_memory()  # as in training, for all contestants
     dtype = TORCH_DTYPES[options.dtype]
     chosen: Kernels = choose_kernels("auto", device=device, dtype=dtype)[0]
     contestants, absent = find_contestants(options, device, chosen)

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from engine.ops import kernels
-from engine.ops.native import arguments, attention, cross_entropy, dropout, low_rank, norm, product, rope, swiglu
+from engine.ops.native import (
+    adapted,
+    arguments,
+    attention,
+    cross_entropy,
+    dropout,
+    low_rank,
+    norm,
+    product,
+    rope,
+    swiglu,
+)
 from triton_kernels.linear_cross_entropy import LossKernels
+from triton_kernels.reference_fused import OutputSection
 
 
 def _update(update: kernels.InputUpdate | None) -> arguments.InputUpdate | None:
@@ -36,8 +49,10 @@ def _swiglu_forward(gate_up: Tensor, out: Tensor) -> None:
     swiglu.swiglu_forward(gate_up, out=out)
 
 
-def _swiglu_backward(dy: Tensor, gate_up: Tensor, update: kernels.InputUpdate | None) -> Tensor:
-    return swiglu.swiglu_backward(dy, gate_up, update=_update(update))
+def _swiglu_backward(
+    dy: Tensor, gate_up: Tensor, update: kernels.InputUpdate | None, y: Tensor | None = None
+) -> Tensor:
+    return swiglu.swiglu_backward(dy, gate_up, update=_update(update), y=y)
 
 
 def _project(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Tensor) -> None:
@@ -47,8 +62,24 @@ def _project(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Te
 def _a_gradient(
     dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, gradients: Sequence[tuple[int, Tensor]]
 ) -> None:
-    sections = [low_rank.GradientA(gradient_rI=buffer, first_row=first, scale=scale) for first, buffer in gradients]
-    low_rank.accumulate_a(dh_TR, x, mask, sections)
+    low_rank.accumulate_a(dh_TR, x, mask, _sections_of_a(gradients, scale))
+
+
+def _sections_of_a(gradients: Sequence[tuple[int, Tensor]], scale: float) -> list[low_rank.GradientA]:
+    return [low_rank.GradientA(gradient_rI=buffer, first_row=first, scale=scale) for first, buffer in gradients]
+
+
+def _norm_a_gradient(
+    dh_TR: Tensor,
+    u: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    gradients: Sequence[tuple[int, Tensor]],
+) -> None:
+    sections, columns = _sections_of_a(gradients, scale), weight.to(torch.float32)
+    low_rank.accumulate_a(dh_TR, u, mask, sections, row_scale_T=rstd, column_scale_I=columns)
 
 
 def _b_gradient(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[tuple[int, int, Tensor]]) -> None:
@@ -65,10 +96,38 @@ def _apply_update(dx: Tensor, update: kernels.InputUpdate) -> Tensor:
     return low_rank.add_input_gradient(dx, native)
 
 
-def _folds(num_inputs: int, num_outputs: int) -> bool:
+def _adapted_forward(
+    x: Tensor,
+    weight_OI: Tensor,
+    a_RI: Tensor,
+    sections: Sequence[OutputSection],
+    *,
+    mask: Tensor | None,
+    keep_scale: float,
+    h_TR: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return adapted.forward(x, weight_OI, a_RI, sections, bits=mask, keep_scale=keep_scale, h_TR=h_TR)
+
+
+def _adapted_backward(
+    dy: Tensor,
+    weight_OI: Tensor,
+    a_RI: Tensor,
+    sections: Sequence[OutputSection],
+    *,
+    h_TR: Tensor,
+    mask: Tensor | None,
+    keep_scale: float,
+    updates: bool,
+) -> tuple[Tensor, Tensor]:
+    return adapted.backward(dy, weight_OI, a_RI, sections, h_TR=h_TR, bits=mask, keep_scale=keep_scale, updates=updates)
+
+
+def _folds(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> bool:
     """By measurement (BENCHMARKS.md, what adapters cost): the further columns widen the input gradient's product, which
-    only a much larger output hides; below that the compiled skinny products are as fast or faster."""
-    return num_outputs >= 4 * num_inputs
+    only a much larger output hides; below that the compiled skinny products are as fast or faster. Where one product
+    takes the adapters along, nothing is to be gained."""
+    return num_outputs >= 4 * num_inputs and not (dtype == torch.float32 and product.has_tiles())
 
 
 NATIVE = kernels.Kernels(
@@ -90,4 +149,6 @@ NATIVE = kernels.Kernels(
     ),
     product=product.product,
     folds=_folds,
+    adapted=kernels.AdaptedProducts(fits=product.fits_tiles, forward=_adapted_forward, backward=_adapted_backward),
+    norm_a_gradient=_norm_a_gradient,
 )

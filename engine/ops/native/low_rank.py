@@ -13,7 +13,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.ops.native.arguments import InputUpdate, matrix, optional_bits, threads, type_number, update_arguments
+from engine.ops.native.arguments import (
+    InputUpdate,
+    matrix,
+    optional_bits,
+    optional_vector,
+    threads,
+    type_number,
+    update_arguments,
+)
 from engine.ops.native.loader import library
 
 
@@ -97,16 +105,25 @@ def add_input_gradient(dx_TI: Tensor, update: InputUpdate, *, out: Tensor | None
     return into
 
 
-def accumulate_a(dh_TR: Tensor, x_TI: Tensor, bits: Tensor | None, gradients: Sequence[GradientA]) -> None:
+def accumulate_a(
+    dh_TR: Tensor,
+    x: Tensor,
+    bits: Tensor | None,
+    gradients: Sequence[GradientA],
+    *,
+    row_scale_T: Tensor | None = None,
+    column_scale_I: Tensor | None = None,
+) -> None:
     """dA_i += scale_i * dH_i^T (mask * x) for all adapters on x, from one read of x.
 
     Args:
         dh_TR: fp32 or bfloat16, gradient of the stacked H.
-        x_TI: rows of any stride.
+        x: rows of any stride.
         bits: packed mask of x, or None.
         gradients: adapters that are trained; their rows of dH may have gaps.
+        row_scale_T, column_scale_I: fp32, what rows and columns of x are multiplied by, as by a norm; None for 1.
     """
-    (rows, inputs), ranks = x_TI.shape, dh_TR.shape[1]
+    (rows, ranks), inputs = dh_TR.shape, x.shape[1]
     sections = (_Section * len(gradients))()
     for section, given in zip(sections, gradients, strict=True):
         num = given.gradient_rI.shape[0]
@@ -115,8 +132,10 @@ def accumulate_a(dh_TR: Tensor, x_TI: Tensor, bits: Tensor | None, gradients: Se
         section.first_rank, section.num_ranks, section.scale = given.first_row, num, given.scale
         section.gradient, section.ld_gradient = pointer, stride
     library().engine_accumulate_a(
-        threads(), type_number(x_TI), rows, inputs, ranks, *matrix(dh_TR, ranks, rows, dtype=x_TI.dtype),
-        *matrix(x_TI, dtype=x_TI.dtype), *optional_bits(bits, inputs, rows), len(gradients), ctypes.addressof(sections),
+        threads(), type_number(x), rows, inputs, ranks, *matrix(dh_TR, dtype=x.dtype),
+        *matrix(x, rows=rows, dtype=x.dtype), optional_vector(row_scale_T, rows),
+        optional_vector(column_scale_I, inputs), *optional_bits(bits, inputs, rows), len(gradients),
+        ctypes.addressof(sections),
     )  # fmt: skip
 
 

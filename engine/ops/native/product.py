@@ -22,9 +22,6 @@ FEWEST_BY_ROWS = 512
 FEWEST_PRODUCTS = 1 << 24
 """Products of two numbers from which on splitting both operands for the tiles pays (measured at 2^21 to 2^30)."""
 
-PARTS = 3
-"""Bfloat16 numbers that stand for an fp32 number in a product by tiles."""
-
 
 def multiply(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) -> Tensor:
     """left right, by the compiled kernel for vectors, whatever the sizes.
@@ -34,22 +31,18 @@ def multiply(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) ->
         right_KN: fp32 [K, N], a matrix with rows of any stride or the transpose of one.
         out: where the product goes, [T, N], rows of any stride; overlaps neither operand.
     """
-    y, arguments = _arguments(left_TK, right_KN, out)
+    y, arguments = product_arguments(left_TK, right_KN, out)
     library().engine_product(threads(), *arguments)
     return y
 
 
-def multiply_by_tiles(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None, parts: int = PARTS) -> Tensor:
-    """As `multiply`, by AMX tiles; only where `has_tiles`.
-
-    Args:
-        parts: bfloat16 numbers for each fp32 number: 3, or 2 for an error of about 2^-17 in half the time.
-    """
-    assert has_tiles() and parts in (2, 3), parts
-    y, arguments = _arguments(left_TK, right_KN, out)
+def multiply_by_tiles(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """As `multiply`, by AMX tiles; only where `has_tiles`."""
+    assert has_tiles()
+    y, arguments = product_arguments(left_TK, right_KN, out)
     if left_TK.shape[1] == 0:
         return y.zero_()
-    library().engine_product_amx(threads(), parts, *arguments)
+    library().engine_product_amx(threads(), *arguments, None)
     return y
 
 
@@ -66,7 +59,7 @@ def _has_tiles(instruction_set: str) -> bool:
     return bool(found.value)
 
 
-def _arguments(left_TK: Tensor, right_KN: Tensor, out: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
+def product_arguments(left_TK: Tensor, right_KN: Tensor, out: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
     """The product's memory, and what the kernels take after the number of threads."""
     (rows, depth), columns = left_TK.shape, right_KN.shape[1]
     assert right_KN.shape[0] == depth, (left_TK.shape, right_KN.shape)
@@ -88,11 +81,15 @@ def _fits(left_TK: Tensor, right_KN: Tensor) -> bool:
     )
 
 
+def fits_tiles(left_TK: Tensor, right_KN: Tensor) -> bool:
+    """Whether `product` goes by the tiles."""
+    return _fits(left_TK, right_KN) and left_TK.numel() * right_KN.shape[1] >= FEWEST_PRODUCTS and has_tiles()
+
+
 def product(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) -> Tensor:
     """As torch.mm, by whichever is fastest: the tiles, the vectors or torch."""
-    if _fits(left_TK, right_KN):
-        if left_TK.numel() * right_KN.shape[1] >= FEWEST_PRODUCTS and has_tiles():
-            return multiply_by_tiles(left_TK, right_KN, out=out)
-        if left_TK.shape[0] >= FEWEST_BY_ROWS or right_KN.stride(0) == 1:
-            return multiply(left_TK, right_KN, out=out)
+    if fits_tiles(left_TK, right_KN):
+        return multiply_by_tiles(left_TK, right_KN, out=out)
+    if _fits(left_TK, right_KN) and (left_TK.shape[0] >= FEWEST_BY_ROWS or right_KN.stride(0) == 1):
+        return multiply(left_TK, right_KN, out=out)
     return torch.mm(left_TK, right_KN, out=out)

@@ -44,10 +44,12 @@ SIGNATURES: dict[str, list[Any]] = {
     ],
     "engine_project": [*_TYPED, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, c_float, *_MATRIX],
     "engine_add_input_gradient": [*_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_UPDATE, *_MATRIX],
-    "engine_accumulate_a": [*_TYPED, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
+    "engine_accumulate_a": [
+        *_TYPED, *_SIZE * 3, *_MATRIX, *_MATRIX, *_POINTER * 2, *_MATRIX, *_SIZE, *_POINTER,
+    ],
     "engine_accumulate_b": [*_TYPED, *_SIZE, *_MATRIX, *_MATRIX, *_SIZE, *_POINTER],
     "engine_product": [*_THREADS, *_SIZE * 3, *_MATRIX, *_MATRIX, c_int, *_MATRIX],
-    "engine_product_amx": [*_THREADS, c_int, *_SIZE * 3, *_MATRIX, *_MATRIX, c_int, *_MATRIX],
+    "engine_product_amx": [*_THREADS, *_SIZE * 3, *_MATRIX, *_MATRIX, c_int, *_MATRIX, *_POINTER],
     "engine_merge": [c_int, *_SIZE * 3, *_MATRIX * 4, *_POINTER],
     "engine_has_amx": [*_POINTER],
     "engine_cross_entropy_statistics": [

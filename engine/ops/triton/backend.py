@@ -100,8 +100,8 @@ def _swiglu_forward(gate_up: Tensor, out: Tensor) -> None:
     swiglu.swiglu_forward(gate_up, out=out)
 
 
-def _swiglu_backward(dy: Tensor, gate_up: Tensor, update: InputUpdate | None) -> Tensor:
-    return swiglu.swiglu_backward(dy, gate_up, update=_low_rank(update))
+def _swiglu_backward(dy: Tensor, gate_up: Tensor, update: InputUpdate | None, y: Tensor | None = None) -> Tensor:
+    return swiglu.swiglu_backward(dy, gate_up, update=_low_rank(update), activation_out=y)
 
 
 def _project(x: Tensor, a_RI: Tensor, mask: Mask | None, scale: float, out: Tensor) -> None:

@@ -1,0 +1,332 @@
+// The rank-r side of a large product by AMX tiles: what adapters add to it, made from operands that it has at hand.
+//
+//     P = s drop(L) D        C = L W + k drop'(P U)        dF = L^T H
+//
+// Forward, L is the linear's input, D is A^T, U is B^T and P is H. Backward, L is dY, D is B, U is A and P is dH; dF is
+// dB, for the H of forward. P needs a block of L's rows that has just been split, and so does dF; P U joins the sums of C
+// before they are stored. So adapters read and write no wide matrix of their own.
+#pragma once
+
+#include <algorithm>
+
+#include "split.h"
+
+// A, B or the gradient of one adapter: element (feature, rank) lies at data[feature * ld_feature + rank * ld_rank]. Its
+// features and ranks begin at these of the linear's own.
+struct Factor {
+    float* data;
+    int64_t ld_feature, ld_rank, first_feature, num_features, first_rank, num_ranks;
+    float scale;
+};
+
+// All adapters of a linear. P is given where there are no `down`; nothing is added to C where there are no `up`. Bits are
+// those of the elements that dropout keeps, of L and of C; null without dropout.
+struct LowRank {
+    int64_t ranks;
+    float* p;
+    int64_t ld_p;
+    const uint8_t* left_bits;
+    int64_t ld_left_bits;
+    const uint8_t* out_bits;
+    int64_t ld_out_bits;
+    float out_scale;
+    int64_t num_down;
+    const Factor* down;  // features are columns of L; `scale` is s
+    int64_t num_up;
+    const Factor* up;  // features are columns of C
+    int64_t num_gradients;
+    const Factor* gradients;  // features are columns of L; added to
+    const float* h;           // [rows, ranks]
+    int64_t ld_h;
+};
+
+#if HAS_AMX
+
+namespace adapters {
+
+using common::ceil_div;
+using simd::Float;
+using split::BLOCK;
+using split::Bf16;
+using split::LANES;
+using split::STEP;
+
+constexpr int64_t CHUNK = 64;  // rows that go through all of this together
+constexpr int64_t TOKEN_STEPS = CHUNK / STEP;
+constexpr int64_t GRADIENT_COLUMNS = 64;
+constexpr int64_t AHEAD = 4;  // steps packed ahead of their use: a tile is not loaded from stores that are under way
+
+struct Range {
+    int64_t first, last;
+};
+
+// The part of [0, size) that the factors with features in [from, to) have ranks in.
+inline Range ranks_of(int64_t count, const Factor* factors, int64_t from, int64_t to) {
+    Range range = {INT64_MAX, 0};
+    for (const Factor* f = factors; f < factors + count; ++f)
+        if (f->first_feature < to && from < f->first_feature + f->num_features && f->num_ranks > 0)
+            range = {std::min(range.first, f->first_rank), std::max(range.last, f->first_rank + f->num_ranks)};
+    return range.last ? range : Range{0, 0};
+}
+
+// The part of the features that the factors with ranks in [from, to) have.
+inline Range features_of(int64_t count, const Factor* factors, int64_t from, int64_t to) {
+    Range range = {INT64_MAX, 0};
+    for (const Factor* f = factors; f < factors + count; ++f)
+        if (f->first_rank < to && from < f->first_rank + f->num_ranks && f->num_features > 0)
+            range = {std::min(range.first, f->first_feature),
+                     std::max(range.last, f->first_feature + f->num_features)};
+    return range.last ? range : Range{0, 0};
+}
+
+// block [ranks <= 16, ld]: all factors' elements from (feature, rank) on, zeros where there is none.
+inline void gather(int64_t count, const Factor* factors, int64_t feature, int64_t features, int64_t rank, float* block,
+                   int64_t ld) {
+    std::fill(block, block + LANES * ld, 0.0f);
+    for (const Factor* f = factors; f < factors + count; ++f) {
+        const int64_t first = std::max(feature, f->first_feature), first_rank = std::max(rank, f->first_rank);
+        const int64_t last = std::min(feature + features, f->first_feature + f->num_features);
+        const int64_t last_rank = std::min<int64_t>(rank + LANES, f->first_rank + f->num_ranks);
+        const float* from = f->data + (first - f->first_feature) * f->ld_feature +
+                            (first_rank - f->first_rank) * f->ld_rank;
+        float* to = block + (first_rank - rank) * ld + first - feature;
+        if (f->ld_feature == 1)
+            for (int64_t r = first_rank; r < last_rank && first < last; ++r, from += f->ld_rank, to += ld)
+                std::copy(from, from + (last - first), to);
+        else
+            for (int64_t i = first; i < last; ++i, from += f->ld_feature, ++to)
+                for (int64_t r = 0; r < last_rank - first_rank; ++r) to[r * ld] = from[r * f->ld_rank];
+    }
+}
+
+// [rows <= CHUNK, ranks <= 16] of h, times a factor for each row if given -> a block of a left operand for each 32 rows,
+// with ranks for rows and tokens for depth.
+inline void pack_ranks(const float* h, int64_t ld, int64_t rows, int64_t ranks, const float* row_scale, Bf16* to) {
+    alignas(64) float block[LANES * STEP];
+    for (int64_t first = 0; first < CHUNK; first += STEP, to += BLOCK) {
+        const int64_t given = std::clamp<int64_t>(rows - first, 0, STEP);
+        for (int64_t t = 0; t < given; ++t)
+            for (int64_t r = 0; r < ranks; ++r)
+                block[r * STEP + t] = h[(first + t) * ld + r] * (row_scale ? row_scale[first + t] : 1.0f);
+        split::pack_left(block, STEP, ranks, given, to);
+    }
+}
+
+// A chunk of L's rows on its way into blocks [row block][step] of one part of the depth.
+struct Chunk {
+    const float* left;
+    int64_t ld, row, rows, depth, deep, steps;  // rows from `row` on; columns [depth, depth + deep) of L
+    Bf16* packed;
+    bool first, last;  // part of the depth
+
+    int64_t blocks() const { return amx::padded(rows) / LANES; }
+    Bf16* at(int64_t block, int64_t step) const { return packed + (block * steps + step) * BLOCK; }
+
+    // Two row blocks of steps [from, to).
+    void pack(int64_t block, int64_t from, int64_t to) const {
+        for (int64_t step = from; step < to; ++step)
+            for (int64_t one = block; one < block + 2; ++one) {
+                const int64_t first_row = std::min(one * LANES, rows);
+                split::pack_left(left + (row + first_row) * ld + depth + step * STEP, ld, rows - first_row,
+                                 std::min(STEP, deep - step * STEP), at(one, step));
+            }
+    }
+};
+
+class Adapters {
+  public:
+    Adapters(int threads, int64_t rows, int64_t depth, int64_t height, int64_t part, const LowRank& given)
+        : g_(given), threads_(threads), part_(part),
+          rank_tiles_(ceil_div(given.ranks, LANES)),
+          steps_(ceil_div(depth, STEP)) {
+        const int64_t chunks = ceil_div(height, CHUNK), ranks = rank_tiles_ * LANES;
+        if (g_.num_down) {
+            scale_ = common::scratch<4>(ranks + rows * ranks);
+            sums_ = scale_ + ranks;
+            std::fill_n(scale_, ranks, 0.0f);
+            for (const Factor* f = g_.down; f < g_.down + g_.num_down; ++f)
+                std::fill_n(scale_ + f->first_rank, f->num_ranks, f->scale);
+            pack_down();
+        }
+        if (g_.num_up) left_ = (Bf16*)common::scratch<6>(chunks * CHUNK / LANES * rank_tiles_ * split::HALF_LEFT / 2);
+        if (g_.num_gradients) parts_ = common::scratch<8>(chunks * ranks * part);
+    }
+
+    bool adds() const { return g_.num_up > 0; }
+    bool masks() const { return g_.out_bits != nullptr; }
+    bool has_gradients() const { return g_.num_gradients > 0; }
+
+    // Packs a chunk, the `index`-th of its pass over `height` rows, and takes P's and the gradients' share of it.
+    void take(const Chunk& chunk, int64_t index) const {
+        for (int64_t block = 0; block < chunk.blocks(); block += 2) {
+            int64_t packed = 0;
+            for (int64_t tile = 0; g_.num_down && tile < rank_tiles_; ++tile) packed = project(chunk, block, tile, packed);
+            chunk.pack(block, packed, chunk.steps);
+        }
+        if (has_gradients()) {
+            const Bf16* h = pack_h(chunk);
+            for (int64_t step = 0; step < chunk.steps; ++step) add_gradient(chunk, index, step, h);
+        }
+        if (chunk.last) finish(chunk, index);
+    }
+
+    // The gradients of columns [depth, depth + deep) of L, from all chunks of a pass: some of them for each item.
+    int64_t gradient_items(int64_t deep) const { return has_gradients() ? ceil_div(deep, GRADIENT_COLUMNS) : 0; }
+    void add_gradients(int64_t item, int64_t depth, int64_t deep, int64_t chunks) const {
+        const int64_t ranks = rank_tiles_ * LANES, from = depth + item * GRADIENT_COLUMNS;
+        for (const Factor* f = g_.gradients; f < g_.gradients + g_.num_gradients; ++f) {
+            const int64_t first = std::max(from, f->first_feature);
+            const int64_t last = std::min({from + GRADIENT_COLUMNS, depth + deep, f->first_feature + f->num_features});
+            for (int64_t r = 0; first < last && r < f->num_ranks; ++r) {
+                float sums[GRADIENT_COLUMNS] = {};
+                const float* one = parts_ + (f->first_rank + r) * part_ + first - depth;
+                for (int64_t chunk = 0; chunk < chunks; ++chunk, one += ranks * part_)
+                    for (int64_t i = 0; i < last - first; ++i) sums[i] += one[i];
+                float* data = f->data + (first - f->first_feature) * f->ld_feature + r * f->ld_rank;
+                for (int64_t i = 0; i < last - first; ++i) data[i * f->ld_feature] += f->scale * sums[i];
+            }
+        }
+    }
+
+    // Columns [column, + columns) of U -> half blocks [column block][rank block].
+    void pack_up(int64_t column, int64_t columns, Bf16* to) const {
+        alignas(64) float block[LANES * LANES];
+        for (int64_t c = column; c < column + amx::padded(columns); c += LANES)
+            for (int64_t tile = 0; tile < rank_tiles_; ++tile, to += split::HALF_RIGHT) {
+                gather(g_.num_up, g_.up, c, LANES, tile * LANES, block, LANES);
+                split::pack_half_right(block, LANES, to);
+            }
+    }
+    int64_t up_size(int64_t columns) const { return amx::padded(columns) / LANES * rank_tiles_ * split::HALF_RIGHT; }
+
+    // Adds rows [row, row + 32) of a pass times 32 columns of U, the first of them `column` of C.
+    SIMD_INLINE void multiply(int64_t row, int64_t column, const Bf16* up) const {
+        const Range ranks = ranks_of(g_.num_up, g_.up, column, column + STEP);
+        const int64_t next_left = rank_tiles_ * split::HALF_LEFT, next = rank_tiles_ * split::HALF_RIGHT;
+        const Bf16* left = left_ + row / LANES * next_left;
+        for (int64_t tile = ranks.first / LANES; tile * LANES < ranks.last; ++tile)
+            split::multiply_half(left + tile * split::HALF_LEFT, next_left, up + tile * split::HALF_RIGHT, next);
+    }
+
+    // The bits of C from (row, column) on, column a multiple of 8.
+    const uint8_t* out_bits(int64_t row, int64_t column) const { return g_.out_bits + row * g_.ld_out_bits + column / 8; }
+    int64_t ld_out_bits() const { return g_.ld_out_bits; }
+    float out_scale() const { return g_.out_scale; }
+
+  private:
+    // D -> blocks [rank block][step].
+    void pack_down() {
+        Bf16* to = down_ = (Bf16*)common::scratch<5>(rank_tiles_ * steps_ * BLOCK / 2);
+        constexpr int64_t SOME = 8;
+        common::parallel_for(threads_, ceil_div(rank_tiles_ * steps_, SOME), [=](int64_t item) {
+            alignas(64) float block[LANES * STEP];
+            for (int64_t i = item * SOME; i < std::min((item + 1) * SOME, rank_tiles_ * steps_); ++i) {
+                gather(g_.num_down, g_.down, i % steps_ * STEP, STEP, i / steps_ * LANES, block, STEP);
+                split::pack_right_transposed(block, STEP, STEP, LANES, to + i * BLOCK);
+            }
+        });
+    }
+
+    // H^T of a chunk -> blocks [rank block][token step].
+    const Bf16* pack_h(const Chunk& chunk) const {
+        Bf16* to = (Bf16*)common::scratch<9>(rank_tiles_ * TOKEN_STEPS * BLOCK / 2);
+        for (int64_t tile = 0; tile < rank_tiles_; ++tile)
+            pack_ranks(g_.h + chunk.row * g_.ld_h + tile * LANES, g_.ld_h, chunk.rows,
+                       std::min<int64_t>(LANES, g_.ranks - tile * LANES), nullptr, to + tile * TOKEN_STEPS * BLOCK);
+        return to;
+    }
+
+    // Columns [step * STEP, + STEP) of a part.
+    void add_gradient(const Chunk& chunk, int64_t index, int64_t step, const Bf16* h) const {
+        const int64_t column = step * STEP, wide = std::min(STEP, chunk.deep - column);
+        const Range ranks = ranks_of(g_.num_gradients, g_.gradients, chunk.depth + column, chunk.depth + column + wide);
+        if (ranks.last == 0) return;
+        alignas(64) Bf16 right[2 * TOKEN_STEPS * BLOCK];
+        alignas(64) float out[STEP * STEP];
+        const int64_t token_steps = chunk.blocks() / 2;
+        for (int64_t s = 0; s < token_steps; ++s)
+            split::turn(chunk.at(2 * s, step), chunk.at(2 * s + 1, step), right + s * BLOCK,
+                        right + (TOKEN_STEPS + s) * BLOCK);
+        for (int64_t tile = ranks.first / LANES; tile * LANES < ranks.last; ++tile) {
+            split::clear();
+            split::multiply_short(token_steps, h + tile * TOKEN_STEPS * BLOCK, right, TOKEN_STEPS * BLOCK);
+            split::store(out);
+            float* to = parts_ + (index * rank_tiles_ + tile) * LANES * part_ + column;
+            for (int64_t r = 0; r < LANES; ++r)
+                for (int64_t i = 0; i < STEP; i += LANES)
+                    simd::store(to + r * part_ + i,
+                                simd::load(out + r * STEP + i) + simd::load(out + (r + LANES) * STEP + i));
+        }
+    }
+
+    // Adds 32 rows' share of 16 ranks of P; packs what of them is not yet: the steps from `packed` on.
+    int64_t project(const Chunk& chunk, int64_t block, int64_t tile, int64_t packed) const {
+        const Range given = features_of(g_.num_down, g_.down, tile * LANES, (tile + 1) * LANES);
+        const int64_t first = std::clamp<int64_t>(given.first - chunk.depth, 0, chunk.deep) / STEP;
+        const int64_t last = ceil_div(std::clamp<int64_t>(given.last - chunk.depth, 0, chunk.deep), STEP);
+        if (first >= last && !chunk.first) return packed;
+        alignas(64) Bf16 kept[2 * BLOCK];
+        split::clear();
+        for (int64_t step = first; step < last; ++step) {
+            const int64_t ahead = std::min(chunk.steps, step + AHEAD);
+            chunk.pack(block, packed, ahead);
+            packed = std::max(packed, ahead);
+            const Bf16* left = chunk.at(block, step);
+            const Bf16* down = down_ + (tile * steps_ + chunk.depth / STEP + step) * BLOCK;
+            if (g_.left_bits) {
+                keep(chunk, block, step, kept);
+                split::multiply_narrow(1, kept, BLOCK, down);
+            } else {
+                split::multiply_narrow(1, left, chunk.steps * BLOCK, down);
+            }
+        }
+        add_sums(chunk, block, tile);
+        return packed;
+    }
+
+    // The tiles' sums, of 32 rows and 16 ranks, to those of earlier parts of the depth.
+    void add_sums(const Chunk& chunk, int64_t block, int64_t tile) const {
+        alignas(64) float out[STEP * STEP];
+        split::store(out);
+        float* to = sums_ + (chunk.row + block * LANES) * rank_tiles_ * LANES + tile * LANES;
+        for (int64_t i = 0; i < std::min(STEP, chunk.rows - block * LANES); ++i, to += rank_tiles_ * LANES) {
+            Float sum = simd::load(out + i * STEP) + simd::load(out + i * STEP + LANES);
+            if (!chunk.first) sum += simd::load(to);
+            simd::store(to, sum);
+        }
+    }
+
+    // What dropout keeps of two row blocks.
+    void keep(const Chunk& chunk, int64_t block, int64_t step, Bf16* to) const {
+        for (int64_t one = block; one < block + 2; ++one, to += BLOCK) {
+            const int64_t row = chunk.row + one * LANES, column = chunk.depth + step * STEP;
+            split::keep_left(chunk.at(one, step), chunk.rows - one * LANES,
+                             g_.left_bits + row * g_.ld_left_bits + column / 8, g_.ld_left_bits, to);
+        }
+    }
+
+    // P is complete: scales and writes it, and packs it for P U.
+    void finish(const Chunk& chunk, int64_t index) const {
+        const int64_t ld = rank_tiles_ * LANES;
+        for (int64_t row = chunk.row; g_.num_down && row < chunk.row + chunk.rows; ++row)
+            for (int64_t r = 0; r < g_.ranks; ++r) g_.p[row * g_.ld_p + r] = scale_[r] * sums_[row * ld + r];
+        if (!adds()) return;
+        Bf16* to = left_ + index * CHUNK / LANES * rank_tiles_ * split::HALF_LEFT;
+        for (int64_t block = 0; block < chunk.blocks(); ++block)
+            for (int64_t tile = 0; tile < rank_tiles_; ++tile, to += split::HALF_LEFT) {
+                const int64_t row = std::min(block * LANES, chunk.rows);
+                split::pack_half_left(g_.p + (chunk.row + row) * g_.ld_p + tile * LANES, g_.ld_p, chunk.rows - row,
+                                      g_.ranks - tile * LANES, to);
+            }
+    }
+
+    const LowRank& g_;
+    int threads_;
+    int64_t part_, rank_tiles_, steps_;
+    float *scale_ = nullptr, *sums_ = nullptr, *parts_ = nullptr;
+    Bf16 *down_ = nullptr, *left_ = nullptr;
+};
+
+}  // namespace adapters
+
+#endif

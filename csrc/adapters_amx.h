@@ -12,15 +12,15 @@
 #include "split.h"
 
 // A, B or the gradient of one adapter: element (feature, rank) lies at data[feature * ld_feature + rank * ld_rank]. Its
-// features and ranks begin at these of the linear's own.
+// features and ranks begin at these of the linear's own. All fields of these structures are 8 bytes wide.
 struct Factor {
     float* data;
     int64_t ld_feature, ld_rank, first_feature, num_features, first_rank, num_ranks;
-    float scale;
+    double scale;
 };
 
 // All adapters of a linear. P is given where there are no `down`; nothing is added to C where there are no `up`. Bits are
-// those of the elements that dropout keeps, of L and of C; null without dropout.
+// those of the elements that dropout keeps, of L and of C; null without dropout. The factors lie behind it.
 struct LowRank {
     int64_t ranks;
     float* p;
@@ -29,15 +29,13 @@ struct LowRank {
     int64_t ld_left_bits;
     const uint8_t* out_bits;
     int64_t ld_out_bits;
-    float out_scale;
-    int64_t num_down;
-    const Factor* down;  // features are columns of L; `scale` is s
-    int64_t num_up;
-    const Factor* up;  // features are columns of C
-    int64_t num_gradients;
-    const Factor* gradients;  // features are columns of L; added to
-    const float* h;           // [rows, ranks]
-    int64_t ld_h;
+    double out_scale;
+    const float* h;  // [rows, ranks]; for the gradients
+    int64_t ld_h, num_down, num_up, num_gradients;
+
+    const Factor* down() const { return (const Factor*)(this + 1); }   // features are columns of L; `scale` is s
+    const Factor* up() const { return down() + num_down; }             // features are columns of C
+    const Factor* gradients() const { return up() + num_up; }          // features are columns of L; added to
 };
 
 #if HAS_AMX
@@ -53,6 +51,7 @@ using split::STEP;
 
 constexpr int64_t CHUNK = 64;  // rows that go through all of this together
 constexpr int64_t TOKEN_STEPS = CHUNK / STEP;
+constexpr int64_t GROUP = 2;  // chunks whose share of the gradients is one part of the sum
 constexpr int64_t GRADIENT_COLUMNS = 64;
 constexpr int64_t AHEAD = 4;  // steps packed ahead of their use: a tile is not loaded from stores that are under way
 
@@ -99,16 +98,20 @@ inline void gather(int64_t count, const Factor* factors, int64_t feature, int64_
     }
 }
 
-// [rows <= CHUNK, ranks <= 16] of h, times a factor for each row if given -> a block of a left operand for each 32 rows,
-// with ranks for rows and tokens for depth.
-inline void pack_ranks(const float* h, int64_t ld, int64_t rows, int64_t ranks, const float* row_scale, Bf16* to) {
+// h [rows <= CHUNK, ranks <= 16] -> a block of a left operand for each 32 rows, with ranks for rows and tokens for depth.
+inline void pack_ranks(const float* h, int64_t ld, int64_t rows, int64_t ranks, Bf16* to) {
     alignas(64) float block[LANES * STEP];
     for (int64_t first = 0; first < CHUNK; first += STEP, to += BLOCK) {
-        const int64_t given = std::clamp<int64_t>(rows - first, 0, STEP);
-        for (int64_t t = 0; t < given; ++t)
-            for (int64_t r = 0; r < ranks; ++r)
-                block[r * STEP + t] = h[(first + t) * ld + r] * (row_scale ? row_scale[first + t] : 1.0f);
-        split::pack_left(block, STEP, ranks, given, to);
+        for (int64_t half = 0; half < STEP; half += LANES) {
+            Float square[LANES];
+            for (int64_t t = 0; t < LANES; ++t) {
+                const int64_t row = first + half + t;
+                square[t] = row < rows ? simd::load_up_to(h + row * ld, ranks) : Float{};
+            }
+            simd::transpose(square);
+            for (int64_t r = 0; r < LANES; ++r) simd::store(block + r * STEP + half, square[r]);
+        }
+        split::pack_left(block, STEP, ranks, STEP, to);
     }
 }
 
@@ -139,24 +142,25 @@ class Adapters {
         : g_(given), threads_(threads), part_(part),
           rank_tiles_(ceil_div(given.ranks, LANES)),
           steps_(ceil_div(depth, STEP)) {
-        const int64_t chunks = ceil_div(height, CHUNK), ranks = rank_tiles_ * LANES;
+        const int64_t groups = ceil_div(height, GROUP * CHUNK), ranks = rank_tiles_ * LANES;
         if (g_.num_down) {
             scale_ = common::scratch<4>(ranks + rows * ranks);
             sums_ = scale_ + ranks;
             std::fill_n(scale_, ranks, 0.0f);
-            for (const Factor* f = g_.down; f < g_.down + g_.num_down; ++f)
-                std::fill_n(scale_ + f->first_rank, f->num_ranks, f->scale);
+            for (const Factor* f = g_.down(); f < g_.down() + g_.num_down; ++f)
+                std::fill_n(scale_ + f->first_rank, f->num_ranks, (float)f->scale);
             pack_down();
         }
-        if (g_.num_up) left_ = (Bf16*)common::scratch<6>(chunks * CHUNK / LANES * rank_tiles_ * split::HALF_LEFT / 2);
-        if (g_.num_gradients) parts_ = common::scratch<8>(chunks * ranks * part);
+        if (g_.num_up) left_ = (Bf16*)common::scratch<6>(groups * GROUP * CHUNK / LANES * rank_tiles_ * split::HALF_LEFT / 2);
+        if (g_.num_gradients) parts_ = common::scratch<8>(groups * ranks * part);
     }
 
     bool adds() const { return g_.num_up > 0; }
     bool masks() const { return g_.out_bits != nullptr; }
     bool has_gradients() const { return g_.num_gradients > 0; }
 
-    // Packs a chunk, the `index`-th of its pass over `height` rows, and takes P's and the gradients' share of it.
+    // Packs a chunk, the `index`-th of its pass over `height` rows, and takes P's and the gradients' share of it; those of
+    // a group one after the other.
     void take(const Chunk& chunk, int64_t index) const {
         for (int64_t block = 0; block < chunk.blocks(); block += 2) {
             int64_t packed = 0;
@@ -170,20 +174,20 @@ class Adapters {
         if (chunk.last) finish(chunk, index);
     }
 
-    // The gradients of columns [depth, depth + deep) of L, from all chunks of a pass: some of them for each item.
+    // The gradients of columns [depth, depth + deep) of L, from all groups of a pass: some of them for each item.
     int64_t gradient_items(int64_t deep) const { return has_gradients() ? ceil_div(deep, GRADIENT_COLUMNS) : 0; }
-    void add_gradients(int64_t item, int64_t depth, int64_t deep, int64_t chunks) const {
+    void add_gradients(int64_t item, int64_t depth, int64_t deep, int64_t groups) const {
         const int64_t ranks = rank_tiles_ * LANES, from = depth + item * GRADIENT_COLUMNS;
-        for (const Factor* f = g_.gradients; f < g_.gradients + g_.num_gradients; ++f) {
+        for (const Factor* f = g_.gradients(); f < g_.gradients() + g_.num_gradients; ++f) {
             const int64_t first = std::max(from, f->first_feature);
             const int64_t last = std::min({from + GRADIENT_COLUMNS, depth + deep, f->first_feature + f->num_features});
             for (int64_t r = 0; first < last && r < f->num_ranks; ++r) {
                 float sums[GRADIENT_COLUMNS] = {};
                 const float* one = parts_ + (f->first_rank + r) * part_ + first - depth;
-                for (int64_t chunk = 0; chunk < chunks; ++chunk, one += ranks * part_)
+                for (int64_t group = 0; group < groups; ++group, one += ranks * part_)
                     for (int64_t i = 0; i < last - first; ++i) sums[i] += one[i];
                 float* data = f->data + (first - f->first_feature) * f->ld_feature + r * f->ld_rank;
-                for (int64_t i = 0; i < last - first; ++i) data[i * f->ld_feature] += f->scale * sums[i];
+                for (int64_t i = 0; i < last - first; ++i) data[i * f->ld_feature] += (float)f->scale * sums[i];
             }
         }
     }
@@ -193,7 +197,7 @@ class Adapters {
         alignas(64) float block[LANES * LANES];
         for (int64_t c = column; c < column + amx::padded(columns); c += LANES)
             for (int64_t tile = 0; tile < rank_tiles_; ++tile, to += split::HALF_RIGHT) {
-                gather(g_.num_up, g_.up, c, LANES, tile * LANES, block, LANES);
+                gather(g_.num_up, g_.up(), c, LANES, tile * LANES, block, LANES);
                 split::pack_half_right(block, LANES, to);
             }
     }
@@ -201,7 +205,7 @@ class Adapters {
 
     // Adds rows [row, row + 32) of a pass times 32 columns of U, the first of them `column` of C.
     SIMD_INLINE void multiply(int64_t row, int64_t column, const Bf16* up) const {
-        const Range ranks = ranks_of(g_.num_up, g_.up, column, column + STEP);
+        const Range ranks = ranks_of(g_.num_up, g_.up(), column, column + STEP);
         const int64_t next_left = rank_tiles_ * split::HALF_LEFT, next = rank_tiles_ * split::HALF_RIGHT;
         const Bf16* left = left_ + row / LANES * next_left;
         for (int64_t tile = ranks.first / LANES; tile * LANES < ranks.last; ++tile)
@@ -211,35 +215,36 @@ class Adapters {
     // The bits of C from (row, column) on, column a multiple of 8.
     const uint8_t* out_bits(int64_t row, int64_t column) const { return g_.out_bits + row * g_.ld_out_bits + column / 8; }
     int64_t ld_out_bits() const { return g_.ld_out_bits; }
-    float out_scale() const { return g_.out_scale; }
+    float out_scale() const { return (float)g_.out_scale; }
 
   private:
     // D -> blocks [rank block][step].
     void pack_down() {
         Bf16* to = down_ = (Bf16*)common::scratch<5>(rank_tiles_ * steps_ * BLOCK / 2);
-        constexpr int64_t SOME = 8;
+        constexpr int64_t SOME = 64;  // as long as it takes a sleeping thread to wake up
         common::parallel_for(threads_, ceil_div(rank_tiles_ * steps_, SOME), [=](int64_t item) {
             alignas(64) float block[LANES * STEP];
             for (int64_t i = item * SOME; i < std::min((item + 1) * SOME, rank_tiles_ * steps_); ++i) {
-                gather(g_.num_down, g_.down, i % steps_ * STEP, STEP, i / steps_ * LANES, block, STEP);
+                gather(g_.num_down, g_.down(), i % steps_ * STEP, STEP, i / steps_ * LANES, block, STEP);
                 split::pack_right_transposed(block, STEP, STEP, LANES, to + i * BLOCK);
             }
         });
     }
 
-    // H^T of a chunk -> blocks [rank block][token step].
+    // H^T of a chunk -> blocks [rank block][token step], for the ranks that this part of the depth has.
     const Bf16* pack_h(const Chunk& chunk) const {
         Bf16* to = (Bf16*)common::scratch<9>(rank_tiles_ * TOKEN_STEPS * BLOCK / 2);
-        for (int64_t tile = 0; tile < rank_tiles_; ++tile)
-            pack_ranks(g_.h + chunk.row * g_.ld_h + tile * LANES, g_.ld_h, chunk.rows,
-                       std::min<int64_t>(LANES, g_.ranks - tile * LANES), nullptr, to + tile * TOKEN_STEPS * BLOCK);
+        const Range ranks = ranks_of(g_.num_gradients, g_.gradients(), chunk.depth, chunk.depth + chunk.deep);
+        for (int64_t tile = ranks.first / LANES; tile * LANES < ranks.last; ++tile)
+            pack_ranks(g_.h + chunk.row * g_.ld_h + tile * LANES, g_.ld_h, chunk.rows, g_.ranks - tile * LANES,
+                       to + tile * TOKEN_STEPS * BLOCK);
         return to;
     }
 
     // Columns [step * STEP, + STEP) of a part.
     void add_gradient(const Chunk& chunk, int64_t index, int64_t step, const Bf16* h) const {
         const int64_t column = step * STEP, wide = std::min(STEP, chunk.deep - column);
-        const Range ranks = ranks_of(g_.num_gradients, g_.gradients, chunk.depth + column, chunk.depth + column + wide);
+        const Range ranks = ranks_of(g_.num_gradients, g_.gradients(), chunk.depth + column, chunk.depth + column + wide);
         if (ranks.last == 0) return;
         alignas(64) Bf16 right[2 * TOKEN_STEPS * BLOCK];
         alignas(64) float out[STEP * STEP];
@@ -251,17 +256,19 @@ class Adapters {
             split::clear();
             split::multiply_short(token_steps, h + tile * TOKEN_STEPS * BLOCK, right, TOKEN_STEPS * BLOCK);
             split::store(out);
-            float* to = parts_ + (index * rank_tiles_ + tile) * LANES * part_ + column;
+            float* to = parts_ + (index / GROUP * rank_tiles_ + tile) * LANES * part_ + column;
             for (int64_t r = 0; r < LANES; ++r)
-                for (int64_t i = 0; i < STEP; i += LANES)
-                    simd::store(to + r * part_ + i,
-                                simd::load(out + r * STEP + i) + simd::load(out + (r + LANES) * STEP + i));
+                for (int64_t i = 0; i < STEP; i += LANES) {
+                    const Float sum = simd::load(out + r * STEP + i) + simd::load(out + (r + LANES) * STEP + i);
+                    float* one = to + r * part_ + i;
+                    simd::store(one, index % GROUP ? simd::load(one) + sum : sum);
+                }
         }
     }
 
     // Adds 32 rows' share of 16 ranks of P; packs what of them is not yet: the steps from `packed` on.
     int64_t project(const Chunk& chunk, int64_t block, int64_t tile, int64_t packed) const {
-        const Range given = features_of(g_.num_down, g_.down, tile * LANES, (tile + 1) * LANES);
+        const Range given = features_of(g_.num_down, g_.down(), tile * LANES, (tile + 1) * LANES);
         const int64_t first = std::clamp<int64_t>(given.first - chunk.depth, 0, chunk.deep) / STEP;
         const int64_t last = ceil_div(std::clamp<int64_t>(given.last - chunk.depth, 0, chunk.deep), STEP);
         if (first >= last && !chunk.first) return packed;

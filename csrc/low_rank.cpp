@@ -85,7 +85,7 @@ class Wide {
         memory_.reset(new float[(size_t)(rows * columns)]);
         float* to = memory_.get();
         data = to, ld = columns;
-        constexpr int64_t SOME = 256;
+        constexpr int64_t SOME = 1024;
         common::parallel_for(threads, ceil_div(rows, SOME), [=](int64_t item) {
             const int64_t first = item * SOME, some = std::min(SOME, rows - first);
             simd::widen_rows(from + first * ld_from, ld_from, some, columns, to + first * columns, columns);

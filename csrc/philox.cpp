@@ -18,7 +18,8 @@ typedef __m512i Wide;
 constexpr int CALLS = 8;
 SIMD_INLINE Wide wide(uint64_t value) { return _mm512_set1_epi64((long long)value); }
 SIMD_INLINE Wide multiply(Wide a, Wide b) { return _mm512_mul_epu32(a, b); }
-SIMD_INLINE Wide high(Wide a) { return _mm512_srli_epi64(a, 32); }
+// as a shuffle, since multiplications fill the port that shifts would take; it leaves the high half as it was
+SIMD_INLINE Wide high(Wide a) { return _mm512_castps_si512(_mm512_movehdup_ps(_mm512_castsi512_ps(a))); }
 SIMD_INLINE Wide xor3(Wide a, Wide b, Wide c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
 #elif SIMD_AVX2
 typedef __m256i Wide;
@@ -36,8 +37,8 @@ SIMD_INLINE Wide high(Wide a) { return a >> 32; }
 SIMD_INLINE Wide xor3(Wide a, Wide b, Wide c) { return a ^ b ^ c; }
 #endif
 
-// Two independent sets of calls at a time: the multiplications of one hide the latency of the other.
-constexpr int SETS = 2;
+// Several independent sets of calls at a time: the multiplications of one hide the latency of the others.
+constexpr int SETS = CALLS == 8 ? 4 : 2;  // as many as there are registers for
 
 struct State {
     Wide c0[SETS], c1[SETS], c2[SETS], c3[SETS];
@@ -48,7 +49,7 @@ SIMD_INLINE void ten_rounds(State& s, uint32_t k0, uint32_t k1) {
 #pragma GCC unroll 10
     for (int round = 0; round < 10; ++round) {
         const Wide key0 = wide(k0), key1 = wide(k1);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int i = 0; i < SETS; ++i) {
             const Wide product0 = multiply(s.c0[i], m0), product1 = multiply(s.c2[i], m1);
             s.c0[i] = xor3(high(product1), s.c1[i], key0);

@@ -123,26 +123,28 @@ void multiply_item(const Item& item, float* c, int64_t ld) {
 
 void product(int threads, int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t ld_a, const Matrix& b,
              float* c, int64_t ld_c, const adapters::Adapters* adapters) {
-    using adapters::CHUNK;
+    using adapters::CHUNK, adapters::GROUP;
     const int64_t width = item_width(columns, threads), blocks = ceil_div(columns, width);
     // few columns leave threads without work: then items have some of the rows only
     const int64_t shares = std::max<int64_t>(1, threads / std::max<int64_t>(1, blocks));
     for (int64_t k = 0; k < depth; k += DEPTH)
         for (int64_t top = 0; top < rows; top += HEIGHT) {
             const int64_t deep = std::min(DEPTH, depth - k), steps = ceil_div(deep, STEP), size = steps * BLOCK;
-            const int64_t high = std::min(HEIGHT, rows - top), chunks = ceil_div(high, CHUNK);
+            const int64_t high = std::min(HEIGHT, rows - top), groups = ceil_div(high, GROUP * CHUNK);
             const bool last = k + DEPTH >= depth;
             Bf16* left = (Bf16*)common::scratch<0>(amx::padded(high) / LANES * size / 2);
-            common::parallel_for(threads, chunks, [=](int64_t i) {
-                const int64_t row = i * CHUNK, some = std::min(CHUNK, high - row);
-                take_chunk({a, ld_a, top + row, some, k, deep, steps, left + row / LANES * size, k == 0, last}, i,
-                           adapters);
+            common::parallel_for(threads, groups, [=](int64_t group) {
+                for (int64_t i = group * GROUP; i < (group + 1) * GROUP && i * CHUNK < high; ++i) {
+                    const int64_t row = i * CHUNK, some = std::min(CHUNK, high - row);
+                    take_chunk({a, ld_a, top + row, some, k, deep, steps, left + row / LANES * size, k == 0, last}, i,
+                               adapters);
+                }
             });
             const int64_t before = adapters ? adapters->gradient_items(deep) : 0;
             const adapters::Adapters* adding = adapters && last && adapters->adds() ? adapters : nullptr;
             const int64_t share = amx::padded(ceil_div(high, shares));
             common::parallel_for(threads, before + blocks * shares, [=](int64_t i) {
-                if (i < before) return adapters->add_gradients(i, k, deep, chunks);
+                if (i < before) return adapters->add_gradients(i, k, deep, groups);
                 i -= before;
                 const int64_t column = i % blocks * width, wide = std::min(width, columns - column);
                 const int64_t row = i / blocks * share, some = std::min(share, high - row);
@@ -161,7 +163,7 @@ void product(int threads, int64_t rows, int64_t columns, int64_t depth, const fl
 
 #endif
 
-// has: 1 where engine_product_amx and engine_adapted_product can be called.
+// has: 1 where engine_product_amx can be called.
 EXPORT void engine_has_amx(int* has) {
 #if HAS_AMX
     static const bool found = amx::ask();

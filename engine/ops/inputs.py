@@ -284,6 +284,16 @@ class KeptInput(_MadeFirst):
         self._node = _Keep.apply(torch.empty(0, requires_grad=True), self._x).grad_fn
         self._making, self._x = False, None
 
+    def gives_a(self, kernels: Kernels) -> bool:
+        """As the source: dA has the same bits whether x is kept or not."""
+        return self._source.gives_a(kernels)
+
+    def accumulate_a(
+        self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Mask | None, low_rank: LowRank, kernels: Kernels
+    ) -> None:
+        self._node = None
+        self._source.accumulate_a(dh, u, statistics, mask, low_rank, kernels)
+
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels,
         x_out: Tensor | None = None,

@@ -97,8 +97,8 @@ class LowRank:
             inverse = [1.0]
         return InputUpdate(dh_TR=dh_TR, a_RI=self.a_RI, mask=mask, scale=scale, h_TR=h_TR, h_scale=inverse[0])
 
-    def sections(self) -> list[OutputSection]:
-        """Each adapter on the side of the output."""
+    def sections(self, *, gradients: bool = False) -> list[OutputSection]:
+        """Each adapter on the side of the output; with B's gradients where something is added to them."""
         return [
             OutputSection(
                 first_column=factor.first_column,
@@ -107,7 +107,7 @@ class LowRank:
                 num_ranks=factor.b_OR.shape[1],
                 b_OR=factor.b_OR,
                 scale=factor.scale,
-                db_out=None if factor.sink_b is None else factor.sink_b.buffer,
+                db_out=factor.sink_b.buffer if gradients and factor.sink_b is not None else None,
             )
             for factor in self.factors
         ]
@@ -163,7 +163,7 @@ def output_gradients(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank, kernels: Ke
         accumulate_b(dy_TO, h_TR, low_rank, kernels)
         return dh
     dh = dy_TO.new_empty(dy_TO.shape[0], low_rank.rank)
-    kernels.output_gradients(dy_TO, h_TR, low_rank.sections(), dh_out=dh)
+    kernels.output_gradients(dy_TO, h_TR, low_rank.sections(gradients=True), dh_out=dh)
     low_rank.b_added()
     return dh
 

@@ -130,10 +130,10 @@ class LinearOperands:
         low_rank = self.low_rank
         assert low_rank is not None
         keep_scale = 1.0 if mask is None else low_rank.keep_scale
+        sections = low_rank.sections(gradients=True)
         dx, dh = products.backward(
-            dy_TO, self.weight_OI, low_rank.a_RI, low_rank.sections(), h_TR=h, mask=mask, keep_scale=keep_scale,
-            updates=updates,
-        )  # fmt: skip
+            dy_TO, self.weight_OI, low_rank.a_RI, sections, h_TR=h, mask=mask, keep_scale=keep_scale, updates=updates
+        )
         low_rank.b_added()
         return dx, dh
 

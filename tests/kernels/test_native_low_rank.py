@@ -85,6 +85,24 @@ def test_accumulate_a(shape: tuple[int, int], ranks: tuple[int, ...], masked: bo
         assert_accurate(target.gradient_rI, 0.5 + target.scale * (rows.t() @ kept), exact)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, (1100, 70)])
+def test_accumulate_a_of_a_norm(shape: tuple[int, int], masked: bool) -> None:
+    """x is not made: its factors for rows and columns go to dH and to the sum."""
+    torch.manual_seed(0)
+    u, dh = torch.randn(shape), torch.randn(shape[0], 16)
+    rstd, weight = torch.rand(shape[0], 1) + 0.5, torch.rand(shape[1]) + 0.5
+    bits, mask = _bits(*shape)
+    kept = mask if masked else torch.ones(shape)
+    into = widened(torch.full((16, shape[1]), 0.5))
+    target = [low_rank.GradientA(gradient_rI=into, first_row=0, scale=2.0)]
+    low_rank.accumulate_a(
+        widened(dh), widened(u), bits if masked else None, target, row_scale_T=rstd, column_scale_I=weight
+    )
+    x = u.double() * rstd * weight * kept
+    assert_accurate(into, 0.5 + 2.0 * (dh.t() @ x.float()), 0.5 + 2.0 * (dh.double().t() @ x))
+
+
 @pytest.mark.parametrize("sections", [((7, 1),), ((40, 16), (8, 16), (8, 16)), ((600, 8), (5, 24))])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 130, 4100])
 def test_accumulate_b(tokens: int, sections: tuple[tuple[int, int], ...]) -> None:

@@ -161,7 +161,8 @@ def test_contestants_take_turns() -> None:
     work = {name: lambda name=name: calls.append(name) for name in "abc"}
     samples = interleave(work, repeats=3, warmup=1, device=CPU, turn=lambda done: None)
     assert [sorted(calls[start : start + 3]) for start in range(0, 12, 3)] == [["a", "b", "c"]] * 4
-    assert calls[0::3] == ["a", "b", "c", "a"]
+    orders = {tuple(calls[start : start + 3]) for start in range(0, 12, 3)}
+    assert len(orders) > 1 and {order[0] for order in orders} != {"a"}, "nobody always follows the same neighbour"
     assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "b": 3, "c": 3}
     assert isinstance(samples["a"][0], Sample)
 

@@ -6,6 +6,7 @@ as it is.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -88,7 +89,8 @@ def interleave(
     turn: Callable[[int], None],
     before: Mapping[str, Work] | None = None,
 ) -> dict[str, list[Sample]]:
-    """Runs all contestants once per turn; who begins rotates, so that nobody always follows the same neighbour.
+    """Runs all contestants once per turn, each turn in another order: what one leaves in the caches and in the
+    allocator is not always met by the same one.
 
     Args:
         contestants: name -> what to run.
@@ -117,8 +119,7 @@ def take_turns(
     names = list(runs)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
     for index in range(warmup + repeats):
-        first = index % len(names)
-        for name in names[first:] + names[:first]:
+        for name in random.Random(index).sample(names, len(names)):
             sample = runs[name]()
             if index >= warmup:
                 samples[name].append(sample)

@@ -9,8 +9,9 @@ Legend: T tokens, I input features, O output features, R rows of the stacked A (
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from collections.abc import Sequence
+from itertools import chain
 
 from torch import Tensor
 
@@ -19,43 +20,10 @@ from engine.ops.native.loader import library
 from engine.ops.native.product import has_tiles, product_arguments
 from triton_kernels.reference_fused import OutputSection
 
-
-class _Factor(ctypes.Structure):
-    """`struct Factor` of csrc/adapters_amx.h."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("ld_feature", ctypes.c_int64),
-        ("ld_rank", ctypes.c_int64),
-        ("first_feature", ctypes.c_int64),
-        ("num_features", ctypes.c_int64),
-        ("first_rank", ctypes.c_int64),
-        ("num_ranks", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-    )
-
-
-class _LowRank(ctypes.Structure):
-    """`struct LowRank` of csrc/adapters_amx.h."""
-
-    _fields_ = (
-        ("ranks", ctypes.c_int64),
-        ("p", ctypes.c_void_p),
-        ("ld_p", ctypes.c_int64),
-        ("left_bits", ctypes.c_void_p),
-        ("ld_left_bits", ctypes.c_int64),
-        ("out_bits", ctypes.c_void_p),
-        ("ld_out_bits", ctypes.c_int64),
-        ("out_scale", ctypes.c_float),
-        ("num_down", ctypes.c_int64),
-        ("down", ctypes.POINTER(_Factor)),
-        ("num_up", ctypes.c_int64),
-        ("up", ctypes.POINTER(_Factor)),
-        ("num_gradients", ctypes.c_int64),
-        ("gradients", ctypes.POINTER(_Factor)),
-        ("h", ctypes.c_void_p),
-        ("ld_h", ctypes.c_int64),
-    )
+_LOW_RANK, _FACTOR = "7qd5q", "7qd"
+"""`struct LowRank` and `struct Factor` of csrc/adapters_amx.h; the factors lie behind the other."""
+_Factor = tuple[int, int, int, int, int, int, int, float]
+"""data, distance of features, distance of ranks, first feature, features, first rank, ranks, scale."""
 
 
 def forward(
@@ -80,13 +48,11 @@ def forward(
         h_TR: H where it is known already; it is then not made from x.
     """
     (tokens, features), ranks = x_TI.shape, a_RI.shape[0]
-    down = () if h_TR is not None else [_a_factor(a_RI, section, keep_scale) for section in sections]
+    down = [] if h_TR is not None else [_a_factor(a_RI, section, keep_scale) for section in sections]
     h = x_TI.new_empty(tokens, ranks) if h_TR is None else h_TR
-    pointer, stride = matrix(h, ranks, tokens)
-    mask, mask_stride = optional_bits(bits if h_TR is None else None, features, tokens)
-    given = _LowRank(ranks=ranks, p=pointer, ld_p=stride, left_bits=mask, ld_left_bits=mask_stride, out_scale=1.0)
-    _set(given, down=down, up=[_b_factor(section, 1.0) for section in sections])
-    return _product(x_TI, weight_OI.t(), given), h
+    mask = optional_bits(bits if h_TR is None else None, features, tokens)
+    up = [_b_factor(section, section.b_OR, 1.0) for section in sections]
+    return _product(x_TI, weight_OI.t(), h, left_bits=mask, down=down, up=up), h
 
 
 def backward(
@@ -110,46 +76,62 @@ def backward(
     """
     tokens, (ranks, features) = dy_TO.shape[0], a_RI.shape
     dh = dy_TO.new_empty(tokens, ranks)
-    pointer, stride = matrix(dh)
-    mask, mask_stride = optional_bits(bits if updates else None, features, tokens)
-    given = _LowRank(ranks=ranks, p=pointer, ld_p=stride, out_bits=mask, ld_out_bits=mask_stride, out_scale=keep_scale)
-    given.h, given.ld_h = matrix(h_TR, ranks, tokens)
-    whole = [_Factor(a_RI.data_ptr(), 1, matrix(a_RI, features)[1], 0, features, 0, ranks, 1.0)] if updates else ()
-    trained = [_gradient_factor(section) for section in sections if section.db_out is not None]
-    _set(given, down=[_b_factor(section, section.scale) for section in sections], up=whole, gradients=trained)
-    return _product(dy_TO, weight_OI, given), dh
+    mask = optional_bits(bits if updates else None, features, tokens)
+    up = [(*_strides(a_RI, features, by_rank=False), 0, features, 0, ranks, 1.0)] if updates else []
+    down = [_b_factor(section, section.b_OR, section.scale) for section in sections]
+    gradients = [_b_factor(section, section.db_out, 1.0) for section in sections if section.db_out is not None]
+    dx = _product(
+        dy_TO, weight_OI, dh, out_bits=mask, out_scale=keep_scale, down=down, up=up, gradients=gradients,
+        h=matrix(h_TR, ranks, tokens),
+    )  # fmt: skip
+    return dx, dh
 
 
-def _product(left: Tensor, right: Tensor, given: _LowRank) -> Tensor:
+_NOTHING = (None, 0)
+
+
+def _product(
+    left: Tensor,
+    right: Tensor,
+    p: Tensor,
+    *,
+    down: list[_Factor],
+    up: list[_Factor],
+    gradients: Sequence[_Factor] = (),
+    left_bits: tuple[int | None, int] = _NOTHING,
+    out_bits: tuple[int | None, int] = _NOTHING,
+    out_scale: float = 1.0,
+    h: tuple[int | None, int] = _NOTHING,
+) -> Tensor:
+    """left right, with what the factors add to it, as `struct LowRank` names them."""
     assert has_tiles()
     out, arguments = product_arguments(left, right, None)
-    library().engine_product_amx(threads(), *arguments, ctypes.addressof(given))
+    factors = (*down, *up, *gradients)
+    fields = (
+        p.shape[1], *matrix(p, rows=left.shape[0]), left_bits[0] or 0, left_bits[1], out_bits[0] or 0, out_bits[1],
+        out_scale, h[0] or 0, h[1], len(down), len(up), len(gradients),
+    )  # fmt: skip
+    low_rank = struct.pack(_LOW_RANK + _FACTOR * len(factors), *fields, *chain.from_iterable(factors))
+    library().engine_product_amx(threads(), *arguments, low_rank)
     return out
 
 
-def _set(given: _LowRank, **factors: Sequence[_Factor]) -> None:
-    """Factors by the name of their field; the structure keeps them alive."""
-    for name, some in factors.items():
-        setattr(given, name, (_Factor * len(some))(*some))
-        setattr(given, f"num_{name}", len(some))
+def _strides(values: Tensor, columns: int, *, by_rank: bool) -> tuple[int, int, int]:
+    """Pointer and the distances of features and of ranks, of which those of the columns have no gaps."""
+    pointer, stride = matrix(values, columns)
+    return (pointer, stride, 1) if by_rank else (pointer, 1, stride)
 
 
 def _a_factor(a_RI: Tensor, section: OutputSection, keep_scale: float) -> _Factor:
-    pointer, stride = matrix(a_RI.narrow(0, section.first_row, section.num_ranks))
-    features, scale = a_RI.shape[1], section.scale * keep_scale
-    return _Factor(pointer, 1, stride, 0, features, section.first_row, section.num_ranks, scale)
+    features, first = a_RI.shape[1], section.first_row
+    assert first >= 0 and first + section.num_ranks <= a_RI.shape[0], (first, section.num_ranks, a_RI.shape)
+    pointer, _, stride = _strides(a_RI, features, by_rank=False)
+    start = pointer + first * stride * a_RI.element_size()
+    return start, 1, stride, 0, features, first, section.num_ranks, section.scale * keep_scale
 
 
-def _b_factor(section: OutputSection, scale: float) -> _Factor:
-    pointer, stride = matrix(section.b_OR, section.num_ranks, section.num_columns)
-    return _Factor(
-        pointer, stride, 1, section.first_column, section.num_columns, section.first_row, section.num_ranks, scale
-    )
-
-
-def _gradient_factor(section: OutputSection) -> _Factor:
-    assert section.db_out is not None
-    pointer, stride = matrix(section.db_out, section.num_ranks, section.num_columns)
-    return _Factor(
-        pointer, stride, 1, section.first_column, section.num_columns, section.first_row, section.num_ranks, 1.0
-    )
+def _b_factor(section: OutputSection, values: Tensor | None, scale: float) -> _Factor:
+    """B or its gradient."""
+    assert values is not None and values.shape == (section.num_columns, section.num_ranks), section
+    place = (section.first_column, section.num_columns, section.first_row, section.num_ranks)
+    return (*_strides(values, section.num_ranks, by_rank=True), *place, scale)

@@ -54,7 +54,7 @@ class GradientB:
     gradient_or: Tensor
     first_column: int
     first_row: int
-    scale: float
+    scale: float = 1.0
 
 
 class _Section(ctypes.Structure):

@@ -7,6 +7,7 @@ import gc
 import math
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +178,16 @@ def _live_bytes() -> int:
     return sum(storages.values())
 
 
+def _settled_bytes() -> int:
+    """The same, when the threads that carried out collectives have let go of their tensors: they do so a moment after
+    the wait for a collective has ended."""
+    found = []
+    for _ in range(5):
+        found.append(_live_bytes())
+        time.sleep(0.02)
+    return min(found)
+
+
 class Measured(NamedTuple):
     """Bytes of a run between two steps, and what they should consist of."""
 
@@ -229,7 +240,7 @@ def _measure(layout: Layout, level: ShardLevel) -> Measured:
         most = watch.most_gradients, watch.most_weights
         del watch
     run.flat.publish()  # no weights are on their way
-    kept = _live_bytes() - before
+    kept = _settled_bytes() - before
     spread = [run.kept.storage(view) is not None for view in _storages(run).values()]
     return Measured(kept, run.flat.regions[-1].stop, storages, spread, *most)
 

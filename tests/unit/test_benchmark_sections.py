@@ -26,8 +26,16 @@ from tools.benchmarking.kernels.first_calls import measure_first_calls
 from tools.benchmarking.kernels.section import GROUPS, make_setting
 from tools.benchmarking.kernels.setting import Setting
 from tools.benchmarking.lora_layers import engine, make_layer, peft, plain_torch
-from tools.benchmarking.lora_tax import arithmetic_limit
-from tools.benchmarking.options import KernelOptions, StepOptions, TaxOptions, for_device, read_shapes
+from tools.benchmarking.lora_tax import arithmetic_limit, layer_linears
+from tools.benchmarking.options import (
+    _TAX_ON_CPU,
+    _TAX_ON_GPU,
+    KernelOptions,
+    StepOptions,
+    TaxOptions,
+    for_device,
+    read_shapes,
+)
 from tools.benchmarking.saved import saved_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,6 +145,14 @@ def test_lora_tax_section(tmp_path: Path) -> None:
     targets = {row[2]: row[rows[0].index("target")] for row in rows[2:]}
     assert targets["engine (reference)"] == "1.10" and targets["PEFT"] == ""
     assert sum("the target of 1.10" in sentence for sentence in record["tables"][0]["findings"]) == 8
+
+
+def test_a_layer_is_recognised_among_linears() -> None:
+    layer = "norm-column:8x4x4+2+2,row:8x4x4,norm-column:8x4x6+6,swiglu-row:8x6x4"
+    assert layer_linears(read_shapes(f"column:8x4x4,{layer},row:8x6x4")) == read_shapes(layer)
+    for missing in layer.split(","):
+        assert layer_linears(read_shapes(layer.replace(missing, "column:8x4x6"))) == ()
+    assert len(layer_linears(read_shapes(_TAX_ON_CPU))) == len(layer_linears(read_shapes(_TAX_ON_GPU))) == 4
 
 
 def test_memory_section(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ turn. Beside it stand the limit by arithmetic (the low-rank products are not fre
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -67,16 +67,19 @@ def run(options: TaxOptions) -> Report:
         _say(f"checking {name}, dropout {dropout}")
         checked[name, dropout] = check(name, build(), device, LIMITS[dtype])
     rows, verdicts, records, ceiling_seconds = [], [], [], []
+    all_timed: dict[tuple[str, float], Timed] = {}
     for (name, dropout), build in builds.items():
         if options.repeats:
             _say(f"timing {name}, dropout {dropout}")
         case = build()
         timed = time_case(case, ceilings, options, device)
         ceiling_seconds += timed.seconds(PRODUCT) if timed.samples else []
+        all_timed[name, dropout] = timed
         rows += _rows(name, dropout, options.rank, timed, checked[name, dropout], TARGETS[device.type])
         verdicts += _verdicts(f"{name}, dropout {dropout}", chosen, timed, TARGETS[device.type])
         records.append(_record(name, dropout, case, timed, checked[name, dropout]))
         del case  # before the next one's tensors are made
+    verdicts += _layer_verdicts(all_timed, chosen, TARGETS[device.type])
     table = Table(
         title="A linear with adapters over the same linear frozen, forward and backward",
         columns=_COLUMNS if options.repeats else _SHORT_COLUMNS,
@@ -172,6 +175,44 @@ def _faster_frozen(timed: Timed) -> str:
     """What a ratio is taken to: by torch or by the engine, whichever is faster at this shape."""
     frozen = [who for who in timed.samples if who.startswith("frozen")]
     return min(frozen, key=lambda who: summarise(timed.seconds(who)).median)
+
+
+def layer_linears(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    """Those that make up a decoder layer, queries to down projection; empty where one is missing."""
+    for qkv in shapes:
+        for gate_up in shapes:
+            if (
+                qkv.kind != "norm-column"
+                or gate_up.kind != "norm-column"
+                or (len(qkv.outputs), len(gate_up.outputs)) != (3, 2)
+            ):
+                continue
+            tokens, hidden = qkv.tokens, qkv.inputs
+            output = Shape(kind="row", tokens=tokens, inputs=qkv.outputs[0], outputs=(hidden,))
+            down = Shape(kind="swiglu-row", tokens=tokens, inputs=gate_up.outputs[0], outputs=(hidden,))
+            if (gate_up.tokens, gate_up.inputs) == (tokens, hidden) and output in shapes and down in shapes:
+                return qkv, output, gate_up, down
+    return ()
+
+
+def _layer_verdicts(timed: dict[tuple[str, float], Timed], chosen: Kernels, target: float) -> list[str]:
+    """Of the linears of a layer together, where all were timed: turn by turn, sum over sum."""
+    who = f"engine ({chosen.name})"
+    linears = layer_linears([read_shapes(name)[0] for name, _ in timed])
+    verdicts = []
+    for dropout in sorted({dropout for _, dropout in timed}):
+        some = [timed[str(linear), dropout] for linear in linears]
+        if not some or any(who not in one.samples for one in some):
+            continue
+        taken = [sum(turn) for turn in zip(*(one.seconds(who) for one in some), strict=True)]
+        frozen = [sum(turn) for turn in zip(*(one.seconds(_faster_frozen(one)) for one in some), strict=True)]
+        ratio = paired_ratio(taken, frozen)
+        verdict = "meets" if ratio.median <= target else "misses"
+        verdicts.append(
+            f"The four linears of a layer together, dropout {dropout}: {who} at {ratio.median:.3f} ({ratio.low:.3f} to "
+            f"{ratio.high:.3f}) {verdict} the target of {target:.2f}."
+        )
+    return verdicts
 
 
 def _verdicts(where: str, chosen: Kernels, timed: Timed, target: float) -> list[str]:

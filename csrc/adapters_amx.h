@@ -78,25 +78,39 @@ inline Range features_of(int64_t count, const Factor* factors, int64_t from, int
     return range.last ? range : Range{0, 0};
 }
 
-// block [ranks <= 16, ld]: all factors' elements from (feature, rank) on, zeros where there is none.
+// All factors' elements of `features` features and 16 ranks, zeros where there is none: element (feature, rank) goes to
+// block[feature * to_feature + rank * to_rank], of which one is 1.
 inline void gather(int64_t count, const Factor* factors, int64_t feature, int64_t features, int64_t rank, float* block,
-                   int64_t ld) {
-    std::fill(block, block + LANES * ld, 0.0f);
+                   int64_t to_feature, int64_t to_rank) {
+    std::fill(block, block + features * LANES, 0.0f);
     for (const Factor* f = factors; f < factors + count; ++f) {
         const int64_t first = std::max(feature, f->first_feature), first_rank = std::max(rank, f->first_rank);
-        const int64_t last = std::min(feature + features, f->first_feature + f->num_features);
-        const int64_t last_rank = std::min<int64_t>(rank + LANES, f->first_rank + f->num_ranks);
-        const float* from = f->data + (first - f->first_feature) * f->ld_feature +
-                            (first_rank - f->first_rank) * f->ld_rank;
-        float* to = block + (first_rank - rank) * ld + first - feature;
-        if (f->ld_feature == 1)
-            for (int64_t r = first_rank; r < last_rank && first < last; ++r, from += f->ld_rank, to += ld)
-                std::copy(from, from + (last - first), to);
+        const int64_t some = std::min(feature + features, f->first_feature + f->num_features) - first;
+        const int64_t ranks = std::min<int64_t>(rank + LANES, f->first_rank + f->num_ranks) - first_rank;
+        if (some <= 0 || ranks <= 0) continue;
+        const float* from = f->data + (first - f->first_feature) * f->ld_feature + (first_rank - f->first_rank) * f->ld_rank;
+        float* to = block + (first - feature) * to_feature + (first_rank - rank) * to_rank;
+        if (f->ld_feature == 1 && to_feature == 1)
+            for (int64_t r = 0; r < ranks; ++r) std::copy_n(from + r * f->ld_rank, some, to + r * to_rank);
+        else if (f->ld_rank == 1 && to_rank == 1)
+            for (int64_t i = 0; i < some; ++i) std::copy_n(from + i * f->ld_feature, ranks, to + i * to_feature);
         else
-            for (int64_t i = first; i < last; ++i, from += f->ld_feature, ++to)
-                for (int64_t r = 0; r < last_rank - first_rank; ++r) to[r * ld] = from[r * f->ld_rank];
+            for (int64_t i = 0; i < some; ++i)
+                for (int64_t r = 0; r < ranks; ++r)
+                    to[i * to_feature + r * to_rank] = from[i * f->ld_feature + r * f->ld_rank];
     }
 }
+
+// [16, 16] with its rows as columns.
+inline void turn(float* block) {
+    Float square[LANES];
+    for (int64_t i = 0; i < LANES; ++i) square[i] = simd::load(block + i * LANES);
+    simd::transpose(square);
+    for (int64_t i = 0; i < LANES; ++i) simd::store(block + i * LANES, square[i]);
+}
+
+// Whether the ranks of a feature lie side by side, as B's do; those of A do not.
+inline bool by_feature(int64_t count, const Factor* factors) { return count > 0 && factors->ld_rank == 1; }
 
 // h [rows <= CHUNK, ranks <= 16] -> a block of a left operand for each 32 rows, with ranks for rows and tokens for depth.
 inline void pack_ranks(const float* h, int64_t ld, int64_t rows, int64_t ranks, Bf16* to) {
@@ -194,10 +208,12 @@ class Adapters {
 
     // Columns [column, + columns) of U -> half blocks [column block][rank block].
     void pack_up(int64_t column, int64_t columns, Bf16* to) const {
+        const bool turned = by_feature(g_.num_up, g_.up());
         alignas(64) float block[LANES * LANES];
         for (int64_t c = column; c < column + amx::padded(columns); c += LANES)
             for (int64_t tile = 0; tile < rank_tiles_; ++tile, to += split::HALF_RIGHT) {
-                gather(g_.num_up, g_.up(), c, LANES, tile * LANES, block, LANES);
+                gather(g_.num_up, g_.up(), c, LANES, tile * LANES, block, turned ? LANES : 1, turned ? 1 : LANES);
+                if (turned) turn(block);
                 split::pack_half_right(block, LANES, to);
             }
     }
@@ -221,12 +237,15 @@ class Adapters {
     // D -> blocks [rank block][step].
     void pack_down() {
         Bf16* to = down_ = (Bf16*)common::scratch<5>(rank_tiles_ * steps_ * BLOCK / 2);
+        const bool turned = by_feature(g_.num_down, g_.down());
         constexpr int64_t SOME = 64;  // as long as it takes a sleeping thread to wake up
         common::parallel_for(threads_, ceil_div(rank_tiles_ * steps_, SOME), [=](int64_t item) {
             alignas(64) float block[LANES * STEP];
             for (int64_t i = item * SOME; i < std::min((item + 1) * SOME, rank_tiles_ * steps_); ++i) {
-                gather(g_.num_down, g_.down(), i % steps_ * STEP, STEP, i / steps_ * LANES, block, STEP);
-                split::pack_right_transposed(block, STEP, STEP, LANES, to + i * BLOCK);
+                gather(g_.num_down, g_.down(), i % steps_ * STEP, STEP, i / steps_ * LANES, block, turned ? LANES : 1,
+                       turned ? 1 : STEP);
+                if (turned) split::pack_right(block, LANES, STEP, LANES, to + i * BLOCK);
+                else split::pack_right_transposed(block, STEP, STEP, LANES, to + i * BLOCK);
             }
         });
     }
@@ -316,7 +335,9 @@ class Adapters {
     void finish(const Chunk& chunk, int64_t index) const {
         const int64_t ld = rank_tiles_ * LANES;
         for (int64_t row = chunk.row; g_.num_down && row < chunk.row + chunk.rows; ++row)
-            for (int64_t r = 0; r < g_.ranks; ++r) g_.p[row * g_.ld_p + r] = scale_[r] * sums_[row * ld + r];
+            for (int64_t r = 0; r < g_.ranks; r += LANES)
+                simd::store_up_to(g_.p + row * g_.ld_p + r, simd::load(scale_ + r) * simd::load(sums_ + row * ld + r),
+                                  g_.ranks - r);
         if (!adds()) return;
         Bf16* to = left_ + index * CHUNK / LANES * rank_tiles_ * split::HALF_LEFT;
         for (int64_t block = 0; block < chunk.blocks(); ++block)

@@ -18,7 +18,7 @@ using simd::LANES;
 
 constexpr int64_t ROWS = 8;        // rows of an item in products that give a row for a row
 constexpr int64_t DEPTH = 128;     // products added up in registers before they join the sum
-constexpr int64_t SUM_ROWS = 64;   // the same where rows are summed over: dA and dB
+constexpr int64_t SUM_ROWS = 32;   // the same where rows are summed over: dA and dB
 constexpr int64_t PART_ROWS = 2048;  // rows of one part of dA and dB; parts are added in order
 
 // H[t, r] = scale * sum over i of mask * x[t, i] * packed[i, r], for rows [first, first + rows).

@@ -117,22 +117,8 @@ inline void keep_left(const Bf16* from, int64_t rows, const uint8_t* bits, int64
     }
 }
 
-// b [depth, columns <= 16] -> a block of a right operand, with zeros where the bit of an element is 0. `bits`: those of
-// the first row, from the first column on.
-inline void pack_right_kept(const float* b, int64_t ld, int64_t depth, int64_t columns, const uint8_t* bits,
-                            int64_t ld_bits, Bf16* to) {
-    const __mmask16 given = lanes(columns);
-    for (int64_t k = 0; k < STEP; k += 2) {
-        uint16_t even = 0, odd = 0;
-        if (k < depth) memcpy(&even, bits + k * ld_bits, sizeof even);
-        if (k + 1 < depth) memcpy(&odd, bits + (k + 1) * ld_bits, sizeof odd);
-        split_pair(_mm512_maskz_loadu_ps(given & even, b + k * ld), _mm512_maskz_loadu_ps(given & odd, b + (k + 1) * ld),
-                   (uint32_t*)to + k / 2 * LANES);
-    }
-}
-
-// Blocks of a left operand 16 deep: [x2 | x1], [x1 | x0] and [x0 | x0], which times [y0; y1], the same and [y0; y2] are
-// the six products at half the price of a block that is filled up with zeros.
+// Half a block is 16 deep. On the left its tiles are [x2 | x1], [x1 | x0] and [x0 | x0], which times [y0; y1], the same and
+// [y0; y2] are the six products, at half the price of a block that is filled up with zeros.
 constexpr int64_t HALF_LEFT = 3 * TILE, HALF_RIGHT = 2 * TILE;
 
 // a [rows <= 16, depth <= 16] -> half a block.

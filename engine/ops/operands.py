@@ -45,6 +45,7 @@ class LinearOperands:
         joint: a column linear that sees all tokens sends dH along with dX; always so where adapters are folded.
         kernels: the backend.
         encoded: the base weight where it is stored encoded; products then read it and not `extended_OE`.
+        chosen_by_OE: a weight of the size by which kernels are chosen, where `extended_OE` has fewer rows.
     """
 
     extended_OE: Tensor
@@ -58,6 +59,7 @@ class LinearOperands:
     joint: bool
     kernels: Kernels
     encoded: EncodedWeight | None = None
+    chosen_by_OE: Tensor | None = None
 
     @property
     def weight_OI(self) -> Tensor:
@@ -78,7 +80,8 @@ class LinearOperands:
         products = self.kernels.adapted
         if products is None or self.low_rank is None or self.folded or self.encoded is not None:
             return None
-        return products if products.fits(left, self.weight_OI if backward else self.weight_OI.t()) else None
+        weight = self.extended_OE if self.chosen_by_OE is None else self.chosen_by_OE
+        return products if products.fits(left, weight if backward else weight.t()) else None
 
     @property
     def _num_columns(self) -> int:
@@ -155,7 +158,7 @@ class LinearOperands:
         return replace(self, low_rank=None, folded=False)
 
     def without_rows(self) -> LinearOperands:
-        """The same linear with no output features, on an axis of its own."""
+        """The same linear with no output features, on an axis of its own. H has the same bits as that of the whole."""
         low_rank = self.low_rank
         if low_rank is not None:
             factors = tuple(
@@ -166,7 +169,13 @@ class LinearOperands:
         if self.encoded is not None:
             extended = torch.empty(extended.shape, dtype=extended.dtype, device=self.encoded.device)
         return replace(
-            self, extended_OE=extended, encoded=None, bias_O=None, low_rank=low_rank, axis=Axis(self.axis.name)
+            self,
+            extended_OE=extended,
+            encoded=None,
+            bias_O=None,
+            low_rank=low_rank,
+            axis=Axis(self.axis.name),
+            chosen_by_OE=self.extended_OE if self.encoded is None else None,
         )
 
     def mask(self, context: TokenContext, token_index: Tensor) -> Tensor | None:

@@ -20,6 +20,7 @@ from engine.ops.gradients import GradientSink
 from engine.ops.inputs import GivenInput, LinearInput, NormInput, SwiGLUInput
 from engine.ops.kernels import REFERENCE, Kernels
 from engine.ops.low_rank import Factor, LowRank
+from engine.ops.native import product
 from engine.ops.native.backend import NATIVE
 from engine.ops.native.loader import native_status
 from engine.ops.operands import LinearOperands, RowsSink
@@ -114,6 +115,25 @@ SOURCES: dict[str, tuple[LinearInput, int, Callable[[Tensor], Tensor]]] = {
     "swiglu": (SwiGLUInput(), 2 * IN, lambda u: F.silu(u[:, :IN]) * u[:, IN:]),
 }
 """How x is made, the width of what it is made from, and the same in torch."""
+
+
+@pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+@pytest.mark.parametrize("probability", [0.0, 0.25])
+def test_h_has_the_same_bits_without_the_product(probability: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a region needs it that is made again but for its last product, whichever way the product makes H."""
+    monkeypatch.setattr(product, "FEWEST", 1)
+    monkeypatch.setattr(product, "FEWEST_PRODUCTS", 1)
+    whole = replace(_Linear(probability=probability, dtype=torch.float32).operands, kernels=NATIVE, bias_O=None)
+    u, context = _random(TOKENS, IN, seed=8, dtype=torch.float32), _context()
+    found = []
+    for operands in (whole, whole.without_rows()):
+        mask = operands.mask(context, context.token_index)
+        x, h, _ = operands.input_and_projection(u, GivenInput(), mask)
+        found.append(operands.expanded_product(x, h, mask))
+    (y, h), (nothing, again) = found
+    assert y.shape == (TOKENS, sum(ROWS)) and nothing.shape == (TOKENS, 0)
+    assert h is not None and again is not None and torch.equal(h, again)
+    assert h.abs().min() > 0
 
 
 @pytest.mark.parametrize("function", [column_linear, row_linear])

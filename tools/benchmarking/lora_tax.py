@@ -107,7 +107,7 @@ def find_contestants(
 
     Args:
         options, device: of the section.
-        chosen: the backend that a model takes here; it is measured unfolded and without adapters too.
+        chosen: the backend that a model takes here; it is measured without adapters too, and unfolded where it folds.
     """
     dtype = TORCH_DTYPES[options.dtype]
     backends, absent = find_backends(device, dtype, timed=options.repeats > 0)
@@ -116,7 +116,9 @@ def find_contestants(
     found[f"frozen, engine ({chosen.name})"] = partial(lora_layers.engine, kernels=chosen, adapters=False)
     for name, kernels in backends.items():
         found[f"engine ({name})"] = partial(lora_layers.engine, kernels=kernels)
-    found[f"engine ({chosen.name}), not folded"] = partial(lora_layers.engine, kernels=chosen, fold=False)
+    shapes = read_shapes(options.shapes or "")
+    if any(chosen.folds(shape.inputs, sum(shape.outputs), dtype) for shape in shapes):
+        found[f"engine ({chosen.name}), not folded"] = partial(lora_layers.engine, kernels=chosen, fold=False)
     if "torch" in peers:
         found[PLAIN] = lora_layers.plain_torch
     if "peft" in peers:

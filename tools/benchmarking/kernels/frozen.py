@@ -36,8 +36,6 @@ def _ways(setting: Setting) -> dict[str, tuple[_Multiply, str]]:
             f"tiles: three bfloat16 numbers for each fp32 number; chosen from {product.FEWEST_PRODUCTS:,} products on."
         )
         ways["tiles"] = product.multiply_by_tiles, note
-        note = "tiles, two parts: an approximation that the engine does not use; its error is about 2^-17."
-        ways["tiles, two parts"] = partial(product.multiply_by_tiles, parts=2), note
     return ways
 
 

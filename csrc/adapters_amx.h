@@ -291,7 +291,7 @@ class Adapters {
         const int64_t first = std::clamp<int64_t>(given.first - chunk.depth, 0, chunk.deep) / STEP;
         const int64_t last = ceil_div(std::clamp<int64_t>(given.last - chunk.depth, 0, chunk.deep), STEP);
         if (first >= last && !chunk.first) return packed;
-        alignas(64) Bf16 kept[2 * BLOCK];
+        alignas(64) Bf16 kept[2][2 * BLOCK];  // of a step and of the next
         split::clear();
         for (int64_t step = first; step < last; ++step) {
             const int64_t ahead = std::min(chunk.steps, step + AHEAD);
@@ -300,8 +300,9 @@ class Adapters {
             const Bf16* left = chunk.at(block, step);
             const Bf16* down = down_ + (tile * steps_ + chunk.depth / STEP + step) * BLOCK;
             if (g_.left_bits) {
-                keep(chunk, block, step, kept);
-                split::multiply_narrow(1, kept, BLOCK, down);
+                if (step == first) keep(chunk, block, step, kept[step % 2]);
+                if (step + 1 < last) keep(chunk, block, step + 1, kept[(step + 1) % 2]);
+                split::multiply_narrow(1, kept[step % 2], BLOCK, down);
             } else {
                 split::multiply_narrow(1, left, chunk.steps * BLOCK, down);
             }

@@ -23,30 +23,45 @@ constexpr int64_t HEIGHT = 2048;   // rows of A that are split at a time
 constexpr int64_t COLUMNS = 256;   // of an item, at most
 constexpr int64_t FEW_COLUMNS = 128;
 
-// to [rows, columns] (+)= from [rows, STEP].
-void store_block(bool add, const float* from, int64_t rows, int64_t columns, float* to, int64_t ld) {
-    const __mmask16 low = split::lanes(columns), high = split::lanes(columns - LANES);
-    for (int64_t i = 0; i < rows; ++i, from += STEP, to += ld) {
+// A block of C on its way from the tiles.
+struct Out {
+    bool add;                // to what is there
+    int64_t rows, columns;
+    float* to;
+    int64_t ld;
+};
+
+// What is added to a block where the bit of an element is 1: scale * from [rows, STEP].
+struct Kept {
+    const float* from;
+    const uint8_t* bits;
+    int64_t ld_bits;
+    float scale;
+};
+
+// to (+)= from [rows, STEP], with what is kept.
+template <bool KEPT>
+void store_block(const Out& out, const float* from, const Kept& kept) {
+    const __mmask16 low = split::lanes(out.columns), high = split::lanes(out.columns - LANES);
+    const __m512 scale = _mm512_set1_ps(kept.scale);
+    const float* more = kept.from;
+    const uint8_t* bits = kept.bits;
+    float* to = out.to;
+    for (int64_t i = 0; i < out.rows; ++i, from += STEP, to += out.ld) {
         __m512 first = _mm512_load_ps(from), second = _mm512_load_ps(from + LANES);
-        if (add) {
+        if (KEPT) {
+            uint32_t word;
+            memcpy(&word, bits, sizeof word);
+            first = _mm512_mask3_fmadd_ps(scale, _mm512_load_ps(more), first, (__mmask16)word);
+            second = _mm512_mask3_fmadd_ps(scale, _mm512_load_ps(more + LANES), second, (__mmask16)(word >> LANES));
+            more += STEP, bits += kept.ld_bits;
+        }
+        if (out.add) {
             first = _mm512_add_ps(first, _mm512_maskz_loadu_ps(low, to));
             second = _mm512_add_ps(second, _mm512_maskz_loadu_ps(high, to + LANES));
         }
         _mm512_mask_storeu_ps(to, low, first);
         _mm512_mask_storeu_ps(to + LANES, high, second);
-    }
-}
-
-// sums [rows, STEP] += scale * from where the bit of an element is 1.
-void add_kept(const float* from, int64_t rows, const uint8_t* bits, int64_t ld_bits, float scale, float* sums) {
-    const __m512 factor = _mm512_set1_ps(scale);
-    for (int64_t i = 0; i < rows; ++i, from += STEP, sums += STEP, bits += ld_bits) {
-        uint32_t word;
-        memcpy(&word, bits, sizeof word);
-        const __m512 first = _mm512_load_ps(sums), second = _mm512_load_ps(sums + LANES);
-        _mm512_store_ps(sums, _mm512_mask3_fmadd_ps(factor, _mm512_load_ps(from), first, (__mmask16)word));
-        _mm512_store_ps(sums + LANES,
-                        _mm512_mask3_fmadd_ps(factor, _mm512_load_ps(from + LANES), second, (__mmask16)(word >> LANES)));
     }
 }
 
@@ -99,25 +114,27 @@ void multiply_item(const Item& item, float* c, int64_t ld) {
     alignas(64) float out[STEP * STEP], kept[STEP * STEP];
     const int64_t next = item.steps * BLOCK, pairs = ceil_div(item.columns, STEP);
     const Bf16* left = item.left + item.row / LANES * next;
+    const bool adds = item.adapters != nullptr, masks = adds && item.adapters->masks();
     for (int64_t row = item.row; row < item.row + item.rows; row += STEP, left += 2 * next)
         for (int64_t pair = 0; pair < pairs; ++pair) {
             const int64_t column = item.column + pair * STEP;
-            const int64_t high = std::min(STEP, item.row + item.rows - row);
-            split::clear();
-            split::multiply(item.steps, left, next, item.right + 2 * pair * next, next);
-            const Bf16* expansion = item.adapters ? item.up + pair * item.adapters->up_size(STEP) : nullptr;
-            const bool masks = item.adapters && item.adapters->masks();
-            if (item.adapters && !masks) item.adapters->multiply(row, column, expansion);
-            split::store(out);
+            const Bf16* up = adds ? item.up + pair * item.adapters->up_size(STEP) : nullptr;
             if (masks) {
                 split::clear();
-                item.adapters->multiply(row, column, expansion);
+                item.adapters->multiply(row, column, up);
                 split::store(kept);
-                add_kept(kept, high, item.adapters->out_bits(item.top + row, column), item.adapters->ld_out_bits(),
-                         item.adapters->out_scale(), out);
             }
-            store_block(item.add, out, high, std::min(STEP, item.columns - pair * STEP),
-                        c + (item.top + row) * ld + column, ld);
+            split::clear();
+            split::multiply(item.steps, left, next, item.right + 2 * pair * next, next);
+            if (adds && !masks) item.adapters->multiply(row, column, up);
+            split::store(out);
+            const Out block = {item.add, std::min(STEP, item.row + item.rows - row),
+                               std::min(STEP, item.columns - pair * STEP), c + (item.top + row) * ld + column, ld};
+            if (masks)
+                store_block<true>(block, out, {kept, item.adapters->out_bits(item.top + row, column),
+                                               item.adapters->ld_out_bits(), item.adapters->out_scale()});
+            else
+                store_block<false>(block, out, {});
         }
 }
 

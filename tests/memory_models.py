@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.distributed.mesh import Mesh, single_process_mesh
+from engine.distributed.mesh import Mesh, build_mesh, single_process_mesh
+from engine.distributed.ranks import RankGrid
 from engine.layers.module import shard_entries
 from engine.layers.offload import Transfer
 from engine.layers.plan import TensorLayout
@@ -133,3 +134,14 @@ def same_bits(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, d
     different = [name for name in expected[1] if not torch.equal(found[1][name], expected[1][name])]
     assert not different, different
     assert all(gradient.any() for gradient in expected[1].values())
+
+
+def gradients_on_two_ranks(case: Case, kernels: Kernels) -> dict[str, Tensor]:
+    """Of one micro-batch, with two ranks along the tensor-parallel axis."""
+    mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=case.config.num_kv_heads)
+    built = build_with(case, MemoryPlan(), mesh, kernels=kernels)
+    batch = make_batch([(0, (9, 1, 14)), (1, (24,))], row_length=24, seq_length=24, vocab_size=131, seed=1)
+    built.stage.load([batch], float(batch.loss_weights_BS.sum()))
+    built.stage.forward(0)
+    built.stage.backward(0)
+    return built.gradients()

@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine.distributed.mesh import build_mesh
-from engine.distributed.ranks import RankGrid
-from engine.layers.recompute import MemoryPlan
 from engine.ops.kernels import REFERENCE, AdaptedProducts, Kernels
 from engine.ops.native import product
 from engine.ops.native.backend import NATIVE
 from engine.ops.native.loader import native_status
-from tests.distributed.cases import make_batch, relative_error
+from tests.distributed.cases import relative_error
 from tests.distributed.gradient_table import CASES
-from tests.memory_models import build_with
+from tests.memory_models import gradients_on_two_ranks
 from tests.spawning import spawn
 
 pytestmark = [
@@ -46,22 +43,12 @@ def _counting() -> tuple[Kernels, dict[str, int]]:
     return replace(NATIVE, adapted=AdaptedProducts(fits=products.fits, forward=forward, backward=backward)), seen
 
 
-def _gradients(name: str, kernels: Kernels) -> dict[str, Any]:
-    mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=CASES[name].config.num_kv_heads)
-    built = build_with(CASES[name], MemoryPlan(), mesh, kernels=kernels)
-    batch = make_batch([(0, (9, 1, 14)), (1, (24,))], row_length=24, seq_length=24, vocab_size=131, seed=1)
-    built.stage.load([batch], float(batch.loss_weights_BS.sum()))
-    built.stage.forward(0)
-    built.stage.backward(0)
-    return built.gradients()
-
-
 def _compare(names: tuple[str, ...]) -> dict[str, tuple[dict[str, int], float]]:
     product.FEWEST = product.FEWEST_PRODUCTS = 1  # these matrices are too small for the tiles otherwise
     found = {}
     for name in names:
         kernels, seen = _counting()
-        ours, theirs = _gradients(name, kernels), _gradients(name, REFERENCE)
+        ours, theirs = gradients_on_two_ranks(CASES[name], kernels), gradients_on_two_ranks(CASES[name], REFERENCE)
         assert ours.keys() == theirs.keys()
         found[name] = seen, max(relative_error(value, theirs[key]) for key, value in ours.items())
     return found

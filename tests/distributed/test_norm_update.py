@@ -6,15 +6,11 @@ Under every way to split: gradients by norms that use H equal those by norms tha
 from __future__ import annotations
 
 import pytest
-from torch import Tensor
 
-from engine.distributed.mesh import build_mesh
-from engine.distributed.ranks import RankGrid
-from engine.layers.recompute import MemoryPlan
-from engine.ops.kernels import REFERENCE, Kernels
-from tests.distributed.cases import make_batch, relative_error
+from engine.ops.kernels import REFERENCE
+from tests.distributed.cases import relative_error
 from tests.distributed.gradient_table import CASES
-from tests.memory_models import build_with
+from tests.memory_models import gradients_on_two_ranks
 from tests.projection_norm import norms_by_projection
 from tests.spawning import spawn
 
@@ -29,22 +25,12 @@ LOCAL = ("adapters local", "unfolded local")
 """Cases in which each rank's update is added to dX before the sum over ranks."""
 
 
-def _gradients(name: str, kernels: Kernels) -> dict[str, Tensor]:
-    mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=CASES[name].config.num_kv_heads)
-    built = build_with(CASES[name], MemoryPlan(), mesh, kernels=kernels)
-    batch = make_batch([(0, (9, 1, 14)), (1, (24,))], row_length=24, seq_length=24, vocab_size=131, seed=1)
-    built.stage.load([batch], float(batch.loss_weights_BS.sum()))
-    built.stage.forward(0)
-    built.stage.backward(0)
-    return built.gradients()
-
-
 def _compare(names: tuple[str, ...]) -> dict[str, tuple[int, float]]:
     """Updates that came with H, and the largest relative error of a gradient."""
     found = {}
     for name in names:
         kernels, seen = norms_by_projection()
-        ours, theirs = _gradients(name, kernels), _gradients(name, REFERENCE)
+        ours, theirs = gradients_on_two_ranks(CASES[name], kernels), gradients_on_two_ranks(CASES[name], REFERENCE)
         assert ours.keys() == theirs.keys()
         found[name] = seen(), max(relative_error(value, theirs[key]) for key, value in ours.items())
     return found

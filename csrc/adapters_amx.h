@@ -78,26 +78,27 @@ inline Range features_of(int64_t count, const Factor* factors, int64_t from, int
     return range.last ? range : Range{0, 0};
 }
 
-// All factors' elements of `features` features and 16 ranks, zeros where there is none: element (feature, rank) goes to
-// block[feature * to_feature + rank * to_rank], of which one is 1.
-inline void gather(int64_t count, const Factor* factors, int64_t feature, int64_t features, int64_t rank, float* block,
-                   int64_t to_feature, int64_t to_rank) {
+// Whether the ranks of a feature lie side by side, as B's do; those of A do not, its features do.
+inline bool by_feature(int64_t count, const Factor* factors) { return count > 0 && factors->ld_rank == 1; }
+
+// All factors' elements of `features` features and 16 ranks, zeros where there is none: [features][16] where `turned`,
+// which is `by_feature` of them, else [16][features].
+inline void gather(int64_t count, const Factor* factors, int64_t feature, int64_t features, int64_t rank, bool turned,
+                   float* block) {
+    const int64_t to_feature = turned ? LANES : 1, to_rank = turned ? 1 : features;
     std::fill(block, block + features * LANES, 0.0f);
     for (const Factor* f = factors; f < factors + count; ++f) {
         const int64_t first = std::max(feature, f->first_feature), first_rank = std::max(rank, f->first_rank);
         const int64_t some = std::min(feature + features, f->first_feature + f->num_features) - first;
         const int64_t ranks = std::min<int64_t>(rank + LANES, f->first_rank + f->num_ranks) - first_rank;
         if (some <= 0 || ranks <= 0) continue;
-        const float* from = f->data + (first - f->first_feature) * f->ld_feature + (first_rank - f->first_rank) * f->ld_rank;
+        const float* from =
+            f->data + (first - f->first_feature) * f->ld_feature + (first_rank - f->first_rank) * f->ld_rank;
         float* to = block + (first - feature) * to_feature + (first_rank - rank) * to_rank;
-        if (f->ld_feature == 1 && to_feature == 1)
-            for (int64_t r = 0; r < ranks; ++r) std::copy_n(from + r * f->ld_rank, some, to + r * to_rank);
-        else if (f->ld_rank == 1 && to_rank == 1)
+        if (turned)
             for (int64_t i = 0; i < some; ++i) std::copy_n(from + i * f->ld_feature, ranks, to + i * to_feature);
         else
-            for (int64_t i = 0; i < some; ++i)
-                for (int64_t r = 0; r < ranks; ++r)
-                    to[i * to_feature + r * to_rank] = from[i * f->ld_feature + r * f->ld_rank];
+            for (int64_t r = 0; r < ranks; ++r) std::copy_n(from + r * f->ld_rank, some, to + r * to_rank);
     }
 }
 
@@ -108,9 +109,6 @@ inline void turn(float* block) {
     simd::transpose(square);
     for (int64_t i = 0; i < LANES; ++i) simd::store(block + i * LANES, square[i]);
 }
-
-// Whether the ranks of a feature lie side by side, as B's do; those of A do not.
-inline bool by_feature(int64_t count, const Factor* factors) { return count > 0 && factors->ld_rank == 1; }
 
 // h [rows <= CHUNK, ranks <= 16] -> a block of a left operand for each 32 rows, with ranks for rows and tokens for depth.
 inline void pack_ranks(const float* h, int64_t ld, int64_t rows, int64_t ranks, Bf16* to) {
@@ -165,7 +163,8 @@ class Adapters {
                 std::fill_n(scale_ + f->first_rank, f->num_ranks, (float)f->scale);
             pack_down();
         }
-        if (g_.num_up) left_ = (Bf16*)common::scratch<6>(groups * GROUP * CHUNK / LANES * rank_tiles_ * split::HALF_LEFT / 2);
+        const int64_t blocks = groups * GROUP * CHUNK / LANES;
+        if (g_.num_up) left_ = (Bf16*)common::scratch<6>(blocks * rank_tiles_ * split::HALF_LEFT / 2);
         if (g_.num_gradients) parts_ = common::scratch<8>(groups * ranks * part);
     }
 
@@ -212,7 +211,7 @@ class Adapters {
         alignas(64) float block[LANES * LANES];
         for (int64_t c = column; c < column + amx::padded(columns); c += LANES)
             for (int64_t tile = 0; tile < rank_tiles_; ++tile, to += split::HALF_RIGHT) {
-                gather(g_.num_up, g_.up(), c, LANES, tile * LANES, block, turned ? LANES : 1, turned ? 1 : LANES);
+                gather(g_.num_up, g_.up(), c, LANES, tile * LANES, turned, block);
                 if (turned) turn(block);
                 split::pack_half_right(block, LANES, to);
             }
@@ -242,8 +241,7 @@ class Adapters {
         common::parallel_for(threads_, ceil_div(rank_tiles_ * steps_, SOME), [=](int64_t item) {
             alignas(64) float block[LANES * STEP];
             for (int64_t i = item * SOME; i < std::min((item + 1) * SOME, rank_tiles_ * steps_); ++i) {
-                gather(g_.num_down, g_.down(), i % steps_ * STEP, STEP, i / steps_ * LANES, block, turned ? LANES : 1,
-                       turned ? 1 : STEP);
+                gather(g_.num_down, g_.down(), i % steps_ * STEP, STEP, i / steps_ * LANES, turned, block);
                 if (turned) split::pack_right(block, LANES, STEP, LANES, to + i * BLOCK);
                 else split::pack_right_transposed(block, STEP, STEP, LANES, to + i * BLOCK);
             }

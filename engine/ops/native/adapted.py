@@ -48,7 +48,11 @@ def forward(
         h_TR: H where it is known already; it is then not made from x.
     """
     (tokens, features), ranks = x_TI.shape, a_RI.shape[0]
-    down = [] if h_TR is not None else [_a_factor(a_RI, section, keep_scale) for section in sections]
+    down = (
+        []
+        if h_TR is not None
+        else [_a_factor(a_RI, section.first_row, section.num_ranks, section.scale * keep_scale) for section in sections]
+    )
     h = x_TI.new_empty(tokens, ranks) if h_TR is None else h_TR
     mask = optional_bits(bits if h_TR is None else None, features, tokens)
     up = [_b_factor(section, section.b_OR, 1.0) for section in sections]
@@ -77,7 +81,7 @@ def backward(
     tokens, (ranks, features) = dy_TO.shape[0], a_RI.shape
     dh = dy_TO.new_empty(tokens, ranks)
     mask = optional_bits(bits if updates else None, features, tokens)
-    up = [(*_strides(a_RI, features, by_rank=False), 0, features, 0, ranks, 1.0)] if updates else []
+    up = [_a_factor(a_RI, 0, ranks, 1.0)] if updates else []
     down = [_b_factor(section, section.b_OR, section.scale) for section in sections]
     gradients = [_b_factor(section, section.db_out, 1.0) for section in sections if section.db_out is not None]
     dx = _product(
@@ -116,22 +120,16 @@ def _product(
     return out
 
 
-def _strides(values: Tensor, columns: int, *, by_rank: bool) -> tuple[int, int, int]:
-    """Pointer and the distances of features and of ranks, of which those of the columns have no gaps."""
-    pointer, stride = matrix(values, columns)
-    return (pointer, stride, 1) if by_rank else (pointer, 1, stride)
-
-
-def _a_factor(a_RI: Tensor, section: OutputSection, keep_scale: float) -> _Factor:
-    features, first = a_RI.shape[1], section.first_row
-    assert first >= 0 and first + section.num_ranks <= a_RI.shape[0], (first, section.num_ranks, a_RI.shape)
-    pointer, _, stride = _strides(a_RI, features, by_rank=False)
-    start = pointer + first * stride * a_RI.element_size()
-    return start, 1, stride, 0, features, first, section.num_ranks, section.scale * keep_scale
+def _a_factor(a_RI: Tensor, first: int, ranks: int, scale: float) -> _Factor:
+    """`ranks` rows of the stacked A from `first` on."""
+    features = a_RI.shape[1]
+    assert first >= 0 and first + ranks <= a_RI.shape[0], (first, ranks, a_RI.shape)
+    pointer, stride = matrix(a_RI)
+    return pointer + first * stride * a_RI.element_size(), 1, stride, 0, features, first, ranks, scale
 
 
 def _b_factor(section: OutputSection, values: Tensor | None, scale: float) -> _Factor:
     """B or its gradient."""
     assert values is not None and values.shape == (section.num_columns, section.num_ranks), section
     place = (section.first_column, section.num_columns, section.first_row, section.num_ranks)
-    return (*_strides(values, section.num_ranks, by_rank=True), *place, scale)
+    return (*matrix(values), 1, *place, scale)

@@ -23,12 +23,21 @@ constexpr int64_t HEIGHT = 2048;   // rows of A that are split at a time
 constexpr int64_t COLUMNS = 256;   // of an item, at most
 constexpr int64_t FEW_COLUMNS = 128;
 
-// A block of C on its way from the tiles.
+// A block of C on its way from the tiles, where it lies in `from` [rows, STEP]. Its rows are stored a few at a time, beside
+// the products of the next block, which leave the vector units idle and have the time to wait for memory.
 struct Out {
-    bool add;                // to what is there
+    bool add;  // to what is there
     int64_t rows, columns;
     float* to;
     int64_t ld;
+    const float* from;
+
+    void prefetch(int64_t first, int64_t last) const {
+        for (int64_t i = first; i < std::min(last, rows); ++i) {
+            __builtin_prefetch(to + i * ld, 1);
+            __builtin_prefetch(to + i * ld + columns - 1, 1);
+        }
+    }
 };
 
 // What is added to a block where the bit of an element is 1: scale * from [rows, STEP].
@@ -39,29 +48,27 @@ struct Kept {
     float scale;
 };
 
-// to (+)= from [rows, STEP], with what is kept.
+// Rows [first, last) of a block, with what is kept.
 template <bool KEPT>
-void store_block(const Out& out, const float* from, const Kept& kept) {
+SIMD_INLINE void store_rows(const Out& out, const Kept& kept, int64_t first, int64_t last) {
     const __mmask16 low = split::lanes(out.columns), high = split::lanes(out.columns - LANES);
-    const __m512 scale = _mm512_set1_ps(kept.scale);
-    const float* more = kept.from;
-    const uint8_t* bits = kept.bits;
-    float* to = out.to;
-    for (int64_t i = 0; i < out.rows; ++i, from += STEP, to += out.ld) {
-        __m512 first = _mm512_load_ps(from), second = _mm512_load_ps(from + LANES);
+    for (int64_t i = first; i < std::min(last, out.rows); ++i) {
+        float* to = out.to + i * out.ld;
+        __m512 left = _mm512_load_ps(out.from + i * STEP), right = _mm512_load_ps(out.from + i * STEP + LANES);
         if (KEPT) {
             uint32_t word;
-            memcpy(&word, bits, sizeof word);
-            first = _mm512_mask3_fmadd_ps(scale, _mm512_load_ps(more), first, (__mmask16)word);
-            second = _mm512_mask3_fmadd_ps(scale, _mm512_load_ps(more + LANES), second, (__mmask16)(word >> LANES));
-            more += STEP, bits += kept.ld_bits;
+            memcpy(&word, kept.bits + i * kept.ld_bits, sizeof word);
+            const __m512 scale = _mm512_set1_ps(kept.scale);
+            const float* more = kept.from + i * STEP;
+            left = _mm512_mask3_fmadd_ps(scale, _mm512_load_ps(more), left, (__mmask16)word);
+            right = _mm512_mask3_fmadd_ps(scale, _mm512_load_ps(more + LANES), right, (__mmask16)(word >> LANES));
         }
         if (out.add) {
-            first = _mm512_add_ps(first, _mm512_maskz_loadu_ps(low, to));
-            second = _mm512_add_ps(second, _mm512_maskz_loadu_ps(high, to + LANES));
+            left = _mm512_add_ps(left, _mm512_maskz_loadu_ps(low, to));
+            right = _mm512_add_ps(right, _mm512_maskz_loadu_ps(high, to + LANES));
         }
-        _mm512_mask_storeu_ps(to, low, first);
-        _mm512_mask_storeu_ps(to + LANES, high, second);
+        _mm512_mask_storeu_ps(to, low, left);
+        _mm512_mask_storeu_ps(to + LANES, high, right);
     }
 }
 
@@ -81,15 +88,25 @@ int64_t item_width(int64_t columns, int threads) {
     return best;
 }
 
-// Columns [column, + columns) of B, rows [k, + depth) -> blocks [column block][step].
+// Columns [column, + columns) of B, rows [k, + depth) -> blocks [column block][step]. What is past the end is not read.
 void pack_columns(const Matrix& b, int64_t k, int64_t depth, int64_t column, int64_t columns, Bf16* to) {
-    for (int64_t c = 0; c < amx::padded(columns); c += LANES)
-        for (int64_t from = 0; from < depth; from += STEP, to += BLOCK) {
-            const int64_t deep = std::min(STEP, depth - from), wide = std::min<int64_t>(LANES, columns - c);
-            const int64_t row = k + from, at = column + std::min(c, columns);  // past the end nothing is read
-            if (b.transposed) split::pack_right_transposed(b.data + at * b.ld + row, b.ld, deep, wide, to);
-            else split::pack_right(b.data + row * b.ld + at, b.ld, deep, wide, to);
-        }
+    const int64_t steps = ceil_div(depth, STEP);
+    if (b.transposed) {
+        for (int64_t c = 0; c < amx::padded(columns); c += LANES)
+            for (int64_t step = 0; step < steps; ++step, to += BLOCK)
+                split::pack_right_transposed(b.data + (column + std::min(c, columns)) * b.ld + k + step * STEP, b.ld,
+                                             std::min(STEP, depth - step * STEP), columns - c, to);
+        return;
+    }
+    for (int64_t step = 0; step < steps; ++step) {
+        const float* rows = b.data + (k + step * STEP) * b.ld + column;
+        const int64_t deep = std::min(STEP, depth - step * STEP);
+        // rows may lie pages apart, which the processor does not look ahead over
+        for (int64_t i = STEP; i < std::min(2 * STEP, depth - step * STEP); ++i)
+            for (int64_t c = 0; c < columns; c += LANES) _mm_prefetch((const char*)(rows + i * b.ld + c), _MM_HINT_T0);
+        for (int64_t c = 0; c < amx::padded(columns); c += LANES)
+            split::pack_right(rows + std::min(c, columns), b.ld, deep, columns - c, to + (c / LANES * steps + step) * BLOCK);
+    }
 }
 
 // A chunk of A -> blocks, and the adapters' share of it.
@@ -110,32 +127,38 @@ struct Item {
     const adapters::Adapters* adapters;  // null where nothing more is added
 };
 
+template <bool MASKS>
 void multiply_item(const Item& item, float* c, int64_t ld) {
-    alignas(64) float out[STEP * STEP], kept[STEP * STEP];
-    const int64_t next = item.steps * BLOCK, pairs = ceil_div(item.columns, STEP);
+    alignas(64) float sums[2][STEP * STEP], updates[2][STEP * STEP];  // of a block and of the one before
+    const int64_t next = item.steps * BLOCK, pairs = ceil_div(item.columns, STEP), some = ceil_div(STEP, item.steps);
     const Bf16* left = item.left + item.row / LANES * next;
-    const bool adds = item.adapters != nullptr, masks = adds && item.adapters->masks();
+    Out before = {};
+    Kept kept_before = {};
+    int turn = 0;
     for (int64_t row = item.row; row < item.row + item.rows; row += STEP, left += 2 * next)
-        for (int64_t pair = 0; pair < pairs; ++pair) {
+        for (int64_t pair = 0; pair < pairs; ++pair, turn = !turn) {
             const int64_t column = item.column + pair * STEP;
-            const Bf16* up = adds ? item.up + pair * item.adapters->up_size(STEP) : nullptr;
-            if (masks) {
+            const Bf16* up = item.adapters ? item.up + pair * item.adapters->up_size(STEP) : nullptr;
+            const Out out = {item.add, std::min(STEP, item.row + item.rows - row),
+                             std::min(STEP, item.columns - pair * STEP), c + (item.top + row) * ld + column, ld, sums[turn]};
+            Kept kept = {};
+            if (MASKS) {
                 split::clear();
                 item.adapters->multiply(row, column, up);
-                split::store(kept);
+                split::store(updates[turn]);
+                kept = {updates[turn], item.adapters->out_bits(item.top + row, column), item.adapters->ld_out_bits(),
+                        item.adapters->out_scale()};
             }
             split::clear();
-            split::multiply(item.steps, left, next, item.right + 2 * pair * next, next);
-            if (adds && !masks) item.adapters->multiply(row, column, up);
-            split::store(out);
-            const Out block = {item.add, std::min(STEP, item.row + item.rows - row),
-                               std::min(STEP, item.columns - pair * STEP), c + (item.top + row) * ld + column, ld};
-            if (masks)
-                store_block<true>(block, out, {kept, item.adapters->out_bits(item.top + row, column),
-                                               item.adapters->ld_out_bits(), item.adapters->out_scale()});
-            else
-                store_block<false>(block, out, {});
+            split::multiply(item.steps, left, next, item.right + 2 * pair * next, next, [&](int64_t step) {
+                store_rows<MASKS>(before, kept_before, step * some, (step + 1) * some);
+                out.prefetch(step * some, (step + 1) * some);
+            });
+            if (item.adapters && !MASKS) item.adapters->multiply(row, column, up);
+            split::store(sums[turn]);
+            before = out, kept_before = kept;
         }
+    store_rows<MASKS>(before, kept_before, 0, STEP);
 }
 
 void product(int threads, int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t ld_a, const Matrix& b,
@@ -171,7 +194,9 @@ void product(int threads, int64_t rows, int64_t columns, int64_t depth, const fl
                 Bf16* up = adding ? (Bf16*)common::scratch<2>(adding->up_size(wide) / 2) : nullptr;
                 if (adding) adding->pack_up(column, wide, up);
                 amx::Tiles tiles;
-                multiply_item({k > 0, top, row, some, column, wide, steps, left, right, up, adding}, c, ld_c);
+                const Item item = {k > 0, top, row, some, column, wide, steps, left, right, up, adding};
+                if (adding && adding->masks()) multiply_item<true>(item, c, ld_c);
+                else multiply_item<false>(item, c, ld_c);
             });
         }
 }

@@ -65,12 +65,15 @@ SIMD_INLINE void split_pair(__m512 even, __m512 odd, uint32_t* to) {
     }
 }
 
-// data [rows <= 16, depth <= 32] -> tiles of rows, zeros around.
+// data [rows <= 16, depth <= 32] -> tiles of rows, zeros around. Callers go along the rows: what comes next is fetched.
 inline void split_rows(const float* data, int64_t ld, int64_t rows, int64_t depth, __m512i (&tiles)[PARTS][16]) {
     const __mmask16 low = lanes(depth), high = lanes(depth - LANES);
     for (int64_t i = 0; i < 16; ++i) {
         __m512i parts[PARTS];
         const __mmask16 given = i < rows ? 0xFFFF : 0;
+        const char* next = (const char*)(data + std::min(i, rows) * ld + STEP);
+        _mm_prefetch(next, _MM_HINT_T0);
+        _mm_prefetch(next + ROW, _MM_HINT_T0);
         split_row(_mm512_maskz_loadu_ps(low & given, data + i * ld),
                   _mm512_maskz_loadu_ps(high & given, data + i * ld + LANES), parts);
         for (int part = 0; part < PARTS; ++part) tiles[part][i] = parts[part];
@@ -202,13 +205,17 @@ SIMD_INLINE void multiply_loaded() {
 }
 
 // Adds two blocks' rows times two blocks' columns, `steps` blocks deep; the second of each lies `next_*` after the
-// first. From one product to the next only one of the operands is loaded: seven loads for six products.
-SIMD_INLINE void multiply(int64_t steps, const Bf16* left, int64_t next_left, const Bf16* right, int64_t next_right) {
-    for (; steps > 0; --steps, left += BLOCK, right += BLOCK) {
+// first. From one product to the next only one of the operands is loaded: seven loads for six products. What `beside`
+// does with each step runs beside the tiles' products.
+template <class Beside>
+SIMD_INLINE void multiply(int64_t steps, const Bf16* left, int64_t next_left, const Bf16* right, int64_t next_right,
+                          const Beside& beside) {
+    for (int64_t step = 0; step < steps; ++step, left += BLOCK, right += BLOCK) {
         const Bf16 *lower = left + next_left, *second = right + next_right;
         load_left(left, lower, 2);
         load_right(right, second, 0);
         multiply_loaded();
+        beside(step);
         load_left(left, lower, 1);
         multiply_loaded();
         load_right(right, second, 1);

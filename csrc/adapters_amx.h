@@ -172,19 +172,24 @@ class Adapters {
     bool masks() const { return g_.out_bits != nullptr; }
     bool has_gradients() const { return g_.num_gradients > 0; }
 
-    // Packs a chunk, the `index`-th of its pass over `height` rows, and takes P's and the gradients' share of it; those of
-    // a group one after the other.
+    // Packs a chunk, the `index`-th of its pass over `height` rows. With the last part of the depth P is completed, since
+    // P U is wanted from then on.
     void take(const Chunk& chunk, int64_t index) const {
         for (int64_t block = 0; block < chunk.blocks(); block += 2) {
             int64_t packed = 0;
-            for (int64_t tile = 0; g_.num_down && tile < rank_tiles_; ++tile) packed = project(chunk, block, tile, packed);
+            if (chunk.last) packed = project_all(chunk, block, packed);
             chunk.pack(block, packed, chunk.steps);
         }
-        if (has_gradients()) {
-            const Bf16* h = pack_h(chunk);
-            for (int64_t step = 0; step < chunk.steps; ++step) add_gradient(chunk, index, step, h);
-        }
         if (chunk.last) finish(chunk, index);
+    }
+
+    // P's and the gradients' share of a packed chunk: all that can wait until its rows are read again for the large
+    // product. Chunks of a group come one after the other.
+    void share(const Chunk& chunk, int64_t index) const {
+        for (int64_t block = 0; block < chunk.blocks() && !chunk.last; block += 2) project_all(chunk, block, chunk.steps);
+        if (!has_gradients()) return;
+        const Bf16* h = pack_h(chunk);
+        for (int64_t step = 0; step < chunk.steps; ++step) add_gradient(chunk, index, step, h);
     }
 
     // The gradients of columns [depth, depth + deep) of L, from all groups of a pass: some of them for each item.
@@ -281,6 +286,12 @@ class Adapters {
                     simd::store(one, index % GROUP ? simd::load(one) + sum : sum);
                 }
         }
+    }
+
+    // Adds 32 rows' share of P; packs what of them is not yet.
+    int64_t project_all(const Chunk& chunk, int64_t block, int64_t packed) const {
+        for (int64_t tile = 0; g_.num_down && tile < rank_tiles_; ++tile) packed = project(chunk, block, tile, packed);
+        return packed;
     }
 
     // Adds 32 rows' share of 16 ranks of P; packs what of them is not yet: the steps from `packed` on.

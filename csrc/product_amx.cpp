@@ -22,54 +22,50 @@ constexpr int64_t DEPTH = 512;     // of a part
 constexpr int64_t HEIGHT = 2048;   // rows of A that are split at a time
 constexpr int64_t COLUMNS = 256;   // of an item, at most
 constexpr int64_t FEW_COLUMNS = 128;
+constexpr int64_t ROWS = adapters::GROUP * adapters::CHUNK;  // of a group
 
-// A block of C on its way from the tiles, where it lies in `from` [rows, STEP]. Its rows are stored a few at a time, beside
-// the products of the next block, which leave the vector units idle and have the time to wait for memory.
+// A block of C on its way from the tiles, where it lies in `from` [rows, STEP]; and what is added to it where the bit of an
+// element is 1: scale * kept [rows, STEP].
 struct Out {
     bool add;  // to what is there
-    int64_t rows, columns;
+    int64_t rows, columns, ld;
     float* to;
-    int64_t ld;
-    const float* from;
-
-    void prefetch(int64_t first, int64_t last) const {
-        for (int64_t i = first; i < std::min(last, rows); ++i) {
-            __builtin_prefetch(to + i * ld, 1);
-            __builtin_prefetch(to + i * ld + columns - 1, 1);
-        }
-    }
-};
-
-// What is added to a block where the bit of an element is 1: scale * from [rows, STEP].
-struct Kept {
-    const float* from;
+    const float *from, *kept;
     const uint8_t* bits;
     int64_t ld_bits;
     float scale;
+
+    bool full() const { return rows == STEP && columns == STEP; }
+
+    void advance(int64_t some) {
+        to += some * ld, from += some * STEP, kept += some * STEP, bits += some * ld_bits;
+    }
 };
 
-// Rows [first, last) of a block, with what is kept.
 template <bool KEPT>
-SIMD_INLINE void store_rows(const Out& out, const Kept& kept, int64_t first, int64_t last) {
-    const __mmask16 low = split::lanes(out.columns), high = split::lanes(out.columns - LANES);
-    for (int64_t i = first; i < std::min(last, out.rows); ++i) {
-        float* to = out.to + i * out.ld;
-        __m512 left = _mm512_load_ps(out.from + i * STEP), right = _mm512_load_ps(out.from + i * STEP + LANES);
-        if (KEPT) {
-            uint32_t word;
-            memcpy(&word, kept.bits + i * kept.ld_bits, sizeof word);
-            const __m512 scale = _mm512_set1_ps(kept.scale);
-            const float* more = kept.from + i * STEP;
-            left = _mm512_mask3_fmadd_ps(scale, _mm512_load_ps(more), left, (__mmask16)word);
-            right = _mm512_mask3_fmadd_ps(scale, _mm512_load_ps(more + LANES), right, (__mmask16)(word >> LANES));
-        }
-        if (out.add) {
-            left = _mm512_add_ps(left, _mm512_maskz_loadu_ps(low, to));
-            right = _mm512_add_ps(right, _mm512_maskz_loadu_ps(high, to + LANES));
-        }
-        _mm512_mask_storeu_ps(to, low, left);
-        _mm512_mask_storeu_ps(to + LANES, high, right);
+SIMD_INLINE void store_row(const Out& out, int64_t row, __mmask16 low, __mmask16 high) {
+    float* to = out.to + row * out.ld;
+    __m512 left = _mm512_load_ps(out.from + row * STEP), right = _mm512_load_ps(out.from + row * STEP + LANES);
+    if (KEPT) {
+        uint32_t word;
+        memcpy(&word, out.bits + row * out.ld_bits, sizeof word);
+        const __m512 scale = _mm512_set1_ps(out.scale);
+        const float* kept = out.kept + row * STEP;
+        left = _mm512_mask3_fmadd_ps(scale, _mm512_load_ps(kept), left, (__mmask16)word);
+        right = _mm512_mask3_fmadd_ps(scale, _mm512_load_ps(kept + LANES), right, (__mmask16)(word >> LANES));
     }
+    if (out.add) {
+        left = _mm512_add_ps(left, _mm512_maskz_loadu_ps(low, to));
+        right = _mm512_add_ps(right, _mm512_maskz_loadu_ps(high, to + LANES));
+    }
+    _mm512_mask_storeu_ps(to, low, left);
+    _mm512_mask_storeu_ps(to + LANES, high, right);
+}
+
+template <bool KEPT>
+void store_block(const Out& out) {
+    for (int64_t i = 0; i < out.rows; ++i)
+        store_row<KEPT>(out, i, split::lanes(out.columns), split::lanes(out.columns - LANES));
 }
 
 struct Matrix {
@@ -109,96 +105,154 @@ void pack_columns(const Matrix& b, int64_t k, int64_t depth, int64_t column, int
     }
 }
 
-// A chunk of A -> blocks, and the adapters' share of it.
-void take_chunk(const adapters::Chunk& chunk, int64_t index, const adapters::Adapters* adapters) {
+// Some rows of A, and some of its columns: split once, for all columns of C.
+struct Part {
+    const float* a;
+    int64_t ld, top, rows, depth, deep, steps;  // rows from `top` on, columns from `depth` on
+    Bf16* left;
+    bool first, last;  // part of the depth
+
+    int64_t groups() const { return ceil_div(rows, ROWS); }
+    adapters::Chunk chunk(int64_t index) const {
+        const int64_t row = index * adapters::CHUNK;
+        return {a, ld, top + row, std::min(adapters::CHUNK, rows - row), depth, deep, steps,
+                left + row / LANES * steps * BLOCK, first, last};
+    }
+    template <class Work>
+    void for_chunks(int64_t group, const Work& work) const {
+        for (int64_t i = group * adapters::GROUP; i < (group + 1) * adapters::GROUP && i * adapters::CHUNK < rows; ++i)
+            work(chunk(i), i);
+    }
+};
+
+// The chunks of a group -> blocks.
+void pack_group(const Part& part, int64_t group, const adapters::Adapters* adapters) {
     if (adapters) {
         amx::Tiles tiles;
-        adapters->take(chunk, index);
+        part.for_chunks(group, [=](const adapters::Chunk& chunk, int64_t i) { adapters->take(chunk, i); });
     } else {
-        for (int64_t block = 0; block < chunk.blocks(); block += 2) chunk.pack(block, 0, chunk.steps);
+        part.for_chunks(group, [](const adapters::Chunk& chunk, int64_t) {
+            for (int64_t block = 0; block < chunk.blocks(); block += 2) chunk.pack(block, 0, chunk.steps);
+        });
     }
 }
 
-// Some rows of C from A already split, times some columns of B already split.
+// Some rows of C from a part of A, times some columns of B that have been split.
 struct Item {
-    bool add;
-    int64_t top, row, rows, column, columns, steps;  // rows from `row` on after the first `top`
-    const Bf16 *left, *right, *up;
-    const adapters::Adapters* adapters;  // null where nothing more is added
+    const Part& part;
+    int64_t row, rows, column, columns;  // rows of the part
+    const Bf16 *right, *up;              // up: null where nothing is added
+    const adapters::Adapters* adapters;  // or null
+    int64_t number, number_of;           // among the items on the same rows; each has its share of the groups
 };
 
-template <bool MASKS>
+// Out of line: the loop that it is called from holds its state in registers.
+__attribute__((noinline)) void share_group(const Item& item, int64_t group) {
+    item.part.for_chunks(group, [&](const adapters::Chunk& chunk, int64_t i) { item.adapters->share(chunk, i); });
+}
+
+// A block is stored beside the products of the next one, which leave the vector units idle and have the time to wait for
+// memory: SOME rows with each step of these.
+template <bool MASKS, int SOME>
 void multiply_item(const Item& item, float* c, int64_t ld) {
     alignas(64) float sums[2][STEP * STEP], updates[2][STEP * STEP];  // of a block and of the one before
-    const int64_t next = item.steps * BLOCK, pairs = ceil_div(item.columns, STEP), some = ceil_div(STEP, item.steps);
-    const Bf16* left = item.left + item.row / LANES * next;
+    const Part part = item.part;
+    const int64_t next = part.steps * BLOCK, pairs = ceil_div(item.columns, STEP);
     Out before = {};
-    Kept kept_before = {};
     int turn = 0;
-    for (int64_t row = item.row; row < item.row + item.rows; row += STEP, left += 2 * next)
+    for (int64_t row = item.row; row < item.row + item.rows; row += STEP) {
+        const Bf16* left = part.left + row / LANES * next;
+        if (item.adapters && row % ROWS == 0 && row / ROWS % item.number_of == item.number) share_group(item, row / ROWS);
         for (int64_t pair = 0; pair < pairs; ++pair, turn = !turn) {
             const int64_t column = item.column + pair * STEP;
-            const Bf16* up = item.adapters ? item.up + pair * item.adapters->up_size(STEP) : nullptr;
-            const Out out = {item.add, std::min(STEP, item.row + item.rows - row),
-                             std::min(STEP, item.columns - pair * STEP), c + (item.top + row) * ld + column, ld, sums[turn]};
-            Kept kept = {};
+            const Bf16 *right = item.right + 2 * pair * next, *up = item.up;
+            if (up) up += pair * item.adapters->up_size(STEP);
+            Out out = {!part.first, std::min(STEP, item.row + item.rows - row), std::min(STEP, item.columns - pair * STEP),
+                       ld, c + (part.top + row) * ld + column, sums[turn], updates[turn], nullptr, 0, 0};
             if (MASKS) {
                 split::clear();
                 item.adapters->multiply(row, column, up);
                 split::store(updates[turn]);
-                kept = {updates[turn], item.adapters->out_bits(item.top + row, column), item.adapters->ld_out_bits(),
-                        item.adapters->out_scale()};
+                out.bits = item.adapters->out_bits(part.top + row, column), out.ld_bits = item.adapters->ld_out_bits();
+                out.scale = item.adapters->out_scale();
             }
             split::clear();
-            split::multiply(item.steps, left, next, item.right + 2 * pair * next, next, [&](int64_t step) {
-                store_rows<MASKS>(before, kept_before, step * some, (step + 1) * some);
-                out.prefetch(step * some, (step + 1) * some);
-            });
-            if (item.adapters && !MASKS) item.adapters->multiply(row, column, up);
+            if (before.full()) {
+                const float* to = out.to;
+                split::multiply(part.steps, left, next, right, next, [&](int64_t step) {
+                    if (step >= STEP / SOME) return;
+#pragma GCC unroll 32
+                    for (int64_t i = 0; i < SOME; ++i) {
+                        store_row<MASKS>(before, i, 0xFFFF, 0xFFFF);
+                        _mm_prefetch((const char*)(to + i * ld), _MM_HINT_T0);
+                        _mm_prefetch((const char*)(to + i * ld + STEP - 1), _MM_HINT_T0);
+                    }
+                    before.advance(SOME), to += SOME * ld;
+                });
+            } else {
+                store_block<MASKS>(before);
+                split::multiply(part.steps, left, next, right, next, [](int64_t) {});
+            }
+            if (up && !MASKS) item.adapters->multiply(row, column, up);
             split::store(sums[turn]);
-            before = out, kept_before = kept;
+            before = out;
         }
-    store_rows<MASKS>(before, kept_before, 0, STEP);
+    }
+    store_block<MASKS>(before);
+}
+
+template <bool MASKS>
+void multiply_item(const Item& item, float* c, int64_t ld) {
+    const int64_t steps = item.part.steps;
+    if (steps >= 16) multiply_item<MASKS, 2>(item, c, ld);
+    else if (steps >= 8) multiply_item<MASKS, 4>(item, c, ld);
+    else multiply_item<MASKS, 32>(item, c, ld);
+}
+
+// An item's block of C, but for the right operand: it is split here.
+void multiply_columns(const Matrix& b, Item item, float* c, int64_t ld) {
+    const Part part = item.part;
+    const bool adds = part.last && item.adapters && item.adapters->adds();
+    Bf16* right = (Bf16*)common::scratch<1>(amx::padded(item.columns) / LANES * part.steps * BLOCK / 2);
+    pack_columns(b, part.depth, part.deep, item.column, item.columns, right);
+    Bf16* up = adds ? (Bf16*)common::scratch<2>(item.adapters->up_size(item.columns) / 2) : nullptr;
+    if (adds) item.adapters->pack_up(item.column, item.columns, up);
+    item.right = right, item.up = up;
+    amx::Tiles tiles;
+    if (adds && item.adapters->masks()) multiply_item<true>(item, c, ld);
+    else multiply_item<false>(item, c, ld);
 }
 
 void product(int threads, int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t ld_a, const Matrix& b,
              float* c, int64_t ld_c, const adapters::Adapters* adapters) {
-    using adapters::CHUNK, adapters::GROUP;
     const int64_t width = item_width(columns, threads), blocks = ceil_div(columns, width);
     // few columns leave threads without work: then items have some of the rows only
     const int64_t shares = std::max<int64_t>(1, threads / std::max<int64_t>(1, blocks));
+    Part before = {};  // its gradients are added beside the next part's packing
     for (int64_t k = 0; k < depth; k += DEPTH)
         for (int64_t top = 0; top < rows; top += HEIGHT) {
-            const int64_t deep = std::min(DEPTH, depth - k), steps = ceil_div(deep, STEP), size = steps * BLOCK;
-            const int64_t high = std::min(HEIGHT, rows - top), groups = ceil_div(high, GROUP * CHUNK);
-            const bool last = k + DEPTH >= depth;
-            Bf16* left = (Bf16*)common::scratch<0>(amx::padded(high) / LANES * size / 2);
-            common::parallel_for(threads, groups, [=](int64_t group) {
-                for (int64_t i = group * GROUP; i < (group + 1) * GROUP && i * CHUNK < high; ++i) {
-                    const int64_t row = i * CHUNK, some = std::min(CHUNK, high - row);
-                    take_chunk({a, ld_a, top + row, some, k, deep, steps, left + row / LANES * size, k == 0, last}, i,
-                               adapters);
-                }
+            const int64_t deep = std::min(DEPTH, depth - k), steps = ceil_div(deep, STEP), high = std::min(HEIGHT, rows - top);
+            Bf16* left = (Bf16*)common::scratch<0>(amx::padded(high) / LANES * steps * BLOCK / 2);
+            const Part part = {a, ld_a, top, high, k, deep, steps, left, k == 0, k + DEPTH >= depth};
+            const int64_t sums = adapters ? adapters->gradient_items(before.deep) : 0;
+            common::parallel_for(threads, sums + part.groups(), [=, &before, &part](int64_t i) {
+                if (i < sums) adapters->add_gradients(i, before.depth, before.deep, before.groups());
+                else pack_group(part, i - sums, adapters);
             });
-            const int64_t before = adapters ? adapters->gradient_items(deep) : 0;
-            const adapters::Adapters* adding = adapters && last && adapters->adds() ? adapters : nullptr;
-            const int64_t share = amx::padded(ceil_div(high, shares));
-            common::parallel_for(threads, before + blocks * shares, [=](int64_t i) {
-                if (i < before) return adapters->add_gradients(i, k, deep, groups);
-                i -= before;
-                const int64_t column = i % blocks * width, wide = std::min(width, columns - column);
-                const int64_t row = i / blocks * share, some = std::min(share, high - row);
-                if (some <= 0) return;
-                Bf16* right = (Bf16*)common::scratch<1>(amx::padded(wide) / LANES * size / 2);
-                pack_columns(b, k, deep, column, wide, right);
-                Bf16* up = adding ? (Bf16*)common::scratch<2>(adding->up_size(wide) / 2) : nullptr;
-                if (adding) adding->pack_up(column, wide, up);
-                amx::Tiles tiles;
-                const Item item = {k > 0, top, row, some, column, wide, steps, left, right, up, adding};
-                if (adding && adding->masks()) multiply_item<true>(item, c, ld_c);
-                else multiply_item<false>(item, c, ld_c);
+            const int64_t share = ceil_div(ceil_div(high, shares), ROWS) * ROWS;
+            common::parallel_for(threads, blocks * shares, [=, &part](int64_t i) {
+                const int64_t column = i % blocks * width, row = i / blocks * share;
+                const int64_t some = std::min(share, high - row), wide = std::min(width, columns - column);
+                if (some > 0)
+                    multiply_columns(b, {part, row, some, column, wide, nullptr, nullptr, adapters, i % blocks, blocks}, c,
+                                     ld_c);
             });
+            before = part;
         }
+    if (adapters)
+        common::parallel_for(threads, adapters->gradient_items(before.deep), [=, &before](int64_t i) {
+            adapters->add_gradients(i, before.depth, before.deep, before.groups());
+        });
 }
 
 }  // namespace

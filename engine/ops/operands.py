@@ -64,7 +64,8 @@ class LinearOperands:
     @property
     def weight_OI(self) -> Tensor:
         """The base weight alone; not for one that is encoded."""
-        return self.extended_OE[:, : self.in_features]
+        whole = self.extended_OE
+        return whole if whole.shape[1] == self.in_features else whole[:, : self.in_features]
 
     @property
     def trains_weight(self) -> bool:
@@ -84,16 +85,16 @@ class LinearOperands:
         return products if products.fits(left, weight if backward else weight.t()) else None
 
     @property
-    def _num_columns(self) -> int:
-        """Of what products multiply with: [W | B] where folded, else W."""
-        return self.extended_OE.shape[1] if self.folded else self.in_features
+    def _factor_OE(self) -> Tensor:
+        """What products multiply with: [W | B] where folded, else W."""
+        return self.extended_OE if self.folded else self.weight_OI
 
     def product(self, x: Tensor | RowCodes) -> Tensor:
         """[T, O]: [x | H] [W | B]^T where folded, else x W^T."""
         if self.encoded is not None:
             return self.encoded.product(x, self.low_rank)
         assert isinstance(x, Tensor)
-        return self.kernels.product(x, self.extended_OE[:, : self._num_columns].t())
+        return self.kernels.product(x, self._factor_OE.t())
 
     def expanded_product(
         self, x: Tensor | RowCodes, h: Tensor | None, mask: Mask | None
@@ -106,8 +107,10 @@ class LinearOperands:
         """
         if self.low_rank is None:
             return self.product(x), None
-        products = self.adapted(x) if isinstance(x, Tensor) else None
+        # without an H it was found there already
+        products = self.kernels.adapted if h is None else self.adapted(x) if isinstance(x, Tensor) else None
         if products is not None:
+            assert isinstance(x, Tensor)
             keep_scale = 1.0 if mask is None else self.low_rank.keep_scale
             sections = self.low_rank.sections()
             return products.forward(
@@ -123,8 +126,8 @@ class LinearOperands:
     def input_gradient(self, dy_TO: Tensor) -> Tensor:
         """[dX_base | dH / s | padding] where folded, else dX_base."""
         if self.encoded is not None:
-            return self.encoded.input_gradient(dy_TO, self.low_rank, self._num_columns)
-        return self.kernels.product(dy_TO, self.extended_OE[:, : self._num_columns])
+            return self.encoded.input_gradient(dy_TO, self.low_rank, self._factor_OE.shape[1])
+        return self.kernels.product(dy_TO, self._factor_OE)
 
     def adapted_gradient(
         self, products: AdaptedProducts, dy_TO: Tensor, h: Tensor, mask: Mask | None, *, updates: bool

@@ -24,12 +24,13 @@ def matrix(
     tensor: Tensor, columns: int | None = None, rows: int | None = None, *, dtype: torch.dtype = torch.float32
 ) -> tuple[int, int]:
     """Pointer and row stride of [..., columns] of `dtype`; leading dimensions must be one view's."""
-    assert tensor.dtype == dtype and tensor.device.type == "cpu", (tensor.dtype, dtype, tensor.device)
+    assert tensor.dtype is dtype and tensor.is_cpu, (tensor.dtype, dtype, tensor.device)
     flat = tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
-    assert columns is None or flat.shape[1] == columns, (flat.shape, columns)
-    assert rows is None or flat.shape[0] == rows, (flat.shape, rows)
-    assert flat.stride(1) == 1 or flat.shape[1] <= 1, flat.stride()
-    return tensor.data_ptr(), flat.stride(0)
+    (height, width), (row, column) = flat.shape, flat.stride()
+    assert columns is None or width == columns, (flat.shape, columns)
+    assert rows is None or height == rows, (flat.shape, rows)
+    assert column == 1 or width <= 1, flat.stride()
+    return tensor.data_ptr(), row
 
 
 def heads(tensor: Tensor, tokens: int, num_heads: int, head_dim: int, *, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -47,7 +48,7 @@ def optional_matrix(tensor: Tensor | None, columns: int, rows: int, *, dtype: to
 
 def vector(tensor: Tensor, length: int, dtype: torch.dtype = torch.float32) -> int:
     """Pointer of a dense tensor of `length` elements."""
-    assert tensor.dtype == dtype and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
+    assert tensor.dtype is dtype and tensor.is_cpu, (tensor.dtype, tensor.device)
     assert tensor.numel() == length and tensor.is_contiguous(), (tensor.shape, tensor.stride(), length)
     return int(tensor.data_ptr())
 
@@ -73,7 +74,7 @@ def optional_bits(bits: Tensor | None, columns: int, rows: int) -> tuple[int | N
     """Pointer and row stride in bytes of packed bits, as `dropout_bits` makes them."""
     if bits is None:
         return None, 0
-    assert bits.dtype == torch.uint8 and bits.device.type == "cpu", (bits.dtype, bits.device)
+    assert bits.dtype is torch.uint8 and bits.is_cpu, (bits.dtype, bits.device)
     assert bits.shape == (rows, bits_row_bytes(columns)) and bits.is_contiguous(), (bits.shape, rows, columns)
     return bits.data_ptr(), bits.shape[1]
 

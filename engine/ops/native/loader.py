@@ -47,6 +47,7 @@ class _Unavailable(Exception):
     """Carries the sentence that native_status() gives."""
 
 
+@cache
 def best_instruction_set() -> str:
     """What this processor has, as torch judges it."""
     return _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), "baseline")
@@ -104,12 +105,14 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 @cache
-def _load(instruction_set: str) -> ctypes.CDLL | str:
-    """The library, or why there is none; tried once."""
+def _load(instruction_set: str) -> tuple[ctypes.CDLL | None, NativeStatus]:
+    """The library and what is to be said of it; tried once."""
     try:
-        return _open(FOLDER / f"libkernels_{instruction_set}.so")
+        loaded = _open(FOLDER / f"libkernels_{instruction_set}.so")
     except _Unavailable as error:
-        return str(error)
+        return None, NativeStatus(available=False, reason=str(error))
+    reason = f"native kernels compiled for {instruction_set}"
+    return loaded, NativeStatus(available=True, reason=reason, instruction_set=instruction_set)
 
 
 _selected: list[str] = []
@@ -120,13 +123,13 @@ def select(instruction_set: str | None) -> None:
     _selected[:] = [] if instruction_set is None else [instruction_set]
 
 
+def _chosen() -> str:
+    return _selected[0] if _selected else best_instruction_set()
+
+
 def native_status() -> NativeStatus:
     """Whether the compiled kernels can be used, and if not, why."""
-    chosen = _selected[0] if _selected else best_instruction_set()
-    loaded = _load(chosen)
-    if isinstance(loaded, str):
-        return NativeStatus(available=False, reason=loaded)
-    return NativeStatus(available=True, reason=f"native kernels compiled for {chosen}", instruction_set=chosen)
+    return _load(_chosen())[1]
 
 
 def library() -> ctypes.CDLL:
@@ -135,7 +138,7 @@ def library() -> ctypes.CDLL:
     Raises:
         UserError: where there is none.
     """
-    loaded = _load(_selected[0] if _selected else best_instruction_set())
-    if isinstance(loaded, str):
-        raise UserError(loaded)
+    loaded, status = _load(_chosen())
+    if loaded is None:
+        raise UserError(status.reason)
     return loaded

@@ -7,7 +7,7 @@ Legend: T tokens, I input features, O output features, R rows of the stacked A (
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,18 +57,8 @@ class GradientB:
     scale: float = 1.0
 
 
-class _Section(ctypes.Structure):
-    """`struct Section` of csrc/low_rank.cpp."""
-
-    _fields_ = (
-        ("first_rank", ctypes.c_int64),
-        ("num_ranks", ctypes.c_int64),
-        ("first_column", ctypes.c_int64),
-        ("num_columns", ctypes.c_int64),
-        ("gradient", ctypes.c_void_p),
-        ("ld_gradient", ctypes.c_int64),
-        ("scale", ctypes.c_double),
-    )
+_SECTION = "4qQqd"
+"""`struct Section` of csrc/low_rank.cpp: first rank, ranks, first column, columns, gradient, its row stride, scale."""
 
 
 def project(
@@ -124,18 +114,16 @@ def accumulate_a(
         row_scale_T, column_scale_I: fp32, what rows and columns of x are multiplied by, as by a norm; None for 1.
     """
     (rows, ranks), inputs = dh_TR.shape, x.shape[1]
-    sections = (_Section * len(gradients))()
-    for section, given in zip(sections, gradients, strict=True):
+    sections = b""
+    for given in gradients:
         num = given.gradient_rI.shape[0]
         assert given.first_row >= 0 and given.first_row + num <= ranks, (given.first_row, num, ranks)
-        pointer, stride = matrix(given.gradient_rI, inputs)
-        section.first_rank, section.num_ranks, section.scale = given.first_row, num, given.scale
-        section.gradient, section.ld_gradient = pointer, stride
+        sections += struct.pack(_SECTION, given.first_row, num, 0, 0, *matrix(given.gradient_rI, inputs), given.scale)
     library().engine_accumulate_a(
         threads(), type_number(x), rows, inputs, ranks, *matrix(dh_TR, dtype=x.dtype),
         *matrix(x, rows=rows, dtype=x.dtype), optional_vector(row_scale_T, rows),
         optional_vector(column_scale_I, inputs), *optional_bits(bits, inputs, rows), len(gradients),
-        ctypes.addressof(sections),
+        sections,
     )  # fmt: skip
 
 
@@ -148,16 +136,14 @@ def accumulate_b(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[GradientB]) ->
         gradients: adapters that are trained.
     """
     (rows, outputs), ranks = dy_TO.shape, h_TR.shape[1]
-    sections = (_Section * len(gradients))()
-    for section, given in zip(sections, gradients, strict=True):
+    sections = b""
+    for given in gradients:
         num_columns, num_ranks = given.gradient_or.shape
         assert given.first_row >= 0 and given.first_row + num_ranks <= ranks, (given.first_row, num_ranks, ranks)
         assert given.first_column >= 0 and given.first_column + num_columns <= outputs, (num_columns, outputs)
-        pointer, stride = matrix(given.gradient_or)
-        section.first_rank, section.num_ranks, section.scale = given.first_row, num_ranks, given.scale
-        section.first_column, section.num_columns = given.first_column, num_columns
-        section.gradient, section.ld_gradient = pointer, stride
+        place = (given.first_row, num_ranks, given.first_column, num_columns)
+        sections += struct.pack(_SECTION, *place, *matrix(given.gradient_or), given.scale)
     library().engine_accumulate_b(
         threads(), type_number(dy_TO), rows, *matrix(dy_TO, dtype=dy_TO.dtype),
-        *matrix(h_TR, ranks, rows, dtype=dy_TO.dtype), len(gradients), ctypes.addressof(sections),
+        *matrix(h_TR, ranks, rows, dtype=dy_TO.dtype), len(gradients), sections,
     )  # fmt: skip

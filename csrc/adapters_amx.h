@@ -3,8 +3,8 @@
 //     P = s drop(L) D        C = L W + k drop'(P U)        dF = L^T H
 //
 // Forward, L is the linear's input, D is A^T, U is B^T and P is H. Backward, L is dY, D is B, U is A and P is dH; dF is
-// dB, for the H of forward. P needs a block of L's rows that has just been split, and so does dF; P U joins the sums of C
-// before they are stored. So adapters read and write no wide matrix of their own.
+// dB, for the H of forward. P needs a block of L's rows that has just been split, and so does dF; P U joins the sums of
+// C before they are stored. So adapters read and write no wide matrix of their own.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@ struct Factor {
     double scale;
 };
 
-// All adapters of a linear. P is given where there are no `down`; nothing is added to C where there are no `up`. Bits are
-// those of the elements that dropout keeps, of L and of C; null without dropout. The factors lie behind it.
+// All adapters of a linear. P is given where there are no `down`; nothing is added to C where there are no `up`. Bits
+// are those of the elements that dropout keeps, of L and of C; null without dropout. The factors lie behind it.
 struct LowRank {
     int64_t ranks;
     float* p;
@@ -110,7 +110,8 @@ inline void turn(float* block) {
     for (int64_t i = 0; i < LANES; ++i) simd::store(block + i * LANES, square[i]);
 }
 
-// h [rows <= CHUNK, ranks <= 16] -> a block of a left operand for each 32 rows, with ranks for rows and tokens for depth.
+// h [rows <= CHUNK, ranks <= 16] -> a block of a left operand for each 32 rows, with ranks for rows and tokens for
+// depth.
 inline void pack_ranks(const float* h, int64_t ld, int64_t rows, int64_t ranks, Bf16* to) {
     alignas(64) float block[LANES * STEP];
     for (int64_t first = 0; first < CHUNK; first += STEP, to += BLOCK) {
@@ -172,8 +173,8 @@ class Adapters {
     bool masks() const { return g_.out_bits != nullptr; }
     bool has_gradients() const { return g_.num_gradients > 0; }
 
-    // Packs a chunk, the `index`-th of its pass over `height` rows. With the last part of the depth P is completed, since
-    // P U is wanted from then on.
+    // Packs a chunk, the `index`-th of its pass over `height` rows. With the last part of the depth P is completed,
+    // since P U is wanted from then on.
     void take(const Chunk& chunk, int64_t index) const {
         for (int64_t block = 0; block < chunk.blocks(); block += 2) {
             int64_t packed = 0;
@@ -186,7 +187,8 @@ class Adapters {
     // P's and the gradients' share of a packed chunk: all that can wait until its rows are read again for the large
     // product. Chunks of a group come one after the other.
     void share(const Chunk& chunk, int64_t index) const {
-        for (int64_t block = 0; block < chunk.blocks() && !chunk.last; block += 2) project_all(chunk, block, chunk.steps);
+        for (int64_t block = 0; block < chunk.blocks() && !chunk.last; block += 2)
+            project_all(chunk, block, chunk.steps);
         if (!has_gradients()) return;
         const Bf16* h = pack_h(chunk);
         for (int64_t step = 0; step < chunk.steps; ++step) add_gradient(chunk, index, step, h);
@@ -233,7 +235,9 @@ class Adapters {
     }
 
     // The bits of C from (row, column) on, column a multiple of 8.
-    const uint8_t* out_bits(int64_t row, int64_t column) const { return g_.out_bits + row * g_.ld_out_bits + column / 8; }
+    const uint8_t* out_bits(int64_t row, int64_t column) const {
+        return g_.out_bits + row * g_.ld_out_bits + column / 8;
+    }
     int64_t ld_out_bits() const { return g_.ld_out_bits; }
     float out_scale() const { return (float)g_.out_scale; }
 
@@ -266,7 +270,8 @@ class Adapters {
     // Columns [step * STEP, + STEP) of a part.
     void add_gradient(const Chunk& chunk, int64_t index, int64_t step, const Bf16* h) const {
         const int64_t column = step * STEP, wide = std::min(STEP, chunk.deep - column);
-        const Range ranks = ranks_of(g_.num_gradients, g_.gradients(), chunk.depth + column, chunk.depth + column + wide);
+        const int64_t first = chunk.depth + column;
+        const Range ranks = ranks_of(g_.num_gradients, g_.gradients(), first, first + wide);
         if (ranks.last == 0) return;
         alignas(64) Bf16 right[2 * TOKEN_STEPS * BLOCK];
         alignas(64) float out[STEP * STEP];

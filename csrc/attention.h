@@ -36,7 +36,8 @@ struct Segment {
 
 inline std::vector<Segment> read_segments(int64_t count, const int64_t* values) {
     std::vector<Segment> segments;
-    for (const int64_t* v = values; v < values + 5 * count; v += 5) segments.push_back({v[0], v[1], v[2], v[3], v[4] != 0});
+    for (const int64_t* v = values; v < values + 5 * count; v += 5)
+        segments.push_back({v[0], v[1], v[2], v[3], v[4] != 0});
     return segments;
 }
 
@@ -65,7 +66,8 @@ struct Block {
 template <class T>
 void gather_rows(const T* data, int64_t ld_data, int64_t rows, int64_t columns, float* to, int64_t ld) {
     simd::widen_rows(data, ld_data, rows, columns, to, ld);
-    for (int64_t row = 0; row < rows && columns < ld; ++row) std::fill(to + row * ld + columns, to + (row + 1) * ld, 0.0f);
+    for (int64_t row = 0; row < rows && columns < ld; ++row)
+        std::fill(to + row * ld + columns, to + (row + 1) * ld, 0.0f);
 }
 
 // Asks for rows that are needed after the present block: they are far apart, so no hardware foresees them.

@@ -77,7 +77,8 @@ void store_transposed(const float* from, int64_t rows, int64_t dim, Bf16* to, in
     static_assert(QUERIES == 64, "the shift above");
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t d = 0; d < dim; d += LANES)  // `from` has padded(dim) rows
-            simd::store_up_to(to + row * ld + d, (Float)_mm512_i32gather_ps(index, from + d * QUERIES + row, 4), dim - d);
+            simd::store_up_to(to + row * ld + d, (Float)_mm512_i32gather_ps(index, from + d * QUERIES + row, 4),
+                              dim - d);
 }
 
 // Which keys a block of queries sees, as lanes.
@@ -161,7 +162,8 @@ struct Softmax {
             for (int64_t key = 0; key < keys; key += 2) {
                 const float* s = scores + key * QUERIES + g * LANES;
                 const Float p0 = sight.keep(simd::exp(simd::load(s) * scale - base), g, first + key, 0.0f);
-                const Float p1 = sight.keep(simd::exp(simd::load(s + QUERIES) * scale - base), g, first + key + 1, 0.0f);
+                const Float p1 = sight.keep(simd::exp(simd::load(s + QUERIES) * scale - base),
+                                            g, first + key + 1, 0.0f);
                 added[0] += p0;
                 added[1] += p1;
                 store_pair(p + key / 2 * QUERIES + g * LANES, simd::narrow(p0), simd::narrow(p1));
@@ -217,7 +219,8 @@ void backward_block(const float* scores, const float* dp, int64_t first, int64_t
             simd::HalfWord ds[2];
             for (int64_t i = 0; i < 2; ++i) {
                 const int64_t at = (key + i) * QUERIES + g * LANES;
-                const Float p = sight.keep(simd::exp(simd::load(scores + at) * scale - shift), g, first + key + i, 0.0f);
+                const Float p = sight.keep(simd::exp(simd::load(scores + at) * scale - shift),
+                                           g, first + key + i, 0.0f);
                 const Float value = scale * p * (simd::load(dp + at) - less);
                 ds[i] = simd::narrow(sight.keep(value, g, first + key + i, 0.0f));
                 simd::store(p_rows + at, p);

@@ -1,5 +1,5 @@
-// Some rows of a weight with a low-rank update added, W + B A, summed in fp32 and rounded once to the weight's dtype, and
-// what the rounding took away.
+// Some rows of a weight with a low-rank update added, W + B A, summed in fp32 and rounded once to the weight's dtype,
+// and what the rounding took away.
 #include <algorithm>
 
 #include "common.h"
@@ -39,7 +39,8 @@ void round(const float* exact, int64_t columns, T* out, Rounding& found) {
 }
 
 template <class T>
-void merge(int64_t rows, int64_t columns, int64_t rank, const T* weight, int64_t ld_weight, const float* b, int64_t ld_b,
+void merge(int64_t rows, int64_t columns, int64_t rank, const T* weight, int64_t ld_weight, const float* b,
+           int64_t ld_b,
            const float* a, int64_t ld_a, T* out, int64_t ld_out, double* rounding) {
     alignas(64) float exact[ROWS * PANEL];
     float* panel = common::scratch<0>(rank * PANEL);
@@ -66,8 +67,8 @@ void merge(int64_t rows, int64_t columns, int64_t rank, const T* weight, int64_t
 }  // namespace
 
 // out [rows, columns] = weight + b [rows, rank] a [rank, columns]; weight and out of one type, out may be weight.
-// rounding: the largest absolute difference of `out` from the sum in fp32, and the sums of squares of all differences and
-// of all sums, added to what is there. One thread.
+// rounding: the largest absolute difference of `out` from the sum in fp32, and the sums of squares of all differences
+// and of all sums, added to what is there. One thread.
 EXPORT void engine_merge(int type, int64_t rows, int64_t columns, int64_t rank, const void* weight, int64_t ld_weight,
                          const float* b, int64_t ld_b, const float* a, int64_t ld_a, void* out, int64_t ld_out,
                          double* rounding) {

@@ -1,14 +1,23 @@
-// Dropout masks: a pure function of (seed, site, step, token, feature), the same bits as triton_kernels/philox.py.
+// Dropout masks: a pure function of (seed, site, step, token, feature), the same bits as triton_kernels/philox.py, from
+// Philox-4x32-10 (Salmon et al., SC 2011).
+//
+// The counter is (block of eight features, token, high word of the token, step). In the first two rounds, and in half
+// of the third, each product is of words that depend either on the block or on the token alone: `prepare` makes those
+// of the blocks once for many tokens, which leaves seven and a half rounds of ten.
 //
 // A 64-bit lane holds one 32-bit word of the state. The multiplier reads only the low half of a lane, so what the
 // xors leave in the high half never matters, and high and low product come from one multiplication.
-#include "philox.h"
+#include <algorithm>
 
 #include "common.h"
 #include "simd.h"
 
 namespace philox {
 namespace {
+
+struct Stream {
+    uint32_t seed, site, step;
+};
 
 constexpr uint32_t MULTIPLIER_0 = 0xD2511F53u, MULTIPLIER_1 = 0xCD9E8D57u;
 constexpr uint32_t WEYL_0 = 0x9E3779B9u, WEYL_1 = 0xBB67AE85u;
@@ -44,11 +53,13 @@ struct State {
     Wide c0[SETS], c1[SETS], c2[SETS], c3[SETS];
 };
 
-SIMD_INLINE void ten_rounds(State& s, uint32_t k0, uint32_t k1) {
+constexpr int PREPARED = 3;  // rounds that `prepare` begins
+
+SIMD_INLINE void last_rounds(State& s, const Stream& stream) {
     const Wide m0 = wide(MULTIPLIER_0), m1 = wide(MULTIPLIER_1);
 #pragma GCC unroll 10
-    for (int round = 0; round < 10; ++round) {
-        const Wide key0 = wide(k0), key1 = wide(k1);
+    for (int round = PREPARED; round < 10; ++round) {
+        const Wide key0 = wide(stream.seed + round * WEYL_0), key1 = wide(stream.site + round * WEYL_1);
 #pragma GCC unroll 4
         for (int i = 0; i < SETS; ++i) {
             const Wide product0 = multiply(s.c0[i], m0), product1 = multiply(s.c2[i], m1);
@@ -57,8 +68,6 @@ SIMD_INLINE void ten_rounds(State& s, uint32_t k0, uint32_t k1) {
             s.c2[i] = xor3(high(product0), s.c3[i], key1);
             s.c3[i] = product0;
         }
-        k0 += WEYL_0;
-        k1 += WEYL_1;
     }
 }
 
@@ -104,50 +113,78 @@ SIMD_INLINE void decide(const State& s, int i, uint32_t threshold, uint8_t* out)
 }
 #endif
 
-}  // namespace
+constexpr int64_t WIDTH = SETS * CALLS;  // blocks that are drawn together
 
-void keep_bits(const Stream& stream, int64_t token, int64_t first_block, int64_t num_blocks, uint32_t threshold,
-               uint8_t* out) {
-    if (threshold > 0xFFFF) {
-        memset(out, 0, (size_t)num_blocks);
-        return;
-    }
-    constexpr int64_t width = SETS * CALLS;
-    for (int64_t block = 0; block < num_blocks; block += width) {
-        State s;
-        for (int i = 0; i < SETS; ++i) {
-            s.c0[i] = add(lane_blocks(), (uint64_t)(first_block + block + i * CALLS));
-            s.c1[i] = wide((uint64_t)token & 0xFFFFFFFFu);
-            s.c2[i] = wide((uint64_t)token >> 32);
-            s.c3[i] = wide(stream.step);
-        }
-        ten_rounds(s, stream.seed, stream.site);
-        uint8_t bytes[width];
-        for (int i = 0; i < SETS; ++i) decide(s, i, threshold, bytes + i * CALLS);
-        if (num_blocks - block >= width) memcpy(out + block, bytes, width);
-        else memcpy(out + block, bytes, (size_t)(num_blocks - block));
+// What the first rounds know of CALLS blocks: parts of the words that go into, and come out of, the third.
+struct Block {
+    Wide into_c2, out_c0, out_c2, out_c3;
+};
+
+int64_t num_prepared(int64_t num_blocks) { return common::ceil_div(num_blocks, WIDTH) * SETS; }
+
+// For the tokens with this high word.
+void prepare(const Stream& stream, uint32_t token_high, int64_t first_block, int64_t num_blocks, Block* out) {
+    const uint32_t c1 = token_high * MULTIPLIER_1;  // after the first round
+    for (int64_t i = 0; i < num_prepared(num_blocks); ++i) {
+        const Wide product0 = multiply(add(lane_blocks(), (uint64_t)(first_block + i * CALLS)), wide(MULTIPLIER_0));
+        const Wide product1 = multiply(xor3(high(product0), wide(stream.step), wide(stream.site)), wide(MULTIPLIER_1));
+        const Wide c0 = xor3(high(product1), wide(c1), wide(stream.seed + WEYL_0));
+        const Wide third = multiply(c0, wide(MULTIPLIER_0)), none = wide(0);
+        out[i] = {xor3(product0, wide(stream.site + WEYL_1), none),
+                  xor3(product1, wide(stream.seed + 2 * WEYL_0), none),
+                  xor3(high(third), wide(stream.site + 2 * WEYL_1), none), third};
     }
 }
 
+// Eight decisions a block, bit i of out[n] = lane i of block first_block + n.
+void keep_bits(const Stream& stream, int64_t token, const Block* prepared, int64_t num_blocks, uint32_t threshold,
+               uint8_t* out) {
+    const uint64_t high_product = ((uint64_t)token >> 32) * MULTIPLIER_1;
+    const uint64_t of_token = (uint64_t)((uint32_t)(high_product >> 32) ^ (uint32_t)token ^ stream.seed) * MULTIPLIER_0;
+    const Wide token_high = wide(of_token >> 32), token_low = wide(of_token & 0xFFFFFFFFu), none = wide(0);
+    for (int64_t block = 0; block < num_blocks; block += WIDTH, prepared += SETS) {
+        State s;
+        for (int i = 0; i < SETS; ++i) {
+            const Wide product1 = multiply(xor3(prepared[i].into_c2, token_high, none), wide(MULTIPLIER_1));
+            s.c0[i] = xor3(high(product1), prepared[i].out_c0, none);
+            s.c1[i] = product1;
+            s.c2[i] = xor3(prepared[i].out_c2, token_low, none);
+            s.c3[i] = prepared[i].out_c3;
+        }
+        last_rounds(s, stream);
+        uint8_t bytes[WIDTH];
+        for (int i = 0; i < SETS; ++i) decide(s, i, threshold, bytes + i * CALLS);
+        memcpy(out + block, bytes, (size_t)std::min(WIDTH, num_blocks - block));
+    }
+}
+
+}  // namespace
 }  // namespace philox
 
 namespace {
 
-// One row of decisions for local features [0, features), bit i of byte b = feature 8 b + i; the bits after are 0.
-void row_bits(const philox::Stream& stream, int64_t token, int64_t offset, int64_t features, uint32_t threshold,
-              uint8_t* out, int64_t row_bytes, uint8_t* blocks) {
-    const int64_t first = offset >> 3, last = (offset + features - 1) >> 3, used = common::ceil_div(features, 8);
-    const int shift = (int)(offset & 7);
-    if (shift == 0) {
-        philox::keep_bits(stream, token, first, last - first + 1, threshold, out);
-    } else {
-        philox::keep_bits(stream, token, first, last - first + 1, threshold, blocks);
-        blocks[last - first + 1] = 0;
+// Some features of a row, and what is known of their blocks.
+struct Row {
+    int64_t offset, features, bytes;
+    uint32_t threshold;
+    const philox::Block* prepared;
+
+    int64_t first() const { return offset >> 3; }
+    int64_t num_blocks() const { return ((offset + features - 1) >> 3) - first() + 1; }
+};
+
+// Decisions for local features [0, features), bit i of byte b = feature 8 b + i; the bits after are 0.
+void row_bits(const philox::Stream& stream, int64_t token, const Row& row, uint8_t* blocks, uint8_t* out) {
+    const int64_t used = common::ceil_div(row.features, 8);
+    const int shift = (int)(row.offset & 7);
+    philox::keep_bits(stream, token, row.prepared, row.num_blocks(), row.threshold, shift ? blocks : out);
+    if (shift) {
+        blocks[row.num_blocks()] = 0;
         for (int64_t byte = 0; byte < used; ++byte)
             out[byte] = (uint8_t)((blocks[byte] | blocks[byte + 1] << 8) >> shift);
     }
-    if (features & 7) out[used - 1] &= (uint8_t)((1 << (features & 7)) - 1);
-    memset(out + used, 0, (size_t)(row_bytes - used));
+    if (row.features & 7) out[used - 1] &= (uint8_t)((1 << (row.features & 7)) - 1);
+    memset(out + used, 0, (size_t)(row.bytes - used));
 }
 
 }  // namespace
@@ -157,13 +194,25 @@ EXPORT void engine_dropout_bits(int threads, int64_t tokens, int64_t features, c
                                 int64_t feature_offset, uint32_t threshold, uint32_t seed, uint32_t site, uint32_t step,
                                 uint8_t* bits, int64_t row_bytes) {
     if (features <= 0) return;
+    if (threshold > 0xFFFF) {
+        memset(bits, 0, (size_t)(tokens * row_bytes));
+        return;
+    }
     const philox::Stream stream = {seed, site, step};
-    constexpr int64_t ROWS = 16;
+    constexpr int64_t ROWS = 32;
     common::parallel_for(threads, common::ceil_div(tokens, ROWS), [=](int64_t item) {
-        uint8_t* blocks = (uint8_t*)common::scratch((features / 8 + 3) / 4 + 2);
-        for (int64_t t = item * ROWS; t < tokens && t < (item + 1) * ROWS; ++t)
-            row_bits(stream, token_index[t], feature_offset, features, threshold, bits + t * row_bytes, row_bytes,
-                     blocks);
+        Row row = {feature_offset, features, row_bytes, threshold, nullptr};
+        uint8_t* blocks = (uint8_t*)common::scratch(row.num_blocks() / 4 + 2);
+        const int64_t size = philox::num_prepared(row.num_blocks()) * (int64_t)sizeof(philox::Block);
+        philox::Block* prepared = (philox::Block*)common::scratch<1>(size / (int64_t)sizeof(float));
+        row.prepared = prepared;
+        for (int64_t t = item * ROWS; t < std::min(tokens, (item + 1) * ROWS); ++t) {
+            const int64_t token = token_index[t];
+            const uint32_t high = (uint32_t)((uint64_t)token >> 32);
+            if (t == item * ROWS || high != (uint32_t)((uint64_t)token_index[t - 1] >> 32))
+                philox::prepare(stream, high, row.first(), row.num_blocks(), prepared);
+            row_bits(stream, token, row, blocks, bits + t * row_bytes);
+        }
     });
 }
 

@@ -1,5 +1,5 @@
-// A large product in fp32, C = A B with A read by rows and B by rows or by columns: an activation times a frozen weight,
-// either way round.
+// A large product in fp32, C = A B with A read by rows and B by rows or by columns: an activation times a frozen
+// weight, either way round.
 //
 // An item of work is some columns of C for some rows of it. A part of B's rows is packed into panels that stay in the
 // second-level cache while the rows of A pass by, so packing costs one read of B an item. Each element is summed in the

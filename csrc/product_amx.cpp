@@ -1,8 +1,8 @@
 // A large product of fp32 matrices by AMX tiles, with what adapters add to it (split.h, adapters_amx.h).
 //
 // A part of A's columns is split once and shared by all threads; each item of work splits some columns of B for itself,
-// small enough to stay in the second-level cache, and takes the rows of A past them. An element's sum runs over parts of
-// DEPTH products in the order of k, whoever computes it: the result depends neither on the threads nor on the other
+// small enough to stay in the second-level cache, and takes the rows of A past them. An element's sum runs over parts
+// of DEPTH products in the order of k, whoever computes it: the result depends neither on the threads nor on the other
 // rows and columns.
 #include <algorithm>
 
@@ -24,8 +24,8 @@ constexpr int64_t COLUMNS = 256;   // of an item, at most
 constexpr int64_t FEW_COLUMNS = 128;
 constexpr int64_t ROWS = adapters::GROUP * adapters::CHUNK;  // of a group
 
-// A block of C on its way from the tiles, where it lies in `from` [rows, STEP]; and what is added to it where the bit of an
-// element is 1: scale * kept [rows, STEP].
+// A block of C on its way from the tiles, where it lies in `from` [rows, STEP]; and what is added to it where the bit
+// of an element is 1: scale * kept [rows, STEP].
 struct Out {
     bool add;  // to what is there
     int64_t rows, columns, ld;
@@ -101,7 +101,8 @@ void pack_columns(const Matrix& b, int64_t k, int64_t depth, int64_t column, int
         for (int64_t i = STEP; i < std::min(2 * STEP, depth - step * STEP); ++i)
             for (int64_t c = 0; c < columns; c += LANES) _mm_prefetch((const char*)(rows + i * b.ld + c), _MM_HINT_T0);
         for (int64_t c = 0; c < amx::padded(columns); c += LANES)
-            split::pack_right(rows + std::min(c, columns), b.ld, deep, columns - c, to + (c / LANES * steps + step) * BLOCK);
+            split::pack_right(rows + std::min(c, columns), b.ld, deep, columns - c,
+                              to + (c / LANES * steps + step) * BLOCK);
     }
 }
 
@@ -144,6 +145,8 @@ struct Item {
     const Bf16 *right, *up;              // up: null where nothing is added
     const adapters::Adapters* adapters;  // or null
     int64_t number, number_of;           // among the items on the same rows; each has its share of the groups
+
+    bool shares(int64_t at) const { return adapters && at % ROWS == 0 && at / ROWS % number_of == number; }
 };
 
 // Out of line: the loop that it is called from holds its state in registers.
@@ -151,8 +154,8 @@ __attribute__((noinline)) void share_group(const Item& item, int64_t group) {
     item.part.for_chunks(group, [&](const adapters::Chunk& chunk, int64_t i) { item.adapters->share(chunk, i); });
 }
 
-// A block is stored beside the products of the next one, which leave the vector units idle and have the time to wait for
-// memory: SOME rows with each step of these.
+// A block is stored beside the products of the next one, which leave the vector units idle and have the time to wait
+// for memory: SOME rows with each step of these.
 template <bool MASKS, int SOME>
 void multiply_item(const Item& item, float* c, int64_t ld) {
     alignas(64) float sums[2][STEP * STEP], updates[2][STEP * STEP];  // of a block and of the one before
@@ -162,13 +165,15 @@ void multiply_item(const Item& item, float* c, int64_t ld) {
     int turn = 0;
     for (int64_t row = item.row; row < item.row + item.rows; row += STEP) {
         const Bf16* left = part.left + row / LANES * next;
-        if (item.adapters && row % ROWS == 0 && row / ROWS % item.number_of == item.number) share_group(item, row / ROWS);
+        if (item.shares(row)) share_group(item, row / ROWS);
         for (int64_t pair = 0; pair < pairs; ++pair, turn = !turn) {
             const int64_t column = item.column + pair * STEP;
             const Bf16 *right = item.right + 2 * pair * next, *up = item.up;
             if (up) up += pair * item.adapters->up_size(STEP);
-            Out out = {!part.first, std::min(STEP, item.row + item.rows - row), std::min(STEP, item.columns - pair * STEP),
-                       ld, c + (part.top + row) * ld + column, sums[turn], updates[turn], nullptr, 0, 0};
+            const int64_t high = std::min(STEP, item.row + item.rows - row);
+            const int64_t wide = std::min(STEP, item.columns - pair * STEP);
+            Out out = {!part.first, high, wide, ld, c + (part.top + row) * ld + column, sums[turn], updates[turn],
+                       nullptr, 0, 0};
             if (MASKS) {
                 split::clear();
                 item.adapters->multiply(row, column, up);
@@ -225,13 +230,15 @@ void multiply_columns(const Matrix& b, Item item, float* c, int64_t ld) {
 
 void product(int threads, int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t ld_a, const Matrix& b,
              float* c, int64_t ld_c, const adapters::Adapters* adapters) {
-    const int64_t width = item_width(columns, threads), blocks = ceil_div(columns, width);
+    const int64_t width = item_width(columns, threads);
+    const int64_t blocks = std::max<int64_t>(1, ceil_div(columns, width));  // without columns adapters have work still
     // few columns leave threads without work: then items have some of the rows only
-    const int64_t shares = std::max<int64_t>(1, threads / std::max<int64_t>(1, blocks));
+    const int64_t shares = std::max<int64_t>(1, threads / blocks);
     Part before = {};  // its gradients are added beside the next part's packing
     for (int64_t k = 0; k < depth; k += DEPTH)
         for (int64_t top = 0; top < rows; top += HEIGHT) {
-            const int64_t deep = std::min(DEPTH, depth - k), steps = ceil_div(deep, STEP), high = std::min(HEIGHT, rows - top);
+            const int64_t deep = std::min(DEPTH, depth - k), steps = ceil_div(deep, STEP);
+            const int64_t high = std::min(HEIGHT, rows - top);
             Bf16* left = (Bf16*)common::scratch<0>(amx::padded(high) / LANES * steps * BLOCK / 2);
             const Part part = {a, ld_a, top, high, k, deep, steps, left, k == 0, k + DEPTH >= depth};
             const int64_t sums = adapters ? adapters->gradient_items(before.deep) : 0;
@@ -244,8 +251,8 @@ void product(int threads, int64_t rows, int64_t columns, int64_t depth, const fl
                 const int64_t column = i % blocks * width, row = i / blocks * share;
                 const int64_t some = std::min(share, high - row), wide = std::min(width, columns - column);
                 if (some > 0)
-                    multiply_columns(b, {part, row, some, column, wide, nullptr, nullptr, adapters, i % blocks, blocks}, c,
-                                     ld_c);
+                    multiply_columns(b, {part, row, some, column, wide, nullptr, nullptr, adapters, i % blocks, blocks},
+                                     c, ld_c);
             });
             before = part;
         }

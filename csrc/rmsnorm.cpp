@@ -91,7 +91,8 @@ void backward(int threads, int64_t tokens, int64_t features, const T* dy, int64_
                 const int64_t t = first + i;
                 const T* added = residual ? residual + t * ld_residual : nullptr;
                 T* to = dx ? dx + t * ld_dx : nullptr;
-                if (updated) backward_row(updated + i * features, x + t * ld_x, weight, rstd[t], added, features, to, dw);
+                if (updated)
+                    backward_row(updated + i * features, x + t * ld_x, weight, rstd[t], added, features, to, dw);
                 else backward_row(dy + t * ld_dy, x + t * ld_x, weight, rstd[t], added, features, to, dw);
             }
         }

@@ -37,7 +37,8 @@ template <bool LAST>
 SIMD_INLINE __m512i take_part(__m512& rest) {
     const __m512i bits = _mm512_castps_si512(rest);
     if (LAST) return bits;
-    const __m512i part = _mm512_and_si512(_mm512_add_epi32(bits, _mm512_set1_epi32(0x8000)), _mm512_set1_epi32(~0xFFFF));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
+    const __m512i part = _mm512_and_si512(rounded, _mm512_set1_epi32(~0xFFFF));
     rest = _mm512_sub_ps(rest, _mm512_castsi512_ps(part));
     return part;
 }
@@ -120,8 +121,8 @@ inline void keep_left(const Bf16* from, int64_t rows, const uint8_t* bits, int64
     }
 }
 
-// Half a block is 16 deep. On the left its tiles are [x2 | x1], [x1 | x0] and [x0 | x0], which times [y0; y1], the same and
-// [y0; y2] are the six products, at half the price of a block that is filled up with zeros.
+// Half a block is 16 deep. On the left its tiles are [x2 | x1], [x1 | x0] and [x0 | x0], which times [y0; y1], the same
+// and [y0; y2] are the six products, at half the price of a block that is filled up with zeros.
 constexpr int64_t HALF_LEFT = 3 * TILE, HALF_RIGHT = 2 * TILE;
 
 // a [rows <= 16, depth <= 16] -> half a block.
@@ -153,7 +154,8 @@ inline void pack_half_right(const float* b, int64_t ld, Bf16* to) {
     }
 }
 
-// The rows of two blocks of a left operand -> a step of a right operand that has them for depth, in two blocks of columns.
+// The rows of two blocks of a left operand -> a step of a right operand that has them for depth, in two blocks of
+// columns.
 inline void turn(const Bf16* left, const Bf16* lower, Bf16* first, Bf16* second) {
     alignas(64) static constexpr uint16_t LOW[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                      8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};

@@ -189,3 +189,18 @@ def test_a_non_finite_input_is_not_hidden(value: float) -> None:
     y, h = adapted.forward(given.x, given.weight, given.a, given.sections, bits=given.bits, keep_scale=KEEP_SCALE)
     assert not y[5].isfinite().any() and y[:5].isfinite().all() and y[6:].isfinite().all()
     assert bool(h[5].isfinite().all()) == bool(given.kept[5, 7] == 0)
+
+
+def test_no_columns() -> None:
+    """What adapters make besides the product is there without one."""
+    given = _operands(Case(150, 0, ((700, 16),)), masked=False)
+    sections = [replace(one, db_out=torch.zeros(one.num_columns, one.num_ranks)) for one in given.sections]
+    h = torch.randn(150, 16)
+    dx, dh = adapted.backward(
+        given.dy, given.weight, given.a, sections, h_TR=h, bits=None, keep_scale=1.0, updates=True
+    )
+    assert dx.shape == (150, 0)
+    torch.testing.assert_close(
+        dh, given.dy @ given.b(torch.float32) * given.scales(torch.float32), rtol=1e-5, atol=1e-4
+    )
+    torch.testing.assert_close(sections[0].db_out, given.dy.t() @ h, rtol=1e-5, atol=1e-4)

@@ -13,10 +13,11 @@ pytestmark = ON_EVERY_INSTRUCTION_SET
 
 
 @pytest.mark.parametrize(
-    ("tokens", "features", "offset"), [(5, 123, 0), (3, 1000, 5), (1, 7, 9), (4, 64, 8), (2, 1, 7)]
+    ("tokens", "features", "offset"), [(5, 123, 0), (3, 1000, 5), (1, 7, 9), (4, 64, 8), (2, 1, 7), (100, 40, 11)]
 )
 def test_same_bits_as_torch(tokens: int, features: int, offset: int) -> None:
     token_index = torch.randint(0, 2**40, (tokens,))
+    token_index[tokens // 3 :] %= 2**33  # neighbours that share their high word, and some that do not
     where = {"feature_offset": offset, "num_features": features, "seed": 2**32 - 1, "site": 77, "step": torch.tensor(3)}
     mask = dropout.dropout_mask(token_index, probability=0.1, **where)
     assert torch.equal(mask, philox.dropout_mask(token_index, probability=0.1, **where))

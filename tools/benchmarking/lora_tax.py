@@ -208,11 +208,12 @@ def _layer_verdicts(timed: dict[tuple[str, float], Timed], chosen: Kernels, targ
             continue
         taken = [sum(turn) for turn in zip(*(one.seconds(who) for one in some), strict=True)]
         frozen = [sum(turn) for turn in zip(*(one.seconds(_faster_frozen(one)) for one in some), strict=True)]
-        ratio = paired_ratio(taken, frozen)
+        by_torch = [sum(turn) for turn in zip(*(one.seconds(FROZEN) for one in some), strict=True)]
+        ratio, over_torch = paired_ratio(taken, frozen), paired_ratio(taken, by_torch).median
         verdict = "meets" if ratio.median <= target else "misses"
         verdicts.append(
             f"The four linears of a layer together, dropout {dropout}: {who} at {ratio.median:.3f} ({ratio.low:.3f} to "
-            f"{ratio.high:.3f}) {verdict} the target of {target:.2f}."
+            f"{ratio.high:.3f}) {verdict} the target of {target:.2f}; over torch's frozen linears {over_torch:.3f}."
         )
     return verdicts
 

@@ -3,8 +3,8 @@
 //     P = s drop(L) D        C = L W + k drop'(P U)        dF = L^T H
 //
 // Forward, L is the linear's input, D is A^T, U is B^T and P is H. Backward, L is dY, D is B, U is A and P is dH; dF is
-// dB, for the H of forward. P needs a block of L's rows that has just been split, and so does dF; P U joins the sums of
-// C before they are stored. So adapters read and write no wide matrix of their own.
+// dB, for the H of forward. P and dF need L's rows split and packed, as the large product does; P U joins the sums of C
+// before they are stored. So adapters read and write no wide matrix of their own.
 #pragma once
 
 #include <algorithm>

@@ -235,6 +235,9 @@ void product(int threads, int64_t rows, int64_t columns, int64_t depth, const fl
     // few columns leave threads without work: then items have some of the rows only
     const int64_t shares = std::max<int64_t>(1, threads / blocks);
     Part before = {};  // its gradients are added beside the next part's packing
+    const auto add_gradients = [=, &before](int64_t i) {
+        adapters->add_gradients(i, before.depth, before.deep, before.groups());
+    };
     for (int64_t k = 0; k < depth; k += DEPTH)
         for (int64_t top = 0; top < rows; top += HEIGHT) {
             const int64_t deep = std::min(DEPTH, depth - k), steps = ceil_div(deep, STEP);
@@ -242,8 +245,8 @@ void product(int threads, int64_t rows, int64_t columns, int64_t depth, const fl
             Bf16* left = (Bf16*)common::scratch<0>(amx::padded(high) / LANES * steps * BLOCK / 2);
             const Part part = {a, ld_a, top, high, k, deep, steps, left, k == 0, k + DEPTH >= depth};
             const int64_t sums = adapters ? adapters->gradient_items(before.deep) : 0;
-            common::parallel_for(threads, sums + part.groups(), [=, &before, &part](int64_t i) {
-                if (i < sums) adapters->add_gradients(i, before.depth, before.deep, before.groups());
+            common::parallel_for(threads, sums + part.groups(), [=, &part](int64_t i) {
+                if (i < sums) add_gradients(i);
                 else pack_group(part, i - sums, adapters);
             });
             const int64_t share = ceil_div(ceil_div(high, shares), ROWS) * ROWS;
@@ -256,10 +259,7 @@ void product(int threads, int64_t rows, int64_t columns, int64_t depth, const fl
             });
             before = part;
         }
-    if (adapters)
-        common::parallel_for(threads, adapters->gradient_items(before.deep), [=, &before](int64_t i) {
-            adapters->add_gradients(i, before.depth, before.deep, before.groups());
-        });
+    if (adapters) common::parallel_for(threads, adapters->gradient_items(before.deep), add_gradients);
 }
 
 }  // namespace

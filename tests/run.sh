@@ -29,14 +29,13 @@ check "mypy" "$python" -m mypy --no-error-summary
 # Without arguments in two halves side by side: a test that starts several processes leaves one core idle for half of its
 # time. What shares the cores takes longer, so a test's time limit is longer too.
 halves() {
-    local log status=0 other
+    local log status=0 other half=(tests/unit tests/kernels tests/wrong_inputs tests/faults)
     log=$(mktemp)
-    "$python" -m pytest -q -o timeout=300 tests/unit tests/kernels tests/wrong_inputs tests/faults >"$log" 2>&1 &
+    "$python" -m pytest -q -o timeout=300 "${half[@]}" >"$log" 2>&1 &
     other=$!
     # shellcheck disable=SC2064  # the number of now
     trap "kill $other 2>/dev/null" EXIT # it does not see an interrupt
-    "$python" -m pytest -q -o timeout=300 --ignore=tests/unit --ignore=tests/kernels --ignore=tests/wrong_inputs \
-        --ignore=tests/faults || status=1
+    "$python" -m pytest -q -o timeout=300 "${half[@]/#/--ignore=}" || status=1
     wait "$other" || status=1
     trap - EXIT
     printf '[tests %3ds] the other half:\n' "$((SECONDS - started))" >&2

@@ -63,7 +63,7 @@ class LinearOperands:
 
     @property
     def weight_OI(self) -> Tensor:
-        """The base weight alone; not for one that is encoded."""
+        """The base weight alone; without memory where it is encoded."""
         whole = self.extended_OE
         return whole if whole.shape[1] == self.in_features else whole[:, : self.in_features]
 
@@ -107,8 +107,9 @@ class LinearOperands:
         """
         if self.low_rank is None:
             return self.product(x), None
-        # without an H it was found there already
-        products = self.kernels.adapted if h is None else self.adapted(x) if isinstance(x, Tensor) else None
+        products = self.kernels.adapted  # there is no H only where these were found to fit x
+        if h is not None:
+            products = self.adapted(x) if isinstance(x, Tensor) else None
         if products is not None:
             assert isinstance(x, Tensor)
             keep_scale = 1.0 if mask is None else self.low_rank.keep_scale

@@ -7,7 +7,7 @@ turn. Beside it stand the limit by arithmetic (the low-rank products are not fre
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -206,16 +206,20 @@ def _layer_verdicts(timed: dict[tuple[str, float], Timed], chosen: Kernels, targ
         some = [timed[str(linear), dropout] for linear in linears]
         if not some or any(who not in one.samples for one in some):
             continue
-        taken = [sum(turn) for turn in zip(*(one.seconds(who) for one in some), strict=True)]
-        frozen = [sum(turn) for turn in zip(*(one.seconds(_faster_frozen(one)) for one in some), strict=True)]
-        by_torch = [sum(turn) for turn in zip(*(one.seconds(FROZEN) for one in some), strict=True)]
-        ratio, over_torch = paired_ratio(taken, frozen), paired_ratio(taken, by_torch).median
+        taken = _together(one.seconds(who) for one in some)
+        ratio = paired_ratio(taken, _together(one.seconds(_faster_frozen(one)) for one in some))
+        over_torch = paired_ratio(taken, _together(one.seconds(FROZEN) for one in some)).median
         verdict = "meets" if ratio.median <= target else "misses"
         verdicts.append(
             f"The four linears of a layer together, dropout {dropout}: {who} at {ratio.median:.3f} ({ratio.low:.3f} to "
             f"{ratio.high:.3f}) {verdict} the target of {target:.2f}; over torch's frozen linears {over_torch:.3f}."
         )
     return verdicts
+
+
+def _together(samples: Iterable[Sequence[float]]) -> list[float]:
+    """Seconds of several cases, added up turn by turn."""
+    return [sum(turn) for turn in zip(*samples, strict=True)]
 
 
 def _verdicts(where: str, chosen: Kernels, timed: Timed, target: float) -> list[str]:

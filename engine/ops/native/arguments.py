@@ -35,7 +35,7 @@ def matrix(
 
 def heads(tensor: Tensor, tokens: int, num_heads: int, head_dim: int, *, dtype: torch.dtype) -> tuple[int, int, int]:
     """Pointer, token stride and head stride of [tokens, num_heads, head_dim]; features must have no gaps."""
-    assert tensor.dtype == dtype and tensor.device.type == "cpu", (tensor.dtype, dtype, tensor.device)
+    assert tensor.dtype is dtype and tensor.is_cpu, (tensor.dtype, dtype, tensor.device)
     assert tensor.shape == (tokens, num_heads, head_dim), (tensor.shape, tokens, num_heads, head_dim)
     assert tensor.stride(2) == 1 or head_dim <= 1 or tensor.numel() == 0, tensor.stride()
     return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)

@@ -2,17 +2,19 @@
 //
 // Each walks its wide operand by rows, once. drop(x) = scale * mask * x; masks are packed bits (philox.cpp) or null.
 #include <algorithm>
-#include <memory>
 #include <type_traits>
 #include <vector>
 
 #include "common.h"
+#include "rank_sums.h"
 #include "simd.h"
 #include "skinny.h"
 
 namespace {
 
 using common::ceil_div;
+using rank_sums::Section;
+using rank_sums::Wide;
 using simd::Float;
 using simd::LANES;
 
@@ -55,47 +57,12 @@ void sum_rows(int64_t first, int64_t last, int64_t ranks, int64_t columns, const
         const skinny::Left l = {left + t * ld_left, 1, ld_left};
         const skinny::Right<T> r = {right + t * ld_right, ld_right, bits ? bits + t * ld_bits : nullptr, ld_bits, true};
         const int64_t depth = std::min(SUM_ROWS, last - t);
-        skinny::product(l, r, ranks, columns, depth, [=](int64_t i, int64_t j, int64_t count, Float sum) {
-            float* to = out + i * ld_out + j;
-            simd::store_up_to(to, simd::load_up_to(to, count) + sum, count);
-        });
+        rank_sums::add_rows(depth, ranks, columns, l, r, out, ld_out);
     }
 }
 
 // Wide blocks read a row in long runs; the sums of a block must stay in the cache.
 int64_t block_columns(int64_t ranks) { return ranks <= 32 ? 512 : ranks <= 96 ? 256 : 128; }
-
-// A narrow matrix as floats, its rows times `scale` where given: itself, or a copy.
-class Wide {
-  public:
-    Wide(int threads, int64_t rows, int64_t columns, const float* from, int64_t ld_from, const float* scale = nullptr)
-        : data(from), ld(ld_from) {
-        if (scale) copy(threads, rows, columns, from, ld_from, scale);
-    }
-    Wide(int threads, int64_t rows, int64_t columns, const simd::Bf16* from, int64_t ld_from,
-         const float* scale = nullptr) {
-        copy(threads, rows, columns, from, ld_from, scale);
-    }
-    const float* data;
-    int64_t ld;
-
-  private:
-    template <class T>
-    void copy(int threads, int64_t rows, int64_t columns, const T* from, int64_t ld_from, const float* scale) {
-        memory_.reset(new float[(size_t)(rows * columns)]);
-        float* to = memory_.get();
-        data = to, ld = columns;
-        constexpr int64_t SOME = 1024;
-        common::parallel_for(threads, ceil_div(rows, SOME), [=](int64_t item) {
-            const int64_t first = item * SOME, some = std::min(SOME, rows - first);
-            simd::widen_rows(from + first * ld_from, ld_from, some, columns, to + first * columns, columns);
-            for (int64_t t = first; scale && t < first + some; ++t)
-                for (int64_t c = 0; c < columns; ++c) to[t * columns + c] *= scale[t];
-        });
-    }
-
-    std::unique_ptr<float[]> memory_;
-};
 
 // x of an adapter: `data`, times a factor for each row and each column where these are given, as a norm's.
 template <class T>
@@ -104,18 +71,6 @@ struct Input {
     int64_t ld, inputs;
     const float *row_scale, *column_scale;
 };
-
-}  // namespace
-
-// One adapter of a stack: its rows of the stacked A, its columns of the output, and where its gradient is added to.
-struct Section {
-    int64_t first_rank, num_ranks, first_column, num_columns;
-    float* gradient;
-    int64_t ld_gradient;
-    double scale;
-};
-
-namespace {
 
 template <class T>
 void project(int threads, int64_t tokens, int64_t inputs, int64_t ranks, const T* x, int64_t ld_x, const uint8_t* bits,

@@ -7,26 +7,15 @@
 #include "common.h"
 #include "simd.h"
 #include "skinny.h"
+#include "swiglu.h"
 
 namespace {
 
 using simd::Float;
+using swiglu::backward_row;
 
 constexpr int64_t ROWS = 8;
 constexpr int64_t COLUMNS = 768;  // of the updated dy that stays in the first cache: 8 rows of 3 KB
-
-template <class G, class T>
-void backward_row(const G* dy, const T* gate, const T* up, int64_t features, T* dgate, T* dup, T* y) {
-    simd::for_each(features, [=](auto, int64_t f, int64_t count) {
-        const Float g = simd::load_up_to(gate + f, count), u = simd::load_up_to(up + f, count);
-        const Float grad = simd::load_up_to(dy + f, count);
-        const Float s = simd::sigmoid(g), silu = g * s;
-        // silu'(g) = s + silu (1 - s)
-        simd::store_up_to(dgate + f, grad * u * (s + silu * (1.0f - s)), count);
-        simd::store_up_to(dup + f, grad * silu, count);
-        if (y) simd::store_up_to(y + f, silu * u, count);
-    });
-}
 
 template <class T>
 void forward(int threads, int64_t tokens, int64_t features, const T* gate_up, int64_t ld_gate_up, T* y, int64_t ld_y) {

@@ -3,7 +3,7 @@
 A frozen weight has no weight gradient, and an adapter needs its input again only for dA. So the linear keeps what its
 input was computed from (the residual stream, [gate | up]), which is kept or cheap anyway, and the input itself is
 written twice and stored never, unless it is asked for as a `KeptInput`. It is written once where dA can be had from u,
-and comes with the gradient of u where that pass makes it anyway.
+or from the pass that makes the gradient of u.
 
 Legend: T tokens, I input features.
 """
@@ -46,16 +46,19 @@ class LinearInput(Protocol):
     ) -> None:
         """dA = dH^T drop(x) into the adapters' sinks, from u; only where it `gives_a`."""
 
-    @property
-    def rewrites(self) -> bool:
-        """Whether `gradient` writes x once more where asked to, for less than `make` takes."""
-
     def gradient(
-        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels,
-        x_out: Tensor | None = None,
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
+        """du for the gradient dx + update of x; weight gradients go to their sinks. May overwrite dx."""
+
+    def joins_a(self, kernels: Kernels) -> bool:
+        """Whether `gradient_and_a` takes less than making x, dA and `gradient`."""
+
+    def gradient_and_a(
+        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Mask | None, low_rank: LowRank,
+        kernels: Kernels,
     ) -> Tensor:  # fmt: skip
-        """du for the gradient dx + update of x; weight gradients go to their sinks. May overwrite dx. x goes to
-        `x_out`, which is given only where it `rewrites`."""
+        """As `gradient`, and dA = dH^T drop(x) into the adapters' sinks; only where it `joins_a`."""
 
 
 class _MadeFirst:
@@ -71,9 +74,14 @@ class _MadeFirst:
     ) -> None:
         raise AssertionError("dA is made from x")
 
-    @property
-    def rewrites(self) -> bool:
+    def joins_a(self, kernels: Kernels) -> bool:
         return False
+
+    def gradient_and_a(
+        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Mask | None, low_rank: LowRank,
+        kernels: Kernels,
+    ) -> Tensor:  # fmt: skip
+        raise AssertionError("dA is made from x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +101,8 @@ class GivenInput(_MadeFirst):
         return u, None, None
 
     def gradient(
-        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels,
-        x_out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
         return dx if update is None else kernels.apply_update(dx, update)
 
 
@@ -149,9 +156,8 @@ class NormInput(_MadeFirst):
         accumulate_a(dh, u, mask, low_rank, kernels, norm)
 
     def gradient(
-        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels,
-        x_out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
         assert statistics is not None
         gradient = None if self.sink is None else self.sink.buffer
         if self.divisor != 1.0:
@@ -187,14 +193,25 @@ class SwiGLUInput(_MadeFirst):
         return x, None, RowCodes(*kernels.row_codes.swiglu(u, x))
 
     def gradient(
-        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels,
-        x_out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        return kernels.swiglu_backward(dx, u, update, x_out)
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
+        return kernels.swiglu_backward(dx, u, update)
 
-    @property
-    def rewrites(self) -> bool:
+    def joins_a(self, kernels: Kernels) -> bool:
         return True
+
+    def gradient_and_a(
+        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Mask | None, low_rank: LowRank,
+        kernels: Kernels,
+    ) -> Tensor:  # fmt: skip
+        if kernels.swiglu_backward_adapted is not None:
+            du = kernels.swiglu_backward_adapted(dx, u, update, dh, mask, *low_rank.a_gradients(mask))
+            low_rank.a_added()
+            return du
+        x = dx.new_empty(dx.shape)
+        du = kernels.swiglu_backward(dx, u, update, x)
+        accumulate_a(dh, x, mask, low_rank, kernels)
+        return du
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +236,8 @@ class GeGLUInput(_MadeFirst):
         return *self.make(u, None, kernels), None
 
     def gradient(
-        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels,
-        x_out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
         if update is not None:
             dx = kernels.apply_update(dx, update)
         gate, up = u.chunk(2, dim=1)
@@ -295,7 +311,17 @@ class KeptInput(_MadeFirst):
         self._source.accumulate_a(dh, u, statistics, mask, low_rank, kernels)
 
     def gradient(
-        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels,
-        x_out: Tensor | None = None,
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
+        return self._source.gradient(dx, u, statistics, update, kernels)
+
+    def joins_a(self, kernels: Kernels) -> bool:
+        """As the source, where that makes dA in another order than from x."""
+        return kernels.swiglu_backward_adapted is not None and self._source.joins_a(kernels)
+
+    def gradient_and_a(
+        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Mask | None, low_rank: LowRank,
+        kernels: Kernels,
     ) -> Tensor:  # fmt: skip
-        return self._source.gradient(dx, u, statistics, update, kernels, x_out)
+        self._node = None
+        return self._source.gradient_and_a(dx, u, update, dh, mask, low_rank, kernels)

@@ -126,6 +126,15 @@ class SwiGLUBackward(Protocol):
     def __call__(self, dy: Tensor, gate_up: Tensor, update: InputUpdate | None, y: Tensor | None = None) -> Tensor: ...
 
 
+class SwiGLUBackwardAdapted(Protocol):
+    """As SwiGLUBackward, and dA = dH^T drop(y) into each adapter's fp32 gradient, without writing y."""
+
+    def __call__(
+        self, dy: Tensor, gate_up: Tensor, update: InputUpdate | None, dh_TR: Tensor, mask: Mask | None, scale: float,
+        gradients: Sequence[tuple[int, Tensor]],
+    ) -> Tensor: ...  # fmt: skip
+
+
 class SplitRotate(Protocol):
     """Fused [T, (H + 2K) D] -> rotated q [T, H, D], rotated k [T, K, D], v [T, K, D]."""
 
@@ -209,6 +218,8 @@ class Kernels:
         adapted: a linear and its adapters as one product each way; None where there is nothing better than `project`,
             `product` and so on, one after the other.
         norm_a_gradient: dA from a norm's own input; None where the norm has to be made again for it.
+        swiglu_backward_adapted: SwiGLU's backward and dA of the adapters on its output in one pass; None where they are
+            two, with the output written between them.
         loss: statistics and gradient of a shard of the vocabulary; see triton_kernels.linear_cross_entropy.
         product: left [T, K], right [K, N]: their product, of an activation and a frozen weight.
         folds: input features, output features and dtype of a linear on this rank: whether its adapters are faster as
@@ -236,6 +247,7 @@ class Kernels:
     folds: Callable[[int, int, torch.dtype], bool] = _always
     adapted: AdaptedProducts | None = None
     norm_a_gradient: NormAGradient | None = None
+    swiglu_backward_adapted: SwiGLUBackwardAdapted | None = None
 
 
 def _dropped(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:

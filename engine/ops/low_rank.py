@@ -112,6 +112,17 @@ class LowRank:
             for factor in self.factors
         ]
 
+    def a_gradients(self, mask: Mask | None) -> tuple[float, list[tuple[int, Tensor]]]:
+        """What kept inputs are multiplied by, and the first row and gradient of each A that is trained."""
+        trained = [(factor.first_row, factor.sink_a.buffer) for factor in self.factors if factor.sink_a is not None]
+        return 1.0 if mask is None else self.keep_scale, trained
+
+    def a_added(self) -> None:
+        """Tells each A's sink that its gradient was added."""
+        for factor in self.factors:
+            if factor.sink_a is not None:
+                factor.sink_a.added()
+
     def b_added(self) -> None:
         """Tells each B's sink that its gradient was added."""
         for factor in self.factors:
@@ -181,16 +192,13 @@ def accumulate_a(
     Args:
         x_TI: x, or with `norm` what the norm makes x from; only for kernels that have `norm_a_gradient`.
     """
-    sinks = [(factor.first_row, factor.sink_a) for factor in low_rank.factors if factor.sink_a is not None]
-    keep_scale = 1.0 if mask is None else low_rank.keep_scale
-    gradients = [(first, sink.buffer) for first, sink in sinks]
+    keep_scale, gradients = low_rank.a_gradients(mask)
     if norm is None:
         kernels.a_gradient(dh_TR, x_TI, mask, keep_scale, gradients)
     else:
         assert kernels.norm_a_gradient is not None
         kernels.norm_a_gradient(dh_TR, x_TI, norm.rstd, norm.weight, mask, keep_scale, gradients)
-    for _, sink in sinks:
-        sink.added()
+    low_rank.a_added()
 
 
 def accumulate_b(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank, kernels: Kernels) -> None:

@@ -264,21 +264,24 @@ class _RowLinear(torch.autograd.Function):
             dy, handle = all_gather_async(local_dy, operands.axis)
         needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
         # made before, x hides the gather; without one it comes with the gradient for less
-        late = needs_du and source.rewrites and low_rank is not None and not (ctx.scatters or operands.trains_weight)
-        x = None if late else _input_again(operands, source, u)
+        joins = (
+            low_rank is not None
+            and needs_du
+            and not (ctx.scatters or operands.trains_weight)
+            and source.joins_a(operands.kernels)
+        )
+        x = None if joins else _input_again(operands, source, u)
         handle.wait()
         dx, dh, update = _row_input_gradient(operands, dy, h, mask, needs_du)
-        if late:
-            x = dy.new_empty(u.shape[0], operands.in_features)
-        elif low_rank is not None:
+        if low_rank is not None and not joins:
             _accumulate_a(operands, source, x, u, statistics, dh, mask)
         # the bias is added to this rank's tokens only, after the reduction
         accumulate_base(operands, dy, x, local_dy)
         du = None
-        if dx is not None:
-            du = source.gradient(dx, u, statistics, update, operands.kernels, x if late else None)
-        if late:
-            _accumulate_a(operands, source, x, u, statistics, dh, mask)
+        if joins:
+            du = source.gradient_and_a(dx, u, update, dh, mask, low_rank, operands.kernels)
+        elif dx is not None:
+            du = source.gradient(dx, u, statistics, update, operands.kernels)
         return (du, None, None, None, *([None] * ctx.num_leaves))
 
 

@@ -55,6 +55,19 @@ def _swiglu_backward(
     return swiglu.swiglu_backward(dy, gate_up, update=_update(update), y=y)
 
 
+def _swiglu_backward_adapted(
+    dy: Tensor,
+    gate_up: Tensor,
+    update: kernels.InputUpdate | None,
+    dh_TR: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    gradients: Sequence[tuple[int, Tensor]],
+) -> Tensor:
+    sections = _sections_of_a(gradients, scale)
+    return swiglu.swiglu_backward_adapted(dy, gate_up, dh_TR, mask, sections, update=_update(update))
+
+
 def _project(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Tensor) -> None:
     low_rank.project(x, mask, a_RI, scale=scale, out=out)
 
@@ -151,4 +164,5 @@ NATIVE = kernels.Kernels(
     folds=_folds,
     adapted=kernels.AdaptedProducts(fits=product.fits_tiles, forward=_adapted_forward, backward=_adapted_backward),
     norm_a_gradient=_norm_a_gradient,
+    swiglu_backward_adapted=_swiglu_backward_adapted,
 )

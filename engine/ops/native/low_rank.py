@@ -58,7 +58,7 @@ class GradientB:
 
 
 _SECTION = "4qQqd"
-"""`struct Section` of csrc/low_rank.cpp: first rank, ranks, first column, columns, gradient, its row stride, scale."""
+"""`struct Section` of csrc/rank_sums.h: first rank, ranks, first column, columns, gradient, its row stride, scale."""
 
 
 def project(
@@ -114,17 +114,22 @@ def accumulate_a(
         row_scale_T, column_scale_I: fp32, what rows and columns of x are multiplied by, as by a norm; None for 1.
     """
     (rows, ranks), inputs = dh_TR.shape, x.shape[1]
+    library().engine_accumulate_a(
+        threads(), type_number(x), rows, inputs, ranks, *matrix(dh_TR, dtype=x.dtype),
+        *matrix(x, rows=rows, dtype=x.dtype), optional_vector(row_scale_T, rows),
+        optional_vector(column_scale_I, inputs), *optional_bits(bits, inputs, rows),
+        *sections_of_a(gradients, ranks, inputs),
+    )  # fmt: skip
+
+
+def sections_of_a(gradients: Sequence[GradientA], ranks: int, inputs: int) -> tuple[int, bytes]:
+    """How many there are, and `struct Section` of each (csrc/rank_sums.h)."""
     sections = b""
     for given in gradients:
         num = given.gradient_rI.shape[0]
         assert given.first_row >= 0 and given.first_row + num <= ranks, (given.first_row, num, ranks)
         sections += struct.pack(_SECTION, given.first_row, num, 0, 0, *matrix(given.gradient_rI, inputs), given.scale)
-    library().engine_accumulate_a(
-        threads(), type_number(x), rows, inputs, ranks, *matrix(dh_TR, dtype=x.dtype),
-        *matrix(x, rows=rows, dtype=x.dtype), optional_vector(row_scale_T, rows),
-        optional_vector(column_scale_I, inputs), *optional_bits(bits, inputs, rows), len(gradients),
-        sections,
-    )  # fmt: skip
+    return len(gradients), sections
 
 
 def accumulate_b(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[GradientB]) -> None:

@@ -32,6 +32,10 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_swiglu_backward": [
         *_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX, *_UPDATE, *_MATRIX, *_MATRIX,
     ],
+    "engine_swiglu_backward_adapted": [
+        *_TYPED, *_SIZE, *_SIZE, *_MATRIX * 2, *_SIZE, *_MATRIX, c_float, *_MATRIX, *_SIZE, *_MATRIX * 2, *_SIZE,
+        *_POINTER,
+    ],
     "engine_split_rotate": [*_TYPED, *_SIZE * 4, *_MATRIX, *_POINTER * 5],
     "engine_split_rotate_backward": [
         *_TYPED, *_SIZE * 4, *_HEADS, *_HEADS, *_HEADS, *_POINTER, *_POINTER, *_MATRIX,

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from engine.ops.native.arguments import InputUpdate, matrix, optional_matrix, threads, type_number, update_arguments
+from engine.ops.native.arguments import (
+    InputUpdate,
+    matrix,
+    optional_bits,
+    optional_matrix,
+    threads,
+    type_number,
+    update_arguments,
+)
 from engine.ops.native.loader import library
+from engine.ops.native.low_rank import GradientA, sections_of_a
 
 
 def swiglu_forward(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -51,5 +62,41 @@ def swiglu_backward(
         threads(), type_number(gate_up), rows, features, *matrix(dy, features, rows, dtype=dtype),
         *matrix(gate_up, 2 * features, dtype=dtype), *update_arguments(update, features, rows, dtype=dtype),
         *matrix(gradient, 2 * features, rows, dtype=dtype), *optional_matrix(y, features, rows, dtype=dtype),
+    )  # fmt: skip
+    return gradient
+
+
+def swiglu_backward_adapted(
+    dy: Tensor,
+    gate_up: Tensor,
+    dh_TR: Tensor,
+    bits: Tensor | None,
+    gradients: Sequence[GradientA],
+    *,
+    update: InputUpdate | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """[dgate | dup], and dA_i += scale_i * dH_i^T (mask * y) of the adapters on y, which is never written.
+
+    Args:
+        dy: fp32 or bfloat16 [T, F].
+        gate_up: [T, 2F] of the same dtype, forward's input.
+        dh_TR: of the same dtype, gradient of the stacked H.
+        bits: packed mask of y, or None.
+        gradients: adapters that are trained.
+        update: what the adapters add to dy, of the same dH and mask; None where dy has it already.
+        out: where the gradient goes; may be gate_up.
+    """
+    (rows, features), ranks, dtype = dy.shape, dh_TR.shape[1], gate_up.dtype
+    gradient = torch.empty(gate_up.shape, dtype=dtype) if out is None else out
+    added: tuple[int | float | None, ...] = (0, None, 0, 1.0)
+    if update is not None:
+        assert update.dh_TR.data_ptr() == dh_TR.data_ptr() and (update.bits is None) == (bits is None)
+        added = (ranks, *matrix(update.a_RI, features, ranks, dtype=dtype), update.scale)
+    library().engine_swiglu_backward_adapted(
+        threads(), type_number(gate_up), rows, features, *matrix(dy, dtype=dtype),
+        *matrix(gate_up, 2 * features, rows, dtype=dtype), *added, *matrix(gradient, 2 * features, rows, dtype=dtype),
+        ranks, *matrix(dh_TR, rows=rows, dtype=dtype), *optional_bits(bits, features, rows),
+        *sections_of_a(gradients, ranks, features),
     )  # fmt: skip
     return gradient

@@ -1,0 +1,111 @@
+// Backward of SwiGLU beside the gradient of A of the adapters on its output, dA = dH^T drop(y).
+//
+// y is made again from what backward reads anyway, a few rows at a time, and is gone when dA has them: it is neither
+// written to memory nor read from there. Tokens go by groups, whose sums are added in order: the result does not depend
+// on the threads.
+#include <algorithm>
+
+#include "common.h"
+#include "rank_sums.h"
+#include "simd.h"
+#include "skinny.h"
+#include "swiglu.h"
+
+namespace {
+
+using common::ceil_div;
+using rank_sums::Section;
+using simd::LANES;
+using swiglu::backward_row;
+
+// Few rows, but of all their columns where these are not very many: memory is read and written in long runs, which
+// takes a third of the time of blocks of 32 rows and 512 columns.
+constexpr int64_t ROWS = 16;
+constexpr int64_t COLUMNS = 4096;
+constexpr int64_t WIDTH = 4 * skinny::PANEL;  // columns of an item are a multiple of it: of whole bytes of bits, too
+constexpr int64_t GROUP = 256;    // tokens whose sums are one part of dA
+constexpr int64_t HEIGHT = 2048;  // tokens of a pass, the sums of whose groups lie in memory together
+constexpr int64_t FINAL = 256;    // columns whose groups are added at a time
+
+// What dA needs besides y: dH, the bits of what dropout keeps of y (or null), and where dA goes.
+struct Adapters {
+    int64_t ranks;
+    const void* dh;
+    int64_t ld_dh;
+    const uint8_t* bits;
+    int64_t ld_bits, num_sections;
+    const Section* sections;
+};
+
+// Adds the groups' sums [groups, ranks, ld] of columns [first, last) to the sections' gradients.
+void finish(const Adapters& a, int64_t groups, int64_t first, int64_t last, const float* sums, int64_t ld) {
+    for (const Section* s = a.sections; s < a.sections + a.num_sections; ++s)
+        for (int64_t r = 0; r < s->num_ranks; ++r) {
+            float total[FINAL] = {};
+            const float* from = sums + (s->first_rank + r) * ld + first;
+            for (int64_t group = 0; group < groups; ++group, from += a.ranks * ld)
+                for (int64_t i = 0; i < last - first; ++i) total[i] += from[i];
+            float* to = s->gradient + r * s->ld_gradient + first;
+            for (int64_t i = 0; i < last - first; ++i) to[i] += (float)s->scale * total[i];
+        }
+}
+
+template <class T>
+void backward(int threads, int64_t tokens, int64_t features, const T* dy, int64_t ld_dy, const T* gate_up,
+              int64_t ld_gate_up, const skinny::Update<T>& update, T* d_gate_up, int64_t ld_d_gate_up,
+              const Adapters& a) {
+    if (tokens <= 0 || features <= 0) return;
+    const rank_sums::Wide dh(threads, tokens, a.ranks, (const T*)a.dh, a.ld_dh);
+    const int64_t blocks = ceil_div(features, COLUMNS), ld = ceil_div(features, LANES) * LANES;
+    const int64_t width = ceil_div(ceil_div(features, blocks), WIDTH) * WIDTH;
+    float* sums = common::scratch<8>(ceil_div(std::min(HEIGHT, tokens), GROUP) * a.ranks * ld);
+    for (int64_t top = 0; top < tokens; top += HEIGHT) {
+        const int64_t groups = ceil_div(std::min(HEIGHT, tokens - top), GROUP);
+        common::parallel_for(threads, groups * blocks, [=, &a, &dh, &update](int64_t item) {
+            const int64_t group = item / blocks, column = item % blocks * width, begin = top + group * GROUP;
+            const int64_t columns = std::min(width, features - column);
+            if (columns <= 0) return;
+            float *y = common::scratch<0>(2 * ROWS * width), *updated = y + ROWS * width;
+            float* to = sums + group * a.ranks * ld + column;
+            for (int64_t r = 0; r < a.ranks; ++r) std::fill_n(to + r * ld, columns, 0.0f);
+            for (int64_t row = begin; row < std::min(tokens, begin + GROUP); row += ROWS) {
+                const int64_t rows = std::min(ROWS, tokens - row);
+                const T *grad = dy + row * ld_dy + column, *gate = gate_up + row * ld_gate_up + column;
+                T* dgate = d_gate_up + row * ld_d_gate_up + column;
+                if (update.wanted()) update.add(grad, ld_dy, row, rows, column, columns, updated, width);
+                for (int64_t i = 0; i < rows; ++i, gate += ld_gate_up, dgate += ld_d_gate_up) {
+                    const T* up = gate + features;
+                    if (update.wanted())
+                        backward_row(updated + i * width, gate, up, columns, dgate, dgate + features, y + i * width);
+                    else backward_row(grad + i * ld_dy, gate, up, columns, dgate, dgate + features, y + i * width);
+                }
+                const uint8_t* bits = a.bits ? a.bits + row * a.ld_bits + column / 8 : nullptr;
+                const skinny::Right<float> made = {y, width, bits, a.ld_bits, false};
+                rank_sums::add_rows(rows, a.ranks, columns, {dh.data + row * dh.ld, 1, dh.ld}, made, to, ld);
+            }
+        });
+        common::parallel_for(threads, ceil_div(features, FINAL), [=, &a](int64_t item) {
+            finish(a, groups, item * FINAL, std::min(features, (item + 1) * FINAL), sums, ld);
+        });
+    }
+}
+
+}  // namespace
+
+// As engine_swiglu_backward; and each section's fp32 gradient [num_ranks, features] += section scale * dh[:, ranks]^T
+// (mask * y). `update`: its rank, which is that of the adapters on y, or 0 where dy has it already.
+EXPORT void engine_swiglu_backward_adapted(int threads, int type, int64_t tokens, int64_t features, const void* dy,
+                                           int64_t ld_dy, const void* gate_up, int64_t ld_gate_up, int64_t update,
+                                           const void* a, int64_t ld_a, float keep_scale, void* d_gate_up,
+                                           int64_t ld_d_gate_up, int64_t ranks, const void* dh, int64_t ld_dh,
+                                           const uint8_t* bits, int64_t ld_bits, int64_t num_sections,
+                                           const Section* sections) {
+    simd::with_type(type, [=](auto zero) {
+        using T = decltype(zero);
+        const skinny::Update<T> added(threads, features, update, (const T*)dh, ld_dh, (const T*)a, ld_a, bits, ld_bits,
+                                      keep_scale);
+        const Adapters adapters = {ranks, dh, ld_dh, bits, ld_bits, num_sections, sections};
+        backward(threads, tokens, features, (const T*)dy, ld_dy, (const T*)gate_up, ld_gate_up, added, (T*)d_gate_up,
+                 ld_d_gate_up, adapters);
+    });
+}

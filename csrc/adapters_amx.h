@@ -3,12 +3,13 @@
 //     P = s drop(L) D        C = L W + k drop'(P U)        dF = L^T H
 //
 // Forward, L is the linear's input, D is A^T, U is B^T and P is H. Backward, L is dY, D is B, U is A and P is dH; dF is
-// dB, for the H of forward. P and dF need L's rows split and packed, as the large product does; P U joins the sums of C
-// before they are stored. So adapters read and write no wide matrix of their own.
+// dB, for the H of forward. P needs L's rows split and packed, as the large product does; dF reads them when they have
+// just been; P U joins the sums of C before they are stored. So adapters read and write no wide matrix of their own.
 #pragma once
 
 #include <algorithm>
 
+#include "rank_sums.h"
 #include "split.h"
 
 // A, B or the gradient of one adapter: element (feature, rank) lies at data[feature * ld_feature + rank * ld_rank]. Its
@@ -50,7 +51,6 @@ using split::LANES;
 using split::STEP;
 
 constexpr int64_t CHUNK = 64;  // rows that go through all of this together
-constexpr int64_t TOKEN_STEPS = CHUNK / STEP;
 constexpr int64_t GROUP = 2;  // chunks whose share of the gradients is one part of the sum
 constexpr int64_t GRADIENT_COLUMNS = 64;
 constexpr int64_t AHEAD = 4;  // steps packed ahead of their use: a tile is not loaded from stores that are under way
@@ -110,24 +110,6 @@ inline void turn(float* block) {
     for (int64_t i = 0; i < LANES; ++i) simd::store(block + i * LANES, square[i]);
 }
 
-// h [rows <= CHUNK, ranks <= 16] -> a block of a left operand for each 32 rows, with ranks for rows and tokens for
-// depth.
-inline void pack_ranks(const float* h, int64_t ld, int64_t rows, int64_t ranks, Bf16* to) {
-    alignas(64) float block[LANES * STEP];
-    for (int64_t first = 0; first < CHUNK; first += STEP, to += BLOCK) {
-        for (int64_t half = 0; half < STEP; half += LANES) {
-            Float square[LANES];
-            for (int64_t t = 0; t < LANES; ++t) {
-                const int64_t row = first + half + t;
-                square[t] = row < rows ? simd::load_up_to(h + row * ld, ranks) : Float{};
-            }
-            simd::transpose(square);
-            for (int64_t r = 0; r < LANES; ++r) simd::store(block + r * STEP + half, square[r]);
-        }
-        split::pack_left(block, STEP, ranks, STEP, to);
-    }
-}
-
 // A chunk of L's rows on its way into blocks [row block][step] of one part of the depth.
 struct Chunk {
     const float* left;
@@ -173,25 +155,22 @@ class Adapters {
     bool masks() const { return g_.out_bits != nullptr; }
     bool has_gradients() const { return g_.num_gradients > 0; }
 
-    // Packs a chunk, the `index`-th of its pass over `height` rows. With the last part of the depth P is completed,
-    // since P U is wanted from then on.
+    // Packs a chunk, the `index`-th of its pass over `height` rows, and adds its share of the gradients. With the last
+    // part of the depth P is completed, since P U is wanted from then on. Chunks of a group come one after the other.
     void take(const Chunk& chunk, int64_t index) const {
         for (int64_t block = 0; block < chunk.blocks(); block += 2) {
             int64_t packed = 0;
             if (chunk.last) packed = project_all(chunk, block, packed);
             chunk.pack(block, packed, chunk.steps);
         }
+        sum_gradients(chunk, index);
         if (chunk.last) finish(chunk, index);
     }
 
-    // P's and the gradients' share of a packed chunk: all that can wait until its rows are read again for the large
-    // product. Chunks of a group come one after the other.
-    void share(const Chunk& chunk, int64_t index) const {
+    // P's share of a packed chunk where it can wait until its rows have been read again for the large product.
+    void share(const Chunk& chunk) const {
         for (int64_t block = 0; block < chunk.blocks() && !chunk.last; block += 2)
             project_all(chunk, block, chunk.steps);
-        if (!has_gradients()) return;
-        const Bf16* h = pack_h(chunk);
-        for (int64_t step = 0; step < chunk.steps; ++step) add_gradient(chunk, index, step, h);
     }
 
     // The gradients of columns [depth, depth + deep) of L, from all groups of a pass: some of them for each item.
@@ -257,39 +236,21 @@ class Adapters {
         });
     }
 
-    // H^T of a chunk -> blocks [rank block][token step], for the ranks that this part of the depth has.
-    const Bf16* pack_h(const Chunk& chunk) const {
-        Bf16* to = (Bf16*)common::scratch<9>(rank_tiles_ * TOKEN_STEPS * BLOCK / 2);
-        const Range ranks = ranks_of(g_.num_gradients, g_.gradients(), chunk.depth, chunk.depth + chunk.deep);
-        for (int64_t tile = ranks.first / LANES; tile * LANES < ranks.last; ++tile)
-            pack_ranks(g_.h + chunk.row * g_.ld_h + tile * LANES, g_.ld_h, chunk.rows, g_.ranks - tile * LANES,
-                       to + tile * TOKEN_STEPS * BLOCK);
-        return to;
-    }
-
-    // Columns [step * STEP, + STEP) of a part.
-    void add_gradient(const Chunk& chunk, int64_t index, int64_t step, const Bf16* h) const {
-        const int64_t column = step * STEP, wide = std::min(STEP, chunk.deep - column);
-        const int64_t first = chunk.depth + column;
-        const Range ranks = ranks_of(g_.num_gradients, g_.gradients(), first, first + wide);
-        if (ranks.last == 0) return;
-        alignas(64) Bf16 right[2 * TOKEN_STEPS * BLOCK];
-        alignas(64) float out[STEP * STEP];
-        const int64_t token_steps = chunk.blocks() / 2;
-        for (int64_t s = 0; s < token_steps; ++s)
-            split::turn(chunk.at(2 * s, step), chunk.at(2 * s + 1, step), right + s * BLOCK,
-                        right + (TOKEN_STEPS + s) * BLOCK);
-        for (int64_t tile = ranks.first / LANES; tile * LANES < ranks.last; ++tile) {
-            split::clear();
-            split::multiply_short(token_steps, h + tile * TOKEN_STEPS * BLOCK, right, TOKEN_STEPS * BLOCK);
-            split::store(out);
-            float* to = parts_ + (index / GROUP * rank_tiles_ + tile) * LANES * part_ + column;
-            for (int64_t r = 0; r < LANES; ++r)
-                for (int64_t i = 0; i < STEP; i += LANES) {
-                    const Float sum = simd::load(out + r * STEP + i) + simd::load(out + (r + LANES) * STEP + i);
-                    float* one = to + r * part_ + i;
-                    simd::store(one, index % GROUP ? simd::load(one) + sum : sum);
-                }
+    // Adds a chunk's share of the gradients, for the columns of this part of the depth. By vectors: its rows lie in the
+    // cache as they are, and for tiles of them as a right operand they would have to be turned, which takes as long.
+    void sum_gradients(const Chunk& chunk, int64_t index) const {
+        for (const Factor* f = g_.gradients(); f < g_.gradients() + g_.num_gradients; ++f) {
+            const int64_t first = std::max(chunk.depth, f->first_feature);
+            const int64_t columns = std::min(chunk.depth + chunk.deep, f->first_feature + f->num_features) - first;
+            if (columns <= 0) continue;
+            float* to = parts_ + (index / GROUP * rank_tiles_ * LANES + f->first_rank) * part_ + first - chunk.depth;
+            for (int64_t r = 0; r < f->num_ranks && index % GROUP == 0; ++r) std::fill_n(to + r * part_, columns, 0.0f);
+            for (int64_t row = chunk.row; row < chunk.row + chunk.rows; row += STEP) {
+                const skinny::Left h = {g_.h + row * g_.ld_h + f->first_rank, 1, g_.ld_h};
+                const skinny::Right<float> left = {chunk.left + row * chunk.ld + first, chunk.ld, nullptr, 0, false};
+                const int64_t rows = std::min(STEP, chunk.row + chunk.rows - row);
+                rank_sums::add_rows(rows, f->num_ranks, columns, h, left, to, part_);
+            }
         }
     }
 

@@ -146,12 +146,12 @@ struct Item {
     const adapters::Adapters* adapters;  // or null
     int64_t number, number_of;           // among the items on the same rows; each has its share of the groups
 
-    bool shares(int64_t at) const { return adapters && at % ROWS == 0 && at / ROWS % number_of == number; }
+    bool shares(int64_t group) const { return adapters && !part.last && group % number_of == number; }
 };
 
 // Out of line: the loop that it is called from holds its state in registers.
 __attribute__((noinline)) void share_group(const Item& item, int64_t group) {
-    item.part.for_chunks(group, [&](const adapters::Chunk& chunk, int64_t i) { item.adapters->share(chunk, i); });
+    item.part.for_chunks(group, [&](const adapters::Chunk& chunk, int64_t) { item.adapters->share(chunk); });
 }
 
 // A block is stored beside the products of the next one, which leave the vector units idle and have the time to wait
@@ -165,7 +165,6 @@ void multiply_item(const Item& item, float* c, int64_t ld) {
     int turn = 0;
     for (int64_t row = item.row; row < item.row + item.rows; row += STEP) {
         const Bf16* left = part.left + row / LANES * next;
-        if (item.shares(row)) share_group(item, row / ROWS);
         for (int64_t pair = 0; pair < pairs; ++pair, turn = !turn) {
             const int64_t column = item.column + pair * STEP;
             const Bf16 *right = item.right + 2 * pair * next, *up = item.up;
@@ -202,6 +201,9 @@ void multiply_item(const Item& item, float* c, int64_t ld) {
             split::store(sums[turn]);
             before = out;
         }
+        // once the group's rows are in the cache, which takes no time while the tiles are at work
+        if (((row + STEP) % ROWS == 0 || row + STEP >= item.row + item.rows) && item.shares(row / ROWS))
+            share_group(item, row / ROWS);
     }
     store_block<MASKS>(before);
 }

@@ -154,25 +154,6 @@ inline void pack_half_right(const float* b, int64_t ld, Bf16* to) {
     }
 }
 
-// The rows of two blocks of a left operand -> a step of a right operand that has them for depth, in two blocks of
-// columns.
-inline void turn(const Bf16* left, const Bf16* lower, Bf16* first, Bf16* second) {
-    alignas(64) static constexpr uint16_t LOW[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                     8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i low = _mm512_load_si512(LOW), high = _mm512_add_epi16(low, _mm512_set1_epi16(LANES));
-    for (const Bf16* from : {left, lower}) {
-        for (int64_t part = 0; part < PARTS; ++part)
-            for (int64_t k = 0; k < 16; k += 2) {
-                const __m512i even = _mm512_loadu_si512(from + part * TILE + k * STEP);
-                const __m512i odd = _mm512_loadu_si512(from + part * TILE + (k + 1) * STEP);
-                _mm512_storeu_si512(first + part * TILE + k * LANES, _mm512_permutex2var_epi16(even, low, odd));
-                _mm512_storeu_si512(second + part * TILE + k * LANES, _mm512_permutex2var_epi16(even, high, odd));
-            }
-        first += TILE / 2;
-        second += TILE / 2;
-    }
-}
-
 // Sums of a product lie in tiles 0 to 3 from `clear` to `store`.
 SIMD_INLINE void clear() {
     _tile_zero(0);
@@ -266,31 +247,6 @@ SIMD_INLINE void multiply_narrow(int64_t steps, const Bf16* left, int64_t next_l
         _tile_dpbf16ps(2, 5, 6);
         _tile_loadd(7, right + 2 * TILE, ROW);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-}
-
-// The same for one block of rows and two of columns: the lower half is to be added to the upper.
-SIMD_INLINE void multiply_short(int64_t steps, const Bf16* left, const Bf16* right, int64_t next_right) {
-    for (; steps > 0; --steps, left += BLOCK, right += BLOCK) {
-        const Bf16* second = right + next_right;
-        _tile_loadd(4, left + 2 * TILE, ROW);
-        load_right(right, second, 0);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(4, left + TILE, ROW);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_dpbf16ps(3, 4, 7);
-        _tile_loadd(5, left, ROW);
-        _tile_dpbf16ps(0, 5, 6);
-        _tile_dpbf16ps(1, 5, 7);
-        load_right(right, second, 1);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_dpbf16ps(3, 4, 7);
-        _tile_dpbf16ps(0, 5, 6);
-        _tile_dpbf16ps(1, 5, 7);
-        load_right(right, second, 2);
-        _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
 }

@@ -254,17 +254,27 @@ class Adapters {
         }
     }
 
-    // Adds 32 rows' share of P; packs what of them is not yet.
+    // Adds 32 rows' share of P; packs what of them is not yet. Two blocks of ranks of the same features go together.
     int64_t project_all(const Chunk& chunk, int64_t block, int64_t packed) const {
-        for (int64_t tile = 0; g_.num_down && tile < rank_tiles_; ++tile) packed = project(chunk, block, tile, packed);
+        for (int64_t tile = 0; g_.num_down && tile < rank_tiles_;) {
+            const Range one = given(tile), next = given(tile + 1);
+            const bool two = tile + 1 < rank_tiles_ && one.first == next.first && one.last == next.last;
+            packed = two ? project<2>(chunk, block, tile, one, packed) : project<1>(chunk, block, tile, one, packed);
+            tile += two ? 2 : 1;
+        }
         return packed;
     }
 
-    // Adds 32 rows' share of 16 ranks of P; packs what of them is not yet: the steps from `packed` on.
-    int64_t project(const Chunk& chunk, int64_t block, int64_t tile, int64_t packed) const {
-        const Range given = features_of(g_.num_down, g_.down(), tile * LANES, (tile + 1) * LANES);
-        const int64_t first = std::clamp<int64_t>(given.first - chunk.depth, 0, chunk.deep) / STEP;
-        const int64_t last = ceil_div(std::clamp<int64_t>(given.last - chunk.depth, 0, chunk.deep), STEP);
+    // The features that a block of P's ranks is made from.
+    Range given(int64_t tile) const {
+        return features_of(g_.num_down, g_.down(), tile * LANES, (tile + 1) * LANES);
+    }
+
+    // Adds 32 rows' share of TILES blocks of ranks of P; packs what of them is not yet: the steps from `packed` on.
+    template <int TILES>
+    int64_t project(const Chunk& chunk, int64_t block, int64_t tile, Range features, int64_t packed) const {
+        const int64_t first = std::clamp<int64_t>(features.first - chunk.depth, 0, chunk.deep) / STEP;
+        const int64_t last = ceil_div(std::clamp<int64_t>(features.last - chunk.depth, 0, chunk.deep), STEP);
         if (first >= last && !chunk.first) return packed;
         alignas(64) Bf16 kept[2][2 * BLOCK];  // of a step and of the next
         split::clear();
@@ -274,27 +284,30 @@ class Adapters {
             packed = std::max(packed, ahead);
             const Bf16* left = chunk.at(block, step);
             const Bf16* down = down_ + (tile * steps_ + chunk.depth / STEP + step) * BLOCK;
+            int64_t next = chunk.steps * BLOCK;
             if (g_.left_bits) {
                 if (step == first) keep(chunk, block, step, kept[step % 2]);
                 if (step + 1 < last) keep(chunk, block, step + 1, kept[(step + 1) % 2]);
-                split::multiply_narrow(1, kept[step % 2], BLOCK, down);
-            } else {
-                split::multiply_narrow(1, left, chunk.steps * BLOCK, down);
+                left = kept[step % 2], next = BLOCK;
             }
+            if (TILES == 1) split::multiply_narrow(1, left, next, down);
+            else split::multiply(1, left, next, down, steps_ * BLOCK, [](int64_t) {});
         }
-        add_sums(chunk, block, tile);
+        add_sums<TILES>(chunk, block, tile);
         return packed;
     }
 
-    // The tiles' sums, of 32 rows and 16 ranks, to those of earlier parts of the depth.
+    // The tiles' sums, of 32 rows and TILES blocks of ranks, to those of earlier parts of the depth.
+    template <int TILES>
     void add_sums(const Chunk& chunk, int64_t block, int64_t tile) const {
         alignas(64) float out[STEP * STEP];
         split::store(out);
         float* to = sums_ + (chunk.row + block * LANES) * rank_tiles_ * LANES + tile * LANES;
         for (int64_t i = 0; i < std::min(STEP, chunk.rows - block * LANES); ++i, to += rank_tiles_ * LANES) {
-            Float sum = simd::load(out + i * STEP) + simd::load(out + i * STEP + LANES);
-            if (!chunk.first) sum += simd::load(to);
-            simd::store(to, sum);
+            Float sums[2] = {simd::load(out + i * STEP), simd::load(out + i * STEP + LANES)};
+            if (TILES == 1) sums[0] += sums[1];
+            for (int64_t one = 0; one < TILES; ++one)
+                simd::store(to + one * LANES, chunk.first ? sums[one] : sums[one] + simd::load(to + one * LANES));
         }
     }
 

@@ -26,28 +26,35 @@ check "ruff check" "$python" -m ruff check --quiet .
 check "ruff format" "$python" -m ruff format --quiet --check .
 check "mypy" "$python" -m mypy --no-error-summary
 
-# Without arguments in two halves side by side: a test that starts several processes leaves one core idle for half of its
+# Without arguments in three lanes side by side: a test that starts several processes leaves one core idle for half of its
 # time. What shares the cores takes longer, so a test's time limit is longer too.
-halves() {
-    local log status=0 other half=(tests/unit tests/kernels tests/wrong_inputs tests/faults)
-    log=$(mktemp)
-    "$python" -m pytest -q -o timeout=300 "${half[@]}" >"$log" 2>&1 &
-    other=$!
-    # shellcheck disable=SC2064  # the number of now
-    trap "kill $other 2>/dev/null" EXIT # it does not see an interrupt
-    "$python" -m pytest -q -o timeout=300 "${half[@]/#/--ignore=}" || status=1
-    wait "$other" || status=1
+lanes() {
+    local folders=("tests/distributed" "tests/unit tests/kernels") logs=() running=() status=0 lane
+    local pytest=("$python" -m pytest -q -o timeout=300)
+    for lane in "${folders[@]}"; do
+        logs+=("$(mktemp)")
+        # shellcheck disable=SC2086  # several folders
+        "${pytest[@]}" $lane >"${logs[-1]}" 2>&1 &
+        running+=($!)
+    done
+    # shellcheck disable=SC2064  # the numbers of now
+    trap "kill ${running[*]} 2>/dev/null" EXIT # they do not see an interrupt
+    # shellcheck disable=SC2068  # several folders
+    "${pytest[@]}" $(printf -- '--ignore=%s ' ${folders[@]}) || status=1 # all the rest
+    for lane in "${!running[@]}"; do
+        wait "${running[lane]}" || status=1
+        printf '[tests %3ds] %s:\n' "$((SECONDS - started))" "${folders[lane]}" >&2
+        cat "${logs[lane]}"
+        rm -f "${logs[lane]}"
+    done
     trap - EXIT
-    printf '[tests %3ds] the other half:\n' "$((SECONDS - started))" >&2
-    cat "$log"
-    rm -f "$log"
     return $status
 }
 
 if [ $# -gt 0 ]; then
     check "pytest" "$python" -m pytest "$@"
 else
-    check "pytest, in two halves" halves
+    check "pytest, in three lanes" lanes
 fi
 
 if [ ${#failed[@]} -gt 0 ]; then

@@ -236,32 +236,25 @@ void product(int threads, int64_t rows, int64_t columns, int64_t depth, const fl
     const int64_t blocks = std::max<int64_t>(1, ceil_div(columns, width));  // without columns adapters have work still
     // few columns leave threads without work: then items have some of the rows only
     const int64_t shares = std::max<int64_t>(1, threads / blocks);
-    Part before = {};  // its gradients are added beside the next part's packing
-    const auto add_gradients = [=, &before](int64_t i) {
-        adapters->add_gradients(i, before.depth, before.deep, before.groups());
-    };
     for (int64_t k = 0; k < depth; k += DEPTH)
         for (int64_t top = 0; top < rows; top += HEIGHT) {
             const int64_t deep = std::min(DEPTH, depth - k), steps = ceil_div(deep, STEP);
             const int64_t high = std::min(HEIGHT, rows - top);
             Bf16* left = (Bf16*)common::scratch<0>(amx::padded(high) / LANES * steps * BLOCK / 2);
             const Part part = {a, ld_a, top, high, k, deep, steps, left, k == 0, k + DEPTH >= depth};
-            const int64_t sums = adapters ? adapters->gradient_items(before.deep) : 0;
-            common::parallel_for(threads, sums + part.groups(), [=, &part](int64_t i) {
-                if (i < sums) add_gradients(i);
-                else pack_group(part, i - sums, adapters);
-            });
-            const int64_t share = ceil_div(ceil_div(high, shares), ROWS) * ROWS;
-            common::parallel_for(threads, blocks * shares, [=, &part](int64_t i) {
+            common::parallel_for(threads, part.groups(), [=, &part](int64_t i) { pack_group(part, i, adapters); });
+            const int64_t share = ceil_div(ceil_div(high, shares), ROWS) * ROWS, items = blocks * shares;
+            // the gradients' sums are complete: to add them are the short items that come last
+            const int64_t sums = adapters ? adapters->gradient_items(deep) : 0;
+            common::parallel_for(threads, items + sums, [=, &part](int64_t i) {
+                if (i >= items) return adapters->add_gradients(i - items, k, deep, part.groups());
                 const int64_t column = i % blocks * width, row = i / blocks * share;
                 const int64_t some = std::min(share, high - row), wide = std::min(width, columns - column);
                 if (some > 0)
                     multiply_columns(b, {part, row, some, column, wide, nullptr, nullptr, adapters, i % blocks, blocks},
                                      c, ld_c);
             });
-            before = part;
         }
-    if (adapters) common::parallel_for(threads, adapters->gradient_items(before.deep), add_gradients);
 }
 
 }  // namespace

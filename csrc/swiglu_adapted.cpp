@@ -18,10 +18,10 @@ using rank_sums::Section;
 using simd::LANES;
 using swiglu::backward_row;
 
-// Few rows, but of all their columns where these are not very many: memory is read and written in long runs, which
-// takes a third of the time of blocks of 32 rows and 512 columns.
+// Few rows, but of as many columns as their sums stay in the cache for: memory is read and written in long runs, which
+// takes a third of the time of blocks of 32 rows and 512 columns (at rank 16).
 constexpr int64_t ROWS = 16;
-constexpr int64_t COLUMNS = 4096;
+constexpr int64_t SUMS = 65536;               // of an item, at most
 constexpr int64_t WIDTH = 4 * skinny::PANEL;  // columns of an item are a multiple of it: of whole bytes of bits, too
 constexpr int64_t GROUP = 256;    // tokens whose sums are one part of dA
 constexpr int64_t HEIGHT = 2048;  // tokens of a pass, the sums of whose groups lie in memory together
@@ -36,6 +36,13 @@ struct Adapters {
     int64_t ld_bits, num_sections;
     const Section* sections;
 };
+
+// Columns of an item: wide, but so that each thread has one. No sum depends on it.
+int64_t item_width(int threads, int64_t features, int64_t ranks, int64_t groups) {
+    const int64_t most = std::max(WIDTH, SUMS / std::max<int64_t>(ranks, 1));
+    const int64_t blocks = std::max(ceil_div(features, most), ceil_div(threads, groups));
+    return ceil_div(ceil_div(features, blocks), WIDTH) * WIDTH;
+}
 
 // Adds the groups' sums [groups, ranks, ld] of columns [first, last) to the sections' gradients.
 void finish(const Adapters& a, int64_t groups, int64_t first, int64_t last, const float* sums, int64_t ld) {
@@ -56,15 +63,14 @@ void backward(int threads, int64_t tokens, int64_t features, const T* dy, int64_
               const Adapters& a) {
     if (tokens <= 0 || features <= 0) return;
     const rank_sums::Wide dh(threads, tokens, a.ranks, (const T*)a.dh, a.ld_dh);
-    const int64_t blocks = ceil_div(features, COLUMNS), ld = ceil_div(features, LANES) * LANES;
-    const int64_t width = ceil_div(ceil_div(features, blocks), WIDTH) * WIDTH;
-    float* sums = common::scratch<8>(ceil_div(std::min(HEIGHT, tokens), GROUP) * a.ranks * ld);
+    const int64_t most_groups = ceil_div(std::min(HEIGHT, tokens), GROUP), ld = ceil_div(features, LANES) * LANES;
+    const int64_t width = item_width(threads, features, a.ranks, most_groups), blocks = ceil_div(features, width);
+    float* sums = common::scratch<8>(most_groups * a.ranks * ld);
     for (int64_t top = 0; top < tokens; top += HEIGHT) {
         const int64_t groups = ceil_div(std::min(HEIGHT, tokens - top), GROUP);
         common::parallel_for(threads, groups * blocks, [=, &a, &dh, &update](int64_t item) {
             const int64_t group = item / blocks, column = item % blocks * width, begin = top + group * GROUP;
             const int64_t columns = std::min(width, features - column);
-            if (columns <= 0) return;
             float *y = common::scratch<0>(2 * ROWS * width), *updated = y + ROWS * width;
             float* to = sums + group * a.ranks * ld + column;
             for (int64_t r = 0; r < a.ranks; ++r) std::fill_n(to + r * ld, columns, 0.0f);
@@ -81,6 +87,7 @@ void backward(int threads, int64_t tokens, int64_t features, const T* dy, int64_
                 }
                 const uint8_t* bits = a.bits ? a.bits + row * a.ld_bits + column / 8 : nullptr;
                 const skinny::Right<float> made = {y, width, bits, a.ld_bits, false};
+                if (a.num_sections == 0) continue;
                 rank_sums::add_rows(rows, a.ranks, columns, {dh.data + row * dh.ld, 1, dh.ld}, made, to, ld);
             }
         });

@@ -26,28 +26,30 @@ check "ruff check" "$python" -m ruff check --quiet .
 check "ruff format" "$python" -m ruff format --quiet --check .
 check "mypy" "$python" -m mypy --no-error-summary
 
-# Without arguments in three lanes side by side: a test that starts several processes leaves one core idle for half of its
-# time. What shares the cores takes longer, so a test's time limit is longer too.
+# Without arguments in three lanes side by side: a test that starts several processes leaves one core idle for half of
+# its time. What shares the cores takes longer, so a test's time limit is longer too.
 lanes() {
-    local folders=("tests/distributed" "tests/unit tests/kernels") logs=() running=() status=0 lane
+    local folders=("tests/distributed" "tests/unit tests/kernels") rest=() logs=() running=() status=0 lane folder
     local pytest=("$python" -m pytest -q -o timeout=300)
     for lane in "${folders[@]}"; do
+        for folder in $lane; do rest+=("--ignore=$folder"); done
         logs+=("$(mktemp)")
         # shellcheck disable=SC2086  # several folders
         "${pytest[@]}" $lane >"${logs[-1]}" 2>&1 &
         running+=($!)
     done
-    # shellcheck disable=SC2064  # the numbers of now
-    trap "kill ${running[*]} 2>/dev/null" EXIT # they do not see an interrupt
-    # shellcheck disable=SC2068  # several folders
-    "${pytest[@]}" $(printf -- '--ignore=%s ' ${folders[@]}) || status=1 # all the rest
+    # shellcheck disable=SC2064  # the numbers and names of now
+    trap "kill ${running[*]} 2>/dev/null; rm -f ${logs[*]}" EXIT # lanes behind do not see an interrupt
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+    "${pytest[@]}" "${rest[@]}" || status=1
     for lane in "${!running[@]}"; do
         wait "${running[lane]}" || status=1
         printf '[tests %3ds] %s:\n' "$((SECONDS - started))" "${folders[lane]}" >&2
         cat "${logs[lane]}"
         rm -f "${logs[lane]}"
     done
-    trap - EXIT
+    trap - EXIT INT TERM
     return $status
 }
 

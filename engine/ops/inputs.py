@@ -2,8 +2,8 @@
 
 A frozen weight has no weight gradient, and an adapter needs its input again only for dA. So the linear keeps what its
 input was computed from (the residual stream, [gate | up]), which is kept or cheap anyway, and the input itself is
-written twice and stored never, unless it is asked for as a `KeptInput`. It is written once where dA can be had from u,
-or from the pass that makes the gradient of u.
+written twice and stored never, unless it is asked for as a `KeptInput`. It is written once where dA can be had from u
+or from the pass that makes the gradient of u; in some backends that pass writes it again, for less.
 
 Legend: T tokens, I input features.
 """
@@ -258,9 +258,10 @@ class _Keep(torch.autograd.Function):
 
 
 class KeptInput(_MadeFirst):
-    """Another input, made in forward alone and kept until backward has read it.
+    """Another input, made in forward and kept until backward is over with it.
 
-    For one call of a linear. The linear's forward makes x, `keep` is called after it, and its backward gets that x.
+    For one call of a linear. The linear's forward makes x, `keep` is called after it, and its backward gets that x,
+    unless dA comes from u or with the gradient of u: then x is not read again.
 
     Args:
         source: how x is made.

@@ -263,7 +263,7 @@ class _RowLinear(torch.autograd.Function):
         if ctx.scatters:
             dy, handle = all_gather_async(local_dy, operands.axis)
         needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
-        # made before, x hides the gather; without one it comes with the gradient for less
+        # made before, x hides the gather; without one dA comes with the gradient for less
         joins = (
             low_rank is not None
             and needs_du

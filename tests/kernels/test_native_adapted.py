@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.ops.native import adapted
 from engine.ops.native.dropout import dropout_bits, unpack_bits
 from engine.ops.native.product import has_tiles, multiply_by_tiles
-from tests.kernels.native_support import assert_accurate, assert_same_on_any_threads, needs_native, widened
+from tests.kernels.native_support import assert_accurate, assert_same_on_any_threads, needs_native, threads, widened
 from triton_kernels.reference_fused import OutputSection
 
 pytestmark = [needs_native, pytest.mark.skipif(not has_tiles(), reason="no AMX tiles")]
@@ -173,6 +173,26 @@ def test_threads_do_not_change_the_result() -> None:
         return y, h, dx, dh, *(one.db_out for one in sections if one.db_out is not None)
 
     assert_same_on_any_threads(run)
+
+
+def test_gradients_of_one_part_are_added_before_the_next_part_makes_its_own() -> None:
+    """A thread that packs the next part must not overtake one that still adds: many ranks, parts and turns."""
+    given = _operands(Case(2100, 128, ((1600, 192),)), masked=False)
+    h = torch.randn(2100, 192)
+    exact = given.dy.double().t() @ h.double()
+
+    def run() -> Tensor:
+        sections = [replace(one, db_out=torch.zeros(one.num_columns, one.num_ranks)) for one in given.sections]
+        adapted.backward(given.dy, given.weight, given.a, sections, h_TR=h, bits=None, keep_scale=1.0, updates=False)
+        assert sections[0].db_out is not None
+        return sections[0].db_out
+
+    with threads(1):
+        alone = run()
+    assert ((alone - exact).norm() / exact.norm()).item() < 1e-6
+    with threads(2):
+        for _ in range(20):
+            assert torch.equal(run(), alone)
 
 
 def test_other_rows_do_not_change_a_row() -> None:

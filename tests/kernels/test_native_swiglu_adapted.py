@@ -69,18 +69,21 @@ def test_gradients(dtype: torch.dtype, shape: tuple[int, int], ranks: tuple[int,
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, *LARGE])
-def test_update_of_the_same_adapters(shape: tuple[int, int], masked: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_update_of_the_same_adapters(dtype: torch.dtype, shape: tuple[int, int], masked: bool) -> None:
     """dA does not depend on it; the input's gradient is that of the kernel which only adds it."""
-    torch.manual_seed(0)
-    gate_up, dy = torch.randn(shape[0], 2 * shape[1]), torch.randn(shape)
-    dh, a = torch.randn(shape[0], 16), torch.randn(16, shape[1])
+    generator = torch.Generator().manual_seed(0)
+    ranks = (16, 3, 8)
+    sizes = ((shape[0], 2 * shape[1]), shape, (shape[0], sum(ranks)), (sum(ranks), shape[1]))
+    gate_up, dy, dh, a = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
     bits = _bits(*shape) if masked else None
     update = InputUpdate(dh_TR=dh, a_RI=widened(a), bits=bits, scale=SCALE)
-    with_update, without = _targets((16,), shape[1]), _targets((16,), shape[1])
+    with_update, without = _targets(ranks, shape[1]), _targets(ranks, shape[1])
     gradient = swiglu.swiglu_backward_adapted(dy, gate_up, dh, bits, with_update, update=update)
     assert torch.equal(gradient, swiglu.swiglu_backward(dy, gate_up, update=update))
     swiglu.swiglu_backward_adapted(dy, gate_up, dh, bits, without)
-    assert torch.equal(with_update[0].gradient_rI, without[0].gradient_rI)
+    for one, other in zip(with_update, without, strict=True):
+        assert torch.equal(one.gradient_rI, other.gradient_rI)
 
 
 def test_any_number_of_threads() -> None:

@@ -21,11 +21,11 @@ using swiglu::backward_row;
 // Few rows, but of as many columns as their sums stay in the cache for: memory is read and written in long runs, which
 // takes a third of the time of blocks of 32 rows and 512 columns (at rank 16).
 constexpr int64_t ROWS = 16;
-constexpr int64_t SUMS = 65536;               // of an item, at most
+constexpr int64_t SUMS = 65536;               // numbers of an item, at most
 constexpr int64_t WIDTH = 4 * skinny::PANEL;  // columns of an item are a multiple of it: of whole bytes of bits, too
-constexpr int64_t GROUP = 256;    // tokens whose sums are one part of dA
-constexpr int64_t HEIGHT = 2048;  // tokens of a pass, the sums of whose groups lie in memory together
-constexpr int64_t FINAL = 256;    // columns whose groups are added at a time
+constexpr int64_t GROUP = 256;                // tokens whose sums are one part of dA
+constexpr int64_t HEIGHT = 2048;              // tokens of a pass, the sums of whose groups lie in memory together
+constexpr int64_t FINAL = 256;                // columns whose groups are added at a time
 
 // What dA needs besides y: dH, the bits of what dropout keeps of y (or null), and where dA goes.
 struct Adapters {

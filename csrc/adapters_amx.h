@@ -52,7 +52,6 @@ using split::STEP;
 
 constexpr int64_t CHUNK = 64;  // rows that go through all of this together
 constexpr int64_t GROUP = 2;  // chunks whose share of the gradients is one part of the sum
-constexpr int64_t GRADIENT_COLUMNS = 64;
 constexpr int64_t AHEAD = 4;  // steps packed ahead of their use: a tile is not loaded from stores that are under way
 
 struct Range {
@@ -167,26 +166,23 @@ class Adapters {
         if (chunk.last) finish(chunk, index);
     }
 
-    // P's share of a packed chunk where it can wait until its rows have been read again for the large product.
+    // P's share of a packed chunk, but for the last part of the depth: it can wait until the large product has read it.
     void share(const Chunk& chunk) const {
-        for (int64_t block = 0; block < chunk.blocks() && !chunk.last; block += 2)
-            project_all(chunk, block, chunk.steps);
+        for (int64_t block = 0; block < chunk.blocks(); block += 2) project_all(chunk, block, chunk.steps);
     }
 
     // The gradients of columns [depth, depth + deep) of L, from all groups of a pass: some of them for each item.
-    int64_t gradient_items(int64_t deep) const { return has_gradients() ? ceil_div(deep, GRADIENT_COLUMNS) : 0; }
+    int64_t gradient_items(int64_t deep) const { return has_gradients() ? ceil_div(deep, rank_sums::COLUMNS) : 0; }
     void add_gradients(int64_t item, int64_t depth, int64_t deep, int64_t groups) const {
-        const int64_t ranks = rank_tiles_ * LANES, from = depth + item * GRADIENT_COLUMNS;
+        const int64_t ranks = rank_tiles_ * LANES;
+        const int64_t from = depth + item * rank_sums::COLUMNS, to = from + rank_sums::COLUMNS;
         for (const Factor* f = g_.gradients(); f < g_.gradients() + g_.num_gradients; ++f) {
             const int64_t first = std::max(from, f->first_feature);
-            const int64_t last = std::min({from + GRADIENT_COLUMNS, depth + deep, f->first_feature + f->num_features});
+            const int64_t last = std::min({to, depth + deep, f->first_feature + f->num_features});
             for (int64_t r = 0; first < last && r < f->num_ranks; ++r) {
-                float sums[GRADIENT_COLUMNS] = {};
-                const float* one = parts_ + (f->first_rank + r) * part_ + first - depth;
-                for (int64_t group = 0; group < groups; ++group, one += ranks * part_)
-                    for (int64_t i = 0; i < last - first; ++i) sums[i] += one[i];
+                const float* sums = parts_ + (f->first_rank + r) * part_ + first - depth;
                 float* data = f->data + (first - f->first_feature) * f->ld_feature + r * f->ld_rank;
-                for (int64_t i = 0; i < last - first; ++i) data[i * f->ld_feature] += (float)f->scale * sums[i];
+                rank_sums::add_groups(groups, sums, ranks * part_, last - first, (float)f->scale, data, f->ld_feature);
             }
         }
     }

@@ -28,6 +28,18 @@ void add_rows(int64_t rows, int64_t ranks, int64_t columns, const skinny::Left& 
     });
 }
 
+constexpr int64_t COLUMNS = 64;  // whose groups are added at a time
+
+// to[i] += scale * sum of groups, in order, for `columns` <= COLUMNS of one rank: column i of a group's sum lies at
+// sums[i], that of the next group `next` later; to[i] lies at to[i * ld].
+inline void add_groups(int64_t groups, const float* sums, int64_t next, int64_t columns, float scale, float* to,
+                       int64_t ld) {
+    float total[COLUMNS] = {};
+    for (int64_t group = 0; group < groups; ++group, sums += next)
+        for (int64_t i = 0; i < columns; ++i) total[i] += sums[i];
+    for (int64_t i = 0; i < columns; ++i) to[i * ld] += scale * total[i];
+}
+
 // A narrow matrix as floats, its rows times `scale` where given: itself, or a copy.
 class Wide {
   public:

@@ -14,6 +14,7 @@
 namespace {
 
 using common::ceil_div;
+using rank_sums::COLUMNS;
 using rank_sums::Section;
 using simd::LANES;
 using swiglu::backward_row;
@@ -25,7 +26,6 @@ constexpr int64_t SUMS = 65536;               // numbers of an item, at most
 constexpr int64_t WIDTH = 4 * skinny::PANEL;  // columns of an item are a multiple of it: of whole bytes of bits, too
 constexpr int64_t GROUP = 256;                // tokens whose sums are one part of dA
 constexpr int64_t HEIGHT = 2048;              // tokens of a pass, the sums of whose groups lie in memory together
-constexpr int64_t FINAL = 256;                // columns whose groups are added at a time
 
 // What dA needs besides y: dH, the bits of what dropout keeps of y (or null), and where dA goes.
 struct Adapters {
@@ -48,12 +48,9 @@ int64_t item_width(int threads, int64_t features, int64_t ranks, int64_t groups)
 void finish(const Adapters& a, int64_t groups, int64_t first, int64_t last, const float* sums, int64_t ld) {
     for (const Section* s = a.sections; s < a.sections + a.num_sections; ++s)
         for (int64_t r = 0; r < s->num_ranks; ++r) {
-            float total[FINAL] = {};
             const float* from = sums + (s->first_rank + r) * ld + first;
-            for (int64_t group = 0; group < groups; ++group, from += a.ranks * ld)
-                for (int64_t i = 0; i < last - first; ++i) total[i] += from[i];
             float* to = s->gradient + r * s->ld_gradient + first;
-            for (int64_t i = 0; i < last - first; ++i) to[i] += (float)s->scale * total[i];
+            rank_sums::add_groups(groups, from, a.ranks * ld, last - first, (float)s->scale, to, 1);
         }
 }
 
@@ -91,8 +88,8 @@ void backward(int threads, int64_t tokens, int64_t features, const T* dy, int64_
                 rank_sums::add_rows(rows, a.ranks, columns, {dh.data + row * dh.ld, 1, dh.ld}, made, to, ld);
             }
         });
-        common::parallel_for(threads, ceil_div(features, FINAL), [=, &a](int64_t item) {
-            finish(a, groups, item * FINAL, std::min(features, (item + 1) * FINAL), sums, ld);
+        common::parallel_for(threads, ceil_div(features, COLUMNS), [=, &a](int64_t item) {
+            finish(a, groups, item * COLUMNS, std::min(features, (item + 1) * COLUMNS), sums, ld);
         });
     }
 }

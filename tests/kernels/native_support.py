@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.ops.native.dropout import dropout_bits, unpack_bits
 from engine.ops.native.loader import best_instruction_set, native_status
 
 _ORDER = ("baseline", "avx2", "avx512")
@@ -22,6 +23,14 @@ ON_EVERY_INSTRUCTION_SET = [needs_native, pytest.mark.usefixtures("instruction_s
 
 SHAPES = ((5, 123), (1, 123), (0, 64), (1, 1), (37, 8), (64, 256), (19, 1000))
 """(tokens, features): odd, one row, empty, one element, short, round, several tiles with a remainder."""
+
+
+def drawn_bits(tokens: int, features: int) -> tuple[Tensor, Tensor]:
+    """A packed mask that drops a fifth, and the same as fp32."""
+    bits = dropout_bits(
+        torch.arange(tokens), feature_offset=5, num_features=features, probability=0.2, seed=1, site=2, step=3
+    )
+    return bits, unpack_bits(bits, features).float()
 
 
 @contextmanager

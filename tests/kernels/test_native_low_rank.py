@@ -8,12 +8,12 @@ from torch import Tensor
 
 from engine.ops.native import low_rank
 from engine.ops.native.arguments import InputUpdate
-from engine.ops.native.dropout import dropout_bits, unpack_bits
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     SHAPES,
     assert_accurate,
     assert_same_on_any_threads,
+    drawn_bits,
     widened,
 )
 
@@ -22,21 +22,13 @@ RANKS = (1, 16, 27, 64)
 SCALE = 1.25
 
 
-def _bits(tokens: int, features: int) -> tuple[Tensor, Tensor]:
-    """Packed mask, and the same as fp32."""
-    bits = dropout_bits(
-        torch.arange(tokens), feature_offset=5, num_features=features, probability=0.2, seed=1, site=2, step=3
-    )
-    return bits, unpack_bits(bits, features).float()
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_project(shape: tuple[int, int], rank: int, masked: bool) -> None:
     torch.manual_seed(0)
     x, a = torch.randn(shape), torch.randn(rank, shape[1])
-    bits, mask = _bits(*shape)
+    bits, mask = drawn_bits(*shape)
     kept = x * mask if masked else x
     # as the engine lays it out: H behind x in one buffer
     buffer = torch.full((shape[0], shape[1] + rank), float("nan"))
@@ -55,7 +47,7 @@ def test_project(shape: tuple[int, int], rank: int, masked: bool) -> None:
 def test_add_input_gradient(shape: tuple[int, int], rank: int, masked: bool) -> None:
     torch.manual_seed(0)
     dx, dh, a = torch.randn(shape), torch.randn(shape[0], rank), torch.randn(rank, shape[1])
-    bits, mask = _bits(*shape)
+    bits, mask = drawn_bits(*shape)
     kept = mask if masked else torch.ones(shape)
     update = InputUpdate(dh_TR=widened(dh), a_RI=widened(a), bits=bits if masked else None, scale=SCALE)
     out = low_rank.add_input_gradient(widened(dx), update)
@@ -71,7 +63,7 @@ def test_add_input_gradient(shape: tuple[int, int], rank: int, masked: bool) -> 
 def test_accumulate_a(shape: tuple[int, int], ranks: tuple[int, ...], masked: bool) -> None:
     torch.manual_seed(0)
     x, dh = torch.randn(shape), torch.randn(shape[0], sum(ranks))
-    bits, mask = _bits(*shape)
+    bits, mask = drawn_bits(*shape)
     kept = x * mask if masked else x
     targets, first = [], 0
     for index, rank in enumerate(ranks):
@@ -92,7 +84,7 @@ def test_accumulate_a_of_a_norm(shape: tuple[int, int], masked: bool) -> None:
     torch.manual_seed(0)
     u, dh = torch.randn(shape), torch.randn(shape[0], 16)
     rstd, weight = torch.rand(shape[0], 1) + 0.5, torch.rand(shape[1]) + 0.5
-    bits, mask = _bits(*shape)
+    bits, mask = drawn_bits(*shape)
     kept = mask if masked else torch.ones(shape)
     into = widened(torch.full((16, shape[1]), 0.5))
     target = [low_rank.GradientA(gradient_rI=into, first_row=0, scale=2.0)]
@@ -134,7 +126,7 @@ def test_any_number_of_threads() -> None:
     torch.manual_seed(0)
     tokens, inputs, rank = 4099, 700, 24
     x, dh, a = torch.randn(tokens, inputs), torch.randn(tokens, rank), torch.randn(rank, inputs)
-    bits, _ = _bits(tokens, inputs)
+    bits, _ = drawn_bits(tokens, inputs)
 
     def run() -> tuple[Tensor, ...]:
         da, db = torch.zeros(rank, inputs), torch.zeros(inputs, rank)

@@ -9,12 +9,12 @@ from torch.nn import functional
 
 from engine.ops.native import low_rank, swiglu
 from engine.ops.native.arguments import InputUpdate
-from engine.ops.native.dropout import dropout_bits, unpack_bits
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     SHAPES,
     assert_accurate,
     assert_same_on_any_threads,
+    drawn_bits,
     widened,
 )
 
@@ -22,12 +22,6 @@ pytestmark = ON_EVERY_INSTRUCTION_SET
 SCALE = 1.25
 LARGE = ((300, 600), (2100, 40), (20, 4200))
 """Several groups, several passes, several blocks of columns."""
-
-
-def _bits(tokens: int, features: int) -> Tensor:
-    return dropout_bits(
-        torch.arange(tokens), feature_offset=5, num_features=features, probability=0.2, seed=1, site=2, step=3
-    )
 
 
 def _targets(ranks: tuple[int, ...], features: int) -> list[low_rank.GradientA]:
@@ -50,8 +44,7 @@ def test_gradients(dtype: torch.dtype, shape: tuple[int, int], ranks: tuple[int,
     generator = torch.Generator().manual_seed(0)
     sizes = ((shape[0], 2 * shape[1]), shape, (shape[0], sum(ranks)))
     gate_up, dy, dh = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
-    bits = _bits(*shape) if masked else None
-    kept = torch.ones(shape) if bits is None else unpack_bits(bits, shape[1]).float()
+    bits, kept = drawn_bits(*shape) if masked else (None, torch.ones(shape))
     targets = _targets(ranks, shape[1])
     into = widened(torch.zeros_like(gate_up))
     gradient = swiglu.swiglu_backward_adapted(widened(dy), widened(gate_up), widened(dh), bits, targets, out=into)
@@ -76,7 +69,7 @@ def test_update_of_the_same_adapters(dtype: torch.dtype, shape: tuple[int, int],
     ranks = (16, 3, 8)
     sizes = ((shape[0], 2 * shape[1]), shape, (shape[0], sum(ranks)), (sum(ranks), shape[1]))
     gate_up, dy, dh, a = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
-    bits = _bits(*shape) if masked else None
+    bits = drawn_bits(*shape)[0] if masked else None
     update = InputUpdate(dh_TR=dh, a_RI=widened(a), bits=bits, scale=SCALE)
     with_update, without = _targets(ranks, shape[1]), _targets(ranks, shape[1])
     gradient = swiglu.swiglu_backward_adapted(dy, gate_up, dh, bits, with_update, update=update)
@@ -89,7 +82,7 @@ def test_update_of_the_same_adapters(dtype: torch.dtype, shape: tuple[int, int],
 def test_any_number_of_threads() -> None:
     torch.manual_seed(0)
     gate_up, dy, dh = torch.randn(2300, 1400), torch.randn(2300, 700), torch.randn(2300, 24)
-    bits = _bits(2300, 700)
+    bits, _ = drawn_bits(2300, 700)
 
     def run() -> tuple[Tensor, ...]:
         da = torch.zeros(24, 700)

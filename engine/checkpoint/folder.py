@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from engine.checkpoint.manifest import MANIFEST, sync_folder
+from engine.checkpoint.manifest import MANIFEST
 from engine.errors import UserError
+from engine.files.durable import sync_folder
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from engine.checkpoint.manifest_fields import manifest_from_json, require_readable
 from engine.checkpoint.manifest_records import Kind, Manifest, PieceRecord, TensorRecord
-from engine.checkpoint.safetensors_file import writing
 from engine.checkpoint.strict_json import JsonFlaw, parse_json
 from engine.errors import UserError
+from engine.files.durable import sync_folder, write_durably
 
 __all__ = [
     "ENGINE_VERSION",
@@ -31,7 +31,6 @@ __all__ = [
     "manifest_text",
     "read_manifest",
     "sign",
-    "sync_folder",
     "write_manifest",
 ]
 
@@ -69,35 +68,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """
     write_durably(folder / MANIFEST, sign(manifest_text(manifest)))
     sync_folder(folder)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Makes or replaces a small file at once; its bytes are on the disk, its name is once the folder is synced.
-
-    Raises:
-        UserError: the disk does not take it.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    with writing(path):
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the folder's own entries (creations, renames) durable.
-
-    Raises:
-        UserError: the disk does not take them.
-    """
-    with writing(folder):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.checkpoint.folder import check_output, move_into_place
-from engine.checkpoint.manifest import sync_folder
 from engine.errors import UserError
+from engine.files.durable import sync_folder
 
 JOURNAL = ".journal"
 

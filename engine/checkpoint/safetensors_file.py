@@ -11,8 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,6 +23,7 @@ from torch import Tensor
 from engine.checkpoint.checksum import Checksum
 from engine.checkpoint.safetensors_header import read_header, refuse
 from engine.errors import UserError
+from engine.files.refusals import writing
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -173,21 +173,6 @@ class SafetensorsWriter:
             self.close()
         else:
             self._abandon()
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns what the system says while `path` is written into a sentence.
-
-    Raises:
-        UserError: the disk is full, read-only, gone and the like.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}): make room or mend the disk, or use a folder on another one."
-        ) from error
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:

@@ -23,16 +23,16 @@ from engine.checkpoint.manifest import (
     Manifest,
     PieceRecord,
     manifest_from_json,
-    sync_folder,
-    write_durably,
     write_manifest,
 )
 from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
 from engine.checkpoint.reshard import Box
-from engine.checkpoint.safetensors_file import SafetensorsWriter, writing
+from engine.checkpoint.safetensors_file import SafetensorsWriter
 from engine.checkpoint.saved_steps import move_into_place
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
+from engine.files.durable import sync_folder, write_durably
+from engine.files.refusals import writing
 
 RUN_CONFIG = "run.yaml"
 _ROOM_BESIDE, _SHARE_BESIDE = 64 << 10, 16

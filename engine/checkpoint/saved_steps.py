@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.checkpoint.folder import stats_of
-from engine.checkpoint.manifest import MANIFEST, sync_folder
-from engine.checkpoint.safetensors_file import writing
+from engine.checkpoint.manifest import MANIFEST
 from engine.errors import UserError
+from engine.files.durable import sync_folder
+from engine.files.refusals import writing
 
 CHECKPOINTS = "checkpoints"
 

@@ -19,7 +19,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from engine.checkpoint.safetensors_file import writing
 from engine.checkpoint.save_parts import (
     TrainingContents,
     collect,
@@ -34,6 +33,7 @@ from engine.checkpoint.saved_steps import checkpoint_folder, held, prune, stagin
 from engine.checkpoint.snapshot import Snapshot
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
+from engine.files.refusals import writing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

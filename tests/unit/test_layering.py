@@ -16,6 +16,7 @@ LEVELS = {
     "triton_kernels": 0,
     "engine.errors": 1,
     "engine.batch": 1,
+    "engine.files": 1,
     "engine.zigzag": 1,
     "engine.config": 1,
     "engine.telemetry": 1,
@@ -36,8 +37,8 @@ LEVELS = {
     "examples": 9,
     "tests": 10,
 }
-FOR_ALL = ("engine.errors", "engine.batch", "engine.zigzag")
-"""Records that every part of the engine may name, also on their own level."""
+FOR_ALL = ("engine.errors", "engine.batch", "engine.files", "engine.zigzag")
+"""Records and helpers that every part of the engine may name, also on their own level."""
 
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
@@ -136,7 +137,9 @@ def test_kernels_need_torch_and_triton_only(path: str) -> None:
     assert tops - set(sys.stdlib_module_names) <= {"torch", "triton", "triton_kernels", ""}
 
 
-@pytest.mark.parametrize("package", ["engine.config", "engine.telemetry", "engine.errors"])
+@pytest.mark.parametrize(
+    "package", ["engine.config", "engine.telemetry", "engine.errors", "engine.files.refusals", "engine.files.durable"]
+)
 def test_quick_to_import(package: str) -> None:
     """A refusal and --help must not wait for torch."""
     code = f"import sys, {package}; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"

@@ -1,0 +1,102 @@
+"""Small files that are there whole or not at all, and are still there after a power cut.
+
+A new file is made exclusively: what has its name is removed first, never followed, so that a link that somebody planted
+under a name of ours leads nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from engine.files.refusals import reading, writing
+
+
+def open_new(path: Path) -> int:
+    """The descriptor of a new, empty file at `path`; what was there is removed, a link and not its target.
+
+    Raises:
+        OSError: the system does not allow it.
+    """
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def write_durably(path: Path, data: bytes | str) -> None:
+    """Makes or replaces a small file at once; its bytes are on the disk, its name is once the folder is synced.
+
+    Args:
+        path: of the file. `path`.tmp beside it is used on the way.
+        data: its bytes, or text to be encoded as UTF-8.
+
+    Raises:
+        FileError: the disk does not take it.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path):
+        try:
+            with open(open_new(temporary), "wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            _remove_quietly(temporary)
+            raise
+
+
+def _remove_quietly(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return  # the disk fails, which is what the caller is about to say
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the folder's own entries (creations, renames) durable.
+
+    Raises:
+        FileError: the disk does not take them.
+    """
+    with writing(folder):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def delete_folder(folder: Path) -> None:
+    """Deletes a folder with all that is in it; where a link or a file has its name, that alone.
+
+    Nothing is done where there is nothing. Links inside are removed, not followed.
+
+    Raises:
+        OSError: the system does not allow it.
+    """
+    try:
+        found = os.lstat(folder)
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(found.st_mode):
+        shutil.rmtree(folder)
+    else:
+        os.unlink(folder)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Makes `target` a copy of the bytes of a regular file.
+
+    Raises:
+        FileError: one of them cannot be read or written.
+    """
+    with reading(source):
+        descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as original:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            with reading(source):
+                raise OSError("it is not a regular file")
+        with writing(target), open(open_new(target), "wb") as copy:
+            shutil.copyfileobj(original, copy, 1 << 20)

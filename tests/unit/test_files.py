@@ -1,0 +1,106 @@
+"""What the system says about a file is one sentence; small files are whole or absent; planted links lead nowhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.errors import UserError
+from engine.files.durable import copy_file, delete_folder, open_new, write_durably
+from engine.files.refusals import FileError, reading, writing
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, "cannot be written (No space left on device): free some space"),
+        (errno.EACCES, "cannot be written (Permission denied): use a folder that you may write to"),
+        (errno.EROFS, "cannot be written (Read-only file system): use a folder that you may write to"),
+        (errno.EIO, "cannot be written (Input/output error): use a folder on another disk if this one is failing"),
+        (errno.ELOOP, "cannot be written (it is a symbolic link"),
+    ],
+)
+def test_what_to_do_depends_on_what_happened(code: int, words: str) -> None:
+    with pytest.raises(FileError) as refused, writing(Path("a/b")):
+        raise OSError(code, os.strerror(code), "somewhere/else")
+    assert f"a/b {words}" in str(refused.value) and str(refused.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("missing", None, "cannot be read (No such file or directory): check the path"),
+        ("x" * 300, None, "cannot be read (File name too long): use a shorter name"),
+        ("a\0b", None, "is not the name of a file or folder"),
+        ("a\ud800b", None, "is not the name of a file or folder"),
+        ("latin", b"ab\xff", "is not UTF-8 text (byte 2)"),
+        (".", None, "cannot be read (Is a directory)"),
+    ],
+)
+def test_what_cannot_be_read(name: str, text: bytes | None, words: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_bytes(text)
+    with pytest.raises(FileError) as refused, reading(path):
+        path.read_text(encoding="utf-8")
+    assert words in str(refused.value) and "\n" not in str(refused.value) and "\0" not in str(refused.value)
+    with (
+        pytest.raises(UserError, match="give another --source"),
+        reading(tmp_path / "missing", "give another --source"),
+    ):
+        (tmp_path / "missing").read_bytes()
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    with pytest.raises(ValueError, match="^another$"), writing(Path("a")):
+        raise ValueError("another")
+    with pytest.raises(KeyError), reading(Path("a")):
+        raise KeyError
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "nothing"])
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda path: write_durably(path.with_suffix(""), b"new"),
+        lambda path: os.close(open_new(path)),
+        delete_folder,
+        lambda path: copy_file(Path(__file__), path),
+    ],
+)
+def test_planted_links_are_replaced_and_not_followed(work: Callable[[Path], None], kind: str, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    if kind == "folder":
+        victim.mkdir()
+        (victim / "kept").write_text("kept")
+    elif kind == "file":
+        victim.write_text("kept")
+    link = tmp_path / "out.tmp"
+    link.symlink_to(victim)
+    work(link)
+    assert not link.is_symlink()
+    assert (victim / "kept").read_text() == "kept" if kind == "folder" else victim.exists() == (kind == "file")
+    if kind == "file":
+        assert victim.read_text() == "kept"
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_durably(path, "old")
+    full = os.open("/dev/full", os.O_WRONLY)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(FileError, match=r"a\.json cannot be written \(No space"):
+        patch.setattr("engine.files.durable.open_new", lambda path: full)
+        write_durably(path, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_only_regular_files_are_copied(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for source in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(FileError, match="it is not a regular file"):
+            copy_file(source, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()

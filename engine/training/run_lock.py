@@ -14,81 +14,19 @@ is in the file. A holder that was taken for dead, because it was suspended, find
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.errors import UserError
+from engine.files.holder import MAX_BYTES, Holder, take_system_lock
 
 NAME = "run.lock"
 TOUCH_SECONDS = 5.0
 WATCH_SECONDS = 4 * TOUCH_SECONDS
 _SETTLE_SECONDS = 0.5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Holder:
-    """Who holds a lock.
-
-    Args:
-        token: of this lock and no other.
-        host: its name, for people.
-        machine: the same where process ids mean the same: one boot of one system, seen from one container.
-        pid, started: the process, and its start in ticks of the machine; -1 where the system does not tell.
-        since: local time at which it was taken, for people.
-    """
-
-    token: str
-    host: str
-    machine: str
-    pid: int
-    started: int
-    since: str
-
-    @classmethod
-    def of_this_process(cls) -> Holder:
-        return cls(
-            token=uuid.uuid4().hex,
-            host=socket.gethostname(),
-            machine=_machine(),
-            pid=os.getpid(),
-            started=process_start(os.getpid()),
-            since=time.strftime("%Y-%m-%d %H:%M:%S"),
-        )
-
-    def says(self) -> str:
-        return f"process {self.pid} on {self.host} since {self.since}"
-
-
-def process_start(pid: int) -> int:
-    """Ticks since the machine's start at which a process began; -1 where there is no /proc, or no such process."""
-    fields = _process_fields(pid)
-    return -1 if fields is None else int(fields[19])
-
-
-def _process_fields(pid: int) -> list[str] | None:
-    """Of /proc/PID/stat from the state on, which is what follows the name; None where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return None
-
-
-def _machine() -> str:
-    parts = [socket.gethostname()]
-    try:
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    except OSError:
-        parts.append("unknown")
-    return " ".join(parts)
 
 
 class RunLock:
@@ -145,22 +83,21 @@ class RunLock:
         return self._fill(file)
 
     def _fill(self, file: int) -> int:
-        _flock(file)
-        os.write(file, json.dumps(asdict(self._me)).encode())
+        take_system_lock(file)
+        os.write(file, self._me.to_bytes())
         os.fsync(file)
         return file
 
     def _read(self) -> tuple[Holder, int] | None:
         """The holder and the open file; None where it is gone or not whole."""
         try:
-            file = os.open(self._path, os.O_RDWR)
+            file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not hold us up
         except FileNotFoundError:
             return None
-        try:
-            return Holder(**json.loads(os.read(file, 65536))), file
-        except (ValueError, TypeError):
+        if (holder := Holder.from_bytes(os.read(file, MAX_BYTES))) is None:
             os.close(file)
             return None
+        return holder, file
 
     def _take_over_unreadable(self) -> None:
         """A file that stays without a holder's name was cut off when it was written."""
@@ -175,12 +112,11 @@ class RunLock:
         self._path.unlink(missing_ok=True)
 
     def _refuse_if_alive(self, holder: Holder, file: int) -> None:
-        if _flock(file) is False:
+        if take_system_lock(file) is False:
             now = self._read()  # it may be about to change hands
             self._refuse(holder if now is None else now[0])
-        if holder.machine == self._me.machine and holder.started >= 0:
-            fields = _process_fields(holder.pid)
-            if fields is not None and fields[0] not in "ZX" and int(fields[19]) == holder.started:
+        if holder.is_near():
+            if holder.lives():
                 self._refuse(holder)
             return
         self._say(f"{self._path} names {holder.says()}: watching for {WATCH_SECONDS:g} s whether it is alive")
@@ -219,9 +155,10 @@ class RunLock:
     def is_own(self) -> bool:
         """Whether the file still names this process."""
         try:
-            return Holder(**json.loads(self._path.read_bytes())).token == self._me.token
-        except (OSError, ValueError, TypeError):
+            now = Holder.from_bytes(self._path.read_bytes())
+        except OSError:
             return False
+        return now is not None and now.token == self._me.token
 
     def require_own(self) -> None:
         """To be called before the folder is written.
@@ -249,17 +186,9 @@ class RunLock:
         if self._closed.is_set():
             return
         self._closed.set()
-        if self.is_own():
-            self._path.unlink(missing_ok=True)
+        try:
+            if self.is_own():
+                self._path.unlink(missing_ok=True)
+        except OSError as error:  # the run is over, and the next one finds that its holder has ended
+            self._say(f"warning: {self._path} cannot be removed ({error.strerror})")
         os.close(self._file)
-
-
-def _flock(file: int) -> bool | None:
-    """Takes the system's lock: whether it was free; None where the store has none."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True

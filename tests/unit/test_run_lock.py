@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -9,14 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from engine.errors import UserError
+from engine.files.holder import Holder
 from engine.training import run_lock
-from engine.training.run_lock import NAME, Holder, RunLock
+from engine.training.run_lock import NAME, RunLock
 from tests.commands import REPOSITORY
 
 SCRIPT = """
@@ -41,7 +44,7 @@ def _other_run(folder: Path) -> subprocess.Popen[str]:
 def test_another_process(has_flock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused while it lives, stopped or not, by the system's lock or by its process; taken over once it is killed."""
     if not has_flock:
-        monkeypatch.setattr(run_lock, "_flock", lambda file: None)
+        monkeypatch.setattr(run_lock, "take_system_lock", lambda file: None)
     other, said = _other_run(tmp_path), []
     os.kill(other.pid, signal.SIGSTOP)
     try:
@@ -122,15 +125,47 @@ def test_a_lock_that_was_taken_over_is_noticed(tmp_path: Path) -> None:
     assert path.exists(), "it is theirs"
 
 
-def test_a_lock_cut_off_while_it_was_written(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text('{"token": "a')
+@pytest.mark.parametrize(
+    "record",
+    [
+        b'{"token": "a',
+        b"",
+        b"[" * 30000,
+        b"\xff",
+        b"[]",
+        json.dumps({**asdict(Holder.of_this_process()), "started": "zz"}).encode(),
+        json.dumps({**asdict(Holder.of_this_process()), "pid": 1.5}).encode(),
+        json.dumps({**asdict(Holder.of_this_process()), "more": 1}).encode(),
+    ],
+)
+def test_a_lock_that_names_no_holder(record: bytes, tmp_path: Path) -> None:
+    """Cut off while it was written, or not ours at all."""
+    (tmp_path / NAME).write_bytes(record)
     said: list[str] = []
     RunLock(tmp_path, said.append).release()
     assert len(said) == 1 and "names no holder" in said[0]
 
 
+@pytest.mark.parametrize("plant", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_refused(plant: Callable[[Path], None], tmp_path: Path) -> None:
+    plant(tmp_path / NAME)
+    with pytest.raises(UserError, match="cannot be written .*: give another checkpoint.dir"):
+        RunLock(tmp_path, print)
+
+
+def test_a_lock_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    said: list[str] = []
+    lock = RunLock(tmp_path, said.append)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    lock.release()
+    assert len(said) == 1 and "run.lock cannot be removed (Input/output error)" in said[0]
+
+
 def test_a_process_number_that_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "_flock", lambda file: None)
+    monkeypatch.setattr(run_lock, "take_system_lock", lambda file: None)
     mine = Holder.of_this_process()
     holder = replace(mine, token="theirs", started=mine.started - 1)
     (tmp_path / NAME).write_text(json.dumps({name: getattr(holder, name) for name in Holder.__dataclass_fields__}))

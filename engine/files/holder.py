@@ -1,0 +1,112 @@
+"""Who holds a lock: a process, named well enough to tell whether it still lives, and to be named to others."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+import uuid
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+MAX_BYTES = 65536
+"""Of a holder's record."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """Who holds a lock.
+
+    Args:
+        token: of this lock and no other.
+        host: its name, for people.
+        machine: the same where process ids mean the same: one boot of one system, seen from one container.
+        pid, started: the process, and its start in ticks of the machine; -1 where the system does not tell.
+        since: local time at which it was taken, for people.
+    """
+
+    token: str
+    host: str
+    machine: str
+    pid: int
+    started: int
+    since: str
+
+    @classmethod
+    def of_this_process(cls) -> Holder:
+        return cls(
+            token=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=os.getpid(),
+            started=process_start(os.getpid()),
+            since=time.strftime("%Y-%m-%d %H:%M:%S"),
+        )
+
+    @classmethod
+    def from_bytes(cls, record: bytes) -> Holder | None:
+        """The other end of `to_bytes`; None where the record is not whole."""
+        try:
+            data = json.loads(record)
+        except (ValueError, RecursionError):
+            return None
+        kinds = {field.name: int if field.name in ("pid", "started") else str for field in fields(cls)}
+        if not isinstance(data, dict) or data.keys() != kinds.keys():
+            return None
+        if any(type(data[name]) is not kind for name, kind in kinds.items()):
+            return None
+        return cls(**data)
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    def says(self) -> str:
+        """Names the process to people; the record may come from anybody's hand."""
+        text = f"process {self.pid} on {self.host} since {self.since}"
+        return (text if text.isprintable() else ascii(text))[:200]
+
+    def is_near(self) -> bool:
+        """Whether `lives` can tell: the process is, or was, one of this machine."""
+        return self.machine == _machine() and self.started >= 0
+
+    def lives(self) -> bool:
+        """Whether a process of this machine has the number and start time. Only after `is_near`."""
+        found = _process_fields(self.pid)
+        return found is not None and found[0] not in "ZX" and int(found[19]) == self.started
+
+
+def process_start(pid: int) -> int:
+    """Ticks since the machine's start at which a process began; -1 where there is no /proc, or no such process."""
+    found = _process_fields(pid)
+    return -1 if found is None else int(found[19])
+
+
+def _process_fields(pid: int) -> list[str] | None:
+    """/proc/PID/stat from the state on, which is what follows the name; None where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _machine() -> str:
+    parts = [socket.gethostname()]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    except OSError:
+        parts.append("unknown")
+    return " ".join(parts)
+
+
+def take_system_lock(descriptor: int) -> bool | None:
+    """Takes the system's lock (flock) on an open file or folder: whether it was free; None where the store has none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

@@ -110,7 +110,8 @@ def output_gradients(
     dh = None if dh_out is None else _partials(dy_TO.device, num_blocks, num_tokens, widest)
     db = _partials(dy_TO.device, splits, num_blocks * outputs, widest) if trains else None
     h_rows = None if h_TR is None or not trains else rows_of(h_TR)
-    records = [_record(one, first, dh is not None) for one, first in zip(sections, first_blocks, strict=True)]
+    unread = dy_TO if dh is None else None
+    records = [_record(one, first, unread) for one, first in zip(sections, first_blocks, strict=True)]
     _output_gradients_kernel[(num_blocks, splits, rank_blocks)](
         tuple(records), dy_TO, dy_TO.stride(0), h_rows, 0 if h_rows is None else h_rows.stride(0), dh, db,
         num_tokens, widest, split_length, WITH_DH=dh is not None, WITH_DB=db is not None,
@@ -132,11 +133,15 @@ def _clear(dh_out: Tensor | None, sections: Sequence[OutputSection]) -> None:
             out.zero_()
 
 
-def _record(one: OutputSection, first_block: int, with_b: bool) -> tuple[object, ...]:
-    """What the kernel takes of a section."""
+def _record(one: OutputSection, first_block: int, unread: Tensor | None) -> tuple[object, ...]:
+    """What the kernel takes of a section.
+
+    Args:
+        unread: any tensor, to stand where B would; None where B is read. Triton 3.6 cannot take None inside a tuple.
+    """
     place = (first_block, one.first_column, one.num_columns, one.first_row, one.num_ranks)
-    if not with_b:
-        return *place, None, 0
+    if unread is not None:
+        return *place, unread, 0
     assert one.b_OR is not None, "dH needs B"
     b_OR = rows_of(one.b_OR)
     return *place, b_OR, b_OR.stride(0)

@@ -1,5 +1,7 @@
 """Compiles every kernel for a Hopper GPU on a machine that has none: python -m tests.kernels.compiling [bfloat16 ...]
 
+Another version of Triton: pip install --no-deps --target FOLDER triton==3.6.0, then the same with PYTHONPATH=FOLDER.
+
 The interpreter forgives what the compiler does not: one-bit shifts, arguments equal to 1 that turn into constants,
 types that change in a loop. Here the launchers run on CPU tensors with a driver that compiles and never launches, and
 the resources of each kernel are printed as one JSON object a line. Runs in a process of its own, without the
@@ -27,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from tests.kernels.launches import refuse_none_in_tuples
 from triton_kernels import (
     cross_entropy,
     dropout,
@@ -43,6 +46,8 @@ from triton_kernels import (
     swiglu,
 )
 
+_PROCESSORS = 132
+"""Streaming multiprocessors of an H100 and an H200: the sizes of blocks and ranges follow from it."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _seen: set[int] = set()
 
@@ -61,6 +66,7 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 def _compile_instead(self: JITFunction[Any], grid: object) -> Callable[..., None]:
     def call(*arguments: object, **options: object) -> None:
+        refuse_none_in_tuples(self.fn.__name__, arguments)
         kernel = self.run(*arguments, grid=grid, warmup=True, **options)
         if id(kernel) in _seen:
             return
@@ -88,6 +94,8 @@ def _pretend_to_have_a_gpu() -> None:
         module.dot_options = lambda x: options[x.dtype]
     for module in (quantize, rmsnorm, swiglu):
         module.casts = lambda x: True
+    for module in (launch, head_norm, rmsnorm):
+        module.num_processors = lambda device: _PROCESSORS
 
 
 def _masks(num_tokens: int, num_features: int, offset: int) -> list[dropout.DropoutMask | None]:
@@ -102,18 +110,37 @@ def _masks(num_tokens: int, num_features: int, offset: int) -> list[dropout.Drop
     return [drawn, drawn.with_bits(num_features), None]
 
 
-def _adapters(dtype: torch.dtype, num_tokens: int, width: int, rank: int, offset: int, modes: int) -> None:
-    """Everything that knows of adapters; `modes` of the three ways to come by a mask."""
+def _adapters(
+    dtype: torch.dtype, num_tokens: int, width: int, rank: int, offset: int, modes: int, *, folded: bool = False
+) -> None:
+    """Everything that knows of adapters; `modes` of the three ways to come by a mask.
+
+    Args:
+        folded: x and H are columns of one buffer and W and B of another, as in a folded linear: with rank 8 their rows
+            lie a multiple of 8 elements apart, and not of 16.
+    """
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    x, gate_up, weight = empty(num_tokens, width), empty(num_tokens, 2 * width), empty(width)
-    a, b, h, rstd = empty(rank, width), empty(width, rank), empty(num_tokens, rank), torch.empty(num_tokens, 1)
+    def beside(rows: int) -> tuple[Tensor, Tensor]:
+        if not folded:
+            return empty(rows, width), empty(rows, rank)
+        return empty(rows, width + rank).tensor_split([width], dim=1)
+
+    (x, h), (base, b) = beside(num_tokens), beside(width)
+    gate_up, weight, a, rstd = (
+        empty(num_tokens, 2 * width),
+        empty(width),
+        empty(rank, width),
+        torch.empty(num_tokens, 1),
+    )
+    rmsnorm.rmsnorm_forward(empty(num_tokens, width), weight, 1e-5, out=x)
+    swiglu.swiglu_forward(gate_up, out=x)
     for mask in _masks(num_tokens, width, offset)[:modes]:
         if mask is not None:
             dropout.dropout_apply(x, mask)
-        lora.project(x, a, mask)
+        lora.project(x, a, mask, out=h)
         lora.a_gradient(h, x, mask, torch.empty(rank, width))
         update = lora.LowRankUpdate(dh_TR=h, a_RI=a, mask=mask, h_TR=h)
         lora.add_input_gradient(x, update)
@@ -121,20 +148,26 @@ def _adapters(dtype: torch.dtype, num_tokens: int, width: int, rank: int, offset
             rmsnorm.rmsnorm_backward(x, x, weight, rstd, residual_gradient_TF=x, update=update, weight_gradient_F=dw)
         swiglu.swiglu_backward(x, gate_up, update=update, out=gate_up)
     _output_gradients(x, h, b)
-    lora_matmul.lora_matmul(x, empty(width, width), h, b, 2.0)
+    lora_matmul.lora_matmul(x, base, h, b, 2.0)
 
 
 def _output_gradients(dy: Tensor, h: Tensor, b: Tensor) -> None:
-    """One adapter, dB alone and both; three on one input, as q, k and v have them."""
+    """dB alone, dH alone and both; of one adapter, and of three on one input, as q, k and v have them."""
     (width, rank), gradient = b.shape, torch.empty(b.shape)
     one = reference_fused.OutputSection(
         first_column=0, num_columns=width, first_row=0, num_ranks=rank, b_OR=b, db_out=gradient
     )
-    output_gradients.output_gradients(dy, h, [one], add=True)
-    output_gradients.output_gradients(dy, h, [one], dh_out=torch.empty_like(h), add=True)
-    wide, stacked = torch.cat((dy, dy, dy), 1), torch.cat((h, h, h), 1)
+    # rows of dY and H as far apart, modulo 16, as those they are made of
+    wide, stacked = (torch.cat((x, x, x), 1) for x in (dy, h))
+    if h.stride(0) % 16:
+        wide, stacked = (torch.cat((x, x[:, :8]), 1)[:, : x.shape[1]] for x in (wide, stacked))
     three = [replace(one, first_column=i * width, first_row=i * rank) for i in range(3)]
-    output_gradients.output_gradients(wide, stacked, three, dh_out=torch.empty_like(stacked), add=True)
+    for rows, low, sections in ((dy, h, [one]), (wide, stacked, three)):
+        frozen = [replace(section, db_out=None) for section in sections]
+        alone = [replace(section, b_OR=None) for section in sections]
+        output_gradients.output_gradients(rows, low, alone, add=True)
+        output_gradients.output_gradients(rows, None, frozen, dh_out=torch.empty_like(low))
+        output_gradients.output_gradients(rows, low, sections, dh_out=torch.empty_like(low), add=True)
 
 
 def _elementwise(dtype: torch.dtype, num_tokens: int, width: int, heads: int, head_dim: int) -> None:
@@ -181,7 +214,12 @@ def _quantisation(dtype: torch.dtype, rows: int, columns: int) -> None:
 
 
 def main(names: list[str]) -> None:
-    """`names`: dtypes, and "all" for every mask mode, larger ranks, and sizes of 1 that become constants."""
+    """Compiles what each name stands for.
+
+    Args:
+        names: dtypes; "folded:RANK" for the rows of folded linears; "all" for every mask mode, larger ranks, and sizes
+            of 1 that become constants.
+    """
     warnings.simplefilter("error", UserWarning)
     # says which default the next version changes, and nothing about a kernel
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
@@ -192,6 +230,8 @@ def main(names: list[str]) -> None:
             _elementwise(torch.bfloat16, 1, 1, 1, 2)
             _quantisation(torch.bfloat16, 1, 1)
             _adapters(torch.bfloat16, 512, 4096, 192, 0, modes=3)
+        elif name.startswith("folded:"):
+            _adapters(torch.bfloat16, 512, 4096, int(name.partition(":")[2]), 0, modes=1, folded=True)
         else:
             _adapters(getattr(torch, name), 256, 4096, 16, 0, modes=1)
             _elementwise(getattr(torch, name), 256, 4096, 16, 128)

@@ -15,6 +15,7 @@ import pytest
 
 from engine.ops.native.loader import select
 from tests.kernels.comparing import INTERPRETED
+from tests.kernels.launches import refuse_none_in_tuples
 from tests.kernels.native_support import INSTRUCTION_SETS
 
 KERNELS = (
@@ -54,6 +55,20 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Only for the tests of Triton kernels: the folder has others."""
     if INTERPRETED and ("triton" in request.node.nodeid):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+        _check_launches(monkeypatch)
+
+
+def _check_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch of an interpreted kernel is also one that the oldest supported Triton compiles."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def checked(self: GridExecutor, *arguments: object, **options: object) -> None:
+        refuse_none_in_tuples(self.fn.__name__, arguments)
+        launch(self, *arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", checked)
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)

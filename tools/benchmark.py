@@ -14,7 +14,6 @@ record in `benchmarking.options`.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import shlex
 import sys
@@ -24,14 +23,13 @@ from pathlib import Path
 from benchmarking.options import add_options, read_options
 from benchmarking.sections import SECTIONS
 
+from engine.config.command_line import CommandLine
 from engine.errors import UserError
 from engine.telemetry.errors import run_command
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="benchmark.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> CommandLine:
+    parser = CommandLine(prog="benchmark.py", description=__doc__)
     sections = parser.add_subparsers(dest="section", required=True, metavar="SECTION")
     for name, kind in SECTIONS.items():
         text = inspect.cleandoc(kind.__doc__ or "").partition("\n\nRaises:")[0]

@@ -20,25 +20,32 @@ from math import isfinite
 from pathlib import Path
 
 from engine.checkpoint.prefetch import start_reading
+from engine.config.command_line import CommandLine, named_as
 from engine.config.conversion import command as config_conversion
 from engine.config.model import BASE_DTYPES
+from engine.config.units import read_gb
 from engine.errors import UserError
 from engine.telemetry.errors import run_command
+
+_TENSOR = {"parallel.tensor": "--tensor"}
+_MERGE = {"model.path": "--base", "model.base_dtype": "--base-dtype", "lora.init_from": "--adapter"}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line; needs no torch, so that --help is quick."""
-    parser = argparse.ArgumentParser(
-        prog="convert.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandLine(prog="convert.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    importing = commands.add_parser("import", help="partition a Hugging Face model for tensor parallelism")
+    importing = commands.add_parser(
+        "import", help="partition a Hugging Face model for tensor parallelism", stands_for=_TENSOR
+    )
     importing.add_argument("--source", required=True, type=Path, help="Hugging Face folder, or a partitioned base")
     importing.add_argument("--tensor", type=int, default=1, help="number of partitions (default 1)")
     _add_common(importing)
 
-    resharding = commands.add_parser("reshard", help="write a partitioned base again for another number of ranks")
+    resharding = commands.add_parser(
+        "reshard", help="write a partitioned base again for another number of ranks", stands_for=_TENSOR
+    )
     resharding.add_argument("--source", required=True, type=Path, help="a partitioned base")
     resharding.add_argument("--tensor", required=True, type=int, help="number of partitions")
     _add_common(resharding)
@@ -52,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_options(exporting)
     _add_common(exporting)
 
-    merging = commands.add_parser("merge", help="put a PEFT adapter into the weights of its base")
+    merging = commands.add_parser("merge", help="put a PEFT adapter into the weights of its base", stands_for=_MERGE)
     merging.add_argument("--base", required=True, type=Path, help="Hugging Face folder, or a partitioned base")
     merging.add_argument("--adapter", required=True, type=Path, help="folder of a PEFT LoRA adapter")
     merging.add_argument(
@@ -81,7 +88,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest weight file, in GB (default 5)")
+    parser.add_argument(
+        "--max-shard-gb", type=read_gb, default=5.0, help="largest weight file, such as 5 or 5GB (default 5)"
+    )
     parser.add_argument(
         "--fused",
         choices=("keep", "split", "qkv", "all"),
@@ -100,6 +109,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     arguments = build_parser().parse_args()
+    with named_as(arguments.stands_for):
+        _carry_out(arguments)
+
+
+def _carry_out(arguments: argparse.Namespace) -> None:
     if arguments.command == "config":
         config_conversion.run(arguments)
         return

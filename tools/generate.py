@@ -7,8 +7,11 @@ torchrun --nproc-per-node 4 tools/generate.py --model DIR --tensor 2 --pipeline 
 
 from __future__ import annotations
 
+import argparse
+
 from generating.options import build_parser, check_prompts, limits, model_choice, sampling
 
+from engine.config.command_line import named_as
 from engine.errors import UserError
 from engine.telemetry.errors import EXIT_USER_ERROR, run_command
 
@@ -17,6 +20,11 @@ _A_WEEK = 7 * 86400.0
 
 def main() -> None:
     arguments = build_parser(__doc__).parse_args()
+    with named_as(arguments.stands_for):
+        _generate(arguments)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
     check_prompts(arguments)
     for options in (model_choice, sampling, limits):
         options(arguments)

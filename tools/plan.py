@@ -7,22 +7,20 @@ python tools/plan.py certify --config run.yaml --against tensor=1
 
 from __future__ import annotations
 
-import argparse
 import inspect
 
 from planning import certify, memory, schedule
 
+from engine.config.command_line import CommandLine, named_as
 from engine.telemetry.errors import run_command
 
 COMMANDS = {"schedule": schedule, "memory": memory, "certify": certify}
-"""Name -> its module in `planning`, which has `add_arguments(parser)` and `run(arguments)`. All are imported for every
-command line, also for --help: they import torch inside `run` where they need it."""
+"""Name -> its module in `planning`, which has `add_arguments(parser)`, `run(arguments)` and STANDS_FOR. All are
+imported for every command line, also for --help: they import torch inside `run` where they need it."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> CommandLine:
+    parser = CommandLine(prog="plan.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         text = inspect.cleandoc(module.__doc__ or "")
@@ -30,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=text.partition("\n")[0],
             description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            stands_for=module.STANDS_FOR,
         )
         module.add_arguments(command)
     return parser
@@ -38,7 +36,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = _parser().parse_args()
-    COMMANDS[arguments.command].run(arguments)
+    with named_as(arguments.stands_for):
+        COMMANDS[arguments.command].run(arguments)
 
 
 if __name__ == "__main__":

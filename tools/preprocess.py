@@ -12,6 +12,7 @@ import argparse
 import time
 from pathlib import Path
 
+from engine.config.command_line import CommandLine, named_as
 from engine.config.data import FORMATS
 from engine.telemetry.errors import run_command
 from engine.telemetry.processors import available_processors
@@ -19,8 +20,10 @@ from engine.telemetry.processors import available_processors
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line; needs no torch, so that --help is quick."""
-    parser = argparse.ArgumentParser(
-        prog="preprocess.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = CommandLine(
+        prog="preprocess.py",
+        description=__doc__,
+        stands_for={"data.tokenizer": "--tokenizer", "data.format": "--format", "model.path": "--tokenizer"},
     )
     parser.add_argument("files", nargs="+", help=".jsonl, .json, .parquet or .txt files, or patterns with *")
     parser.add_argument("--tokenizer", required=True, type=Path, help="folder or sentencepiece .model file")
@@ -39,6 +42,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = build_parser().parse_args()
+    with named_as(arguments.stands_for):
+        _preprocess(arguments)
+
+
+def _preprocess(arguments: argparse.Namespace) -> None:
     from engine.data.files import expand_paths
     from engine.data.preprocess import Request, preprocess
     from engine.errors import UserError

@@ -9,20 +9,18 @@ speed against the number of devices (of several runs), configuration, environmen
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from reporting.page import page
 from reporting.reading import read_runs
 
+from engine.config.command_line import CommandLine
 from engine.errors import UserError
 from engine.telemetry.errors import run_command
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandLine(prog="report.py", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run")
     parser.add_argument("--out", type=Path, help="HTML file (default: report.html in the first run's folder)")
     arguments = parser.parse_args()

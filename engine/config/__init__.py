@@ -8,8 +8,8 @@ from engine.config.data import DataOptions
 from engine.config.guards import GuardOptions
 from engine.config.load import from_yaml, load_config, parse_config, to_yaml
 from engine.config.log import LogOptions
-from engine.config.lora import BLOCK_LINEARS, LoraOptions
-from engine.config.matching import matches_target, matches_trainable, require_matched, unmatched_patterns
+from engine.config.lora import LoraOptions
+from engine.config.matching import BLOCK_LINEARS, matches_target, matches_trainable, require_matched, unmatched_patterns
 from engine.config.memory import MemoryOptions
 from engine.config.model import ModelOptions
 from engine.config.optim import OptimOptions

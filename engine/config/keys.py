@@ -1,45 +1,16 @@
-"""Configuration files and option names, checked before their values are: unknown names get a suggestion.
-
-The names come from the dataclasses alone, so there is no second list to keep.
-"""
+"""Configuration files and option names, checked before their values are: unknown names get a suggestion."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
 
 import yaml
 
 from engine.config.checks import require
-from engine.config.run import RunConfig
+from engine.config.names import option_types, sections
+from engine.config.suggestions import closest, meant_options
 from engine.errors import UserError
-
-
-@cache
-def sections() -> dict[str, type]:
-    """Section name -> its dataclass, in the order of `RunConfig`."""
-    return {name: kind for name, kind in get_type_hints(RunConfig).items() if _is_section(kind)}
-
-
-@cache
-def option_types() -> dict[str, Any]:
-    """Full option name (`parallel.tensor`, `trainable`) -> its type."""
-    types: dict[str, Any] = {}
-    for name, kind in get_type_hints(RunConfig).items():
-        if _is_section(kind):
-            hints = get_type_hints(kind)
-            types |= {f"{name}.{field.name}": hints[field.name] for field in fields(kind)}
-        else:
-            types[name] = kind
-    return types
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and is_dataclass(kind)
 
 
 def check_argument_names(argv: Sequence[str], extra: Iterable[str]) -> None:
@@ -56,7 +27,7 @@ def check_argument_names(argv: Sequence[str], extra: Iterable[str]) -> None:
     for argument in argv:
         if argument.startswith("--"):
             name = argument[2:].partition("=")[0]
-            require(name in known, f"--{name} is not an option{_suggest(name, known, prefix='--')}.")
+            require(name in known, f"--{name} is not an option{_suggest(name, known, prefix='--')}")
 
 
 def check_file(path: str) -> None:
@@ -96,7 +67,7 @@ def check_text(text: str, source: str) -> None:
     )
     top = [*sections(), *(name for name in option_types() if "." not in name)]
     for name, value in _items(node, source):
-        require(name in top, f"{source} has the unknown key {name}{_suggest(name, [*top, *option_types()])}.")
+        require(name in top, f"{source} has the unknown key {name}{_suggest(name, [*top, *option_types()])}")
         if name in sections():
             _check_section(name, value, source)
 
@@ -111,7 +82,7 @@ def _check_section(section: str, node: yaml.Node, source: str) -> None:
     for name, _ in _items(node, source):
         full = f"{section}.{name}"
         candidates = [*known, *option_types()]
-        require(full in known, f"{source} has the unknown key {full}{_suggest(full, candidates)}.")
+        require(full in known, f"{source} has the unknown key {full}{_suggest(full, candidates)}")
 
 
 def _items(node: yaml.Node, source: str) -> list[tuple[str, yaml.Node]]:
@@ -146,13 +117,14 @@ def _kind(node: yaml.Node) -> str:
 
 
 def _suggest(name: str, known: Sequence[str], prefix: str = "") -> str:
-    """The end of a sentence: the closest known name, or where to look."""
+    """The end of a sentence: the name that was probably meant, or where to look."""
     section, _, leaf = name.rpartition(".")
     siblings = {option.rpartition(".")[2]: option for option in known if option.rpartition(".")[0] == section}
     same_leaf = [option for option in known if option.rpartition(".")[2] == leaf]
     if same_leaf:
-        close = difflib.get_close_matches(name, same_leaf, n=1, cutoff=0.0)
+        close = closest(name, same_leaf, cutoff=0.0)
     else:
-        close = [siblings[match] for match in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)]
-        close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    return f": did you mean {prefix}{close[0]}" if close else ": see --help for the options there are"
+        elsewhere = [option for option in meant_options(name) if option in known]
+        sibling = closest(leaf, siblings, cutoff=0.6)
+        close = elsewhere[0] if elsewhere else siblings[sibling] if sibling else closest(name, known, cutoff=0.8)
+    return f": did you mean {prefix}{close}?" if close else ": see --help for the options there are."

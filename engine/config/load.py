@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from argparse import ArgumentError
+from argparse import ArgumentError, ArgumentTypeError
 from dataclasses import MISSING, asdict, fields
 from functools import cache
 from inspect import getdoc
@@ -20,9 +20,12 @@ import yaml
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser, Namespace
 
-from engine.config.keys import check_argument_names, check_file, check_text, option_types, sections
+from engine.config.keys import check_argument_names, check_file, check_text
+from engine.config.names import option_types, sections
 from engine.config.rules import check_config, check_files
 from engine.config.run import RunConfig
+from engine.config.suggestions import meant_value
+from engine.config.units import read_count, read_length
 from engine.errors import UserError
 
 _DESCRIPTION = """
@@ -177,14 +180,29 @@ def _sentence(message: str) -> str:
     if key is None:
         return f"The configuration cannot be read: {' '.join(message.split())}"
     given = re.findall(r"(?:Got|Given) value: (.*)", message)
-    return _wrong_type(key, f"is {given[-1].strip()!r}" if given else "has a value that cannot be used")
+    if not given:
+        return _wrong_type(key, "has a value that cannot be used")
+    return _wrong_type(key, f"is {given[-1].strip()!r}", given[-1].strip())
 
 
-def _wrong_type(option: str, what: str) -> str:
+def _wrong_type(option: str, what: str, value: str | None = None) -> str:
     kind = option_types()[option]
     choices = list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
     expected = " or ".join(_type_name(choice) for choice in choices)
-    return f"{option} {what}, but {expected} is expected: use for example {_example(option, choices[0])}."
+    return f"{option} {what}, but {expected} is expected: {_advice(option, choices[0], value)}"
+
+
+def _advice(option: str, kind: Any, value: str | None) -> str:
+    """What to write: the choice or number that was probably meant, or one that would do."""
+    if get_origin(kind) is Literal and value is not None:
+        meant = meant_value(value, get_args(kind))
+        return f"did you mean {meant}?" if meant else "choose one of them."
+    if kind is int and value is not None:
+        try:
+            return f"did you mean {read_length(value) if option == 'data.seq_length' else read_count(value)}?"
+        except ArgumentTypeError:
+            pass
+    return f"use for example {_example(option, kind)}."
 
 
 def _type_name(kind: Any) -> str:

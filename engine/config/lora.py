@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.config.checks import require, require_at_least, require_choice, require_positive
-from engine.config.matching import matches_target
-
-BLOCK_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Every linear of a decoder block."""
+from engine.config.matching import BLOCK_LINEARS, matches_target
 
 _ALTERING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 Number = TypeVar("Number", int, float)
@@ -27,8 +24,8 @@ class LoraOptions:
         alpha: Numerator of the scale: alpha / rank, or alpha / sqrt(rank) with lora.rslora.
         dropout: Probability that an input feature of an adapter is dropped during training, 0 to below 1.
         targets: Modules that get an adapter, as names (q_proj) or regular expressions that match the whole name
-            (.*self_attn\\.(q|v)_proj), in the engine's or the checkpoint's spelling. lm_head and embed_tokens can be
-            targets too.
+            (.*self_attn\\.(q|v)_proj), in the engine's or the checkpoint's spelling; all-linear means every linear of
+            the layers. lm_head and embed_tokens can be targets too.
         exclude: Modules that get none although lora.targets means them, written in the same way.
         layers: Numbers of the layers whose modules get adapters, from 0; null for all of the model.
         rank_pattern: Ranks of modules that have another one than lora.rank, by name or expression as in lora.targets,

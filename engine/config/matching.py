@@ -14,6 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from engine.errors import UserError
 
+BLOCK_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Every linear of a decoder block."""
+ALL_LINEARS = "all-linear"
+"""PEFT's word for all linears but the head."""
 Matcher = Callable[[str, Sequence[str], Sequence[str]], bool]
 
 
@@ -22,15 +26,16 @@ def matches_target(module: str, targets: Sequence[str], aliases: Sequence[str] =
 
     A target is a name or a regular expression. It must match a whole name, or the end of one that starts at a
     component: `q_proj`, `attention.q_proj` and `.*layers\\.3\\..*` all match `layers.3.attention.q_proj`;
-    `proj` does not.
+    `proj` does not. "all-linear" means every linear of the layers, as in PEFT.
 
     Args:
         module: full name of the module in the engine.
         targets: names or regular expressions.
         aliases: further full names of the same module.
     """
+    expressions = [name for target in targets for name in (BLOCK_LINEARS if target == ALL_LINEARS else (target,))]
     return any(
-        re.fullmatch(target, ending) for name in (module, *aliases) for ending in _endings(name) for target in targets
+        re.fullmatch(target, end) for name in (module, *aliases) for end in _endings(name) for target in expressions
     )
 
 
@@ -83,8 +88,8 @@ def require_matched(
         return
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in modules))
     close = difflib.get_close_matches(missing[0].rpartition(".")[2], known, n=1)
-    hint = f"did you mean {close[0]}" if close else f"use names such as {', '.join(known[:10])}"
-    raise UserError(f"{option} contains {missing[0]!r}, which matches no module of this model: {hint}.")
+    hint = f"did you mean {close[0]}?" if close else f"use names such as {', '.join(known[:10])}."
+    raise UserError(f"{option} contains {missing[0]!r}, which matches no module of this model: {hint}")
 
 
 def _endings(name: str) -> list[str]:

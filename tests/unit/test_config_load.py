@@ -28,7 +28,7 @@ from engine.config import (
     parse_config,
     to_yaml,
 )
-from engine.config.keys import option_types
+from engine.config.names import option_types
 from engine.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def refusal(argv: list[str]) -> str:
     with pytest.raises(UserError) as caught:
         load_config(argv)
     message = str(caught.value)
-    assert "\n" not in message and message.endswith("."), message
+    assert "\n" not in message and message.endswith((".", "?")), message
     return message
 
 
@@ -178,11 +178,23 @@ def test_help_explains_every_option_in_time() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--parallel.tensr 2", "--parallel.tensr is not an option: did you mean --parallel.tensor."),
-        ("--tensor 2", "--tensor is not an option: did you mean --parallel.tensor."),
-        ("--train.lr 2", "--train.lr is not an option: did you mean --optim.lr."),
-        ("--parallel.tens 2", "did you mean --parallel.tensor."),
+        ("--parallel.tensr 2", "--parallel.tensr is not an option: did you mean --parallel.tensor?"),
+        ("--tensor 2", "--tensor is not an option: did you mean --parallel.tensor?"),
+        ("--train.lr 2", "--train.lr is not an option: did you mean --optim.lr?"),
+        ("--parallel.tens 2", "did you mean --parallel.tensor?"),
         ("--zebra 2", "--zebra is not an option: see --help"),
+        ("--optim.learning_rate 2", "--optim.learning_rate is not an option: did you mean --optim.lr?"),
+        ("--lr 2", "did you mean --optim.lr?"),
+        ("--learning_rate 2", "did you mean --optim.lr?"),
+        ("--lora_r 2", "did you mean --lora.rank?"),
+        ("--max_steps 2", "did you mean --train.steps?"),
+        ("--num-train-epochs 2", "did you mean --train.epochs?"),
+        ("--model.dtype bf16", "did you mean bfloat16?"),
+        ("--parallel.shard parameter", "did you mean parameters?"),
+        ("--parallel.shard zero", "is expected: choose one of them."),
+        ("--model.base_dtype 4bit", "did you mean nf4?"),
+        ("--data.seq_length 8k", "did you mean 8192?"),
+        ("--train.steps 1e3", "did you mean 1000?"),
         ("--parallel.tensor two", "parallel.tensor is 'two', but a whole number is expected: use for example 1."),
         ("--parallel.tensor 2.0", "parallel.tensor is '2.0', but a whole number"),
         ("--parallel.tensor 0", "parallel.tensor is 0, but it must be 1 or more"),
@@ -239,10 +251,10 @@ def test_what_is_required() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("paralel: {tensor: 2}", "has the unknown key paralel: did you mean parallel."),
-        ("parallel: {tensr: 2}", "has the unknown key parallel.tensr: did you mean parallel.tensor."),
-        ("tensor: 2", "has the unknown key tensor: did you mean parallel.tensor."),
-        ("optim: {seed: 2}", "has the unknown key optim.seed: did you mean train.seed."),
+        ("paralel: {tensor: 2}", "has the unknown key paralel: did you mean parallel?"),
+        ("parallel: {tensr: 2}", "has the unknown key parallel.tensr: did you mean parallel.tensor?"),
+        ("tensor: 2", "has the unknown key tensor: did you mean parallel.tensor?"),
+        ("optim: {seed: 2}", "has the unknown key optim.seed: did you mean train.seed?"),
         ("parallel: 3", "gives parallel the value 3, but parallel is a section"),
         ("parallel:", "gives parallel no value, but parallel is a section"),
         ("parallel: [2]", "gives parallel a list, but parallel is a section"),

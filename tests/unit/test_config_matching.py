@@ -98,8 +98,16 @@ def test_unmatched_patterns_in_the_order_given() -> None:
 
 
 def test_an_unmatched_pattern_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(UserError, match="lora.targets contains 'q_prj', .*: did you mean q_proj"):
+    with pytest.raises(UserError, match="lora.targets contains 'q_prj', .*: did you mean q_proj\\?$"):
         require_matched("lora.targets", ["v_proj", "q_prj"], MODULES, matches_target)
     with pytest.raises(UserError, match="trainable contains 'zzz', .*: use names such as q_proj"):
         require_matched("trainable", ["zzz"], MODULES, matches_trainable)
     require_matched("trainable", ["*"], MODULES, matches_trainable)
+
+
+def test_all_linear_is_every_linear_but_the_head() -> None:
+    """PEFT's word; its own list is that of `INCLUDE_LINEAR_LAYERS_SHORTHAND`, which leaves the output embedding out."""
+    names = [f"layers.3.{part}" for part in ("attention.q_proj", "attention.o_proj", "mlp.gate_proj", "mlp.down_proj")]
+    assert all(matches_target(name, ("all-linear",)) for name in names)
+    assert not any(matches_target(name, ("all-linear",)) for name in ("lm_head", "embed_tokens", "layers.3.norm"))
+    require_matched("lora.targets", ["all-linear"], dict.fromkeys(names, ()), matches_target)

@@ -20,7 +20,8 @@ from engine.checkpoint.peft_write import export_peft
 from engine.checkpoint.proof import live_model
 from engine.checkpoint.source import open_source
 from engine.checkpoint.training_state import open_run
-from engine.config.lora import BLOCK_LINEARS, LoraOptions
+from engine.config.lora import LoraOptions
+from engine.config.matching import BLOCK_LINEARS
 from engine.errors import UserError
 from tests.unit.checkpoint_models import tiny_llama
 from tests.unit.test_checkpoint_peft import open_in_peft, trained_run

@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from engine.config.command_line import CommandLine
 from engine.config.model import BASE_DTYPES, DTYPES, KERNELS
+from engine.config.units import read_length
 from engine.errors import UserError
 from engine.inference.options import Limits, ModelChoice, Sampling
 
+STANDS_FOR = {
+    "model.path": "--model", "model.dtype": "--dtype", "model.base_dtype": "--base-dtype",
+    "model.kernels": "--kernels", "data.tokenizer": "--tokenizer", "parallel.tensor": "--tensor",
+    "parallel.pipeline": "--pipeline", "lora.init_from": "--adapter", "--base": "--model",
+}  # fmt: skip
+"""What a run, or convert.py, calls it -> the flag; see `engine.config.command_line`."""
 
-def build_parser(description: str | None) -> argparse.ArgumentParser:
+
+def build_parser(description: str | None) -> CommandLine:
     """All options."""
-    parser = argparse.ArgumentParser(
-        prog="generate.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandLine(prog="generate.py", description=description, stands_for=STANDS_FOR)
     model = parser.add_argument_group("model")
     model.add_argument("--model", type=Path, help="Hugging Face folder, or a partitioned base")
     model.add_argument(
@@ -44,13 +51,16 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--system", help="a system message in front of each conversation")
     prompts.add_argument("--batch", type=int, default=8, help="prompts at a time (default 8)")
     prompts.add_argument(
-        "--prefill-tokens", type=int, default=4096, help="tokens of prompts that begin together, at most (default 4096)"
+        "--prefill-tokens",
+        type=read_length,
+        default=4096,
+        help="tokens of prompts that begin together, at most (default 4096)",
     )
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
     choice = parser.add_argument_group("choice of tokens")
-    choice.add_argument("--max-new-tokens", type=int, default=128, help="for each prompt (default 128)")
+    choice.add_argument("--max-new-tokens", type=read_length, default=128, help="for each prompt (default 128)")
     choice.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the most likely token")
     choice.add_argument("--top-k", type=int, help="only the k most likely tokens")
     choice.add_argument("--top-p", type=float, default=1.0, help="only the most likely ones that together reach this")

@@ -15,14 +15,26 @@ import argparse
 
 from engine.config.memory import RECOMPUTE_LEVELS
 from engine.config.model import DTYPES
+from engine.config.units import read_count, read_gib, read_length
 from engine.errors import UserError
+
+STANDS_FOR = {
+    "model.path": "--model", "model.dtype": "--dtype", "model.base_dtype": "--base-dtype",
+    "model.kernels": "--kernels", "data.seq_length": "--seq-length", "train.micro_batch_size": "--micro-batch",
+    "train.global_batch_size": "--global-batch", "lora.rank": "--rank", "lora.dropout": "--dropout",
+    "lora.targets": "--targets", "trainable": "--trainable", "objective.name": "--objective",
+    "memory.recompute": "--recompute", "memory.activation_dtype": "--activation-dtype",
+}  # fmt: skip
+"""What a run calls it -> the flag; see `engine.config.command_line`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command."""
     parser.add_argument("--model", metavar="PATH", help="folder of a model, or its config.json under any name")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many (default 1)")
-    parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of each (default 80)")
+    parser.add_argument(
+        "--gpu-memory", type=read_gib, default=80.0, metavar="GIB", help="of each, as 80 or 80GB (default 80)"
+    )
     parser.add_argument(
         "--reserve", type=float, default=6.0, metavar="PERCENT",
         help="of the memory that stays free for the device's context, communicators and fragments (default 6)",
@@ -30,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", metavar="NAME", help="speeds to assume: h100-80, h200-141, a100-80, a100-40, "
                         "rtx4090-24, or cpu, which is measured (default: by --gpu-memory)")  # fmt: skip
     work = parser.add_argument_group("what is trained")
-    work.add_argument("--seq-length", type=int, default=2048, metavar="TOKENS", help="of a row (default 2048)")
+    work.add_argument(
+        "--seq-length", type=read_length, default=2048, metavar="TOKENS", help="of a row, as 8192 or 8k (default 2048)"
+    )
     work.add_argument("--micro-batch", type=int, default=1, metavar="ROWS", help="default 1")
     work.add_argument("--global-batch", type=int, metavar="ROWS", help="of a step (default: 8, or one row a GPU)")
     work.add_argument("--rank", type=int, metavar="R", help="of the adapters (default 16, or 0 with --trainable '*')")
@@ -45,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     work.add_argument("--objective", default="language_modeling", metavar="NAME", help="as objective.name")
     work.add_argument(
-        "--beside", type=float, default=0.0, metavar="N",
-        help="frozen parameters of other parts, such as a vision tower, divided like the layers' (default 0)",
+        "--beside", type=read_count, default=0, metavar="N",
+        help="frozen parameters of other parts, such as a vision tower of 427M, divided like the layers' (default 0)",
     )  # fmt: skip
     work.add_argument("--kernels", default="auto", help="backend of the ops, as model.kernels (default auto)")
     work.add_argument(

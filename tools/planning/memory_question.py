@@ -13,7 +13,8 @@ import torch
 
 from engine.checkpoint.model_folder import open_model
 from engine.config.data import DataOptions
-from engine.config.lora import BLOCK_LINEARS, LoraOptions
+from engine.config.lora import LoraOptions
+from engine.config.matching import BLOCK_LINEARS
 from engine.config.memory import RECOMPUTE_LEVELS
 from engine.config.model import ModelOptions
 from engine.config.objective import ObjectiveOptions

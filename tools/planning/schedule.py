@@ -20,6 +20,12 @@ from engine.pipeline.simulate import Simulation, simulate
 from engine.pipeline.validate import validate
 from engine.telemetry.format import format_columns
 
+STANDS_FOR = {
+    "parallel.pipeline": "--pipeline", "parallel.virtual": "--virtual", "parallel.schedule": "--schedule",
+    "parallel.layers_per_stage": "--split",
+}  # fmt: skip
+"""What a run calls it -> the flag; see `engine.config.command_line`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleOptions:

@@ -76,7 +76,7 @@ def convert(given: list[Given], *, values: list[str], ranks: int | None) -> tupl
         if one.key == PROGRAM:
             program(conversion, one)
         elif rule is not None:
-            rule(conversion, one)
+            rule.apply(conversion, one)
         else:
             conversion.miss(one, "look whether it matters, and set what it means")
     for pair in values:

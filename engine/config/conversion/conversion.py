@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.config.conversion.reading import Given
-from engine.config.keys import option_types
+from engine.config.names import option_types
 from engine.errors import UserError
+
+DTYPES = {
+    "bf16": "bfloat16", "bfloat16": "bfloat16", "torch.bfloat16": "bfloat16",
+    "fp16": "float16", "float16": "float16", "half": "float16", "torch.float16": "float16",
+    "fp32": "float32", "float32": "float32", "float": "float32", "torch.float32": "float32",
+}  # fmt: skip
+"""How other trainers write the arithmetic -> its name here."""
 
 
 @dataclass(slots=True)
@@ -80,26 +87,42 @@ class Conversion:
         return option in option_types()
 
 
-Rule = Callable[[Conversion, Given], None]
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one key of another trainer becomes.
+
+    Args:
+        apply: writes it into the conversion.
+        options: full names of this engine's options that the key may set, at once or when all keys are read.
+    """
+
+    apply: Callable[[Conversion, Given], None]
+    options: tuple[str, ...] = ()
+
+
+def sets(*options: str) -> Callable[[Callable[[Conversion, Given], None]], Rule]:
+    """Makes a function the rule of keys that set `options`."""
+    return lambda apply: Rule(apply, options)
 
 
 def option(name: str, kind: Callable[[Given], Any], note: str = "") -> Rule:
     """A key that is an option of this engine."""
-    return lambda conversion, given: _take(conversion, given, name, kind(given), note)
+    return Rule(lambda conversion, given: _take(conversion, given, name, kind(given), note), (name,))
 
 
 def _take(conversion: Conversion, given: Given, name: str, value: Any, note: str) -> None:
     conversion.take(given, name, value, note)
 
 
-def fact(name: str, kind: Callable[[Given], Any], became: str) -> Rule:
-    """A key that an option follows from."""
-    return lambda conversion, given: conversion.know(given, name, kind(given), became)
+def fact(name: str, kind: Callable[[Given], Any], *options: str, became: str = "") -> Rule:
+    """A key that `options` follow from; `became` is its line in the report where that is not their names."""
+    said = became or ", ".join(options)
+    return Rule(lambda conversion, given: conversion.know(given, name, kind(given), said), options)
 
 
 def dropped(why: str) -> Rule:
     """A key without a counterpart."""
-    return lambda conversion, given: conversion.drop(given, why)
+    return Rule(lambda conversion, given: conversion.drop(given, why))
 
 
 def number(given: Given) -> float:

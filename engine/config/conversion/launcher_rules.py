@@ -9,6 +9,7 @@ from engine.config.conversion.conversion import (
     fact,
     number,
     option,
+    sets,
     truth,
     whole,
 )
@@ -43,7 +44,7 @@ def dtype_switch(dtype: str) -> Rule:
         else:
             conversion.drop(given, "switched off")
 
-    return rule
+    return Rule(rule, ("model.dtype",))
 
 
 def _dtype_or_auto(dtype: str) -> Rule:
@@ -53,11 +54,12 @@ def _dtype_or_auto(dtype: str) -> Rule:
         if given.value == "auto":
             conversion.drop(given, "the command line says it")
         else:
-            switch(conversion, given)
+            switch.apply(conversion, given)
 
-    return rule
+    return Rule(rule, switch.options)
 
 
+@sets("model.dtype")
 def _mixed_precision(conversion: Conversion, given: Given) -> None:
     names = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "False": "float32", "fp8": "bfloat16"}
     if str(given.value) not in names:
@@ -65,6 +67,7 @@ def _mixed_precision(conversion: Conversion, given: Given) -> None:
     set_dtype(conversion, given, names[str(given.value)])
 
 
+@sets("parallel.shard")
 def _stage(conversion: Conversion, given: Given) -> None:
     stage = whole(given)
     if stage not in SHARDS:
@@ -82,9 +85,10 @@ def _offload(option_name: str) -> Rule:
         else:
             raise UserError(f"{given.source} gives {given.key} as {given.value!r}: write none or cpu.")
 
-    return rule
+    return Rule(rule, (option_name,))
 
 
+@sets("optim.clip_grad_norm")
 def _clipping(conversion: Conversion, given: Given) -> None:
     if given.value == "auto":
         conversion.drop(given, "the command line says it")
@@ -100,11 +104,12 @@ def _auto_or(rule: Rule) -> Rule:
         if given.value == "auto":
             conversion.drop(given, "auto, the command line says it")
         else:
-            rule(conversion, given)
+            rule.apply(conversion, given)
 
-    return either
+    return Rule(either, rule.options)
 
 
+@sets()
 def _distributed_type(conversion: Conversion, given: Given) -> None:
     kind = str(given.value).upper()
     if kind in ("DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_CPU", "NO", "MEGATRON_LM"):
@@ -114,6 +119,7 @@ def _distributed_type(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, f"{given.value} has no counterpart")
 
 
+@sets()
 def _optimizer_type(conversion: Conversion, given: Given) -> None:
     name = str(given.value).lower()
     if name in ("adamw", "adam", "fusedadam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "cpuadam"):
@@ -122,6 +128,7 @@ def _optimizer_type(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, f"{given.value} is not to be had: AdamW is the optimizer")
 
 
+@sets("optim.schedule")
 def _schedule_type(conversion: Conversion, given: Given) -> None:
     kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if str(given.value) in kinds:
@@ -130,12 +137,14 @@ def _schedule_type(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, f"{given.value} has no counterpart: optim.schedule is constant, linear or cosine")
 
 
+@sets("optim.betas")
 def _betas(conversion: Conversion, given: Given) -> None:
     if not isinstance(given.value, list) or len(given.value) != 2:
         raise UserError(f"{given.source} gives {given.key} as {given.value!r}, but two numbers are expected.")
     conversion.take(given, "optim.betas", [float(value) for value in given.value])
 
 
+@sets()
 def _named_file(conversion: Conversion, given: Given) -> None:
     if given.file_read:
         conversion.drop(given, "read, and converted key by key")
@@ -151,6 +160,7 @@ FSDP_SHARDS = {"FULL_SHARD": "parameters", "SHARD_GRAD_OP": "gradients", "NO_SHA
                "2": "gradients", "3": "none"}  # fmt: skip
 
 
+@sets("parallel.shard")
 def _fsdp(conversion: Conversion, given: Given) -> None:
     level = FSDP_SHARDS.get(str(given.value).upper())
     if level is None:
@@ -175,8 +185,8 @@ _ACCELERATE: dict[str, Rule] = {
     "main_process_port": dropped(_RENDEZVOUS),
     "main_training_function": dropped("tools/pretrain_lora.py is started"),
     "mixed_precision": _mixed_precision,
-    "num_machines": fact("machines", whole, "torchrun --nnodes"),
-    "num_processes": fact("processes", whole, "torchrun --nproc-per-node, times --nnodes"),
+    "num_machines": fact("machines", whole, became="torchrun --nnodes"),
+    "num_processes": fact("processes", whole, became="torchrun --nproc-per-node, times --nnodes"),
     "rdzv_backend": dropped(_RENDEZVOUS),
     "same_network": dropped(_RENDEZVOUS),
     "tpu_env": dropped("an option for TPUs"),
@@ -260,12 +270,12 @@ _DEEPSPEED |= {
 }  # fmt: skip
 
 _LAUNCHERS: dict[str, Rule] = {
-    "nproc_per_node": fact("processes_per_node", whole, "torchrun --nproc-per-node"),
-    "num_gpus": fact("processes_per_node", whole, "torchrun --nproc-per-node"),
-    "NUM_GPUS_PER_WORKER": fact("processes_per_node", whole, "torchrun --nproc-per-node"),
+    "nproc_per_node": fact("processes_per_node", whole, became="torchrun --nproc-per-node"),
+    "num_gpus": fact("processes_per_node", whole, became="torchrun --nproc-per-node"),
+    "NUM_GPUS_PER_WORKER": fact("processes_per_node", whole, became="torchrun --nproc-per-node"),
     "LOCAL_WORLD_SIZE": dropped("torchrun sets it"),
-    "nnodes": fact("machines", whole, "torchrun --nnodes"),
-    "NUM_WORKERS": fact("machines", whole, "torchrun --nnodes"),
+    "nnodes": fact("machines", whole, became="torchrun --nnodes"),
+    "NUM_WORKERS": fact("machines", whole, became="torchrun --nnodes"),
     "MP_SIZE": option("parallel.tensor", whole),
     "model_parallel_size": option("parallel.tensor", whole),
     "tensor_model_parallel_size": _mesh("tensor"),

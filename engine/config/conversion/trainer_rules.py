@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from engine.config.conversion.conversion import Conversion, Rule, dropped, fact, number, option, text, truth, whole
+from engine.config.conversion.conversion import (
+    DTYPES,
+    Conversion,
+    Rule,
+    dropped,
+    fact,
+    number,
+    option,
+    sets,
+    text,
+    truth,
+    whole,
+)
 from engine.config.conversion.launcher_rules import dtype_switch, set_dtype
 from engine.config.conversion.reading import Given
 from engine.errors import UserError
@@ -15,14 +27,14 @@ _ALWAYS = "always so"
 _INFERENCE = "for generating text, not for training"
 
 
+@sets("model.dtype")
 def _dtype(conversion: Conversion, given: Given) -> None:
-    names = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "half": "float16",
-             "fp32": "float32", "float32": "float32"}  # fmt: skip
-    if str(given.value) not in names:
+    if str(given.value) not in DTYPES:
         raise UserError(f"{given.source} gives {given.key} as {given.value!r}: write bfloat16, float16 or float32.")
-    set_dtype(conversion, given, names[str(given.value)])
+    set_dtype(conversion, given, DTYPES[str(given.value)])
 
 
+@sets("lora.targets", "lora.fused_qkv")
 def _targets(conversion: Conversion, given: Given) -> None:
     written = given.value if isinstance(given.value, list) else str(given.value).split(",")
     names = [str(name).strip() for name in written]
@@ -40,11 +52,13 @@ def _targets(conversion: Conversion, given: Given) -> None:
         conversion.take(given, "lora.fused_qkv", True, f"one adapter for {fused[0]}")
 
 
+@sets("trainable")
 def _modules_to_save(conversion: Conversion, given: Given) -> None:
     written = given.value if isinstance(given.value, list) else str(given.value).split(",")
     conversion.take(given, "trainable", [str(name).strip() for name in written])
 
 
+@sets("lora.rank", "trainable")
 def _use_lora(conversion: Conversion, given: Given) -> None:
     if truth(given):
         conversion.know(given, "lora", True, "lora.rank above 0")
@@ -53,6 +67,7 @@ def _use_lora(conversion: Conversion, given: Given) -> None:
         conversion.imply(given.source, given.key, "trainable", ["*"], "everything trains")
 
 
+@sets("trainable")
 def _tune_language(conversion: Conversion, given: Given) -> None:
     if truth(given):
         conversion.take(given, "trainable", ["*"])
@@ -60,10 +75,12 @@ def _tune_language(conversion: Conversion, given: Given) -> None:
         conversion.know(given, "tune_llm", False, "the language model stays frozen under its adapters")
 
 
+@sets()
 def _vision(conversion: Conversion, given: Given) -> None:
     conversion.drop(given, _VISION)
 
 
+@sets("optim.schedule")
 def _schedule(conversion: Conversion, given: Given) -> None:
     kinds = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
     if str(given.value) in kinds:
@@ -72,6 +89,7 @@ def _schedule(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, f"{given.value} has no counterpart: optim.schedule is constant, linear or cosine")
 
 
+@sets("log.tensorboard")
 def _report_to(conversion: Conversion, given: Given) -> None:
     names = given.value if isinstance(given.value, list) else [given.value]
     if any(str(name) in ("tensorboard", "all") for name in names):
@@ -80,6 +98,7 @@ def _report_to(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, _CLIENT if str(given.value) != "none" else "nothing is reported outside by itself")
 
 
+@sets("optim.clip_grad_norm")
 def _max_grad_norm(conversion: Conversion, given: Given) -> None:
     value = number(given)
     configured = conversion.facts.get("deepspeed_clipping")
@@ -91,6 +110,7 @@ def _max_grad_norm(conversion: Conversion, given: Given) -> None:
     conversion.take(given, "optim.clip_grad_norm", value, note)
 
 
+@sets("train.steps")
 def _steps(conversion: Conversion, given: Given) -> None:
     if whole(given) <= 0:
         conversion.drop(given, "not a number of steps; epochs end the run")
@@ -98,12 +118,14 @@ def _steps(conversion: Conversion, given: Given) -> None:
     conversion.take(given, "train.steps", whole(given))
 
 
+@sets()
 def _strategy(conversion: Conversion, given: Given) -> None:
     if str(given.value) == "no":
         conversion.facts[f"no_{given.key}"] = True
     conversion.drop(given, "steps are the unit: train.eval_every, checkpoint.every, log.every")
 
 
+@sets("train.target_eval_loss")
 def _target_loss(conversion: Conversion, given: Given) -> None:
     conversion.facts["mlperf"] = True
     if conversion.has("train.target_eval_loss"):
@@ -112,6 +134,7 @@ def _target_loss(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, "the run ends at train.steps; evaluations are in the metrics")
 
 
+@sets("checkpoint.resume")
 def _resume(conversion: Conversion, given: Given) -> None:
     if str(given.value).lower() in ("0", "false", "none"):
         conversion.drop(given, "checkpoint.resume auto starts afresh in a fresh folder")
@@ -121,6 +144,7 @@ def _resume(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, f"{given.value} is a checkpoint of the other trainer")
 
 
+@sets()
 def _named_file(conversion: Conversion, given: Given) -> None:
     if given.file_read:
         conversion.know(given, "deepspeed_file", given.value, "a DeepSpeed file, converted key by key above")
@@ -128,6 +152,7 @@ def _named_file(conversion: Conversion, given: Given) -> None:
         conversion.miss(given, "no such file beside this one: put it there, or convert it alone")
 
 
+@sets("memory.recompute")
 def _recompute(conversion: Conversion, given: Given) -> None:
     conversion.take(given, "memory.recompute", "full" if truth(given) else "selective")
 
@@ -141,8 +166,12 @@ _TRAINER: dict[str, Rule] = {
     "train_file": option("data.train", text),
     "eval_data_path": option("data.validation", text),
     "validation_file": option("data.validation", text),
-    "dataset_path": fact("dataset", text, "data.train and data.validation: name its files"),
-    "dataset_name": fact("dataset", text, "data.train and data.validation: name its files"),
+    "dataset_path": fact(
+        "dataset", text, "data.train", "data.validation", became="data.train and data.validation: name its files"
+    ),
+    "dataset_name": fact(
+        "dataset", text, "data.train", "data.validation", became="data.train and data.validation: name its files"
+    ),
     "max_seq_len": option("data.seq_length", whole),
     "max_seq_length": option("data.seq_length", whole),
     "model_max_length": option("data.seq_length", whole),
@@ -278,7 +307,9 @@ _MINIMIND: dict[str, Rule] = {
     "num_workers": option("data.num_workers", whole),
     "accumulation_steps": fact("accumulation", whole, "train.global_batch_size"),
     "grad_clip": option("optim.clip_grad_norm", number),
-    "from_weight": fact("weight", text, "model.path: name the Hugging Face folder of these weights"),
+    "from_weight": fact(
+        "weight", text, "model.path", became="model.path: name the Hugging Face folder of these weights"
+    ),
     "from_resume": _resume,
     "beta": option("objective.beta", number),
     "use_wandb": dropped(_CLIENT),

@@ -1,0 +1,127 @@
+"""The command lines of the tools: argparse, with one sentence for each mistake and options by the tool's own names.
+
+A tool whose flags are options of a run under shorter names says so with `stands_for` ({"parallel.tensor": "--tensor"}).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from engine.config.suggestions import closest, meant_options, meant_value
+from engine.errors import UserError
+
+_KINDS = {"int": "a whole number", "float": "a number", "Path": "a path"}
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A parser that raises `UserError` where argparse would print its usage; --help is argparse's own.
+
+    Args:
+        stands_for: full name of an option of a run -> this command's flag for it. What is parsed has it too, for
+            `named_as`.
+    """
+
+    def __init__(self, *, stands_for: Mapping[str, str] | None = None, **arguments: Any) -> None:
+        arguments.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        arguments.setdefault("allow_abbrev", False)  # --base is no short form of --base-dtype
+        super().__init__(**arguments)
+        self.stands_for = dict(stands_for or {})
+        self.set_defaults(stands_for=self.stands_for)  # the subcommand's, where there is one
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, but words that belong to no option are an error here, where the subcommand is known."""
+        words = sys.argv[1:] if args is None else list(args)
+        if self._subparsers is None:
+            self._refuse_unknown(words)
+        found, extra = super().parse_known_args(words, namespace)
+        if extra:
+            self.error(f"unrecognized arguments: {' '.join(extra)}")
+        return found, []
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the sentence for one of argparse's messages.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(self._sentence(" ".join(message.split())))
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        """An unknown option is told before what is missing: the one is often the other, misspelled."""
+        for word in words:
+            if word == "--":
+                return
+            name = word.partition("=")[0]
+            if name.startswith("--") and " " not in word and name not in self._option_string_actions:
+                raise UserError(f"{name} is not an option of {self.prog}{self._hint(name)}")
+
+    def _hint(self, name: str) -> str:
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        here = [self.stands_for[option] for option in meant_options(name[2:]) if option in self.stands_for]
+        plain = {flag.replace("-", "_"): flag for flag in flags}
+        same = plain.get(name.replace("-", "_")) or self.stands_for.get(name)
+        close = same or (here[0] if here else closest(name, flags))
+        if close:
+            return f": did you mean {close}?"
+        elsewhere = meant_options(name[2:])
+        known = f"; pretrain_lora.py has --{elsewhere[0]}" if elsewhere else ""
+        return f": {self.prog} --help lists its options{known}."
+
+    def _sentence(self, message: str) -> str:
+        if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
+            names = missing[1].split(", ")
+            verb = "is" if len(names) == 1 else "are"
+            return f"{' and '.join(names)} {verb} not given: {self.prog} --help says what to write."
+        if stray := re.fullmatch(r"unrecognized arguments: (.*)", message):
+            return (
+                f"{stray[1]!r} belongs to no option of {self.prog}: leave it out, or put a text with spaces in quotes."
+            )
+        if not (match := re.fullmatch(r"argument ([^:]+): (.*)", message)):
+            return f"{message}: {self.prog} --help says what to write."
+        name, problem = match[1].split("/")[-1], match[2]
+        if re.match(r"expected (one|at least one) argument", problem):
+            return f"{name} has no value: write {name} followed by one, or {name}=VALUE where it begins with a dash."
+        if choice := re.fullmatch(r"invalid choice: (.*?) \(choose from (.*)\)", problem):
+            return self._wrong_choice(name, choice[1].strip("'"), [one.strip(" '") for one in choice[2].split(",")])
+        if kind := re.fullmatch(r"invalid (\w+) value: '(.*)'", problem):
+            return f"{name} is {kind[2]!r}, but {_KINDS.get(kind[1], kind[1])} is expected: change it."
+        return f"{name} {problem}" if problem.endswith(".") else f"{name}: {problem}."
+
+    def _wrong_choice(self, name: str, given: str, choices: list[str]) -> str:
+        close = meant_value(given, choices)
+        end = f"did you mean {close}?" if close else "choose one of them."
+        if name.startswith("-"):
+            return f"{name} is {given!r}, but it must be one of {', '.join(choices)}: {end}"
+        return f"{self.prog} has no {name.lower()} {given!r}, but {', '.join(choices)}: {end}"
+
+
+@contextmanager
+def named_as(stands_for: Mapping[str, str]) -> Iterator[None]:
+    """Errors raised inside name options of a run by the flags of the tool.
+
+    Args:
+        stands_for: what the engine calls it -> what the tool does; see `CommandLine`.
+
+    Raises:
+        UserError: as raised inside, in the tool's words.
+    """
+    try:
+        yield
+    except UserError as error:
+        raise UserError(in_flags(str(error), stands_for)) from error.__cause__
+
+
+def in_flags(sentence: str, stands_for: Mapping[str, str]) -> str:
+    """`sentence` with each name of `stands_for`, where it stands as a word, as the flag for it."""
+    # a name without a point, trainable, is a word of any sentence as well
+    words = [re.escape(name) for name in stands_for if "." in name or name.startswith("--")]
+    return (
+        sentence
+        if not words
+        else re.sub(rf"(?<![\w.-])({'|'.join(words)})(?![\w-]|\.\w)", lambda match: stands_for[match[1]], sentence)
+    )

@@ -1,0 +1,32 @@
+"""The names and types of all options, read from the dataclasses, so that there is no second list to keep."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, get_type_hints
+
+from engine.config.run import RunConfig
+
+
+@cache
+def sections() -> dict[str, type]:
+    """Section name -> its dataclass, in the order of `RunConfig`."""
+    return {name: kind for name, kind in get_type_hints(RunConfig).items() if _is_section(kind)}
+
+
+@cache
+def option_types() -> dict[str, Any]:
+    """Full option name (`parallel.tensor`, `trainable`) -> its type."""
+    types: dict[str, Any] = {}
+    for name, kind in get_type_hints(RunConfig).items():
+        if _is_section(kind):
+            hints = get_type_hints(kind)
+            types |= {f"{name}.{field.name}": hints[field.name] for field in fields(kind)}
+        else:
+            types[name] = kind
+    return types
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and is_dataclass(kind)

@@ -1,0 +1,41 @@
+"""What somebody probably meant: the closest name, or what another trainer's name for an option is called here.
+
+Other trainers' names come from the tables that `tools/convert.py config` converts with, so that both know the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from engine.config.conversion.tables import options_of, words_for_values
+from engine.config.names import option_types
+
+
+def closest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
+    """The known name that is written most like `name`; None where none is similar."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def meant_options(name: str) -> list[str]:
+    """Full names of the options that `name`, or its part behind the last point, is for another trainer.
+
+    Args:
+        name: without the leading dashes, such as "learning_rate" or "optim.learning-rate".
+    """
+    name = name.replace("-", "_")
+    if name in option_types():
+        return [name]
+    return list(options_of(name.rpartition(".")[2]))
+
+
+def meant_value(value: str, choices: Iterable[str]) -> str | None:
+    """The choice that `value` stands for elsewhere ("bf16"), or that is written most like it."""
+    known = list(choices)
+    for word in (value, value.lower()):
+        if word in known:
+            return word
+        meant = [choice for choice in words_for_values(word) if choice in known]
+        if meant:
+            return meant[0]
+    return closest(value, known, cutoff=0.6)

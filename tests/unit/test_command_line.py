@@ -1,0 +1,164 @@
+"""Every tool's command line: one sentence for each mistake, options by the tool's own names, units where sizes are."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.command_line import CommandLine, in_flags, named_as
+from engine.config.names import option_types
+from engine.config.units import read_count, read_gb, read_gib, read_length
+from engine.errors import UserError
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+NAMES = ("benchmark", "convert", "generate", "plan", "preprocess", "report")
+
+
+class _Stop(Exception):
+    pass
+
+
+@cache
+def _parsers() -> dict[str, CommandLine]:
+    """Program and subcommand -> its parser, of all tools but pretrain_lora.py, which has the options of a run."""
+    sys.path.insert(0, str(TOOLS))
+    found: dict[str, CommandLine] = {}
+
+    def catch(parser: CommandLine, *_: Any) -> None:
+        subs = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        found.update({one.prog: one for one in subs[0].choices.values()} if subs else {parser.prog: parser})
+        raise _Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CommandLine, "parse_args", catch)
+        for name in NAMES:
+            spec = importlib.util.spec_from_file_location(f"line_{name}", TOOLS / f"{name}.py")
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            with pytest.raises(_Stop):
+                module.main()
+    return found
+
+
+def _refusal(parser: CommandLine, words: list[str]) -> str:
+    with pytest.raises(UserError) as error:
+        parser.parse_args(words)
+    sentence = str(error.value)
+    assert "usage" not in sentence and "\n" not in sentence and sentence.endswith((".", "?")), sentence
+    return sentence
+
+
+def test_no_tool_has_a_parser_of_its_own() -> None:
+    """Every *.py below tools/; a plain argparse parser dumps its usage."""
+    own = [path.name for path in TOOLS.rglob("*.py") if re.search(r"ArgumentParser\(", path.read_text("utf-8"))]
+    assert own == []
+    assert {path.stem for path in TOOLS.glob("*.py")} == {*NAMES, "pretrain_lora"}
+
+
+def test_flags_stand_for_options_that_exist() -> None:
+    for parser in _parsers().values():
+        for option, flag in parser.stands_for.items():
+            assert option in option_types() or option.startswith("--"), (parser.prog, option)
+            assert flag in parser._option_string_actions, (parser.prog, flag)
+
+
+def _mistakes() -> Iterator[tuple[CommandLine, list[str], str]]:
+    """What anybody may type wrongly, for each option of each tool: the words, and what the sentence must name."""
+    for parser in _parsers().values():
+        for flag, action in parser._option_string_actions.items():
+            if not flag.startswith("--") or flag == "--help":
+                continue
+            if len(flag) > 6:
+                yield parser, [f"{flag[:-2]}{flag[-1]}", "1"], flag
+            if "-" in flag[2:]:
+                yield parser, [f"--{flag[2:].replace('-', '_')}", "1"], f"did you mean {flag}?"
+            if action.nargs == 0:
+                continue
+            yield parser, [flag], f"{flag} has no value"
+            if action.choices is not None:
+                yield parser, [flag, "fnord"], f"{flag} is 'fnord', but it must be one of"
+            elif action.type not in (None, str, Path):
+                yield parser, [flag, "fnord"], f"{flag} is 'fnord', but "
+        required = [action for action in parser._actions if action.required]
+        if required:
+            yield parser, [], "not given"
+
+
+def test_every_mistake_is_one_sentence() -> None:
+    cases = list(_mistakes())
+    assert len(cases) > 300
+    for parser, words, named in cases:
+        assert named in _refusal(parser, words), (parser.prog, words)
+
+
+@pytest.mark.parametrize(
+    ("prog", "words", "sentence"),
+    [
+        ("generate.py", "--base x", "--base is not an option of generate.py: did you mean --model?"),
+        ("generate.py", "--dtype bf16", "one of float32, bfloat16, float16: did you mean bfloat16?"),
+        ("generate.py", "--parallel.tensor 2", "did you mean --tensor?"),
+        ("generate.py", "--lr 3", "pretrain_lora.py has --optim.lr"),
+        ("plan.py memory", "--gpu-memory 80XB", "--gpu-memory is '80XB', but a size such as 80, 80GB"),
+        ("plan.py memory", "--lora_r 8", "did you mean --rank?"),
+        ("plan.py memory", "--max_seq_length 8", "did you mean --seq-length?"),
+        ("plan.py memory", "--per_device_train_batch_size 8", "did you mean --micro-batch?"),
+        ("preprocess.py", "--tokeniser x", "did you mean --tokenizer?"),
+        ("convert.py import", "--source a --out b c", "'c' belongs to no option of convert.py import"),
+        ("convert.py merge", "--base-dtype 4bit", "did you mean nf4?"),
+        ("convert.py import", "--source", "write --source followed by one, or --source=VALUE"),
+    ],
+)
+def test_what_was_meant(prog: str, words: str, sentence: str) -> None:
+    assert sentence in _refusal(_parsers()[prog], words.split())
+
+
+def test_units_where_sizes_are_read() -> None:
+    arguments = _parsers()["plan.py memory"].parse_args(
+        ["--model", "m", "--gpu-memory", "80GB", "--seq-length", "8k", "--beside", "427M"]
+    )
+    assert (arguments.gpu_memory, arguments.seq_length, arguments.beside) == (80.0, 8192, 427_000_000)
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (read_gib, "80", 80.0), (read_gib, "80GB", 80.0), (read_gib, "80 GiB", 80.0), (read_gib, "81920MiB", 80.0),
+        (read_gib, "0.5t", 512.0), (read_gib, "1e2", 100.0), (read_gib, "-1", -1.0),
+        (read_gb, "5", 5.0), (read_gb, "5GB", 5.0), (read_gb, "500MB", 0.5), (read_gb, "4GiB", 4.294967296),
+        (read_length, "8192", 8192), (read_length, "8k", 8192), (read_length, "128K", 131072),
+        (read_length, "1M", 2**20),
+        (read_count, "427e6", 427_000_000), (read_count, "427M", 427_000_000), (read_count, "6.7B", 6_700_000_000),
+    ],
+)  # fmt: skip
+def test_units(read: Callable[[str], float], text: str, value: float) -> None:
+    assert read(text) == value
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [(read_gib, "80XB"), (read_gib, ""), (read_gb, "five"), (read_length, "0.3"), (read_length, "nan"),
+     (read_length, "8kB"), (read_count, "inf"), (read_count, "2.5")],
+)  # fmt: skip
+def test_what_is_no_size(read: Callable[[str], float], text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="is expected: write one of these forms"):
+        read(text)
+
+
+def test_a_sentence_names_the_flags() -> None:
+    flags = {"parallel.tensor": "--tensor", "--base": "--model", "trainable": "--trainable"}
+    sentence = "parallel.tensor is 3, parallel.tensors stay, --base-dtype stays, nothing is trainable: change --base."
+    changed = "--tensor is 3, parallel.tensors stay, --base-dtype stays, nothing is trainable: change --model."
+    assert in_flags(sentence, flags) == changed
+    assert in_flags(sentence, {}) == sentence
+    with pytest.raises(UserError, match="^--tensor is 3"), named_as(flags):
+        raise UserError("parallel.tensor is 3: change it.")

@@ -57,6 +57,7 @@ setup(
         "safetensors",
         "sentencepiece",
         "jinja2",
+        "markupsafe",
         "numpy",
         "jsonargparse>=4.50",
         "docstring-parser",

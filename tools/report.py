@@ -28,7 +28,7 @@ def main() -> None:
     text = page(read_runs(arguments.runs))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
+        out.write_text(text, encoding="utf-8", errors="replace")  # JSON can name half a character
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}): give another --out.") from None
     print(f"written: {out}")

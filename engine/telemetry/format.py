@@ -34,6 +34,11 @@ def format_count(count: float) -> str:
     return f"{count:.3g}"
 
 
+def format_parameters(count: float) -> str:
+    """A number of parameters as people write it: "44.6M", "8.03B"."""
+    return format_count(count).replace("G", "B")
+
+
 def format_columns(rows: Sequence[Sequence[str]], *, names: int = 1) -> list[str]:
     """Lines of aligned columns: the first `names` to the left, figures to the right; all rows are equally long."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]

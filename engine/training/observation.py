@@ -9,7 +9,9 @@ import json
 import os
 import platform
 import sys
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from engine.config.run import RunConfig
 from engine.distributed.launch import Launch
 from engine.distributed.transfer_meter import METER
 from engine.layers.module import shard_entries
-from engine.models.describe import meta_model
+from engine.models.describe import meta_model, num_parameters
 from engine.models.flops import step_flops, trained_work
 from engine.telemetry.memory import peak_memory_bytes
 from engine.telemetry.rank_file import RankFile
@@ -53,7 +55,9 @@ class Observation:
         shapes = {entry.name: tuple(entry.spec.global_shape) for entry in whole if entry.sink is not None}
         self._trained = trained_work(training.source.model.decoder, shapes)
         if launch.rank == 0 and config.log.metrics:
-            text = json.dumps(_environment(launch, training, self._ceiling), indent=2)
+            whole, trained = num_parameters(training.source.model.decoder), sum(map(prod, shapes.values()))
+            sizes = {"parameters": whole, "trained": trained}
+            text = json.dumps(_environment(launch, training, sizes, self._ceiling), indent=2)
             (run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
         if config.log.communication:
             METER.start()
@@ -112,12 +116,14 @@ class Observation:
         return measure_products(self._launch.device, DTYPES[self._config.model.dtype])
 
 
-def _environment(launch: Launch, training: Training, ceiling: float) -> dict[str, Any]:
-    """Which machine, which versions, which layout."""
+def _environment(launch: Launch, training: Training, sizes: dict[str, int], ceiling: float) -> dict[str, Any]:
+    """Which machine, which versions, which layout, which model; and when, in UTC."""
     cuda = launch.device.type == "cuda"
     grid = training.mesh.grid
     choice = training.partition.choice
     return {
+        "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "model": sizes,
         "device": torch.cuda.get_device_name(launch.device) if cuda else platform.processor() or platform.machine(),
         "backend": "cuda" if cuda else "cpu",
         "threads": torch.get_num_threads(),

@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.config.run import RunConfig
 from engine.distributed.launch import Launch
 from engine.models.describe import num_parameters
-from engine.telemetry.format import format_bytes, format_count, format_duration
+from engine.telemetry.format import format_bytes, format_count, format_duration, format_parameters
 from engine.telemetry.log import Log
 from engine.training.build import Training
 
@@ -57,7 +57,7 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
     trained = training.trainable_parameters()
     sequence = " with sequence parallelism" if config.parallel.sequence_parallel else ""
     log.info(
-        f"model: {config.model.path}, {format_count(whole)} parameters, {format_count(trained)} trained, "
+        f"model: {config.model.path}, {format_parameters(whole)} parameters, {format_parameters(trained)} trained, "
         f"{config.model.dtype} on {launch.device.type}"
     )
     log.info(

@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,7 +14,7 @@ import yaml
 
 from engine.errors import UserError
 from tests.commands import run_tool
-from tools.reporting.chart import Series, line_chart, thinned, ticks
+from tools.reporting.chart import Series, line_chart, smoothed, thinned, ticks
 from tools.reporting.page import page
 from tools.reporting.reading import read_runs
 from tools.reporting.timeline import simulated
@@ -65,11 +66,13 @@ class _Text(HTMLParser):
         self.seen: list[str] = []
         self.tags: list[str] = []
         self.addresses: list[str] = []
+        self.handlers: list[str] = []
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
 
     def handle_data(self, data: str) -> None:
         self.seen.append(data)
@@ -83,13 +86,40 @@ def test_figures_of_one_run(tmp_path: Path) -> None:
     html = page(read_runs([_write(tmp_path / "run", ranks=2, steps=10)]))
     seen = _Text(html)
     assert "complete, 10 steps" in seen.text
-    assert "2.9000 → 2.0000" in seen.text and "2.00k tokens/s" in seen.text
-    assert "2.0 GiB (rank 1)" in seen.text and "25.0%" in seen.text and "0.500 s in 10 reports" in seen.text
+    assert "2.7000 → 2.2000 (means of 5 steps)" in seen.text and "2.00k tokens/s" in seen.text
+    assert (
+        "2.0 GiB (rank 1)" in seen.text and "25.0%" in seen.text and "0.50 s (10.0% of the time in steps)" in seen.text
+    )
     assert "forward and backward 300 ms 60.0%" in seen.text  # 0.6 of 0.5 s
     assert "rest 130 ms 26.0%" in seen.text  # 0.5 - 0.3 - 0.02 - 0.05
-    assert "2.00GB/s" in seen.text and "50%" in seen.text  # 2 MB in 1 ms, half of what was sent
+    assert "1.9 GiB/s" in seen.text and "50%" in seen.text  # 2 MB in 1 ms, half of what was sent
     assert "<model> & co" in seen.text  # as text, not as a tag
     assert "script" not in seen.tags and not seen.addresses and "http" not in html and "url(" not in html
+    assert "Not recorded" not in seen.text and "Pipeline" not in seen.text  # no card without content
+
+
+def test_the_header_says_what_was_trained(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "run", ranks=4, steps=2, pipeline=2)
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    config["lora"] = {"rank": 16, "targets": ["q_proj", "v_proj"]}
+    config["data"] = {"seq_length": 4096}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    environment |= {"model": {"parameters": 8.03e9, "trained": 41_943_040}, "started": "2026-01-02 03:04 UTC"}
+    (folder / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
+    told = (
+        "<model> & co, 8.03B parameters · LoRA of rank 16 on q_proj, v_proj (41.9M trained) · 8 × 4096 tokens a step · "
+        "pipeline 2, data 2 · 4 × NVIDIA H200 · 2026-01-02 03:04 UTC"
+    )
+    assert told in _Text(page(read_runs([folder]))).text
+
+
+def test_a_run_shows_what_is_not_a_default_and_folds_the_rest(tmp_path: Path) -> None:
+    """Batches of 8 rows in micro-batches of 1 are defaults; the model and the number of steps are not."""
+    html = page(read_runs([_write(tmp_path / "run", ranks=1, steps=2)]))
+    first, _, folded = html[html.index("Other than the defaults") :].partition("<details>")
+    assert re.findall(r'<th scope="row">(.*?)</th>', first) == ["model.path", "train.steps"]
+    assert "train.micro_batch_size" in folded and "<details open" not in html
 
 
 def test_drawings_are_well_formed(tmp_path: Path) -> None:
@@ -97,11 +127,13 @@ def test_drawings_are_well_formed(tmp_path: Path) -> None:
         read_runs([_write(tmp_path / "a", ranks=2, steps=10, pipeline=2), _write(tmp_path / "b", ranks=4, steps=4)])
     )
     drawings = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
-    assert len(drawings) > 10
+    assert len(drawings) > 5
     for drawing in drawings:
         for element in ElementTree.fromstring(drawing).iter():
             for name in ("width", "height", "x", "y"):
                 assert float(element.attrib.get(name, 0)) >= 0, ElementTree.tostring(element)
+    shares = [float(share) for share in re.findall(r"(?:width|left|bottom):([-\d.]+)%", html)]
+    assert len(shares) > 50 and all(0 <= share <= 100 for share in shares)
 
 
 def test_two_runs_beside_each_other(tmp_path: Path) -> None:
@@ -115,6 +147,22 @@ def test_two_runs_beside_each_other(tmp_path: Path) -> None:
     assert "ended at step 4 of 10" in seen.text
     assert "two/run 2 2.00k 100% four/run 4 4.00k 100%" in seen.text
     assert "All options are equal" in seen.text
+
+
+def test_runs_of_other_work_are_not_compared_in_speed(tmp_path: Path) -> None:
+    runs = [_write(tmp_path / "a", ranks=2, steps=4), _write(tmp_path / "b", ranks=4, steps=4)]
+    config = yaml.safe_load((runs[1] / "config.yaml").read_text(encoding="utf-8"))
+    config["train"]["global_batch_size"] = 16
+    (runs[1] / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    text = _Text(page(read_runs(runs))).text
+    assert "the runs differ in train.global_batch_size" in text and "in proportion" not in text
+
+
+def test_a_long_loss_is_smoothed(tmp_path: Path) -> None:
+    """With 40 reports the line is a mean of 4: at step 4 that of 2.9, 2.8, 2.7 and 2.6."""
+    html = page(read_runs([_write(tmp_path / "run", ranks=1, steps=40)]))
+    assert "training, mean of 4 reports: 2.75 at 4" in html and 'class="line s0 faint"' in html
+    assert smoothed([(1, 1.0), (2, 3.0), (3, 5.0)], 2) == [(2, 2.0), (3, 4.0)]
 
 
 def test_a_pipeline_is_drawn(tmp_path: Path) -> None:
@@ -137,7 +185,7 @@ def test_runs_that_recorded_little(tmp_path: Path) -> None:
     empty.mkdir()
     (empty / "config.yaml").write_text("train: {steps: 3}\n", encoding="utf-8")
     text = _Text(page(read_runs([evaluated]))).text
-    assert "evaluated only" in text and "2.5000" in text and "No step is recorded" in text
+    assert "evaluated only" in text and "2.5000" in text and "Not recorded: throughput" in text
     text = _Text(page(read_runs([cut]))).text
     assert "1 line of metrics.jsonl cannot be read" in text
     assert "no steps recorded" in _Text(page(read_runs([empty]))).text
@@ -159,7 +207,21 @@ def test_what_is_no_run(tmp_path: Path) -> None:
         read_runs([tmp_path])
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.93, 0.95), (-3, 12), (5, 5), (0, 0), (1e-9, 2e-9), (0, 3e14)])
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        (0, 1),
+        (0.93, 0.95),
+        (-3, 12),
+        (5, 5),
+        (0, 0),
+        (1e-9, 2e-9),
+        (0, 3e14),
+        (1e-90, 2e-90),
+        (1e17, 1e17 + 16),
+        (-1e100, 1e100),
+    ],
+)
 def test_ticks_enclose_the_values(low: float, high: float) -> None:
     found = ticks(low, high)
     assert found[0] <= low and found[-1] >= high * (1 - 1e-12)
@@ -170,7 +232,108 @@ def test_long_lines_become_means() -> None:
     points = [(float(step), 2.0 * step) for step in range(10000)]
     thin = thinned(points)
     assert len(thin) <= 400 and thin[0] == (24.0, 24.0)  # the mean of 0, 2, .. 48
-    assert line_chart([Series(name="a", points=[], colour=0)], title="t", x_title="x") == ""
+    assert line_chart([Series(name="a", points=[], colour=0)], title="t", unit="u") == ""
+
+
+_HOSTILE = (
+    '"><script>alert(1)</script><img src=x onerror=alert(2)>',
+    "' onmouseover='alert(1)",
+    "\ud800",
+    "",
+    None,
+    True,
+    -1,
+    1e308,
+    10**400,
+    float("nan"),
+    [],
+    ["<script>", [[[[]]]]],
+    {},
+    {"<script>": {"<script>": ["<script>"]}},
+)
+
+
+def _leaves(tree: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Places of all values in JSON, those that hold others too."""
+    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [path, *(place for name, value in inner for place in _leaves(value, (*path, name)))]
+
+
+def _replaced(tree: Any, path: tuple[str | int, ...], value: object) -> Any:
+    if not path:
+        return value
+    copied = tree.copy()
+    copied[path[0]] = _replaced(tree[path[0]], path[1:], value)
+    return copied
+
+
+@pytest.mark.parametrize("value", _HOSTILE, ids=lambda value: repr(value)[:20])
+def test_no_value_of_any_file_becomes_markup_or_a_traceback(tmp_path: Path, value: object) -> None:
+    """Each value of each file in turn is replaced; the page has the elements that it knows and no event handlers."""
+    folder = _write(tmp_path / "run", ranks=2, steps=2, pipeline=2)
+    known = set(_Text(page(read_runs([folder]))).tags)
+    first = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[1]
+    rank = (folder / "telemetry" / "rank_00000.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    files = {
+        "metrics.jsonl": json.loads(first),
+        "telemetry/rank_00000.jsonl": json.loads(rank),
+        "environment.json": json.loads((folder / "environment.json").read_text(encoding="utf-8")),
+        "config.yaml": yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")),
+    }
+    for name, tree in files.items():
+        sound = (folder / name).read_text(encoding="utf-8")
+        for place in _leaves(tree):
+            # JSON is YAML too; written by hand, because YAML's own writer makes an integer of 400 digits readable
+            (folder / name).write_text(json.dumps(_replaced(tree, place, value)) + "\n", encoding="utf-8")
+            html = page(read_runs([folder]))
+            html.encode("utf-8", errors="replace")
+            seen = _Text(html)
+            assert set(seen.tags) <= known | {"p"}, (name, place)
+            assert not seen.handlers and not seen.addresses, (name, place)
+        (folder / name).write_text(sound, encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "environment.json", "config.yaml", "telemetry/rank_00000.jsonl"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"9" * 5000,
+        b"null",
+        b'"x"',
+        b"\0",
+        b"a: &a [*a, *a]",
+        b"a: 0x" + b"f" * 20_000,
+    ],
+    ids=[
+        "empty",
+        "bytes",
+        "deep list",
+        "deep mapping",
+        "long number",
+        "null",
+        "text",
+        "zero byte",
+        "itself",
+        "long hexadecimal",
+    ],
+)
+def test_a_damaged_file_is_a_note(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = _write(tmp_path / "run", ranks=2, steps=2)
+    (folder / name).write_bytes(content)
+    (folder / "telemetry" / "rank_².jsonl").write_text("{}\n", encoding="utf-8")
+    page(read_runs([folder]))
+
+
+def test_a_configuration_that_repeats_itself_without_end_is_cut(tmp_path: Path) -> None:
+    """Nine lists of nine references each would be 10^9 values when written out."""
+    folder = _write(tmp_path / "run", ranks=1, steps=1)
+    lines = ["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10))]
+    (folder / "config.yaml").write_text("\n".join(lines), encoding="utf-8")
+    assert len(page(read_runs([folder]))) < 10**6
 
 
 def test_the_tool_writes_the_page(tmp_path: Path) -> None:

@@ -1,21 +1,27 @@
-"""Drawings as inline SVG: lines, bars, stacked bars. Colours are CSS variables: light and dark are one drawing."""
+"""Drawings: lines in an SVG that stretches with the page, bars as boxes.
+
+Labels are text of the page beside them, so that they keep their size on a narrow screen. Colours are CSS variables:
+light and dark are one drawing.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from markupsafe import Markup
 
 from engine.telemetry.format import format_count
 
+from .markup import EMPTY, element
+
 Point = tuple[float, float]
 
-WIDTH, HEIGHT = 980, 270
-HALF = 480
-"""Width of a drawing that has another one beside it."""
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 34
+_SIZE = 1000
+"""Width and height of the SVG's own coordinates."""
 _MOST_POINTS = 400
+_FEW_POINTS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,156 +32,175 @@ class Series:
         name: in the legend and on hovering.
         points: by rising x.
         colour: number of the palette.
-        dotted: points with a dashed line, as of evaluations.
+        dashed: a dashed line whose points are seen, as of evaluations.
         joined: points with a line.
+        faint: in the background, as what another line is the mean of.
     """
 
     name: str
     points: Sequence[Point]
     colour: int
-    dotted: bool = False
+    dashed: bool = False
     joined: bool = True
+    faint: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Frame:
+    """Which values lie where in the SVG."""
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+
+    def across(self, x: float) -> float:
+        return (x - self.x_low) / (self.x_high - self.x_low)
+
+    def up(self, y: float) -> float:
+        return (y - self.y_low) / (self.y_high - self.y_low)
+
+    def place(self, point: Point) -> Point:
+        return _SIZE * self.across(point[0]), _SIZE * (1 - self.up(point[1]))
 
 
 def line_chart(
     series: Sequence[Series],
     *,
     title: str,
-    x_title: str,
+    unit: str,
+    x_title: str = "step",
     show: Callable[[float], str] = format_count,
     from_zero: bool = False,
-    width: int = WIDTH,
-) -> str:
-    """An SVG with axes; empty text where there is not a point.
+) -> Markup:
+    """A chart with axes; empty where there is not a point.
 
     Args:
         series: lines; those without points are left out.
         title: read out by screen readers.
+        unit: of y, above the axis.
         x_title: under the axis.
         show: how values of y are written.
         from_zero: the axis begins at 0.
-        width: of the drawing, in pixels where the page has room.
     """
     drawn = [one for one in series if one.points]
     if not drawn:
-        return ""
+        return EMPTY
     xs = [x for one in drawn for x, _ in one.points]
     ys = [y for one in drawn for _, y in one.points]
     x_low, x_high = min(xs), max(xs)
     if x_low == x_high:
         x_low, x_high = x_low - 1, x_high + 1
     y_ticks = ticks(0.0 if from_zero else min(ys), max(ys))
-    frame = _Frame(width=width, x_low=x_low, x_high=x_high, y_low=y_ticks[0], y_high=y_ticks[-1])
-    parts = _axes(frame, y_ticks, x_title, show)
-    for one in drawn:
-        parts += _line(frame, one, show)
-    return svg(parts, width, HEIGHT, title)
+    frame = _Frame(x_low=x_low, x_high=x_high, y_low=y_ticks[0], y_high=y_ticks[-1])
+    grid = [frame.place((x_low, value))[1] for value in y_ticks]
+    plot = element(
+        "svg",
+        [_across("grid", y) for y in grid],
+        [_line(frame, one, show) for one in drawn],
+        class_="plot",
+        viewBox=f"0 0 {_SIZE} {_SIZE}",
+        preserveAspectRatio="none",
+    )
+    texts = [show(value) for value in y_ticks]
+    x_ticks = [value for value in ticks(x_low, x_high, whole=True) if x_low <= value <= x_high]
+    return element(
+        "figure",
+        element("figcaption", unit),
+        element(
+            "div",
+            # as wide as its widest label
+            element("span", max(texts, key=len), class_="widest"),
+            [_label(text, f"bottom:{_percent(frame.up(value))}") for text, value in zip(texts, y_ticks, strict=True)],
+            class_="y",
+        ),
+        plot,
+        element("div", [_label(f"{x:g}", f"left:{_percent(frame.across(x))}") for x in x_ticks], class_="x"),
+        element("div", x_title, class_="x-title"),
+        class_="chart",
+        role="img",
+        aria_label=title,
+    )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Frame:
-    """Where in a drawing of `width` pixels which values lie."""
-
-    width: int
-    x_low: float
-    x_high: float
-    y_low: float
-    y_high: float
-
-    def place(self, point: Point) -> Point:
-        across = (point[0] - self.x_low) / (self.x_high - self.x_low)
-        up = (point[1] - self.y_low) / (self.y_high - self.y_low)
-        return LEFT + across * (self.width - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+def _label(text: str, style: str) -> Markup:
+    return element("span", text, style=style)
 
 
-def _axes(frame: _Frame, y_ticks: Sequence[float], x_title: str, show: Callable[[float], str]) -> list[str]:
-    """Grid lines with the values of y, the values of x, and what x is."""
-    parts = []
-    right = frame.width - RIGHT
-    for value in y_ticks:
-        _, y = frame.place((frame.x_low, value))
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(show(value))}</text>')
-    for value in ticks(frame.x_low, frame.x_high, whole=True):
-        if frame.x_low <= value <= frame.x_high:
-            x, _ = frame.place((value, frame.y_low))
-            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:g}</text>')
-    middle = (LEFT + right) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 3}" text-anchor="middle" class="axis">{escape(x_title)}</text>')
-    return parts
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}%"
 
 
-def _line(frame: _Frame, one: Series, show: Callable[[float], str]) -> list[str]:
+def _across(kind: str, y: float) -> Markup:
+    return element("line", class_=kind, x1=0, x2=_SIZE, y1=f"{y:.1f}", y2=f"{y:.1f}")
+
+
+def _line(frame: _Frame, one: Series, show: Callable[[float], str]) -> list[Markup]:
     """A line, and at its points what is shown on hovering."""
     parts = []
     thin = thinned(one.points)
     spots = [frame.place(point) for point in thin]
+    faint = " faint" if one.faint else ""
     if one.joined:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
-        style = ' stroke-dasharray="2 4"' if one.dotted else ""
-        parts.append(f'<polyline class="line s{one.colour}" points="{path}"{style}/>')
-    seen = one.dotted or len(spots) <= 40
-    radius, clear = (3.2, "") if seen else (5, " clear")
+        dashes = "3 5" if one.dashed else None
+        parts.append(element("polyline", class_=f"line s{one.colour}{faint}", points=path, stroke_dasharray=dashes))
+    if one.faint:
+        return parts
+    seen = one.dashed or not one.joined or len(spots) <= _FEW_POINTS
+    kind = f"point s{one.colour}" if seen else f"point clear s{one.colour}"
     for (x, y), (step, value) in zip(spots, thin, strict=True):
-        tip = escape(f"{one.name}: {show(value)} at {step:g}")
-        parts.append(
-            f'<circle class="f{one.colour}{clear}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"><title>{tip}</title></circle>'
-        )
+        tip = element("title", f"{one.name}: {show(value)} at {step:g}")
+        # a stroke of no length with round ends is a dot that the stretched drawing leaves round
+        parts.append(element("path", tip, class_=kind, d=f"M{x:.1f} {y:.1f}h0"))
     return parts
 
 
-def bars(
-    rows: Sequence[tuple[str, float, str]], *, title: str, colour: int, longest: float | None = None, width: int = WIDTH
-) -> str:
+def bars(rows: Sequence[tuple[str, float, str]], *, title: str, colour: int, longest: float | None = None) -> Markup:
     """Horizontal bars: a name, a value above 0 and its text each.
 
     Args:
         longest: value of a full bar, the same in drawings that are compared.
     """
     if not rows:
-        return ""
-    label = min(260, 14 + 7 * max(len(name) for name, *_ in rows))
+        return EMPTY
     most = longest or max(value for _, value, _ in rows) or 1.0
-    room = width - label - 104
-    parts = []
-    for place, (name, value, text) in enumerate(rows):
-        y = 6 + 24 * place
-        length = max(1.5, room * value / most)
-        shown = name if len(name) <= 36 else name[:34] + "…"
-        parts.append(
-            f'<text x="{label - 8}" y="{y + 13}" text-anchor="end">{escape(shown)}<title>{escape(name)}</title></text>'
+    drawn = [
+        (
+            element("span", name, class_="name", title=name),
+            element(
+                "span",
+                element("span", class_=f"bar b{colour}", style=f"width:{_percent(0.8 * value / most)}"),
+                element("span", text),
+                class_="track",
+            ),
         )
-        parts.append(f'<rect class="f{colour}" x="{label}" y="{y}" width="{length:.1f}" height="17" rx="2"/>')
-        parts.append(f'<text x="{label + length + 6:.1f}" y="{y + 13}">{escape(text)}</text>')
-    return svg(parts, width, 12 + 24 * len(rows), title)
+        for name, value, text in rows
+    ]
+    return element("div", drawn, class_="bars", role="img", aria_label=title)
 
 
-def stacked_bar(
-    parts_of: Sequence[tuple[str, float, int]], *, title: str, show: Callable[[float], str], width: int
-) -> str:
+def stacked_bar(parts: Sequence[tuple[str, float, int]], *, title: str, show: Callable[[float], str]) -> Markup:
     """One bar of several parts, which add up to its length."""
-    total = sum(value for _, value, _ in parts_of)
+    total = sum(value for _, value, _ in parts)
     if total <= 0:
-        return ""
-    parts, x = [], 0.0
-    for name, value, colour in parts_of:
-        part = width * value / total
-        tip = escape(f"{name}: {show(value)}, {value / total:.1%}")
-        parts.append(
-            f'<rect class="f{colour}" x="{x:.2f}" y="2" width="{max(part - 1.5, 0.6):.2f}" height="30" rx="2">'
-            f"<title>{tip}</title></rect>"
+        return EMPTY
+    drawn = [
+        element(
+            "span",
+            f"{value / total:.0%}" if value > 0.08 * total else "",
+            class_=f"b{colour}",
+            style=f"width:{_percent(value / total)}",
+            title=f"{name}: {show(value)}, {value / total:.1%}",
         )
-        if part > 40:
-            parts.append(
-                f'<text class="on" x="{x + part / 2:.1f}" y="22" text-anchor="middle">{value / total:.0%}</text>'
-            )
-        x += part
-    return svg(parts, width, 36, title)
+        for name, value, colour in parts
+    ]
+    return element("div", drawn, class_="stack", role="img", aria_label=title)
 
 
 def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     """Round values from below `low` to above `high`, four to eight of them."""
-    if high <= low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
         pad = abs(low) * 0.05 or 1.0
         low, high = low - pad, high + pad
     step = 10 ** math.floor(math.log10((high - low) / 4))
@@ -184,7 +209,7 @@ def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
         step = max(1.0, math.ceil(step))
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    return [float(f"{index * step:.12g}") for index in range(first, max(last, first + 1) + 1)]
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
@@ -196,9 +221,13 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return [(chunk[-1][0], sum(y for _, y in chunk) / len(chunk)) for chunk in chunks]
 
 
-def svg(parts: Sequence[str], width: float, height: float, title: str) -> str:
-    """The parts, which scale with the page."""
-    return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}" '
-        f'style="max-width:{width:g}px">{"".join(parts)}</svg>'
-    )
+def smoothed(points: Sequence[Point], window: int) -> list[Point]:
+    """At each point from the `window`-th on the mean of the last `window` values."""
+    total, found = 0.0, []
+    for place, (x, y) in enumerate(points):
+        total += y
+        if place >= window:
+            total -= points[place - window][1]
+        if place >= window - 1:
+            found.append((x, total / window))
+    return found

@@ -1,9 +1,15 @@
-"""What a run left in its folder. Anything may be missing: a run that only evaluated or was cut off still opens."""
+"""What a run left in its folder. Anything may be missing or damaged; a run that was cut off still opens.
+
+Nothing in the files is trusted: a record keeps the finite numbers that stand where numbers belong, a count is a count,
+and what cannot be used becomes a note on the page.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +17,28 @@ from typing import Any
 import yaml
 
 from engine.errors import UserError
+
+_LARGEST = 1e100
+"""Of a figure: sums and differences of such numbers are finite."""
+_LARGEST_COUNT = 2**53
+_METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One line of a log.
+
+    Args:
+        step: it was written after.
+        figures: name -> finite number.
+        phases: part of a step -> seconds.
+        communication: axis and operation -> its figures.
+    """
+
+    step: int
+    figures: Mapping[str, float]
+    phases: Mapping[str, float]
+    communication: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,18 +58,20 @@ class Run:
 
     path: Path
     name: str
-    steps: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
-    ranks: dict[int, list[dict[str, Any]]]
-    config: dict[str, Any]
-    environment: dict[str, Any]
+    steps: Sequence[Record]
+    evaluations: Sequence[Record]
+    ranks: Mapping[int, Sequence[Record]]
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
     notes: list[str] = field(default_factory=list)
 
     def option(self, name: str) -> Any:
-        """Of the configuration; None where it is not known."""
-        section, _, leaf = name.rpartition(".")
-        found = self.config.get(section, {}) if section else self.config
-        return found.get(leaf) if isinstance(found, dict) else None
+        """An option of the configuration as it was written; None where it is not known."""
+        return _at(self.config, name)
+
+    def fact(self, name: str) -> Any:
+        """What the environment says, such as "layout.tensor"; None where it does not."""
+        return _at(self.environment, name)
 
     def series(self, key: str) -> list[tuple[float, float]]:
         """(step, value) of a figure of the training steps, where it is finite."""
@@ -50,25 +80,25 @@ class Run:
     @property
     def devices(self) -> int | None:
         """Processes of the run."""
-        return self.environment.get("world_size") or (len(self.ranks) or None)
+        return count(self.fact("world_size")) or (len(self.ranks) or None)
 
     @property
     def speed(self) -> float | None:
         """Tokens a second over all reported steps but the first, which warms up; None without steps."""
         counted = self.steps[1:] if len(self.steps) > 2 else self.steps
-        seconds = sum(number(record.get("seconds")) or 0 for record in counted)
-        tokens = sum(number(record.get("tokens")) or 0 for record in counted)
+        seconds = sum(record.figures.get("seconds", 0.0) for record in counted)
+        tokens = sum(record.figures.get("tokens", 0.0) for record in counted)
         return tokens / seconds if seconds > 0 else None
 
     @property
     def status(self) -> str:
         """In a few words."""
-        wanted = self.option("train.steps")
-        last = max((int(record["step"]) for record in self.steps), default=None)
+        last = max((record.step for record in self.steps), default=None)
         if last is None:
             return "evaluated only" if self.evaluations else "no steps recorded"
-        if wanted is None:
-            return f"{last} steps"
+        wanted = count(self.option("train.steps"))
+        if not wanted:
+            return f"{last} step{'' if last == 1 else 's'}"
         return f"complete, {last} steps" if last >= wanted else f"ended at step {last} of {wanted}"
 
 
@@ -78,92 +108,136 @@ def read_runs(paths: list[Path]) -> list[Run]:
     Raises:
         UserError: a path is not the folder of a run.
     """
-    names = _names(paths)
-    return [_read(path, name) for path, name in zip(paths, names, strict=True)]
+    return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
 
 
 def number(value: object) -> float | None:
-    """A finite number; None for anything else, as NaN is written as text."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """A finite number of a size that can be drawn; None for anything else, as NaN is written as text."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    return float(value) if abs(value) <= _LARGEST else None  # a NaN is not below anything
 
 
-def points(records: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
-    """(step, value) where the value is a finite number."""
-    found = ((number(record.get("step")), number(record.get(key))) for record in records)
-    return [(step, value) for step, value in found if step is not None and value is not None]
+def count(value: object) -> int | None:
+    """A whole number from 0 on; None for anything else."""
+    found = number(value)
+    return int(found) if found is not None and found == math.floor(found) and 0 <= found <= _LARGEST_COUNT else None
+
+
+def points(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
+    """(step, value) of a figure."""
+    return [(float(record.step), record.figures[key]) for record in records if key in record.figures]
+
+
+def _at(tree: Mapping[str, Any], name: str) -> Any:
+    found: Any = tree
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
 
 
 def _read(path: Path, name: str) -> Run:
     if not path.is_dir():
         raise UserError(f"{path} is not a folder: give the folder of a run, which has metrics.jsonl and config.yaml.")
     notes: list[str] = []
-    config = _config(path, notes)
-    log = config.get("log")
-    metrics = (log.get("metrics") if isinstance(log, dict) else None) or "metrics.jsonl"
+    config = _tree(path / "config.yaml", yaml.safe_load, notes)
+    metrics = _metrics_name(config, notes)
     if not any((path / found).exists() for found in (metrics, "config.yaml", "environment.json", "telemetry")):
         raise UserError(f"{path} has neither {metrics} nor config.yaml: give the folder of a run.")
-    records = _lines(path / metrics, notes)
-    ranks = {}
-    for file in sorted((path / "telemetry").glob("rank_*.jsonl")):
-        rank = file.stem.removeprefix("rank_")
-        if rank.isdigit():
-            ranks[int(rank)] = _newest(_lines(file, notes))
-    environment: dict[str, Any] = {}
-    if (path / "environment.json").is_file():
-        try:
-            environment = json.loads((path / "environment.json").read_text(encoding="utf-8"))
-        except ValueError:
-            notes.append("environment.json is not whole")
+    records = _records(path / metrics, notes)
+    found = ((re.fullmatch(r"rank_([0-9]{1,9})", file.stem), file) for file in (path / "telemetry").glob("*.jsonl"))
     return Run(
         path=path,
         name=name,
-        steps=_newest([record for record in records if "loss" in record]),
-        evaluations=[record for record in records if "eval_loss" in record],
-        ranks=ranks,
+        steps=_newest([record for record, given in records if "loss" in given]),
+        evaluations=[record for record, given in records if "eval_loss" in given],
+        ranks={
+            int(match[1]): _newest([record for record, _ in _records(file, notes)]) for match, file in found if match
+        },
         config=config,
-        environment=environment if isinstance(environment, dict) else {},
+        environment=_tree(path / "environment.json", json.loads, notes) if (path / "environment.json").exists() else {},
         notes=notes,
     )
 
 
-def _config(path: Path, notes: list[str]) -> dict[str, Any]:
-    file = path / "config.yaml"
+def _metrics_name(config: Mapping[str, Any], notes: list[str]) -> str:
+    """Name of the log in the run's folder, as the configuration has it."""
+    given = _at(config, "log.metrics")
+    if given is None:
+        return _METRICS
+    if isinstance(given, str) and given not in ("", ".", "..") and Path(given).name == given and "\0" not in given:
+        return given
+    notes.append("log.metrics in config.yaml is not the name of a file")
+    return _METRICS
+
+
+def _text(file: Path, notes: list[str]) -> str | None:
+    """Content of a file; None, with a note, where there is none or it cannot be read."""
     if not file.is_file():
-        notes.append("there is no config.yaml")
+        notes.append(f"there is no {file.name}")
+        return None
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read ({error.strerror})")
+        return None
+
+
+def _tree(file: Path, parse: Any, notes: list[str]) -> dict[str, Any]:
+    """A JSON or YAML file that is one mapping; empty, with a note, where it is not."""
+    text = _text(file, notes)
+    if text is None:
         return {}
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        notes.append("config.yaml cannot be read")
-        return {}
-    return found if isinstance(found, dict) else {}
+        found = parse(text)
+    except (ValueError, yaml.YAMLError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    notes.append(f"{file.name} is damaged")
+    return {}
 
 
-def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file; what is cut off is noted."""
-    if not path.is_file():
-        notes.append(f"there is no {path.name}")
-        return []
+def _records(file: Path, notes: list[str]) -> list[tuple[Record, frozenset[str]]]:
+    """Records of a JSON-lines file with the keys that each had; lines that are none are counted in a note."""
+    text = _text(file, notes)
     records, bad = [], 0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in text.splitlines() if text else ():
         try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and number(record.get("step")) is not None:
-            records.append(record)
-        else:
+            raw = json.loads(line)
+        except (ValueError, RecursionError):
+            raw = None
+        record = _record(raw) if isinstance(raw, dict) else None
+        if record is None:
             bad += 1
+        else:
+            records.append((record, frozenset(raw)))
     if bad:
-        notes.append(f"{bad} line{'s' if bad > 1 else ''} of {path.name} cannot be read")
+        notes.append(f"{bad} line{'s' if bad > 1 else ''} of {file.name} cannot be read")
     return records
 
 
-def _newest(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last record of each step, by step: a run that went on from a checkpoint wrote some twice."""
-    return [record for _, record in sorted({record["step"]: record for record in records}.items())]
+def _record(raw: dict[str, Any]) -> Record | None:
+    step = count(raw.get("step"))
+    if step is None:
+        return None
+    transfers = raw.get("communication")
+    return Record(
+        step=step,
+        figures=_numbers(raw),
+        phases=_numbers(raw.get("phases")),
+        communication={name: _numbers(one) for name, one in transfers.items()} if isinstance(transfers, dict) else {},
+    )
+
+
+def _numbers(raw: object) -> dict[str, float]:
+    found = ((name, number(value)) for name, value in raw.items()) if isinstance(raw, dict) else ()
+    return {name: value for name, value in found if value is not None}
+
+
+def _newest(records: list[Record]) -> list[Record]:
+    """The last record of each step, by step: a run that resumed from a checkpoint wrote some twice."""
+    return [record for _, record in sorted({record.step: record for record in records}.items())]
 
 
 def _names(paths: list[Path]) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from html import escape
 from typing import Any
+
+from markupsafe import Markup
 
 from engine.errors import UserError
 from engine.pipeline.costs import Costs, layer_costs
@@ -12,12 +12,13 @@ from engine.pipeline.schedules import make_schedule
 from engine.pipeline.simulate import Simulation, simulate
 from engine.pipeline.validate import validate
 
-from .chart import svg
-from .reading import Run
+from .markup import element
+from .reading import Run, count
 
 _COLOURS = {"F": 0, "B": 1, "I": 1, "W": 2}
 _WIDTH = 960
 _MOST_MICROBATCHES = 16
+_MOST_RANKS = 1024
 
 
 def simulated(run: Run) -> tuple[Simulation, int, int] | None:
@@ -25,51 +26,68 @@ def simulated(run: Run) -> tuple[Simulation, int, int] | None:
 
     Layers count alike, backward as much as forward, as with a frozen base.
     """
-    layout: Mapping[str, Any] = run.environment.get("layout") or {}
-    schedule: Mapping[str, Any] = run.environment.get("schedule") or {}
-    ranks = int(layout.get("pipeline") or 1)
-    if ranks == 1 or not schedule.get("layers"):
+    ranks, virtual = count(run.fact("layout.pipeline")) or 1, count(run.fact("schedule.virtual"))
+    first, name = count(run.fact("schedule.first_trainable_stage")), run.fact("schedule.name")
+    whole, micro = count(run.option("train.global_batch_size")), count(run.option("train.micro_batch_size"))
+    given = run.fact("schedule.layers")
+    layers = [count(one) for one in given] if isinstance(given, list) else []
+    if not 1 < ranks <= _MOST_RANKS or not virtual or first is None or not whole or not micro:
         return None
-    whole, micro = run.option("train.global_batch_size"), run.option("train.micro_batch_size")
-    if not whole or not micro:
+    if not isinstance(name, str) or len(layers) != ranks * virtual or None in layers:
         return None
-    count = max(1, int(whole) // (int(micro) * int(layout.get("data") or 1)))
-    drawn = min(count, _MOST_MICROBATCHES // ranks * ranks or count)
+    microbatches = max(1, whole // (micro * (count(run.fact("layout.data")) or 1)))
+    drawn = min(microbatches, _MOST_MICROBATCHES // ranks * ranks or microbatches)
     try:
-        made = make_schedule(
-            str(schedule["name"]), ranks, int(schedule["virtual"]), drawn, int(schedule["first_trainable_stage"])
-        )
+        made = make_schedule(name, ranks, virtual, drawn, first)
         validate(made)
     except (UserError, KeyError):
         return None
-    costs: Costs = layer_costs([int(count) for count in schedule["layers"]])
-    return simulate(made, costs), drawn, count
+    costs: Costs = layer_costs([one or 0 for one in layers])
+    return simulate(made, costs), drawn, microbatches
 
 
-def timeline_svg(simulation: Simulation, name: str) -> str:
+def timeline_svg(simulation: Simulation, name: str) -> Markup:
     """A row a rank, a box an action with its micro-batch in it where there is room."""
     scale = (_WIDTH - 70) / simulation.makespan
     parts = []
     for rank, actions in enumerate(simulation.timeline):
         y = 4 + 30 * rank
-        parts.append(f'<text x="60" y="{y + 17}" text-anchor="end">rank {rank}</text>')
-        parts.append(f'<rect class="idle" x="68" y="{y}" width="{_WIDTH - 70}" height="25"/>')
+        parts.append(element("text", f"rank {rank}", x=60, y=y + 17, text_anchor="end"))
+        parts.append(element("rect", class_="idle", x=68, y=y, width=_WIDTH - 70, height=25))
         for action in actions:
             width = (action.end - action.start) * scale
             x = 68 + action.start * scale
             shade = " late" if action.action.stage >= len(simulation.timeline) else ""
             parts.append(
-                f'<rect class="f{_COLOURS[action.action.op]}{shade}" x="{x:.1f}" y="{y}" '
-                f'width="{max(width - 1, 0.5):.1f}" height="25"><title>{escape(_told(action.action))}</title></rect>'
+                element(
+                    "rect",
+                    element("title", _what(action.action)),
+                    class_=f"f{_COLOURS[action.action.op]}{shade}",
+                    x=f"{x:.1f}",
+                    y=y,
+                    width=f"{max(width - 1, 0.5):.1f}",
+                    height=25,
+                )
             )
             if width > 16:
+                middle = f"{x + width / 2:.1f}"
                 parts.append(
-                    f'<text class="on" x="{x + width / 2:.1f}" y="{y + 17}" text-anchor="middle">'
-                    f"{action.action.microbatch}</text>"
+                    element(
+                        "text", str(action.action.microbatch), class_="on", x=middle, y=y + 17, text_anchor="middle"
+                    )
                 )
-    return svg(parts, _WIDTH, 8 + 30 * len(simulation.timeline), f"Pipeline timeline of {name}")
+    height = 8 + 30 * len(simulation.timeline)
+    drawing = element(
+        "svg",
+        parts,
+        class_="timeline",
+        viewBox=f"0 0 {_WIDTH} {height}",
+        role="img",
+        aria_label=f"Pipeline timeline of {name}",
+    )
+    return element("div", drawing, class_="scroll")
 
 
-def _told(action: Any) -> str:
+def _what(action: Any) -> str:
     what = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}[action.op]
     return f"{what} of micro-batch {action.microbatch} on stage {action.stage}"

@@ -3,8 +3,9 @@
 python tools/report.py RUN_DIR
 python tools/report.py RUN_DIR OTHER_RUN_DIR --out compared.html
 
-Loss, throughput, parts of a step, memory of each rank, bandwidth (with log.communication), the pipeline's timeline,
-speed against the number of devices (of several runs), configuration, environment. What a run did not record is said.
+What was trained, loss, throughput, parts of a step, memory of each rank, bandwidth (with log.communication), the
+pipeline's timeline, options and environment; of several runs what differs, and their speed against the number of
+devices where they do the same work.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from reporting.page import page
 from reporting.reading import read_runs
 
 from engine.config.command_line import CommandLine
-from engine.errors import UserError
+from engine.files.durable import write_durably
+from engine.files.refusals import writing
 from engine.telemetry.errors import run_command
 
 
@@ -26,11 +28,9 @@ def main() -> None:
     arguments = parser.parse_args()
     out = arguments.out or arguments.runs[0] / "report.html"
     text = page(read_runs(arguments.runs))
-    try:
+    with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8", errors="replace")  # JSON can name half a character
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}): give another --out.") from None
+    write_durably(out, text.encode(errors="replace"))  # a log can name half a character
     print(f"written: {out}")
 
 

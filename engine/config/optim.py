@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal, get_args
 
 from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
@@ -32,6 +33,7 @@ class OptimOptions:
         schedule: Course of the learning rate after the warm-up. "linear" and "cosine" fall to optim.min_lr at the
             last step; "constant" stays.
         warmup_steps: Steps over which the learning rate rises linearly from 0 to optim.lr.
+        warmup_ratio: The same as a share of all steps of the run, rounded up; instead of optim.warmup_steps.
         min_lr: Learning rate at the end of "linear" and "cosine".
     """
 
@@ -46,6 +48,7 @@ class OptimOptions:
     loss_scale_window: int = 1000
     schedule: LearningRateSchedule = "cosine"
     warmup_steps: int = 0
+    warmup_ratio: float | None = None
     min_lr: float = 0.0
 
     def __post_init__(self) -> None:
@@ -68,9 +71,23 @@ class OptimOptions:
         require_at_least("optim.loss_scale_window", self.loss_scale_window, 1, "use for example 1000")
         require_choice("optim.schedule", self.schedule, get_args(LearningRateSchedule))
         require_at_least("optim.warmup_steps", self.warmup_steps, 0, "use 0 for no warm-up")
+        if self.warmup_ratio is not None:
+            require(
+                0 <= self.warmup_ratio <= 1,
+                f"optim.warmup_ratio is {self.warmup_ratio}, but a share from 0 to 1 is expected: use e.g. 0.03.",
+            )
+            require(
+                self.warmup_steps == 0,
+                f"optim.warmup_steps is {self.warmup_steps} and optim.warmup_ratio is {self.warmup_ratio}, but one "
+                "number says how long the warm-up is: remove one of the two.",
+            )
         require_not_negative("optim.min_lr", self.min_lr, "use 0 to end at zero")
         require(
             self.min_lr <= self.lr,
             f"optim.min_lr is {self.min_lr} and optim.lr is {self.lr}, but the schedule falls from optim.lr to "
             "optim.min_lr: set optim.min_lr to optim.lr or less.",
         )
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of the warm-up in a run of `total_steps`."""
+        return self.warmup_steps if self.warmup_ratio is None else ceil(self.warmup_ratio * total_steps)

@@ -115,7 +115,13 @@ def certificate_config(config: RunConfig, num_trained: int) -> RunConfig:
     """
     eps = max(config.optim.eps, 1e-2 * num_trained**-0.5)
     optim = replace(
-        config.optim, lr=min(config.optim.lr, MAX_LR), eps=eps, schedule="constant", warmup_steps=0, min_lr=0.0
+        config.optim,
+        lr=min(config.optim.lr, MAX_LR),
+        eps=eps,
+        schedule="constant",
+        warmup_steps=0,
+        warmup_ratio=None,
+        min_lr=0.0,
     )
     memory = replace(config.memory, cuda_graph="none", graph_documents=None)
     return replace(config, optim=optim, memory=memory, data=replace(config.data, validation=None))

@@ -220,7 +220,7 @@ class Trainer:
             schedule=optim.schedule,
             peak=optim.lr,
             minimum=optim.min_lr,
-            warmup_steps=optim.warmup_steps,
+            warmup_steps=optim.warmup(self._total),
             total_steps=self._total,
         )
 

@@ -60,6 +60,7 @@ def check_recipe(config: RunConfig) -> None:
         "optim.clip_grad_norm": (optim.clip_grad_norm, 0.3),
         "optim.schedule": (optim.schedule, "cosine"),
         "optim.warmup_steps": (optim.warmup_steps, 0),
+        "optim.warmup_ratio": (optim.warmup_ratio, None),
         "optim.min_lr": (optim.min_lr, 0.0),
         "data.packing": (data.packing, "concatenate"),
         "data.format": (data.format, "tokens"),

@@ -220,6 +220,8 @@ def test_help_explains_every_option_in_time() -> None:
         ("--optim.betas 0.9", "a list of two numbers is expected: use for example [0.9, 0.999]"),
         ("--optim.betas 0.9,1", "optim.betas is [0.9, 1.0], but two numbers from 0 to below 1"),
         ("--optim.min_lr 1", "optim.min_lr is 1.0 and optim.lr is 0.0002"),
+        ("--optim.warmup_ratio 3", "optim.warmup_ratio is 3.0, but a share from 0 to 1"),
+        ("--optim.warmup_ratio 0.1 --optim.warmup_steps 3", "remove one of the two"),
         ("--optim.clip_grad_norm -1", "use 0 to switch clipping off"),
         ("--train.steps 5 --train.epochs 2", "train.steps is 5 and train.epochs is 2.0"),
         ("--train.steps 0", "train.steps is 0"),

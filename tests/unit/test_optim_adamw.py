@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.config.optim import OptimOptions
 from engine.distributed.mesh import single_process_mesh
 from engine.distributed.sharding import replicated_spec
 from engine.layers.module import ShardEntry
@@ -195,3 +197,13 @@ def test_schedule_ends_at_its_minimum(schedule: str):
     ]
     assert rates[2] == 1.0 and rates[10:] == [pytest.approx(0.1)] * 3
     assert rates[2:11] == sorted(rates[2:11], reverse=True)
+
+
+def test_a_warm_up_by_share_is_that_of_transformers(tmp_path: Path) -> None:
+    """Rounded in the same direction, also where the product is just above a whole number (0.07 x 100)."""
+    transformers = pytest.importorskip("transformers")
+    for share in (0.0, 0.01, 0.03, 0.07, 0.1, 1 / 3, 0.999):
+        theirs = transformers.TrainingArguments(output_dir=str(tmp_path), warmup_steps=share, use_cpu=True)
+        for steps in (1, 7, 100, 1023):
+            assert OptimOptions(warmup_ratio=share).warmup(steps) == theirs.get_warmup_steps(steps)
+    assert OptimOptions(warmup_steps=5).warmup(1000) == 5

@@ -7,3 +7,7 @@ that sentence once and exit with status 2; anything else that escapes is a defec
 
 class UserError(ValueError):
     """Something the user gave cannot work; the message is the whole explanation, one sentence, no traceback needed."""
+
+
+class LostRankError(UserError):
+    """Another rank is gone or does not answer. That rank's own last words are the cause, and should be seen first."""

@@ -32,6 +32,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine.distributed.launch import stop
+from engine.telemetry.ending import end_at_once
+
 _GRACE_SECONDS = 3.0
 """How long the other ranks may take to end once one has failed."""
 
@@ -57,8 +60,7 @@ def spawn(fn: Callable[..., Any], *, world: int, args: tuple[Any, ...] = (), tim
     Raises:
         RankFailure: a rank raised, died or hung.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = fork_context()
     with tempfile.TemporaryDirectory(prefix="spawn-") as folder:
         processes, pipes = _start(context, fn, world, args, timeout, Path(folder))
         try:
@@ -68,6 +70,13 @@ def spawn(fn: Callable[..., Any], *, world: int, args: tuple[Any, ...] = (), tim
             _end(processes)
     _raise_failures(answers, processes, stacks, timeout)
     return [answers[rank][1] for rank in range(world)]
+
+
+def fork_context() -> ForkServerContext:
+    """Makes processes in which torch is imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 def _start(
@@ -181,7 +190,7 @@ def _run_rank(
         with suppress(BrokenPipeError):
             sender.send(answer)
         sender.close()
-        # a failed rank does not wait for the others; destroying a group may
-        if answer[0] == "ok":
-            dist.destroy_process_group()
+        if answer[0] != "ok":
+            end_at_once(1)
+        stop()
         faulthandler.unregister(signal.SIGUSR1)

@@ -12,8 +12,8 @@ import argparse
 from generating.options import build_parser, check_prompts, limits, model_choice, sampling
 
 from engine.config.command_line import named_as
-from engine.errors import UserError
-from engine.telemetry.errors import EXIT_USER_ERROR, run_command
+from engine.errors import LostRankError
+from engine.telemetry.errors import run_command
 
 _A_WEEK = 7 * 86400.0
 
@@ -32,15 +32,14 @@ def _generate(arguments: argparse.Namespace) -> None:
     from generating.session import Session
 
     from engine.distributed.failures import CommunicationError
-    from engine.distributed.launch import end_at_once, start, stop
+    from engine.distributed.launch import start, stop
 
     at_terminal = not arguments.prompt and arguments.prompts is None
     # at a terminal the other ranks wait for a person
     try:
         Session(arguments, start(_A_WEEK if at_terminal else 600.0)).run()
     except CommunicationError as error:
-        end_at_once(EXIT_USER_ERROR)
-        raise UserError(f"{error}: look at what that rank printed, and start again.") from error
+        raise LostRankError(f"{error}: look at what that rank printed, and start again.") from error
     stop()
 
 

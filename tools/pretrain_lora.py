@@ -20,12 +20,10 @@ _PROFILE = re.compile(r"^--profile(?=$|=)")
 def main() -> None:
     config = load_config([_PROFILE.sub("--log.profile_steps", word) for word in sys.argv[1:]])
     # imported after the configuration is known to be sound: torch takes seconds to load
-    from engine.distributed.launch import end_at_once
     from engine.training.trainer import train
 
-    status = EXIT_STOPPED if train(config).stopped is not None else 0
-    end_at_once(status)
-    sys.exit(status)
+    if train(config).stopped is not None:
+        sys.exit(EXIT_STOPPED)
 
 
 if __name__ == "__main__":

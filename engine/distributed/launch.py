@@ -5,13 +5,10 @@ The only place that reads the launcher's environment, with `engine.distributed.m
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import signal
 import sys
-import threading
-import time
 import zlib
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +19,7 @@ import torch.distributed as dist
 
 from engine.distributed.failures import communicating
 from engine.distributed.meeting import meet
+from engine.telemetry.ending import joins_others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +163,7 @@ def start(timeout_seconds: float = 600.0) -> Launch:
         keep_freed_memory()
     rank, meeting = rank_from_environment(), ""
     if world_size > 1:
+        joins_others()
         with communicating("joining the process group"):
             store, meeting = meet(rank, world_size, timeout_seconds)
             dist.init_process_group(
@@ -174,40 +173,14 @@ def start(timeout_seconds: float = 600.0) -> Launch:
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout_seconds),
             )
-        atexit.register(stop)  # after an error, when it has been told
-        _joined.set()
     return Launch(rank=rank, world_size=world_size, device=device, meeting=meeting)
 
 
 def stop() -> None:
-    """Leaves the process groups, if there are any. Without this, it happens when the process ends."""
+    """Leaves the process groups, if there are any. Collective: for ranks that have all come to a good end.
+
+    After an error nobody leaves: with NCCL this waits for the other ranks, and the one that failed may be alone. See
+    `engine.telemetry.ending`.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-_SECONDS_TO_NOTICE = 2.0
-_joined = threading.Event()
-"""Set once this process has joined a process group."""
-
-
-def end_at_once(status: int, *, after_another: bool = False) -> None:
-    """Has the process end with `status` when its main thread ends, and leave everything to the system.
-
-    Threads of the C++ library that are still there would otherwise meet an interpreter that is being taken down, which
-    it answers now and then by aborting the process, a finished one too. They come with process groups: a process that
-    never joined one ends as it always does.
-
-    Args:
-        after_another: the rank has lost another one; it stays long enough for torchrun to see that one's end first:
-            torchrun takes the first for the cause, says so, and ends the rest.
-    """
-    if _joined.is_set():
-        atexit.register(_exit, status, _SECONDS_TO_NOTICE if after_another else 0.0)
-
-
-def _exit(status: int, seconds: float) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(seconds)
-    os._exit(status)

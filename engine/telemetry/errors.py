@@ -1,102 +1,125 @@
-"""How a command ends: one sentence for a user's error, a traceback for a defect.
+"""How a command ends: one sentence for a user's error, a traceback for a defect, and a status that says which.
 
-Under torchrun every rank meets the same user error. The sentence is printed once on each node: the first rank to
-create a small file in the temporary folder prints, the others wait a moment, because torchrun ends all ranks as soon
-as one of them fails. This module does not import torch, so that a refusal is quick.
+Under torchrun every rank meets the same user error. The sentence is printed once on each machine: the first rank that
+claims it prints, the others wait a moment, because torchrun ends all ranks as soon as one of them fails. torchrun's own
+report follows, in which the sentence stands last. This module does not import torch, so that a refusal is quick.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
-from engine.errors import UserError
+from engine.errors import LostRankError, UserError
+from engine.telemetry.ending import end, end_at_once, has_joined
+from engine.telemetry.output import give_up, has_reader, outliving_the_reader, printable, say
+from engine.telemetry.torchrun import claim_once, is_rank, leave_reason
 
+EXIT_DEFECT = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_UNREAD = 141
+"""The reader of the results left before it had them all: what a shell reports of a program that SIGPIPE ended."""
 EXIT_STOPPED = 75
 """A scheduler stopped the run, which has saved and can go on: "temporary failure, try again" in sysexits.h. Not 0,
 which schedulers take for the end of the work."""
 _WAIT_SECONDS = 2.0
-_STALE_SECONDS = 3600.0
+"""For torchrun to see that the rank that has spoken, or that was lost, has ended: it takes the first for the cause."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """What becomes of a command that ends with an exception.
+
+    Args:
+        status: of the process.
+        line: printed on stderr, by one rank of a machine.
+        trace: printed on stderr, by each rank that has one.
+        reason: for torchrun's report, where it differs from `line`.
+        is_after_another: another rank is the cause, and should be seen to end first.
+    """
+
+    status: int
+    line: str | None = None
+    trace: str | None = None
+    reason: str | None = None
+    is_after_another: bool = False
+
+
+def ending_of(error: BaseException) -> Ending:
+    """How a command ends that `error` escaped from."""
+    match error:
+        case UserError():
+            line = f"error: {one_line(str(error))}"
+            return Ending(status=EXIT_USER_ERROR, line=line, is_after_another=isinstance(error, LostRankError))
+        case KeyboardInterrupt():
+            return Ending(status=EXIT_INTERRUPTED, line="interrupted")
+        case SystemExit(code=None):
+            return Ending(status=0)
+        case SystemExit(code=int(status)):
+            stopped = "stopped by a scheduler, and saved: the same command goes on from there"
+            return Ending(status=status, reason=stopped if status == EXIT_STOPPED else None)
+        case SystemExit(code=words):
+            return Ending(status=EXIT_DEFECT, line=str(words))
+        case BrokenPipeError() if not has_reader(sys.stdout):
+            return Ending(status=EXIT_UNREAD, reason="the reader of standard output has gone")
+        case _:
+            trace = "".join(traceback.format_exception(error))
+            return Ending(status=EXIT_DEFECT, trace=trace, reason=one_line(f"{type(error).__name__}: {error}"))
+
+
+def one_line(text: str) -> str:
+    """A sentence as it is printed, whatever it quotes."""
+    return printable(" ".join(text.split()), keep="")
 
 
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Run a command line's `main` and end the process.
 
-    A `UserError` becomes `error: <sentence>` on stderr, once per node, and status 2; Ctrl-C becomes one line and
-    status 130; a reader that closed the pipe (`| head`) ends the command quietly. Other exceptions keep their
-    traceback: they are defects.
+    A `UserError` becomes `error: <sentence>` on stderr, once per machine, and status 2; Ctrl-C becomes one line and
+    status 130. A reader that leaves before it has all results (`| head`) ends the command quietly with status 141;
+    nobody needs to read stderr, nor --help to its end. Other exceptions keep their traceback: they are defects. A
+    process that has joined others ends at once in each of these cases, see `engine.telemetry.ending`.
 
     Args:
         main: the command; returns None when all went well.
 
     Raises:
-        SystemExit: always, when `main` returned or failed as described.
+        SystemExit: always, when `main` returned or failed as described, in a process on its own.
     """
-    try:
-        main()
-        sys.stdout.flush()
-    except UserError as error:
-        _print_once("user", f"error: {' '.join(str(error).split())}")
-        sys.exit(EXIT_USER_ERROR)
-    except KeyboardInterrupt:
-        _print_once("interrupt", "interrupted")
-        sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; a closed pipe would then print an error of its own.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    sys.exit(0)
-
-
-def claim_once(what: str, environment: Mapping[str, str]) -> bool:
-    """Whether this process is the first of its node's ranks to claim `what`; without torchrun always true.
-
-    Args:
-        what: name of the thing that only one rank should do; may differ between uses in one run.
-        environment: the process's environment, as torchrun sets it.
-    """
-    if "TORCHELASTIC_RUN_ID" not in environment:
-        return True
-    # The launcher's process id tells apart runs that share the default run id and port one after the other.
-    parts = [environment.get(name, "") for name in _RUN_KEYS]
-    key = re.sub(r"[^\w.-]", "_", "-".join([what, str(os.getppid()), *parts]))
-    folder = Path(tempfile.gettempdir())
-    _remove_stale(folder)
-    try:
-        os.close(os.open(folder / f"{_PREFIX}{key}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except FileExistsError:
-        return False
-    except OSError:
-        # A temporary folder that cannot be written: better a sentence per rank than none.
-        return True
-    return True
-
-
-_PREFIX = "engine-once-"
-_RUN_KEYS = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-
-
-def _print_once(what: str, line: str) -> None:
-    if claim_once(what, os.environ):
-        print(line, file=sys.stderr, flush=True)
-    else:
-        time.sleep(_WAIT_SECONDS)
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove claims of runs that ended long ago."""
-    for path in folder.glob(f"{_PREFIX}*"):
+    with outliving_the_reader():
         try:
-            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
-                path.unlink()
-        except OSError:
-            # Another rank was quicker, or the file is another user's.
-            continue
+            main()
+            sys.stdout.flush()
+        except BaseException as error:  # whatever it is, no other rank is waited for
+            ending = Ending(status=EXIT_DEFECT)
+            try:
+                ending = ending_of(error)
+                _tell(ending)
+            finally:
+                if has_joined():
+                    end_at_once(ending.status)
+            if ending.trace is not None:
+                raise  # the interpreter prints it
+            if not has_reader(sys.stdout):
+                give_up(sys.stdout)  # the interpreter flushes it once more, and would complain
+            raise SystemExit(ending.status) from None
+        end(0)
+
+
+def _tell(ending: Ending) -> None:
+    if ending.trace is not None and has_joined():
+        print(ending.trace, file=sys.stderr, end="", flush=True)
+    speaks = ending.line is None or claim_once(str(ending.status), os.environ)
+    if ending.line is not None and speaks:
+        say(ending.line)
+    if is_rank(os.environ) and (ending.is_after_another or not speaks):
+        time.sleep(_WAIT_SECONDS)
+    reason = ending.reason or ending.line
+    if speaks and reason is not None:
+        leave_reason(reason, ending.trace, os.environ)

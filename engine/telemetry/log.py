@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
+from engine.telemetry.output import say
+
 
 class Log:
     """Prints on rank 0 and stays silent elsewhere.
@@ -36,7 +38,7 @@ class Log:
     def info(self, message: str) -> None:
         """Print one line."""
         if self._enabled:
-            print(message, file=self.stream, flush=True)
+            say(message, self._stream)
 
     def warning(self, message: str) -> None:
         """Print one line that asks for attention."""

@@ -15,6 +15,7 @@ from typing import Self
 
 from engine.telemetry.format import format_bytes, format_count, format_duration
 from engine.telemetry.log import Log
+from engine.telemetry.output import printable
 
 _LIVE_SECONDS = 0.1
 _PLAIN_SECONDS = 1.0
@@ -46,7 +47,7 @@ class ProgressLine:
         self._shown_at = now
         if self._log.live:
             width = shutil.get_terminal_size().columns - 1
-            self._log.stream.write(f"\r\x1b[K{text[:width]}" + ("\n" if last else ""))
+            self._log.stream.write(f"\r\x1b[K{printable(text)[:width]}" + ("\n" if last else ""))
             self._log.stream.flush()
             self._open = not last
         else:

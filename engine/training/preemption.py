@@ -24,6 +24,8 @@ from types import FrameType
 import torch.distributed as dist
 
 from engine.distributed.failures import CommunicationError
+from engine.telemetry.ending import end_at_once
+from engine.telemetry.errors import EXIT_USER_ERROR
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAME_SECONDS = 3.0
@@ -151,7 +153,7 @@ class Preemption:
         )
         self._agreed.set()
         time.sleep(_LEAVE_SECONDS)  # the main thread ends the process, unless it waits for what does not come
-        os._exit(2)
+        end_at_once(EXIT_USER_ERROR)
 
     def _listen(self, reader: int) -> None:
         first: float | None = None
@@ -164,7 +166,7 @@ class Preemption:
                 self.request(f"{name} to rank {self._rank}")
             elif now - first > SAME_SECONDS:
                 self._say(f"a second signal, {name} to rank {self._rank}: ended at once, the step under way is lost")
-                os._exit(128 + sent[0])
+                end_at_once(128 + sent[0])
         os.close(reader)
 
 

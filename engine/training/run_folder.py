@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from engine.config.checkpoint import CheckpointOptions
 from engine.distributed.collectives import broadcast_object
 from engine.distributed.launch import Launch, Launcher
 from engine.errors import UserError
+from engine.telemetry.output import say
 from engine.training.run_lock import RunLock
 
 RUNS = Path("runs")
@@ -39,7 +39,7 @@ class RunFolder:
             _check_name_is_found_again(self._launcher)
             name = str(broadcast_object(str(_own_name(self._launcher))))
         self.path = Path(name)
-        self._lock = RunLock(self.path, _say) if launch.rank == 0 else None
+        self._lock = RunLock(self.path, say) if launch.rank == 0 else None
         if launch.rank == 0:
             _check_places(self.path, metrics)
 
@@ -104,7 +104,3 @@ def _own_name(launcher: Launcher | None) -> Path:
         return RUNS / now
     found = sorted(RUNS.glob(f"*-{launcher.key}")) if launcher.restart > 0 else []
     return found[-1] if found else RUNS / f"{now}-{launcher.key}"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from engine.config.train import TrainOptions
 from engine.distributed.launch import Launch, connect_to_store
 from engine.distributed.watchdog import Watchdog
+from engine.telemetry.output import say
 from engine.training.preemption import Preemption
 
 
@@ -26,7 +26,7 @@ class Supervision:
 
     def __init__(self, options: TrainOptions, launch: Launch, folder: Path) -> None:
         self._options, self._launch, self._folder = options, launch, folder
-        self._preemption = Preemption(rank=launch.rank, world_size=launch.world_size, say=_say)
+        self._preemption = Preemption(rank=launch.rank, world_size=launch.world_size, say=say)
         self._watchdog: Watchdog | None = None
 
     def start(self, step: int) -> None:
@@ -41,7 +41,7 @@ class Supervision:
             world_size=self._launch.world_size,
             folder=self._folder,
             report_after=self._options.hang_report_seconds,
-            say=_say,
+            say=say,
             polls=[self._preemption.poll],
         )
         self._watchdog.step = step
@@ -65,7 +65,3 @@ class Supervision:
         self._preemption.close()
         if self._watchdog is not None:
             self._watchdog.close()
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

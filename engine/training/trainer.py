@@ -15,11 +15,10 @@ from engine.config.rules import check_world
 from engine.config.run import RunConfig
 from engine.distributed.collectives import barrier, broadcast_object
 from engine.distributed.failures import CommunicationError
-from engine.distributed.launch import Launch, end_at_once, start, stop, world_size_from_environment
-from engine.errors import UserError
+from engine.distributed.launch import Launch, start, stop, world_size_from_environment
+from engine.errors import LostRankError, UserError
 from engine.objectives.stuck import StuckLoss
 from engine.optim.schedule import learning_rate
-from engine.telemetry.errors import EXIT_USER_ERROR
 from engine.telemetry.format import format_duration
 from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
@@ -362,8 +361,7 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
             trainer.leave()
         raise
     except CommunicationError as error:
-        end_at_once(EXIT_USER_ERROR, after_another=True)
-        raise UserError(_lost_rank(error, None if trainer is None else trainer.step, config)) from error
+        raise LostRankError(_lost_rank(error, None if trainer is None else trainer.step, config)) from error
     stop()
     if summary.stopped is None:
         log.info("done")

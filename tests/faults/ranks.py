@@ -64,14 +64,18 @@ class Ranks:
         self._folder, self.run_dir = folder, folder / "run"
         folder.mkdir(parents=True, exist_ok=True)
         common = {
-            **run_environment(), "TMPDIR": str(folder), "TORCHELASTIC_RUN_ID": "faults", "WORLD_SIZE": str(world),
+            **run_environment(), "TORCHELASTIC_RUN_ID": "faults", "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
         }  # fmt: skip
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         for rank in range(world):
             if rank in missing:
                 continue
-            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            reason = folder / "attempt_0" / str(rank) / "error.json"
+            reason.parent.mkdir(parents=True, exist_ok=True)
+            environment = {
+                **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(reason),
+            }  # fmt: skip
             command = run_command({**settings, "checkpoint.dir": self.run_dir, **(own or {}).get(rank, {})})
             with self._file(rank).open("w") as output:
                 self.processes[rank] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)

@@ -96,7 +96,7 @@ def test_killed_rank_under_torchrun(tmp_path: Path, stories_dir: Path, data_dir:
         assert _wait_until_gone((run.torchrun, *run.ranks), 20) == []
         output = run.output.read_text()
     # torchrun ends the other rank itself, on a busy machine before it has noticed
-    assert output.count("error: after step") <= 1, output
+    assert output.count("\nerror: after step") <= 1, output  # torchrun's report may have it once more
     assert output.count("Traceback") == 1, "torchrun's own report has one, the ranks have none\n" + output
     cause = output.partition("Root Cause")[2]
     assert re.search(r"rank +: 1 .*\n.*exitcode +: -9 ", cause), output

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
-from engine.telemetry.errors import claim_once
+from engine.telemetry.log import Log
+from engine.telemetry.progress import Progress
+from engine.telemetry.torchrun import claim_once, leave_reason
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,54 +68,138 @@ def test_interrupt_is_one_line() -> None:
     assert (process.returncode, errors) == (130, "interrupted\n")
 
 
-def test_a_closed_pipe_is_quiet() -> None:
-    body = "for number in range(100000):\n    print(number)"
+def _read_one_line(body: str) -> tuple[int, str]:
+    """Status and stderr of a command whose reader leaves after the first line."""
     process = subprocess.Popen(
         [sys.executable, "-c", command(body)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait(timeout=30) == 0
+    errors = process.stderr.read()
+    return process.wait(timeout=30), errors
 
 
-def test_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    node = {"TORCHELASTIC_RUN_ID": "a/b", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
-    assert [claim_once("user", node) for _ in range(3)] == [True, False, False]
-    assert claim_once("user", node | {"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert claim_once("user", node | {"MASTER_PORT": "2"})
-    assert claim_once("interrupt", node)
+def test_results_that_nobody_reads() -> None:
+    """Quiet, but no success: whether the pipe breaks while they are printed or when the last of them are flushed."""
+    assert _read_one_line("for number in range(100000):\n    print(number)") == (141, "")
+    last = "import time\nprint('one', flush=True)\ntime.sleep(1)\nprint('two')"
+    assert _read_one_line(last) == (141, "")
+
+
+def test_help_that_nobody_reads_to_its_end() -> None:
+    many = "import argparse\nparser = argparse.ArgumentParser(epilog='word ' * 100000)\nparser.parse_args(['--help'])"
+    assert _read_one_line(many) == (0, "")
+
+
+def test_another_broken_pipe_is_a_defect() -> None:
+    done = run("raise BrokenPipeError(32, 'Broken pipe')  # of a socket, say")
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def test_stderr_that_nobody_reads() -> None:
+    """What a command says of its progress is dropped, and the command goes on to its end and its own status."""
+    body = "import time\nfor number in range(9):\n    print('x', file=sys.stderr, flush=True)\n    time.sleep(0.05)\n"
+    for more, status in (("print('fine')", 0), ("raise UserError('no')", 2), ("raise ValueError", 1)):
+        process = subprocess.Popen(
+            [sys.executable, "-c", command(body + more)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None
+        process.stderr.readline()
+        process.stderr.close()
+        assert process.stdout.read() == ("fine\n" if status == 0 else "")
+        assert process.wait(timeout=30) == status
+
+
+HOSTILE = "a\x1b[2J\x07\x9b1A b\r\u2028c\u202ed\ud800 \u3000\u00e9"
+"""Clears the screen, rings, moves up, returns, ends a line, turns text around; the last two characters are innocent."""
+TAMED = "a\\x1b[2J\\x07\\x9b1A b c\\u202ed\\ud800 \u00e9"
+
+
+def test_no_control_character_reaches_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    done = run(f"raise UserError({HOSTILE!a})")
+    assert (done.returncode, done.stderr) == (2, f"error: {TAMED}\n")
+    Log().warning(HOSTILE)
+    with Progress(Log(), HOSTILE, total=1) as progress:
+        progress.advance()
+    printed = capsys.readouterr().err
+    assert printed.count("\\x1b[2J\\x07\\x9b1A b\\r\\u2028c\\u202ed\\ud800 \u3000\u00e9") == 3
+    assert not set(printed) & set("\x1b\x07\x9b\r\u2028\u202e\ud800")
+
+
+def _ranks(folder: Path, count: int = 3) -> list[dict[str, str]]:
+    """What torchrun sets for each rank of a machine."""
+    paths = [folder / "attempt_0" / str(rank) / "error.json" for rank in range(count)]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+    return [{"TORCHELASTIC_RUN_ID": "a/b", "TORCHELASTIC_ERROR_FILE": str(path)} for path in paths]
+
+
+def test_claims(tmp_path: Path) -> None:
+    ranks = _ranks(tmp_path / "torchrun")
+    assert [claim_once("user", rank) for rank in ranks] == [True, False, False]
+    assert [claim_once("interrupt", rank) for rank in ranks] == [True, False, False]
+    assert claim_once("user", ranks[1] | {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert claim_once("user", ranks[2] | {"MASTER_PORT": "2"})
+    assert [claim_once("user", rank) for rank in _ranks(tmp_path / "another")] == [True, False, False]
     assert [claim_once("user", {}) for _ in range(2)] == [True, True]
 
 
-def test_old_claims_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    node = {"TORCHELASTIC_RUN_ID": "x"}
-    assert claim_once("user", node)
-    (claim,) = tmp_path.iterdir()
-    os.utime(claim, (time.time() - 7200,) * 2)
-    assert claim_once("user", node | {"MASTER_PORT": "9"})
-    assert claim not in tmp_path.iterdir() and len(list(tmp_path.iterdir())) == 1
+def test_nobody_else_can_silence_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = _ranks(tmp_path)
+    assert claim_once("user", ranks[0]) and not claim_once("user", ranks[1])
+    somebody = os.getuid() + 1
+    monkeypatch.setattr("os.getuid", lambda: somebody)  # to whom the file does not belong
+    assert claim_once("user", ranks[2])
 
 
-def test_a_temporary_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
-    assert claim_once("user", {"TORCHELASTIC_RUN_ID": "x"})
+@pytest.mark.parametrize("file", ["absent/0/error.json", os.devnull, None])
+def test_no_folder_of_torchruns(file: str | None, tmp_path: Path) -> None:
+    """Better a sentence per rank than none."""
+    rank = {"TORCHELASTIC_RUN_ID": "x"}
+    if file is not None:
+        rank["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / file)
+    assert [claim_once("user", rank) for _ in range(2)] == [True, True]
+    leave_reason("error: no.", None, rank)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _torchrun(folder: Path, body: str, ranks: int = 3) -> subprocess.CompletedProcess[str]:
+    program = folder / "program.py"
+    program.write_text(command(body))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    return subprocess.run(
+        [*launch, str(program)], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
 
 
 @pytest.mark.distributed
 def test_one_sentence_under_torchrun(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(command("raise UserError('parallel.tensor is 3.')"))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", "0"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for _ in range(2):  # the second run must not find the first one's claim
-        done = subprocess.run(
-            [*launch, str(program)], env=environment, capture_output=True, text=True, check=False, timeout=60
-        )
-        assert done.returncode != 0
-        assert done.stderr.count("error: parallel.tensor is 3.") == 1
-        before_summary = done.stderr[: done.stderr.index("error: parallel.tensor is 3.")]
-        assert "Traceback" not in before_summary
+    """All ranks meet it, one prints it, and it is also the last thing that torchrun has to say."""
+    done = _torchrun(tmp_path, "raise UserError('parallel.tensor is 3.')")
+    assert done.returncode == 1
+    ours, _, report = done.stderr.partition("error: parallel.tensor is 3.\n")
+    assert "Traceback" not in ours
+    head, _, cause = report.partition("Root Cause (first observed failure):")
+    assert "parallel.tensor is 3" not in head
+    *facts, sentence, border = cause.strip().splitlines()
+    assert sentence == "  traceback : error: parallel.tensor is 3." and set(border) == {"="}
+    assert any(re.match(r" *exitcode *: 2 ", fact) for fact in facts)
+
+
+@pytest.mark.distributed
+def test_a_defect_of_one_rank_under_torchrun(tmp_path: Path) -> None:
+    """Its traceback is the cause that torchrun reports, whatever the other ranks say of having lost it."""
+    body = """
+        import os, time
+        from engine.errors import LostRankError
+        if os.environ["RANK"] == "1":
+            raise ValueError("broken")
+        raise LostRankError("rank 0 lost rank 1.")
+    """
+    done = _torchrun(tmp_path, body, ranks=2)
+    cause = done.stderr.partition("Root Cause (first observed failure):")[2]
+    assert "rank      : 1" in cause and cause.strip().splitlines()[-2].endswith("ValueError: broken"), done.stderr
+    assert "error: rank 0 lost rank 1." in done.stderr and "lost" not in cause

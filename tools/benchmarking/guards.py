@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.config.guards import GuardOptions
+from engine.distributed.launch import stop
 from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.layers.module import shard_entries
@@ -30,6 +31,8 @@ from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import choose_backend
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
+from engine.telemetry.ending import joins_others
+from engine.telemetry.errors import run_command
 from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.guards import FROZEN_EVERY, Guards, StepSeen
 from engine.training.guards.liveness import LivenessGuard
@@ -155,9 +158,14 @@ def _read(result: StepResult) -> tuple[float, float]:
     return float(result.loss), float(result.grad_norm)
 
 
-def _work(rank: int, options: GuardsOptions, folder: str, answers: Any) -> None:
+def _rank(rank: int, options: GuardsOptions, folder: str, answers: Any) -> None:
     """One rank's process."""
+    run_command(lambda: _work(rank, options, folder, answers))
+
+
+def _work(rank: int, options: GuardsOptions, folder: str, answers: Any) -> None:
     torch.set_num_threads(max(1, options.threads))
+    joins_others()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
     contestant = _Rank(options)
     samples = take_turns(
@@ -168,8 +176,10 @@ def _work(rank: int, options: GuardsOptions, folder: str, answers: Any) -> None:
     )
     if rank == 0:
         answers.put((samples, contestant.kernels))
+    answers.close()
+    answers.join_thread()  # the process ends without waiting for threads
     dist.barrier()
-    dist.destroy_process_group()
+    stop()
 
 
 def _say(what: str) -> None:
@@ -186,7 +196,7 @@ def run(options: GuardsOptions) -> Table:
     answers = context.Queue()
     with tempfile.TemporaryDirectory(prefix="guards-") as folder:
         ranks = [
-            context.Process(target=_work, args=(rank, options, folder, answers), daemon=True)
+            context.Process(target=_rank, args=(rank, options, folder, answers), daemon=True)
             for rank in range(options.ranks)
         ]
         for process in ranks:

@@ -12,6 +12,7 @@ from pathlib import Path
 from engine.config.load import from_yaml
 from engine.distributed.launch import start, stop
 from engine.errors import UserError
+from engine.telemetry.errors import run_command
 from engine.telemetry.log import Log
 from engine.training.certificate import record_run
 
@@ -24,7 +25,7 @@ def main(folder: Path) -> None:
     """Trains and records as the recipe in `folder` says.
 
     Raises:
-        SystemExit: with status 2, when the run cannot work.
+        UserError: the run cannot work.
     """
     recipe = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
     launch = start()
@@ -33,10 +34,9 @@ def main(folder: Path) -> None:
         record_run(from_yaml(recipe["config"]), launch, Log(launch.rank, sys.stdout), folder, recipe["steps"])
     except UserError as error:
         (folder / REFUSED.format(launch.rank)).write_text(str(error), encoding="utf-8")
-        raise SystemExit(2) from None
-    finally:
-        stop()
+        raise
+    stop()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_command(lambda: main(Path(sys.argv[1])))

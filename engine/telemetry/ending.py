@@ -1,0 +1,50 @@
+"""How a process ends: what it has printed is out, and no rank waits for another.
+
+Leaving a process group is collective: with NCCL it waits for kernels and for the other ranks. A rank that fails alone
+would wait there for ranks that wait for it in a collective, and nobody would end it. So groups are left after success
+only (`engine.distributed.launch.stop`). The interpreter's own way out can wait as well, for threads and exit handlers,
+and threads of the C++ library meet an interpreter that is being taken down, which now and then aborts even a finished
+process. A process that has joined others therefore ends by `os._exit`, whatever its status; one that never did ends as
+any program. Nothing else in the engine or its tools ends a process or registers an exit handler.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextlib import suppress
+from typing import NoReturn
+
+_joined = threading.Event()
+
+
+def joins_others() -> None:
+    """Notes that this process is about to join a process group: from now on it must not wait when it ends."""
+    _joined.set()
+
+
+def has_joined() -> bool:
+    """Whether it has."""
+    return _joined.is_set()
+
+
+def end(status: int) -> NoReturn:
+    """Ends the process, at once where it has joined others.
+
+    Raises:
+        SystemExit: with `status`, in a process on its own.
+    """
+    if has_joined():
+        end_at_once(status)
+    raise SystemExit(status)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """Ends the process from any thread, whatever the others do; the system closes what is open."""
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # no reader, or closed already
+                stream.flush()
+    finally:
+        os._exit(status)

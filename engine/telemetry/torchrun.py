@@ -1,0 +1,68 @@
+"""What the ranks of one torchrun share on a machine: who of them speaks, and the file in which torchrun reads why one
+failed.
+
+torchrun gives each rank the path of that file, ATTEMPT/RANK/error.json, in a folder that it makes for itself and this
+start of its ranks. It prints the message of the rank that failed first at the very end of its own output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_START = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+"""What tells one start of the ranks from another, should their folders not."""
+
+
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in environment
+
+
+def claim_once(what: str, environment: Mapping[str, str]) -> bool:
+    """Whether this process is the first of its machine's ranks to claim `what`; without torchrun always true.
+
+    The claim is an empty file beside the folders of the ranks. Where there can be none, or somebody else put it there,
+    every rank may go ahead: better a sentence per rank than none.
+
+    Args:
+        what: name of the thing that only one rank should do; may differ between uses in one run.
+        environment: the process's environment, as torchrun sets it.
+    """
+    if not is_rank(environment) or not _has_error_file(environment):
+        return True
+    name = re.sub(r"[^\w.-]", "_", "-".join(["said", what, *(environment.get(key, "") for key in _START)]))
+    claim = Path(environment[_ERROR_FILE]).parent.parent / name
+    try:
+        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        with suppress(OSError):
+            return claim.lstat().st_uid != os.getuid()
+    except OSError:
+        pass
+    return True
+
+
+def leave_reason(sentence: str, trace: str | None, environment: Mapping[str, str]) -> None:
+    """Writes why this rank ends where torchrun looks for it; does nothing without torchrun.
+
+    Args:
+        sentence: one line.
+        trace: a traceback, which torchrun shows instead of the sentence.
+    """
+    if not is_rank(environment) or not _has_error_file(environment):
+        return
+    facts = {"timestamp": str(int(time.time()))} | ({} if trace is None else {"py_callstack": trace.rstrip()})
+    with suppress(OSError):  # torchrun then names the status alone
+        text = json.dumps({"message": {"message": sentence, "extraInfo": facts}})
+        Path(environment[_ERROR_FILE]).write_text(text, encoding="utf-8")
+
+
+def _has_error_file(environment: Mapping[str, str]) -> bool:
+    return environment.get(_ERROR_FILE, os.devnull) != os.devnull

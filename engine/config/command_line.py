@@ -113,7 +113,8 @@ def named_as(stands_for: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(in_flags(str(error), stands_for)) from error.__cause__
+        error.args = (in_flags(str(error), stands_for),)  # the same error: its kind decides how a command ends
+        raise
 
 
 def in_flags(sentence: str, stands_for: Mapping[str, str]) -> str:

@@ -1,12 +1,12 @@
-"""The configuration of a run: frozen records per concern, rules between them, YAML and command-line loading.
+"""The configuration of a run: frozen records per concern, and rules between them.
 
-Nothing here imports torch, so that `--help` and a refusal are quick.
+Nothing here imports torch, so that `--help` and a refusal are quick. `engine.config.load` reads YAML and command lines;
+it is not imported here, because its packages are needed by training's command line alone.
 """
 
 from engine.config.checkpoint import CheckpointOptions
 from engine.config.data import DataOptions
 from engine.config.guards import GuardOptions
-from engine.config.load import from_yaml, load_config, parse_config, to_yaml
 from engine.config.log import LogOptions
 from engine.config.lora import LoraOptions
 from engine.config.matching import BLOCK_LINEARS, matches_target, matches_trainable, require_matched, unmatched_patterns
@@ -41,13 +41,9 @@ __all__ = [
     "check_files",
     "check_world",
     "data_parallel_size",
-    "from_yaml",
     "gradient_accumulation_steps",
-    "load_config",
     "matches_target",
     "matches_trainable",
-    "parse_config",
     "require_matched",
-    "to_yaml",
     "unmatched_patterns",
 ]

@@ -23,16 +23,13 @@ from engine.config import (
     ParallelOptions,
     RunConfig,
     TrainOptions,
-    from_yaml,
-    load_config,
-    parse_config,
-    to_yaml,
 )
+from engine.config.load import from_yaml, load_config, parse_config, to_yaml
 from engine.config.names import option_types
 from engine.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-HELP = [sys.executable, "-c", "from engine.config import load_config; load_config()"]
+HELP = [sys.executable, "-c", "from engine.config.load import load_config; load_config()"]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.config import parse_config
+from engine.config.load import parse_config
 from engine.data.blend import blend, sample_counts
 from engine.data.collate import build_batch
 from engine.data.dataset import TokenDataset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from engine.config.checks import require, require_at_least, require_choice
 
@@ -37,6 +37,12 @@ class DataOptions:
             concatenate nothing needs cutting, and "truncate" keeps all of it.
         mask_prompt: Take the loss only on the answer (completion, output, assistant turns); false takes it on
             everything.
+        chat_template: Chat template for conversations: a file, or chatml, llama2, llama3, mistral, gemma, phi3,
+            qwen2.5, qwen3, zephyr, vicuna or alpaca; null takes the tokenizer's own. Well-known templates are learnt
+            from as TRL does it: every turn shows its reasoning, with Qwen3's an empty block where there is none.
+        chat_arguments: Variables for the chat template, such as {enable_thinking: false}.
+        learn_after_end: Learn the white space that a chat template writes behind the token that ends an answer (the
+            line break after <|im_end|>), as TRL does. false stops at that token, where generation stops too.
         num_workers: Background workers that prepare batches; 0 prepares them in the training process.
         tokenizer: Folder or sentencepiece .model file of the tokenizer; null takes the one in model.path.
     """
@@ -49,6 +55,9 @@ class DataOptions:
     packing: Packing = False
     overlong: Overlong = "truncate"
     mask_prompt: bool = True
+    chat_template: str | None = None
+    chat_arguments: dict[str, Any] | None = None
+    learn_after_end: bool = True
     num_workers: int = 1
     tokenizer: str | None = None
 
@@ -62,7 +71,8 @@ class DataOptions:
         require_choice("data.overlong", self.overlong, OVERLONG)
         require_at_least("data.seq_length", self.seq_length, 2, "use for example 2048")
         require_at_least("data.num_workers", self.num_workers, 0, "use for example 1")
-        for name, path in (("train", self.train), ("validation", self.validation), ("tokenizer", self.tokenizer)):
+        paths = {"train": self.train, "validation": self.validation, "tokenizer": self.tokenizer}
+        for name, path in (paths | {"chat_template": self.chat_template}).items():
             require(path != "", f"data.{name} is empty, but a path is expected: give a path, or null for none.")
         for entry in self.mix:
             _, weight = split_mix(entry)

@@ -15,8 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
 
-import numpy as np
-
 from engine.data.chat import Message
 from engine.data.dataset import CHUNK, TokenDataset
 from engine.data.files import Place, Record, expand_paths, read_records
@@ -86,8 +84,8 @@ class AnswerCollector(ABC, Generic[ParsedRecord]):
 
     def _add_all(self, chunk: Sequence[ParsedRecord], tokenizer: Tokenizer) -> None:
         samples = [sample for record in chunk for sample in record.samples]
-        documents = map(_last_answer, tokenize_samples(samples, tokenizer, mask_prompt=True, stream_length=2))
-        of_records = zip(*[documents] * self.width, strict=True)
+        documents = tokenize_samples(samples, tokenizer, mask_prompt=True, stream_length=2, last_answer=True)
+        of_records = zip(*[iter(documents)] * self.width, strict=True)
         for record, own in zip(chunk, of_records, strict=True):
             self._records += 1
             self._add(record, own)
@@ -121,13 +119,3 @@ def _record_files(paths: str | Path | list[str] | tuple[str, ...]) -> list[Path]
         if path.suffix.lower() == ".txt":
             raise UserError(f"{path} is a text file, but answers to compare are records; give a JSON or JSONL file.")
     return files
-
-
-def _last_answer(document: Document) -> Document:
-    """The document with the last run of its targets as its only ones."""
-    targets = document.targets
-    ends = np.flatnonzero(np.diff(targets.astype(np.int8), prepend=0) == 1)
-    if len(ends) > 1:
-        targets = targets.copy()
-        targets[: ends[-1]] = False
-    return replace(document, targets=targets)

@@ -1,100 +1,176 @@
-"""Which characters of a rendered conversation an assistant wrote.
+"""Which characters of a rendered conversation an assistant wrote, and which tokens these are.
 
-A chat template turns messages into one string, and nothing in that string says who wrote what. The answer is found by
-rendering beginnings of the conversation: what is added between "everything before this turn, plus the prompt to
-generate" and "everything up to this turn" is the turn itself. That works only if a longer conversation starts with
-the rendering of a shorter one, and this is verified, not assumed: some templates rewrite earlier turns (they drop
-the reasoning of all but the last), and for them `assistant_spans` returns None.
+A chat template turns messages into one string, and nothing in that string says who wrote what. The conversation as a
+whole, rendered once, is the truth; a turn is found in it by rendering the conversation again with that one answer
+replaced by a mark. What both renderings begin with stands before the answer, what both end with stands behind it. So it
+does not matter whether a template shows earlier turns otherwise than the last one.
 
 This module is pure: it knows neither tokenizers nor files, `render` is given by the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
+from engine.errors import UserError
+
 Message = Mapping[str, Any]
+Span = tuple[int, int]
 Render = Callable[[Sequence[Message], bool], str]
-"""(messages, with the prompt for the next assistant turn) -> text."""
+"""(messages, with the prompt for the next assistant turn) -> text. Raises UserError where the template refuses."""
+
+MARK = "\ufdd2"
+"""A code point that Unicode sets aside as no character, so that no text contains it."""
 
 
-def assistant_spans(messages: Sequence[Message], render: Render) -> tuple[str, list[tuple[int, int]] | None]:
-    """Render a conversation and find its assistant turns.
+def assistant_spans(messages: Sequence[Message], text: str, render: Render, control: re.Pattern[str]) -> list[Span]:
+    """The assistant's turns in a rendered conversation, each with what ends it.
 
-    A turn starts after the generation prompt (`<|im_start|>assistant\\n` and the like), because that much is given to
-    the model when it generates. Where the turn opens differently from the prompt (a prompt that closes an empty
-    reasoning block, a turn that has reasoning), it starts where the two part.
+    A turn begins where the prompt for it ends, because that much is given to the model when it generates. What the
+    template writes between the two (an empty reasoning block) is the turn's. It ends with the token that ends it and
+    what the template writes behind that before the next turn's header.
 
     Args:
         messages: the conversation; each has a "role".
-        render: renders a beginning of it.
+        text: all of it, rendered.
+        render: renders conversations.
+        control: matches each control token of the tokenizer.
 
     Returns:
-        The rendered conversation, and the character range [start, end) of each assistant turn with everything that
-        closes it, or None where the template is not prefix-stable.
+        Character ranges [start, end), ascending and disjoint.
+
+    Raises:
+        UserError: an answer cannot be found in `text`.
     """
-    text = render(messages, False)
-    spans: list[tuple[int, int]] = []
+    opening: str | None = None
+    spans: list[Span] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        through = render(messages[: index + 1], False) if index + 1 < len(messages) else text
-        if not text.startswith(through):
-            return text, None
-        start = _turn_start(messages[:index], through, render)
-        if start is None:
-            return text, None
-        spans.append((start, len(through)))
-    return text, spans
+        before, behind, ending = _around(messages, index, render)
+        if opening is None:
+            opening = _opening(render)
+        start = _common_prefix(before, text)
+        if opening and before.endswith(opening):
+            start = min(start, len(before) - len(opening))
+        end = len(text) - len(behind)
+        answer = str(message.get("content") or "")
+        answer = answer.rpartition("</think>")[2].strip()
+        if not text.endswith(behind) or (answer and answer not in text[start:end]):
+            raise UserError(
+                f"the chat template leaves out or rewrites message {index + 1}, an answer of the assistant, so its "
+                "tokens cannot be found; mark them in the template with {% generation %} and {% endgeneration %}."
+            )
+        end += _ending(behind, ending, control)
+        spans.append((max(start, spans[-1][1] if spans else 0), end))
+    return [span for span in spans if span[0] < span[1]]
 
 
-def _turn_start(before: Sequence[Message], through: str, render: Render) -> int | None:
-    if not before:
-        # Templates index messages[0], so nothing can be rendered before a conversation's first turn: all of it counts.
-        return 0
-    prompt = render(before, True)
-    if through.startswith(prompt):
-        return len(prompt)
-    history = render(before, False)
-    if not (through.startswith(history) and prompt.startswith(history)):
-        return None
-    same = len(history)
-    while same < min(len(prompt), len(through)) and prompt[same] == through[same]:
-        same += 1
-    return same
+def _around(messages: Sequence[Message], index: int, render: Render) -> tuple[str, str, str]:
+    """What stands before and behind an answer, and what stood behind it if the conversation ended there."""
+    message = messages[index]
+    marked: dict[str, Any] = {"role": message["role"], "content": MARK}
+    if message.get("tool_calls"):  # what a tool answers may be refused without them
+        marked["tool_calls"] = message["tool_calls"]
+    before, found, behind = render([*messages[:index], marked, *messages[index + 1 :]], False).partition(MARK)
+    if index + 1 == len(messages):
+        through = behind
+    else:
+        through = render([*messages[:index], marked], False).partition(MARK)[2]
+    if not found or MARK in behind:
+        raise UserError(
+            f"the chat template does not write the content of message {index + 1}, an answer of the assistant, once; "
+            "mark what is learnt in the template with {% generation %} and {% endgeneration %}."
+        )
+    return before, behind, through
 
 
-def mask_tokens(
-    text: str, spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]], is_special: Sequence[bool]
-) -> list[bool]:
-    """Carry character ranges over to tokens.
+def _opening(render: Render) -> str:
+    """What the template writes at the beginning of a turn that it does not write in the prompt for one."""
+    question = {"role": "user", "content": "?"}
+    try:
+        prompt = render([question], True)
+        before = render([question, {"role": "assistant", "content": MARK}], False).partition(MARK)[0]
+    except UserError:  # such a conversation is refused: nothing is known of it
+        return ""
+    return before[_common_prefix(prompt, before) :]
 
-    A token belongs to the range that it starts in. White space after the token that ends a turn (the line break of
-    `<|im_end|>\\n`) is left out: generation has stopped by then, so it is no part of the answer.
+
+def _ending(behind: str, ending: str, control: re.Pattern[str]) -> int:
+    """How many characters behind an answer end its turn: those that would stand there if nothing followed."""
+    same = list(
+        takewhile(
+            lambda pair: pair[0] == pair[1], zip(_pieces(behind, control), _pieces(ending, control), strict=False)
+        )
+    )
+    length = sum(len(piece) for piece, _ in same)
+    if behind != ending and not any(control.fullmatch(piece) for piece, _ in same):
+        # another token ends an answer that is not the last, or the header of whoever speaks next does
+        first = control.match(behind, len(behind) - len(behind.lstrip()))
+        if first is not None:
+            return max(length, first.end())
+    return length
+
+
+def _pieces(text: str, control: re.Pattern[str]) -> Iterator[str]:
+    """Control tokens, and the characters between them."""
+    done = 0
+    for match in control.finditer(text):
+        yield from text[done : match.start()]
+        yield match.group()
+        done = match.end()
+    yield from text[done:]
+
+
+def _common_prefix(first: str, second: str) -> int:
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # by halves: comparing slices is much faster than comparing characters
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def covered_tokens(spans: Sequence[Span], offsets: Sequence[Span]) -> list[bool]:
+    """Whether each token has a character of a range, at least in part.
+
+    A character may be several tokens (its bytes). As in transformers' masks, and so in TRL's, a range goes up to the
+    first of its last character, which is mostly a line break behind the end of a turn.
 
     Args:
-        text: the rendered conversation.
         spans: character ranges, ascending and disjoint.
         offsets: character range of each token, ascending.
-        is_special: whether each token is a control token.
-
-    Returns:
-        One bool for each token.
     """
     mask = [False] * len(offsets)
-    token = 0
+    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
     for start, end in spans:
-        while token < len(offsets) and offsets[token][0] < start:
-            token += 1
-        last_special = None
-        first = token
-        while token < len(offsets) and offsets[token][0] < end:
-            if is_special[token]:
-                last_special = token
-            token += 1
-        stop = token
-        if last_special is not None and not text[offsets[last_special][1] : end].strip():
-            stop = last_special + 1
+        first, stop = bisect_right(ends, start), bisect_right(ends, end - 1)
+        stop += stop < len(starts) and starts[stop] < end
         mask[first:stop] = [True] * (stop - first)
     return mask
+
+
+def without_tail(mask: list[bool], text: str, offsets: Sequence[Span], is_control: Sequence[bool]) -> list[bool]:
+    """The mask without the white space behind the last control token of each run of tokens that are learnt."""
+    kept = list(mask)
+    for first, stop in _runs(mask):
+        last = max((token for token in range(first, stop) if is_control[token]), default=None)
+        if last is not None and not text[offsets[last][1] : offsets[stop - 1][1]].strip():
+            kept[last + 1 : stop] = [False] * (stop - last - 1)
+    return kept
+
+
+def _runs(mask: Sequence[bool]) -> Iterator[Span]:
+    start = None
+    for token, flag in enumerate([*mask, False]):
+        if flag and start is None:
+            start = token
+        elif not flag and start is not None:
+            yield start, token
+            start = None

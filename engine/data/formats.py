@@ -29,9 +29,10 @@ from engine.batch import IGNORE_LABEL
 from engine.config.data import FORMATS
 from engine.data.chat import Message
 from engine.data.files import Place, Record, read_records, read_text
+from engine.data.named_templates import ALPACA_TASK
 from engine.errors import UserError
 
-ALPACA_PROMPT = "Below is an instruction. Write a response that fulfils it.\n\n### Instruction:\n{instruction}\n\n"
+ALPACA_PROMPT = ALPACA_TASK + "\n\n### Instruction:\n{instruction}\n\n"
 ALPACA_PROMPT_WITH_INPUT = (
     "Below is an instruction, followed by the input it refers to. Write a response that fulfils it.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
@@ -46,7 +47,7 @@ _FIELDS = {
     "text": ("text",),
     "tokens": ("input_ids",),
 }
-_UNUSABLE = ("images", "videos", "audios", "history", "tools")
+_UNUSABLE = ("images", "videos", "audios", "history", "tools", "chat_template_kwargs")
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _MESSAGE_ROLES = ("system", "user", "assistant", "tool")
 

@@ -164,6 +164,7 @@ class _Pairs(AnswerCollector[Pair]):
 
     def _add(self, record: Pair, documents: tuple[Document, ...]) -> None:
         limit = self._seq_length
+        documents = _from_where_they_part(documents)
         longest = max(len(side.tokens) for side in documents)
         if longest > limit and self._overlong == "error":
             raise record.place.error(
@@ -206,3 +207,11 @@ class _Pairs(AnswerCollector[Pair]):
                 dropped_alike=self._alike,
             ),
         )
+
+
+def _from_where_they_part(sides: tuple[Document, ...]) -> tuple[Document, ...]:
+    """Both sides with the same question: the shorter one, where a token joins its end to one answer's beginning."""
+    starts = [int(side.targets.argmax()) for side in sides if side.targets.any()]
+    if len(starts) < len(sides) or min(starts) == max(starts):
+        return sides
+    return tuple(replace(side, targets=np.arange(len(side.targets)) >= min(starts)) for side in sides)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine.data.files import Place
 from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample, TokenSample
-from engine.data.tokenizer import Tokenizer
+from engine.data.tokenizer import Learn, Tokenizer
 from engine.errors import UserError
 
 SEGMENT_CHARACTERS = 1 << 22
@@ -42,7 +42,12 @@ class Document:
 
 
 def tokenize_samples(
-    samples: Sequence[Sample], tokenizer: Tokenizer, *, mask_prompt: bool, stream_length: int
+    samples: Sequence[Sample],
+    tokenizer: Tokenizer,
+    *,
+    mask_prompt: bool,
+    stream_length: int,
+    last_answer: bool = False,
 ) -> Iterator[Document]:
     """The documents of some samples, in order; one each, but several for a stream.
 
@@ -51,6 +56,7 @@ def tokenize_samples(
         tokenizer: encodes them.
         mask_prompt: learn only completions and assistant turns; otherwise every token but the first.
         stream_length: tokens of one cut of a stream.
+        last_answer: of a conversation learn the last answer alone.
 
     Raises:
         UserError: a conversation that the chat template cannot render, or completions without an end token.
@@ -66,7 +72,9 @@ def tokenize_samples(
             yield Document(sample.place, sample.ids, targets)
             continue
         if isinstance(sample, ChatSample):
-            ids, answers = _apply_chat(sample, tokenizer)
+            ids, answers = _apply_chat(
+                sample, tokenizer, "last" if last_answer else "answers" if mask_prompt else "all"
+            )
         elif isinstance(sample, CompletionSample):
             if not end:
                 raise UserError(
@@ -93,9 +101,9 @@ def _texts(sample: Sample) -> tuple[str, ...]:
     return (sample.text,) if isinstance(sample, TextSample) and not sample.is_stream else ()
 
 
-def _apply_chat(sample: ChatSample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _apply_chat(sample: ChatSample, tokenizer: Tokenizer, learn: Learn) -> tuple[list[int], list[bool]]:
     try:
-        return tokenizer.apply_chat(sample.messages)
+        return tokenizer.apply_chat(sample.messages, learn=learn)
     except UserError as error:
         raise sample.place.error(str(error)) from error
 

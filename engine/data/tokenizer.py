@@ -11,18 +11,39 @@ Special tokens are the caller's decision (`bos=`, `eos=`), never added behind it
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from engine.data.chat import Message, assistant_spans, mask_tokens
+from engine.data.chat import Message, covered_tokens, without_tail
+from engine.data.named_templates import TEMPLATES, template_text
+from engine.data.template import FORMATS_WITHOUT_TEMPLATE, ChatTemplate
 from engine.errors import UserError
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
     from transformers import PreTrainedTokenizerFast
 
-FORMATS_WITHOUT_TEMPLATE = "text, completion or alpaca"
+Learn = Literal["answers", "last", "all"]
+"""What is learnt of a conversation: all answers of the assistant, the last one, or everything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """How conversations are rendered, and what is learnt of them.
+
+    Args:
+        template: name or file of a chat template; None takes the tokenizer's.
+        arguments: variables for the template.
+        learn_after_end: learn the white space behind the token that ends an answer.
+    """
+
+    template: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    learn_after_end: bool = True
 
 
 class Tokenizer(Protocol):
@@ -54,14 +75,15 @@ class Tokenizer(Protocol):
         """Text of `ids`; control tokens are left out."""
         ...
 
-    def apply_chat(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def apply_chat(self, messages: Sequence[Message], *, learn: Learn = "answers") -> tuple[list[int], list[bool]]:
         """Render a conversation through the chat template.
 
         Args:
             messages: each with "role" and "content", and whatever else the template reads.
+            learn: "answers" renders the template's training form, where it has one; the others what a server renders.
 
         Returns:
-            Token ids, and for each whether an assistant turn wrote it, the token that ends the turn included.
+            Token ids, and for each whether it is learnt, what ends an answer included.
 
         Raises:
             UserError: no template, a template that refuses these messages, or one that cannot tell turns apart.
@@ -130,7 +152,7 @@ class SentencePieceTokenizer:
         text: str = self._processor.decode([int(token_id) for token_id in ids])
         return text
 
-    def apply_chat(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def apply_chat(self, messages: Sequence[Message], *, learn: Learn = "answers") -> tuple[list[int], list[bool]]:
         raise UserError(_no_template(self._path))
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -143,18 +165,26 @@ class HuggingFaceTokenizer:
     Args:
         tokenizer: a fast tokenizer of transformers.
         path: where it came from, for messages.
+        chat: how conversations are rendered.
+
+    Raises:
+        UserError: a chat template that is not there.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, path: Path, chat: ChatOptions | None = None) -> None:
         self._tokenizer = tokenizer
         self._path = path
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._chat = chat or ChatOptions()
+        added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
+        self._control_ids = frozenset(added)
+        control = "|".join(re.escape(token) for token in sorted(added.values(), key=len, reverse=True))
+        self._template = self._chosen_template(re.compile(control or "(?!)"))
         self.vocab_size = len(tokenizer)
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_id: int | None = tokenizer.eos_token_id
         # The post-processor decides what is added, and it can only be seen at work.
         self.adds_bos = self.bos_id is not None and tokenizer("a")["input_ids"][:1] == [self.bos_id]
-        self.has_chat_template = tokenizer.chat_template is not None
+        self.has_chat_template = self._template is not None
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -169,65 +199,79 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
 
-    def apply_chat(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        if not self.has_chat_template:
-            raise UserError(_no_template(self._path))
-        text, spans = assistant_spans(messages, self._render)
-        if spans is None:
-            return self._template_mask(messages)
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids: list[int] = encoding["input_ids"]
-        is_special = [token_id in self._special_ids for token_id in ids]
-        return ids, mask_tokens(text, spans, encoding["offset_mapping"], is_special)
+    @property
+    def chat_template(self) -> str | None:
+        """The template that conversations are rendered with, which belongs beside a model that was trained with it."""
+        return None if self._template is None else self._template.source
+
+    def apply_chat(self, messages: Sequence[Message], *, learn: Learn = "answers") -> tuple[list[int], list[bool]]:
+        template = self._required_template()
+        if learn == "last" and len(messages) > 1:
+            return self._last_answer(template, messages)
+        if learn == "all":
+            ids, _ = self._encode(template.render(messages))
+            return ids, [True] * len(ids)
+        text, spans = template.learnt(messages)
+        ids, offsets = self._encode(text)
+        return ids, self._cut(covered_tokens(spans[-1:] if learn == "last" else spans, offsets), text, ids, offsets)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        if not self.has_chat_template:
+        return self.encode(self._required_template().render(messages, prompt=True))
+
+    def _last_answer(self, template: ChatTemplate, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """Learns what follows the tokens of the prompt for the last answer, or follows where the two part."""
+        text = template.render(messages)
+        ids, offsets = self._encode(text)
+        prompt = self.chat_prompt(messages[:-1])
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, prompt, strict=False)))
+        return ids, self._cut([at >= same for at in range(len(ids))], text, ids, offsets)
+
+    def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids, and the characters of each."""
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return encoding["input_ids"], encoding["offset_mapping"]
+
+    def _cut(self, mask: list[bool], text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[bool]:
+        if self._chat.learn_after_end:
+            return mask
+        return without_tail(mask, text, offsets, [token_id in self._control_ids for token_id in ids])
+
+    def _required_template(self) -> ChatTemplate:
+        if self._template is None:
             raise UserError(_no_template(self._path))
-        return self.encode(self._render(messages, True))
+        return self._template
 
-    def _render(self, messages: Sequence[Message], generate: bool) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=generate
-            )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:  # a template is a program
-            raise UserError(
-                f"the chat template of {self._path} refuses these messages ({error}); change the order of their roles "
-                f"or use a format that needs no template ({FORMATS_WITHOUT_TEMPLATE})."
-            ) from error
-        return str(text)
-
-    def _template_mask(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """The way of a template that marks its assistant turns itself, with {% generation %} blocks."""
-        template = self._tokenizer.get_chat_template()
-        if "endgeneration" not in template:
-            raise UserError(
-                f"the chat template of {self._path} changes earlier turns when later ones are added and marks no turns "
-                "with {% generation %} blocks, so the assistant's tokens cannot be found; add such blocks to the "
-                "template or give conversations with one assistant turn."
-            )
-        encoding: Any = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], return_dict=True, return_assistant_tokens_mask=True
-        )
-        return list(encoding["input_ids"]), [bool(flag) for flag in encoding["assistant_masks"]]
+    def _chosen_template(self, control: re.Pattern[str]) -> ChatTemplate | None:
+        where = str(self._path)
+        if self._chat.template is not None:
+            source, where = template_text(self._chat.template), self._chat.template
+        elif self._tokenizer.chat_template is None:
+            return None
+        else:
+            try:
+                source = self._tokenizer.get_chat_template()
+            except ValueError as error:  # several, and none is the default
+                raise UserError(f"{self._path} has several chat templates ({error}); name a file of one.") from error
+        tokens = self._tokenizer.special_tokens_map
+        return ChatTemplate(source, where, tokens, self._chat.arguments, control)
 
 
 def _no_template(path: Path) -> str:
     return (
-        f"the tokenizer of {path} has no chat template, which conversations (messages, sharegpt) need; give "
-        f"data.tokenizer a folder that has one or write the data in the format {FORMATS_WITHOUT_TEMPLATE}."
+        f"the tokenizer of {path} has no chat template, which conversations (messages, sharegpt) need; set "
+        f"data.chat_template to one of {', '.join(TEMPLATES)}, or to a file, or write the data in the format "
+        f"{FORMATS_WITHOUT_TEMPLATE}."
     )
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, chat: ChatOptions | None = None) -> Tokenizer:
     """Open the tokenizer that lies at `path`.
 
     Args:
         path: a folder (a Hugging Face checkpoint, or a checkpoint that was imported with its tokenizer), a
             sentencepiece `.model` file, or a `tokenizer.json` file. In a folder `tokenizer.json` comes first, then
             `tokenizer.model`.
+        chat: how conversations are rendered; None as the tokenizer's own template does it.
 
     Raises:
         UserError: nothing there, or nothing that opens.
@@ -235,10 +279,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     source = Path(path).expanduser()
     if source.is_dir():
         if (source / "tokenizer.json").is_file():
-            return _load_fast(source)
+            return _load_fast(source, chat)
         models = sorted(source.glob("tokenizer.model*"))
         if models:
-            return SentencePieceTokenizer(models[0], adds_bos=_configured_bos(source))
+            return _load_sentencepiece(models[0], chat, adds_bos=_configured_bos(source))
         raise UserError(
             f"{source} has neither tokenizer.json nor tokenizer.model; set data.tokenizer to a folder or a .model file "
             "that has the tokenizer of this model."
@@ -248,10 +292,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"there is no tokenizer at {source}; set data.tokenizer to a folder with tokenizer.json or to a .model "
             "file."
         )
-    return _load_fast(source) if source.suffix == ".json" else SentencePieceTokenizer(source)
+    return _load_fast(source, chat) if source.suffix == ".json" else _load_sentencepiece(source, chat)
 
 
-def _load_fast(source: Path) -> HuggingFaceTokenizer:
+def _load_sentencepiece(
+    source: Path, chat: ChatOptions | None, *, adds_bos: bool | None = None
+) -> SentencePieceTokenizer:
+    if chat is not None and chat.template is not None:
+        raise UserError(
+            f"{source} is a sentencepiece model, which cannot encode the control tokens of a chat template, and "
+            f"data.chat_template is {chat.template}; give a tokenizer with tokenizer.json, or leave the template out."
+        )
+    return SentencePieceTokenizer(source, adds_bos=adds_bos)
+
+
+def _load_fast(source: Path, chat: ChatOptions | None) -> HuggingFaceTokenizer:
     # Imported late: it takes seconds, and a command that only prints its help has no use for it.
     from transformers import PreTrainedTokenizerFast
 
@@ -274,7 +329,7 @@ def _load_fast(source: Path) -> HuggingFaceTokenizer:
             f"{file}, with the settings beside it, is not one that transformers can open ({error}); copy the model's "
             "tokenizer files again."
         ) from error
-    return HuggingFaceTokenizer(tokenizer, source)
+    return HuggingFaceTokenizer(tokenizer, source, chat)
 
 
 def _check_settings(folder: Path) -> None:

@@ -15,7 +15,7 @@ from engine.data.preference import build_pairs
 from engine.data.row_means import RowMeanLoader
 from engine.data.store import is_store
 from engine.data.stored import stored_dataset
-from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.distributed.launch import Launch
 from engine.errors import UserError
 from engine.models.config import DecoderConfig
@@ -38,7 +38,7 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
     Raises:
         UserError: a record or tokenizer that cannot be used.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer or config.model.path)
+    tokenizer = load_tokenizer(config.data.tokenizer or config.model.path, chat_options(config))
     if tokenizer.vocab_size > decoder.vocab_size:
         log.warning(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {decoder.vocab_size}: tokens beyond the "
@@ -61,6 +61,14 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
         kind = RowMeanLoader if config.train.eval_mean == "rows" else EvalLoader
         validation = kind(rows, max_samples=config.train.eval_samples, **common)
     return RunData(tokenizer=tokenizer, train=loader, validation=validation)
+
+
+def chat_options(config: RunConfig) -> ChatOptions:
+    """How the run's conversations are rendered and learnt."""
+    data = config.data
+    return ChatOptions(
+        template=data.chat_template, arguments=data.chat_arguments or {}, learn_after_end=data.learn_after_end
+    )
 
 
 def place_in_data(config: RunConfig, launch: Launch) -> dict[str, int]:

@@ -84,7 +84,7 @@ def test_both_chat_formats_give_the_template_s_tokens(tmp_path: Path) -> None:
     assert first == second
     ids, targets = first
     assert ids == reference.apply_chat_template(turns, return_dict=True)["input_ids"]
-    assert reference.decode([token for token, flag in zip(ids, targets, strict=True) if flag]) == "Hello.<|im_end|>"
+    assert reference.decode([token for token, flag in zip(ids, targets, strict=True) if flag]) == "Hello.<|im_end|>\n"
 
 
 def test_conversations_without_a_template_name_the_record(tmp_path: Path, llama: Tokenizer) -> None:

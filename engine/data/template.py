@@ -1,0 +1,210 @@
+"""A chat template at work: rendered by transformers as a server would, within limits, with what is learnt marked.
+
+Three ways tell what the assistant wrote, in this order: {% generation %} blocks that the template has; the training
+form of a template that is well known (`engine.data.training_form`); and comparison (`engine.data.chat`).
+
+A template is a program that comes with a model. Jinja's sandbox keeps it away from the system; `engine.data.bounds` and
+a limit on what it writes keep it from hanging or filling the machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from engine.data.bounds import SECONDS, OutOfTime, bounded
+from engine.data.chat import MARK, Message, Span, assistant_spans
+from engine.data.training_form import BEGIN, END, training_form
+from engine.errors import UserError
+
+FORMATS_WITHOUT_TEMPLATE = "text, completion or alpaca"
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_RESERVED = (BEGIN, END, MARK)
+_MOST_WORDS = 300
+"""Characters of a template's own message that are shown."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template.
+
+    Args:
+        source: its text.
+        where: it comes from, for messages.
+        tokens: the special tokens, by the names that templates know them by (bos_token, ...).
+        arguments: further variables.
+        control: matches each control token of the tokenizer.
+    """
+
+    source: str
+    where: str
+    tokens: Mapping[str, Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    control: re.Pattern[str] = field(default_factory=lambda: re.compile("(?!)"))
+
+    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """The conversation as a server renders it.
+
+        Args:
+            messages: each with "role" and "content".
+            prompt: end with the prompt for the assistant's next turn.
+
+        Raises:
+            UserError: the template refuses these messages, or does not come to an end.
+        """
+        _check_characters(messages)
+        return self._rendered(messages, prompt)
+
+    def learnt(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """The conversation as it is learnt from, and the character ranges that are learnt.
+
+        Raises:
+            UserError: as of `render`, or the assistant's turns cannot be told.
+        """
+        _check_characters(messages)
+        if _GENERATION.search(self.source):
+            text, spans = self._run(self.source, messages, tracked=True)
+        elif self._training_form is not None:
+            text, spans = _unmarked(self._run(self._training_form, messages)[0])
+        else:
+            text = self._rendered(messages, False)
+            return text, assistant_spans(messages, text, self._rendered, self.control)
+        if not any(start < end for start, end in spans):
+            raise UserError(f"the chat template of {self.where} marks nothing of this conversation as the assistant's.")
+        return text, spans
+
+    def _rendered(self, messages: Sequence[Message], prompt: bool) -> str:
+        return self._run(self.source, messages, prompt=prompt)[0]
+
+    @cached_property
+    def _training_form(self) -> str | None:
+        return training_form(self.source)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template reads content as a list of parts only, and would leave out plain text in silence."""
+        return not self._writes_content(parts=False) and self._writes_content(parts=True)
+
+    def _writes_content(self, *, parts: bool) -> bool:
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+        try:
+            return MARK in self._run(self.source, chat, parts=parts)[0]
+        except UserError:
+            return False
+
+    def _run(
+        self,
+        source: str,
+        messages: Sequence[Message],
+        *,
+        prompt: bool = False,
+        tracked: bool = False,
+        parts: bool | None = None,
+    ) -> tuple[str, list[Span]]:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        if self._takes_parts if parts is None else parts:
+            chat = [_in_parts(message) for message in chat]
+        try:
+            with bounded():
+                texts, spans = render_jinja_template(
+                    conversations=[chat],
+                    chat_template=source,
+                    add_generation_prompt=prompt,
+                    return_assistant_tokens_mask=tracked,
+                    **{**self.tokens, **self.arguments},
+                )
+                text = str(texts[0])
+                text.encode("utf-8")
+        except OutOfTime:
+            raise self._endless(f"runs for more than {SECONDS:g} s") from None
+        except MemoryError:
+            raise self._endless("asks for more memory than a conversation can need") from None
+        except RecursionError:
+            raise self._endless("calls itself without end") from None
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"the chat template of {self.where} writes half of a surrogate pair at character {error.start}; "
+                "correct the template, or give another one with data.chat_template."
+            ) from None
+        # a template is a program: these are what it can do wrong
+        except (
+            TemplateError,
+            SyntaxError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+        ) as error:
+            raise UserError(
+                f"the chat template of {self.where} refuses these messages ({_words(error)}); change the order of "
+                f"their roles or use a format that needs no template ({FORMATS_WITHOUT_TEMPLATE})."
+            ) from error
+        most = 2**20 + 16 * sum(_characters(message) for message in chat)
+        if len(text) > most:
+            raise self._endless(f"writes {len(text):,} characters, more than {most:,},")
+        return text, spans[0] if tracked else []
+
+    def _endless(self, does: str) -> UserError:
+        return UserError(
+            f"the chat template of {self.where} {does} on one conversation; correct the template, or give another one "
+            "with data.chat_template."
+        )
+
+
+def _check_characters(value: object) -> None:
+    """Raises UserError where a message contains what marks answers here."""
+    if isinstance(value, str):
+        found = next((mark for mark in _RESERVED if mark in value), None)
+        if found is not None:
+            raise UserError(f"a message has U+{ord(found):04X}, which Unicode sets aside as no character; remove it.")
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _check_characters(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_characters(item)
+
+
+def _unmarked(text: str) -> tuple[str, list[Span]]:
+    """A text without the marks of a training form, and what stood between them."""
+    spans: list[Span] = []
+    kept: list[str] = []
+    length = 0
+    start: int | None = None
+    for piece in re.split(f"([{BEGIN}{END}])", text):
+        if piece == BEGIN:
+            start = length
+        elif piece == END:
+            if start is not None:
+                spans.append((start, length))
+            start = None
+        else:
+            kept.append(piece)
+            length += len(piece)
+    return "".join(kept), spans
+
+
+def _in_parts(message: Message) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
+
+
+def _characters(value: object) -> int:
+    if isinstance(value, Mapping):
+        return sum(_characters(key) + _characters(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_characters, value))
+    return len(str(value))
+
+
+def _words(error: Exception) -> str:
+    words = str(error)
+    return words if len(words) <= _MOST_WORDS else words[:_MOST_WORDS] + "..."

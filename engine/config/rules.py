@@ -220,13 +220,21 @@ def check_offloaded_weights(config: RunConfig) -> None:
     )
 
 
-def check_warmup(config: RunConfig) -> None:
-    """The warm-up ends before the run does."""
-    steps = config.train.steps
+def check_warmup(config: RunConfig, epoch_steps: int | None = None) -> None:
+    """The warm-up ends before the run does.
+
+    Args:
+        epoch_steps: steps of the run's epochs, once the data is known; None before.
+    """
+    train = config.train
+    steps = epoch_steps if train.steps is None else train.steps
+    given = f"train.steps is {steps}"
+    if train.num_epochs is not None:
+        given = f"train.epochs is {train.num_epochs:g}, which is {steps} step{'' if steps == 1 else 's'}"
     require(
         steps is None or config.optim.warmup_steps <= steps,
-        f"optim.warmup_steps is {config.optim.warmup_steps} and train.steps is {steps}, so the learning rate would "
-        f"never be reached: set optim.warmup_steps to {steps} or less, or take more steps.",
+        f"optim.warmup_steps is {config.optim.warmup_steps} and {given}, so the learning rate would never be reached: "
+        f"set optim.warmup_steps to {steps} or less, or take more steps.",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from engine.config.checks import require, require_at_least, require_choice, require_positive
 
 EvalMean = Literal["tokens", "rows"]
+LastBatch = Literal["short", "full"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +20,8 @@ class TrainOptions:
         epochs: Times to go through the training data, fractions allowed; 1 when neither this nor train.steps is given.
         micro_batch_size: Rows in one forward pass of one data-parallel rank.
         global_batch_size: Rows in one optimizer step, over all ranks and micro-batches.
+        last_batch: What an epoch ends with when its rows do not divide into full batches. "short" takes the rows that
+            are left, so that an epoch reads each row exactly once; "full" adds the first rows of the next epoch.
         seed: Seed of the data order, of fresh weights and of dropout.
         deterministic: Use only operations that give the same bits on every run of the same layout.
         eval_every: Steps between evaluations of data.validation, beside those at the start and at the end; 0 for none.
@@ -41,6 +44,7 @@ class TrainOptions:
     epochs: float | None = None
     micro_batch_size: int = 1
     global_batch_size: int = 8
+    last_batch: LastBatch = "short"
     seed: int = 1234
     deterministic: bool = False
     eval_every: int = 0
@@ -64,6 +68,7 @@ class TrainOptions:
             require_positive("train.epochs", self.epochs, "use for example 1")
         require_at_least("train.micro_batch_size", self.micro_batch_size, 1, "use for example 1")
         require_at_least("train.global_batch_size", self.global_batch_size, 1, "use for example 8")
+        require_choice("train.last_batch", self.last_batch, get_args(LastBatch))
         require(
             0 <= self.seed < 2**32,
             f"train.seed is {self.seed}, but a whole number from 0 to {2**32 - 1} is expected: use for example 1234.",

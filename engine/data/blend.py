@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.dataset import DatasetReport, Stored, TokenDataset
+from engine.data.dataset import Stored, TokenDataset
 from engine.data.packing import Packs
 
 
@@ -63,7 +62,6 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
         np.concatenate([data.starts + base for data, base in zip(datasets, tokens.starts, strict=True)]),
         seq_length=first.seq_length,
         packing=first.packing,
-        report=_sum([data.report for data in datasets]),
         stored=Stored(
             lengths=np.concatenate([data.lengths for data in datasets]),
             targets=np.concatenate([data.document_targets for data in datasets]),
@@ -80,8 +78,3 @@ def sample_counts(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
     total = np.max(np.asarray(sizes) / shares)
     return [max(size, round(float(share * total))) for size, share in zip(sizes, shares, strict=True)]
-
-
-def _sum(reports: Sequence[DatasetReport]) -> DatasetReport:
-    names = ("records", "truncated", "dropped_overlong", "dropped_without_target", "left_over", "seconds")
-    return replace(DatasetReport(), **{name: sum(getattr(report, name) for report in reports) for name in names})

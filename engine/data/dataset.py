@@ -24,6 +24,7 @@ from engine.data.concatenate import concatenate
 from engine.data.files import expand_paths
 from engine.data.formats import Sample, read_samples
 from engine.data.packing import Packs, one_each, pack
+from engine.data.report import DatasetReport
 from engine.data.tokenize import Document, cut_document, tokenize_samples
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -32,63 +33,6 @@ from engine.ops.native.loader import native_status
 
 CHUNK = 1024
 """Samples that are tokenised together."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DatasetReport:
-    """What became of the records.
-
-    Args:
-        records: records read; a .txt file is one.
-        documents: documents kept; a .txt file gives several.
-        rows: samples of the data order: documents, or packs.
-        tokens: tokens of the kept documents, without padding.
-        target_tokens: those of them that are learnt.
-        truncated: documents cut off at the row length.
-        dropped_overlong: documents left out because they are longer than a row.
-        dropped_without_target: documents left out because nothing in them (or in what truncation left) is learnt.
-        dropped_alike: pairs left out because both answers are the same.
-        packing_efficiency: tokens over rows times row length, or None without packing.
-        left_over: tokens that concatenation leaves out, because they fill no row or are in one without a target.
-        seconds: time it took.
-    """
-
-    records: int = 0
-    documents: int = 0
-    rows: int = 0
-    tokens: int = 0
-    target_tokens: int = 0
-    truncated: int = 0
-    dropped_overlong: int = 0
-    dropped_without_target: int = 0
-    dropped_alike: int = 0
-    packing_efficiency: float | None = None
-    left_over: int = 0
-    seconds: float = 0.0
-
-    @property
-    def dropped(self) -> int:
-        return self.dropped_overlong + self.dropped_without_target + self.dropped_alike
-
-    def summary(self) -> str:
-        """One line for a log."""
-        parts = [
-            f"{self.records:,} records, {self.documents:,} documents",
-            f"{self.tokens:,} tokens ({self.target_tokens:,} learnt)",
-        ]
-        if self.truncated:
-            parts.append(f"{self.truncated:,} truncated")
-        if self.dropped_overlong:
-            parts.append(f"{self.dropped_overlong:,} dropped as too long")
-        if self.dropped_without_target:
-            parts.append(f"{self.dropped_without_target:,} dropped with nothing left to learn")
-        if self.dropped_alike:
-            parts.append(f"{self.dropped_alike:,} dropped with two equal answers")
-        if self.packing_efficiency is not None:
-            parts.append(f"{self.rows:,} packs {self.packing_efficiency:.1%} full")
-        if self.left_over:
-            parts.append(f"{self.left_over:,} tokens left over")
-        return ", ".join(parts) + f", in {self.seconds:.1f} s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,9 +137,11 @@ class TokenDataset:
             _sum_rows(in_row_order, self.rows.offsets) if signs is None else np.diff(packs.offsets)
         )
         self.row_lengths: NDArray[np.int64] = _sum_rows(lengths[self.rows.documents], self.rows.offsets)
+        report = report or DatasetReport()
         self.report = replace(
-            report or DatasetReport(),
-            documents=len(lengths),
+            report,
+            limit=seq_length // group,
+            documents=report.documents or len(together),
             rows=len(self.rows),
             tokens=int(lengths.sum()),
             target_tokens=int(stored.targets.sum()),
@@ -301,14 +247,12 @@ class TokenDataset:
                 collected.records += len(chunk)
                 if progress is not None:
                     progress(collected.records, total)
-        names = ", ".join(str(path) for path in files)
-        arrays, report = collected.arrays(names), collected.report()
+        arrays, report = collected.arrays(", ".join(map(str, files))), collected.report()
         if packing == "concatenate":
             *arrays, left_over = concatenate(*arrays, seq_length)
             report = replace(report, left_over=left_over)
         dataset = cls(*arrays, seq_length=seq_length, packing=bool(packing), report=report)
-        documents = len(collected.tokens)  # a row of concatenated documents counts as one in the data set
-        dataset.report = replace(dataset.report, documents=documents, seconds=time.monotonic() - started)
+        dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
         return dataset
 
 
@@ -322,30 +266,39 @@ class _Collector:
         self.records = 0
         self.tokens: list[NDArray[np.int32]] = []
         self.targets: list[NDArray[np.bool_]] = []
-        self.truncated = self.dropped_overlong = self.dropped_without_target = 0
+        self.documents = self.cut = self.longest = self.truncated = self.lost_tokens = 0
+        self.dropped_overlong = self.dropped_prompt_only = self.dropped_without_target = 0
 
     def add(self, document: Document) -> None:
-        tokens, targets = document.tokens, document.targets
-        if len(tokens) > self.seq_length and not self._runs_on(document):
-            if self.overlong == "cut":
-                for piece in cut_document(document, self.seq_length):
-                    self.add(piece)
-                return
-            if self.overlong == "error":
-                raise document.place.error(
-                    f"the record has {len(tokens)} tokens, more than data.seq_length {self.seq_length}; raise it, "
-                    "or set data.overlong to truncate, cut or drop."
-                )
-            if self.overlong == "drop":
-                self.dropped_overlong += 1
-                return
-            tokens, targets = tokens[: self.seq_length], targets[: self.seq_length]
-        if not targets.any():
+        self.longest = max(self.longest, len(document.tokens))
+        if not document.targets.any():
             self.dropped_without_target += 1
-            return
-        self.truncated += len(tokens) < len(document.tokens)
-        self.tokens.append(tokens)
-        self.targets.append(targets)
+        elif len(document.tokens) <= self.seq_length or self._runs_on(document):
+            self._keep(document)
+        elif self.overlong == "error":
+            raise document.place.error(
+                f"the record has {len(document.tokens)} tokens, more than data.seq_length {self.seq_length}; raise it, "
+                "or set data.overlong to truncate, cut or drop."
+            )
+        elif self.overlong == "drop":
+            self.dropped_overlong += 1
+        elif self.overlong == "cut":
+            pieces = [piece for piece in cut_document(document, self.seq_length) if piece.targets.any()]
+            self.cut += 1
+            self._keep(*pieces)
+        elif not document.targets[: self.seq_length].any():
+            self.dropped_prompt_only += 1
+        else:
+            self.truncated += 1
+            self.lost_tokens += len(document.tokens) - self.seq_length
+            limit = self.seq_length
+            self._keep(replace(document, tokens=document.tokens[:limit], targets=document.targets[:limit]))
+
+    def _keep(self, *pieces: Document) -> None:
+        """Of one document."""
+        self.documents += 1
+        self.tokens += [piece.tokens for piece in pieces]
+        self.targets += [piece.targets for piece in pieces]
 
     def _runs_on(self, document: Document) -> bool:
         """Whether a document goes on in the next row."""
@@ -357,19 +310,21 @@ class _Collector:
         if not self.records:
             raise UserError(f"{names} has no records; give a file that has some.")
         if not self.tokens:
-            raise UserError(
-                f"{names} leaves nothing to learn: of {self.records} records {self.dropped_overlong} are longer than "
-                f"data.seq_length {self.seq_length} and {self.dropped_without_target} have no target within it; raise "
-                "data.seq_length."
-            )
+            raise UserError(self.report().nothing_left(names, "nothing to learn"))
         lengths = [len(tokens) for tokens in self.tokens]
         return (np.concatenate(self.tokens), np.concatenate(self.targets), np.cumsum([0, *lengths], dtype=np.int64))
 
     def report(self) -> DatasetReport:
         return DatasetReport(
+            limit=self.seq_length,
             records=self.records,
+            documents=self.documents,
+            pieces=len(self.tokens) if self.cut else 0,
+            longest=self.longest,
             truncated=self.truncated,
+            lost_tokens=self.lost_tokens,
             dropped_overlong=self.dropped_overlong,
+            dropped_prompt_only=self.dropped_prompt_only,
             dropped_without_target=self.dropped_without_target,
         )
 

@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.answers import AnswerCollector, AnswerSample, ends_with_answer
-from engine.data.dataset import DatasetReport, TokenDataset
+from engine.data.dataset import TokenDataset
 from engine.data.files import Place, Record
 from engine.data.formats import ChatSample, CompletionSample, conversation_turns, parse_record, refuse_unusable
+from engine.data.report import DatasetReport, counted
 from engine.data.tokenize import Document
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -115,11 +116,12 @@ class _Answers(AnswerCollector[Judged]):
         super().__init__(seq_length, overlong)
         self._whole: list[Document] = []
         self._liked: list[bool] = []
-        self._truncated = self._too_long = self._without_target = 0
+        self._longest = self._truncated = self._lost = self._too_long = self._prompt_only = self._without_target = 0
 
     def _add(self, record: Judged, documents: tuple[Document, ...]) -> None:
         (document,) = documents
         limit, length = self._seq_length, len(document.tokens)
+        self._longest = max(self._longest, length)
         if length > limit and self._overlong == "error":
             raise document.place.error(
                 f"the answer with its question has {length} tokens, more than data.seq_length {limit}; raise it, or "
@@ -127,32 +129,38 @@ class _Answers(AnswerCollector[Judged]):
             )
         if length > limit and self._overlong == "drop":
             self._too_long += 1
-        elif not document.targets[:limit].any():
+        elif not document.targets.any():
             self._without_target += 1
+        elif not document.targets[:limit].any():
+            self._prompt_only += 1
         else:
             self._truncated += length > limit
+            self._lost += max(0, length - limit)
             self._whole.append(document)
             self._liked.append(record.liked)
 
     def _dataset(self, names: str, *, packing: bool) -> TokenDataset:
+        report = DatasetReport(
+            unit="answer",
+            limit=self._seq_length,
+            records=self._records,
+            documents=len(self._whole),
+            longest=self._longest,
+            truncated=self._truncated,
+            lost_tokens=self._lost,
+            dropped_overlong=self._too_long,
+            dropped_prompt_only=self._prompt_only,
+            dropped_without_target=self._without_target,
+        )
         if len(self._whole) < 2:
-            raise UserError(
-                f"{names} leaves {len(self._whole)} answers to learn from, expected at least 2: of {self._records} "
-                f"records {self._too_long} are longer than data.seq_length {self._seq_length} and "
-                f"{self._without_target} have no answer within it; raise data.seq_length or give more records."
-            )
+            kept = counted(len(self._whole), "answer")
+            raise UserError(report.nothing_left(names, f"{kept} to learn from, and at least 2 are expected"))
         answers = [self._cut(document.tokens, document.targets) for document in self._whole]
         before = [self._whole[-1], *self._whole[:-1]]
         mismatched = [self._mismatched(own, other) for own, other in zip(self._whole, before, strict=True)]
         sizes = np.array([max(len(own[0]), len(other[0])) for own, other in zip(answers, mismatched, strict=True)])
         signs = np.where(self._liked, 1.0, -1.0).astype(np.float32)
         common = {"seq_length": self._seq_length, "packing": packing, "signs": signs, "sizes": sizes.astype(np.int64)}
-        report = DatasetReport(
-            records=self._records,
-            truncated=self._truncated,
-            dropped_overlong=self._too_long,
-            dropped_without_target=self._without_target,
-        )
         return TokenDataset(
             *_arrays(answers), **common, mismatched=TokenDataset(*_arrays(mismatched), **common), report=report
         )

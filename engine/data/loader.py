@@ -1,13 +1,9 @@
-"""Which rows every rank reads at which step, and reading ahead.
-
-The order of the data is a pure function of (seed, epoch, index). A run is one endless stream of samples, epoch after
-epoch, each epoch in a shuffled order of its own; a step takes the next `global_batch_size` of it, across the end of
-an epoch too. So the cursor of a run is one number, the samples consumed, and means the same on every layout.
+"""The micro-batches of a rank, and reading ahead. Which rows a step takes is `engine.data.order`'s to say.
 
 Slot s of a global batch is row s % m of micro-batch a on data rank d, with m the micro-batch size, D the data ranks,
-a = s // (m D) and d = s % (m D) // m. Ranks of one tensor group share a data rank and build equal batches.
-
-No communication takes place here: what other ranks read is computed, not asked.
+a = s // (m D) and d = s % (m D) // m. Ranks of one tensor group share a data rank and build equal batches. Where a
+batch has fewer rows than slots, as an epoch's last may, the slots that are left are rows of padding without loss: every
+rank still goes through the same micro-batches, pipelines and collectives see no difference, and shapes stay static.
 """
 
 from __future__ import annotations
@@ -18,28 +14,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from functools import lru_cache, partial
-
-import numpy as np
-from numpy.typing import NDArray
+from functools import partial
 
 from engine.batch import Batch
+from engine.config.train import LastBatch
 from engine.data.collate import pin, rank_batch, round_up
 from engine.data.dataset import TokenDataset
+from engine.data.order import DataOrder
 from engine.errors import UserError
-
-
-@lru_cache(maxsize=4)
-def permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
-    """The order of `count` samples in an epoch, the same on every machine.
-
-    It sorts the raw words of a counter-based generator (Philox keyed by seed and epoch): those are fixed by the
-    algorithm, while numpy may change how its `permutation` uses them from one version to the next.
-    """
-    words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(count)
-    order = np.argsort(words, kind="stable")
-    order.flags.writeable = False
-    return order
 
 
 def _check_lengths(dataset: TokenDataset, seq_length: int, pad_multiple: int) -> None:
@@ -69,6 +51,7 @@ class DataLoader:
         pad_multiple: row lengths are multiples of it (what divides a row among tensor ranks).
         context_rank, context_size: this rank's place among those that hold parts of each row.
         pad_token: fills the ends of rows.
+        last_batch: what an epoch ends with, see `DataOrder`.
         shuffle: False reads in the dataset's order, in every epoch.
         num_workers: threads that build batches ahead; 0 builds them when they are asked for.
         pin_memory: put batches into page-locked memory (needs CUDA).
@@ -91,6 +74,7 @@ class DataLoader:
         context_rank: int = 0,
         context_size: int = 1,
         pad_token: int = 0,
+        last_batch: LastBatch = "short",
         shuffle: bool = True,
         num_workers: int = 1,
         pin_memory: bool = False,
@@ -106,51 +90,38 @@ class DataLoader:
                 f"{round_up(max(global_batch_size, 1), micro_batch_size * data_size)}."
             )
         self.dataset = dataset
-        self.global_batch_size = global_batch_size
+        self.order = DataOrder(
+            count=len(dataset), batch=global_batch_size, seed=seed, last_batch=last_batch, shuffle=shuffle
+        )
         self.micro_batch_size = micro_batch_size
         self.num_micro_batches = global_batch_size // (micro_batch_size * data_size)
         self._data_rank = data_rank
         self._data_size = data_size
-        self._seed = seed
         self._shape = {
             "pad_multiple": pad_multiple,
             "pad_token": pad_token,
             "context_size": context_size,
             "context_rank": context_rank,
         }
-        self._shuffle = shuffle
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self.stalled = 0.0
         """Seconds that whoever iterates `stream` has waited for batches so far, but for the first of each stream:
         nothing could have hidden that one."""
 
-    def rows(self, consumed: int) -> NDArray[np.int64]:
-        """Row of each slot of the global batch that starts at sample `consumed`: int64 [global_batch_size]."""
-        count = len(self.dataset)
-        counters = np.arange(consumed, consumed + self.global_batch_size, dtype=np.int64)
-        if not self._shuffle:
-            return counters % count
-        rows = np.empty(len(counters), dtype=np.int64)
-        epochs = counters // count
-        for epoch in np.unique(epochs).tolist():
-            mine = epochs == epoch
-            rows[mine] = permutation(self._seed, epoch, count)[counters[mine] % count]
-        return rows
-
     def target_count(self, consumed: int) -> float:
         """Sum of the loss weights of the whole global batch, over all data ranks and micro-batches."""
-        return float(self.dataset.target_counts[self.rows(consumed)].sum())
+        return float(self.dataset.target_counts[self.order.rows(consumed)].sum())
 
     def batches(self, consumed: int) -> list[Batch]:
         """This rank's micro-batches of the global batch that starts at sample `consumed`, in their order."""
-        rows = self.rows(consumed)
+        rows: list[int | None] = [*self.order.rows(consumed).tolist()]
+        rows += [None] * (self.order.batch - len(rows))
         batches = []
         for accumulation in range(self.num_micro_batches):
             first = (accumulation * self._data_size + self._data_rank) * self.micro_batch_size
             slots = range(first, first + self.micro_batch_size)
-            mine = rows[first : first + self.micro_batch_size].tolist()
-            batch = rank_batch(self.dataset, mine, slots, **self._shape)
+            batch = rank_batch(self.dataset, rows[first : slots.stop], slots, **self._shape)
             batches.append(pin(batch) if self._pin_memory else batch)
         return batches
 
@@ -160,8 +131,7 @@ class DataLoader:
         An error while building is raised to the consumer in its turn. Closing the iterator, or leaving it to the
         garbage collector, stops the threads.
         """
-        starts = range(consumed, consumed + num_steps * self.global_batch_size, self.global_batch_size)
-        with closing(self._promised(starts)) as promises:
+        with closing(self._promised(self.order.starts(consumed, num_steps))) as promises:
             for number, promise in enumerate(promises):
                 begin = time.monotonic()
                 batches = promise()
@@ -169,7 +139,7 @@ class DataLoader:
                     self.stalled += time.monotonic() - begin
                 yield batches
 
-    def _promised(self, starts: range) -> Generator[Callable[[], list[Batch]]]:
+    def _promised(self, starts: Iterator[int]) -> Generator[Callable[[], list[Batch]]]:
         """A function for each step that gives its batches, waiting for them where it must."""
         if not self._num_workers:
             yield from (partial(self.batches, start) for start in starts)

@@ -26,7 +26,7 @@ import numpy as np
 
 from engine.data.answers import AnswerCollector, AnswerSample, ends_with_answer
 from engine.data.chat import Message
-from engine.data.dataset import DatasetReport, TokenDataset
+from engine.data.dataset import TokenDataset
 from engine.data.files import Place, Record
 from engine.data.formats import (
     ALPACA_PROMPT,
@@ -38,6 +38,7 @@ from engine.data.formats import (
     refuse_unusable,
     string_field,
 )
+from engine.data.report import DatasetReport
 from engine.data.tokenize import Document
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -160,12 +161,14 @@ class _Pairs(AnswerCollector[Pair]):
     def __init__(self, seq_length: int, overlong: str) -> None:
         super().__init__(seq_length, overlong)
         self._kept: list[Document] = []
-        self._truncated = self._overlong_pairs = self._without_target = self._alike = 0
+        self._longest = self._truncated = self._lost = 0
+        self._overlong_pairs = self._prompt_only = self._without_target = self._alike = 0
 
     def _add(self, record: Pair, documents: tuple[Document, ...]) -> None:
         limit = self._seq_length
         documents = _from_where_they_part(documents)
         longest = max(len(side.tokens) for side in documents)
+        self._longest = max(self._longest, longest)
         if longest > limit and self._overlong == "error":
             raise record.place.error(
                 f"an answer with its question has {longest} tokens, more than data.seq_length {limit}; raise it, or "
@@ -175,21 +178,33 @@ class _Pairs(AnswerCollector[Pair]):
             self._overlong_pairs += 1
             return
         sides = [replace(side, tokens=side.tokens[:limit], targets=side.targets[:limit]) for side in documents]
-        if not all(side.targets.any() for side in sides):
+        if not all(side.targets.any() for side in documents):
             self._without_target += 1
+        elif not all(side.targets.any() for side in sides):
+            self._prompt_only += 1
         elif np.array_equal(sides[0].tokens, sides[1].tokens):
             self._alike += 1
         else:
             self._truncated += longest > limit
+            self._lost += sum(max(0, len(side.tokens) - limit) for side in documents)
             self._kept += sides
 
     def _dataset(self, names: str, *, packing: bool) -> TokenDataset:
+        report = DatasetReport(
+            unit="pair",
+            limit=self._seq_length,
+            records=self._records,
+            documents=len(self._kept) // 2,
+            longest=self._longest,
+            truncated=self._truncated,
+            lost_tokens=self._lost,
+            dropped_overlong=self._overlong_pairs,
+            dropped_prompt_only=self._prompt_only,
+            dropped_without_target=self._without_target,
+            dropped_alike=self._alike,
+        )
         if not self._kept:
-            raise UserError(
-                f"{names} leaves nothing to compare: of {self._records} pairs {self._overlong_pairs} are longer than "
-                f"data.seq_length {self._seq_length}, {self._without_target} have no answer within it and "
-                f"{self._alike} have two equal answers; raise data.seq_length."
-            )
+            raise UserError(report.nothing_left(names, "nothing to compare"))
         lengths = [len(document.tokens) for document in self._kept]
         return TokenDataset(
             np.concatenate([document.tokens for document in self._kept]),
@@ -199,13 +214,7 @@ class _Pairs(AnswerCollector[Pair]):
             packing=packing,
             group=2,
             signs=np.tile(np.array([1.0, -1.0], dtype=np.float32), len(self._kept) // 2),
-            report=DatasetReport(
-                records=self._records,
-                truncated=self._truncated,
-                dropped_overlong=self._overlong_pairs,
-                dropped_without_target=self._without_target,
-                dropped_alike=self._alike,
-            ),
+            report=report,
         )
 
 

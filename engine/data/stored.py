@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from engine.config.data import Packing
 from engine.data.concatenate import concatenate
-from engine.data.dataset import DatasetReport, Stored, TokenDataset
+from engine.data.dataset import Stored, TokenDataset
+from engine.data.report import DatasetReport
 from engine.data.store import TokenStore, open_store
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -49,7 +50,7 @@ def stored_dataset(
     if packing == "concatenate":
         return _concatenated(store, seq_length)
     starts, lengths = store.offsets[:-1], np.diff(store.offsets)
-    report = DatasetReport(records=len(starts))
+    report = DatasetReport(limit=seq_length, longest=int(lengths.max(initial=0)))
     longer = lengths > seq_length
     if overlong == "error" and longer.any():
         raise UserError(
@@ -58,17 +59,27 @@ def stored_dataset(
         )
     if overlong == "drop":
         report = replace(report, dropped_overlong=int(longer.sum()))
-        starts, lengths = starts[~longer], lengths[~longer]
-    elif overlong == "cut":
+        starts, lengths, longer = starts[~longer], lengths[~longer], longer[~longer]
+    documents = len(starts)
+    lost = np.maximum(lengths - seq_length, 0)
+    if overlong == "cut" and longer.any():
         starts, lengths = cut_spans(starts, lengths, seq_length)
-    else:
-        report = replace(report, truncated=int(longer.sum()))
-        lengths = np.minimum(lengths, seq_length)
+        report = replace(report, documents=documents)
+    lengths = np.minimum(lengths, seq_length)
     counts = _target_counts(store, starts, lengths)
     kept = counts > 0
-    report = replace(report, dropped_without_target=int((~kept).sum()))
+    if report.documents:
+        report = replace(report, pieces=int(kept.sum()))
+    else:
+        report = replace(
+            report,
+            truncated=int((kept & longer).sum()),
+            lost_tokens=int(lost[kept].sum()),
+            dropped_prompt_only=int((~kept & longer).sum()),
+            dropped_without_target=int((~kept & ~longer).sum()),
+        )
     if not kept.any():
-        raise UserError(f"{path} leaves nothing to learn: set data.overlong to cut, or raise data.seq_length.")
+        raise UserError(report.nothing_left(str(path), "nothing to learn"))
     dataset = TokenDataset(
         store.tokens,
         store.targets,
@@ -89,7 +100,7 @@ def _concatenated(store: TokenStore, seq_length: int) -> TokenDataset:
         targets = np.ones(len(store.tokens), dtype=bool)
         targets[store.offsets[:-1]] = False
     tokens, learnt, offsets, left_over = concatenate(np.asarray(store.tokens), targets, store.offsets, seq_length)
-    report = DatasetReport(records=len(store.offsets) - 1, left_over=left_over)
+    report = DatasetReport(documents=len(store.offsets) - 1, left_over=left_over)
     return TokenDataset(tokens, learnt, offsets, seq_length=seq_length, packing=True, report=report)
 
 

@@ -123,6 +123,15 @@ class DecoderConfig:
     max_row_length: int | None = None
 
     @property
+    def context_length(self) -> int:
+        """Positions that the model knows: those it was made for, or more where rotary scaling stretches them."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind == "longrope":  # whose length is the config's own
+            return self.max_length
+        made_for = self.max_length if scaling.kind == "linear" else scaling.original_length
+        return max(self.max_length, round(made_for * scaling.factor))
+
+    @property
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embeddings, the main one first."""
         main = Rope(theta=self.rope_theta, scaling=self.rope_scaling)

@@ -73,8 +73,9 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
     flat = optimizer.flat
     _write_pieces(_pieces_file(folder, launch.rank, PARAMETER, 0), flat.master_shards())
     losses, norms = [], []
-    for step, batches in enumerate(loader.stream(0, num_steps), 1):
-        targets = loader.target_count((step - 1) * loader.global_batch_size)
+    starts = loader.order.starts(0, num_steps)
+    for step, (start, batches) in enumerate(zip(starts, loader.stream(0, num_steps), strict=True), 1):
+        targets = loader.target_count(start)
         # the phases of engine.training.step, taken apart to look at the gradient between them
         losses.append(float(training.step.gradients(batches, targets)))
         _write_pieces(_pieces_file(folder, launch.rank, GRADIENT, step), flat.gradient_shards())

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config.data import split_mix
-from engine.config.rules import data_parallel_size
+from engine.config.rules import check_warmup, data_parallel_size
 from engine.config.run import RunConfig
 from engine.data.blend import blend
 from engine.data.dataset import TokenDataset
 from engine.data.judged import build_judged
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.preference import build_pairs
+from engine.data.report import context_warning
 from engine.data.row_means import RowMeanLoader
 from engine.data.store import is_store
 from engine.data.stored import stored_dataset
@@ -51,15 +52,20 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
         train,
         global_batch_size=config.train.global_batch_size,
         seed=config.train.seed,
+        last_batch=config.train.last_batch,
         num_workers=config.data.num_workers,
         pin_memory=launch.device.type == "cuda",
         **common,
     )
+    if config.train.num_epochs is not None:
+        check_warmup(config, loader.order.steps_left(0, config.train.num_epochs))
     validation = None
     if config.data.validation is not None:
         rows = _dataset(config, config.data.validation, tokenizer, decoder, log, "validation")
         kind = RowMeanLoader if config.train.eval_mean == "rows" else EvalLoader
         validation = kind(rows, max_samples=config.train.eval_samples, **common)
+    if (warning := context_warning(config.data.seq_length, train.lengths, decoder.context_length)) is not None:
+        log.warning(warning)
     return RunData(tokenizer=tokenizer, train=loader, validation=validation)
 
 
@@ -120,6 +126,8 @@ def _dataset(
             "set data.tokenizer to the tokenizer this model was trained with."
         )
     log.info(f"{what} data: {dataset.report.summary()}")
+    for warning in dataset.report.warnings():
+        log.warning(f"{what} data: {warning}")
     return dataset
 
 

@@ -39,17 +39,15 @@ class Observation:
     Args:
         config, launch, training: of the run.
         run_dir: its folder.
-        step: steps taken before.
 
     Raises:
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, config: RunConfig, launch: Launch, training: Training, run_dir: Path, *, step: int) -> None:
+    def __init__(self, config: RunConfig, launch: Launch, training: Training, run_dir: Path) -> None:
         self._config, self._launch, self._training = config, launch, training
         self._file = RankFile(run_dir, launch.rank) if config.log.metrics else None
         self._traces = StepTraces(config.log.profile_steps, run_dir / "traces", launch.rank)
-        self._reported = step
         self._ceiling = self._measured_ceiling()
         whole = shard_entries(meta_model(training.source.model.decoder, plan=training.plan))
         shapes = {entry.name: tuple(entry.spec.global_shape) for entry in whole if entry.sink is not None}
@@ -71,19 +69,17 @@ class Observation:
         path = self._traces.after(step)
         return None if path is None else f"step {step}: trace {path}"
 
-    def report(self, *, step: int, tokens: int, seconds: float) -> dict[str, float]:
+    def report(self, *, step: int, rows: int, tokens: int, seconds: float) -> dict[str, float]:
         """Writes this rank's record; further figures of the step for the metrics file.
 
         Args:
             step: the last one that is reported.
-            tokens, seconds: since the report before.
+            rows, tokens, seconds: since the report before.
         """
-        steps, self._reported = step - self._reported, step
         if self._file is not None:
             self._file.write(self._record(step))
         if not self._ceiling or seconds <= 0 or tokens <= 0:
             return {}
-        rows = self._config.train.global_batch_size * max(1, steps)
         decoder = self._training.source.model.decoder
         flops = step_flops(decoder, tokens=tokens, row_tokens=tokens / rows, trained=self._trained)
         return {"mfu": flops / seconds / self._launch.world_size / self._ceiling}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import cast
 
@@ -54,6 +53,9 @@ class _Record:
     step: int
     result: StepResult
     lr: float
+    consumed: int
+    """Samples of training data so far."""
+    rows: int
     tokens: int
     finished: float
     """When it was handed to the device, on the run's clock."""
@@ -104,11 +106,11 @@ class Trainer:
             metrics=self._metrics,
         )
         self._pending: _Record | None = None
-        self._observation = Observation(config, launch, self._training, self.run_dir, step=self.step)
+        self._observation = Observation(config, launch, self._training, self.run_dir)
         self._guards = build_guards(config, self._training, launch, say=self._progress.info)
         self._stuck = StuckLoss(self._training.objective.loss_at_chance)
         self._forecast = MemoryForecast(config, launch, self._training, self._data.train.dataset)
-        self._tokens, self._report_tokens = 0, 0
+        self._tokens, self._report_rows, self._report_tokens = 0, 0, 0
         self._paused, self._report_clock = 0.0, 0.0
         self._stalled = 0.0
         self._losses: list[float] = []
@@ -131,6 +133,7 @@ class Trainer:
         announce(self._config, self._launch, self._training, self._log, num_micro_batches=loader.num_micro_batches)
         if (line := self._forecast.line()) is not None:
             self._log.info(line)
+        self._log.info(f"data order: {loader.order.sentence()}")
         self._log.info(f"run: {self._total} steps, folder {self.run_dir}")
         begin = self._report_clock = self._now()
         stopped = None
@@ -171,7 +174,8 @@ class Trainer:
             self._supervision.check(self.step)
             lr = self._learning_rate()
             targets = loader.target_count(self._consumed)
-            tokens = int(loader.dataset.row_lengths[loader.rows(self._consumed)].sum())
+            rows = loader.order.rows(self._consumed)
+            tokens = int(loader.dataset.row_lengths[rows].sum())
             self._observation.step_begins(self.step + 1)
             result = take_step(batches, targets, lr)
             self.step += 1
@@ -180,9 +184,9 @@ class Trainer:
             for part in self._training.parts:
                 if (report := part.saved.take_report()) is not None:  # in the first step, if ever
                     self._progress.info(f"step {self.step}: {report.line()}")
-            self._consumed += loader.global_batch_size
+            self._consumed += len(rows)
             self._guards.after(StepSeen(self.step, batches, targets, lr, self._consumed, result))
-            self._report(_Record(self.step, result, lr, tokens, self._now()))
+            self._report(_Record(self.step, result, lr, self._consumed, len(rows), tokens, self._now()))
             self._evaluated = False
             if self._is_evaluation_due():
                 self._evaluate()
@@ -231,6 +235,7 @@ class Trainer:
             return
         self._tokens += ready.tokens
         self._report_tokens += ready.tokens
+        self._report_rows += ready.rows
         if ready.step % self._config.log.every and not last:
             return
         loss, norm = float(ready.result.loss), float(ready.result.grad_norm)
@@ -244,17 +249,20 @@ class Trainer:
             "seconds": ready.finished - self._report_clock,
             "memory": peak_memory_bytes(),
         }
-        self._report_clock, self._report_tokens = ready.finished, 0
+        rows = self._report_rows
+        self._report_clock, self._report_rows, self._report_tokens = ready.finished, 0, 0
         objective = self._training.objective
         more = objective.named(ready.result.metrics.tolist())
         if self._training.optimizer.loss_scale is not None:
             more["loss_scale"] = float(ready.result.loss_scale)
-        seen = self._observation.report(step=ready.step, tokens=figures["tokens"], seconds=figures["seconds"])
+        seen = self._observation.report(
+            step=ready.step, rows=rows, tokens=figures["tokens"], seconds=figures["seconds"]
+        )
         stalled, self._stalled = self._data.train.stalled - self._stalled, self._data.train.stalled
         more["data_stall"] = stalled
         self._metrics.train(**figures, **more, **seen)
         self._progress.update(**figures, more={name: more[name] for name in objective.shown if name in more})
-        self._listener.reported(ready.step * self._data.train.global_batch_size, loss=loss, lr=ready.lr)
+        self._listener.reported(ready.consumed, loss=loss, lr=ready.lr)
         for warning in (self._stuck.seen(loss), self._forecast.seen(figures["memory"], last=last)):
             if warning is not None:
                 self._progress.info(warning)
@@ -321,7 +329,8 @@ class Trainer:
         if train.steps is not None:
             return train.steps
         assert train.num_epochs is not None
-        return max(1, ceil(train.num_epochs * len(self._data.train.dataset) / train.global_batch_size))
+        # from the cursor, not from the step: the batch may have been another before
+        return self.step + self._data.train.order.steps_left(self._consumed, train.num_epochs)
 
     def _open_metrics(self, known: int) -> MetricsWriter:
         """The records of steps after `known` are written again."""

@@ -33,7 +33,7 @@ def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> 
     before = _State(training)
     take_step = training.step if training.graphs is None else training.graphs
     for number in range(steps):
-        consumed = number * loader.global_batch_size
+        consumed = number * loader.order.batch
         batches: list[Batch] = loader.batches(consumed)
         take_step(batches, loader.target_count(consumed), config.optim.lr)
         training.stages.figures(batches)

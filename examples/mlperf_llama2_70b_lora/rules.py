@@ -65,6 +65,7 @@ def check_recipe(config: RunConfig) -> None:
         "data.packing": (data.packing, "concatenate"),
         "data.format": (data.format, "tokens"),
         "data.mask_prompt": (data.mask_prompt, True),
+        "train.last_batch": (train.last_batch, "full"),
         "train.eval_every": (train.eval_every, evaluation_steps(batch)),
         "train.eval_first": (train.eval_first, first_evaluation(batch)),
         "train.eval_samples": (train.eval_samples, None),

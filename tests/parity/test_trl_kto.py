@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine.data.judged import build_judged
-from engine.data.loader import permutation
+from engine.data.order import permutation
 from engine.data.tokenizer import load_tokenizer
 from tests.parity.preference_data import save_model_and_adapter, short_pairs, write_records
 from tests.parity.trl_training import (

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.data.loader import permutation
+from engine.data.order import permutation
 from engine.data.preference import build_pairs
 from engine.data.tokenizer import load_tokenizer
 from tests.parity.preference_data import save_model_and_adapter, short_pairs, write_records

@@ -19,6 +19,7 @@ from engine.config import (
     data_parallel_size,
     gradient_accumulation_steps,
 )
+from engine.config.rules import check_warmup
 from engine.errors import UserError
 
 
@@ -90,6 +91,10 @@ def test_warmup_longer_than_the_run() -> None:
     )
     check_config(run(optim=OptimOptions(warmup_steps=10), train=TrainOptions(steps=10)))
     check_config(run(optim=OptimOptions(warmup_steps=10)))
+    epochs = run(optim=OptimOptions(warmup_steps=10), train=TrainOptions(epochs=2))
+    check_warmup(epochs, 10)
+    with pytest.raises(UserError, match="warmup_steps is 10 and train.epochs is 2, which is 9 steps, .* to 9 or less"):
+        check_warmup(epochs, 9)
 
 
 def test_evaluation_without_samples() -> None:

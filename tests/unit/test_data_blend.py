@@ -48,7 +48,7 @@ def test_an_epoch_has_the_shares() -> None:
     loader = DataLoader(
         both, seq_length=6, global_batch_size=len(both), micro_batch_size=1, data_rank=0, data_size=1, seed=3
     )
-    firsts = np.array([int(next(both.documents(row))[0][0]) for row in loader.rows(0).tolist()])
+    firsts = np.array([int(next(both.documents(row))[0][0]) for row in loader.order.rows(0).tolist()])
     assert (firsts == 100).sum() == 50 and (firsts == 200).sum() == 17
     half = firsts[: len(firsts) // 2]
     assert 0 < (half == 200).sum() < 17, "the order is shuffled over both"

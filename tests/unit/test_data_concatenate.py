@@ -45,7 +45,7 @@ def test_texts_end_to_end(tmp_path: Path):
     assert (report.documents, report.rows, report.left_over, report.packing_efficiency) == (3, 3, 0, 1.0)
     assert _text(_build(tmp_path / "b.jsonl", [{"text": "abcdefgh"}], 4).tokens) == "<abcdefg"
     assert (
-        "2 packs 100.0% full, 2 tokens left over"
+        "2 rows 100.0% full, 2 tokens left over"
         in _build(tmp_path / "b.jsonl", [{"text": "abcdefgh"}], 4).report.summary()
     )
 

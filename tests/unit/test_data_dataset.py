@@ -136,8 +136,17 @@ def test_overlong_records_are_truncated_dropped_or_refused(tmp_path: Path, llama
     cut = TokenDataset.build(path, tokenizer=llama, seq_length=16, overlong="truncate")
     assert documents(cut) == [whole[0], (whole[1][0][:16], whole[1][1][:16])]
     report = cut.report
-    assert (report.truncated, report.dropped_overlong, report.dropped_without_target) == (1, 0, 1)
-    assert "1 truncated" in report.summary() and "1 dropped with nothing left to learn" in report.summary()
+    longest = max(len(ids) for ids, _ in whole)
+    assert (report.truncated, report.dropped_overlong, report.dropped_prompt_only) == (1, 0, 1)
+    assert (report.longest, report.lost_tokens) == (longest, len(whole[1][0]) - 16)
+    assert "3 records, 2 documents" in report.summary() and "1 truncated" in report.summary()
+    truncated, prompt = report.warnings()
+    assert truncated == (
+        f"1 of 3 documents is longer than data.seq_length 16 and truncated, {report.lost_tokens} tokens lost; "
+        f"data.seq_length {longest} would keep all of it"
+    )
+    assert prompt.startswith("1 of 3 documents is dropped: the prompt alone fills data.seq_length 16")
+    assert not TokenDataset.build(path, tokenizer=llama, seq_length=longest).report.warnings()
     dropped = TokenDataset.build(path, tokenizer=llama, seq_length=16, overlong="drop")
     assert documents(dropped) == whole[:1]
     assert (dropped.report.truncated, dropped.report.dropped_overlong, dropped.report.dropped) == (0, 2, 2)
@@ -147,7 +156,12 @@ def test_overlong_records_are_truncated_dropped_or_refused(tmp_path: Path, llama
 
 def test_nothing_to_learn_is_an_error(tmp_path: Path, llama: Tokenizer) -> None:
     path = write(tmp_path, [{"prompt": "word " * 50, "completion": "x"}])
-    with pytest.raises(UserError, match="leaves nothing to learn"):
+    longest = len(documents(TokenDataset.build(path, tokenizer=llama, seq_length=LONG))[0][0])
+    sentence = (
+        rf"leaves nothing to learn: of 1 document 1 has a prompt that alone fills data.seq_length 16; raise "
+        rf"data.seq_length \(the longest document has {longest} tokens\)."
+    )
+    with pytest.raises(UserError, match=sentence):
         TokenDataset.build(path, tokenizer=llama, seq_length=16)
     with pytest.raises(UserError, match="has no records"):
         TokenDataset.build(write(tmp_path, []), tokenizer=llama, seq_length=16)

@@ -17,7 +17,8 @@ from transformers import DataCollatorWithFlattening
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.data.dataset import TokenDataset
-from engine.data.loader import DataLoader, EvalLoader, permutation
+from engine.data.loader import DataLoader, EvalLoader
+from engine.data.order import DataOrder, permutation
 from engine.errors import UserError
 
 SEQ = 16
@@ -85,21 +86,62 @@ def test_permutation_is_a_fixed_function_of_seed_and_epoch() -> None:
         order[0] = 1
 
 
-def test_every_epoch_reads_each_sample_once_and_steps_run_on_into_the_next() -> None:
-    dataset = random_dataset(21)
-    loader = make_loader(dataset)
-    stream = np.concatenate([loader.rows(step * 8) for step in range(21)])
+def test_an_epoch_reads_each_sample_once_and_its_last_batch_has_the_rest() -> None:
+    order = DataOrder(count=21, batch=8, seed=3)
+    starts = list(order.starts(0, 9))
+    assert starts == [0, 8, 16, 21, 29, 37, 42, 50, 58]
+    epochs = [np.concatenate([order.rows(start) for start in starts[first : first + 3]]) for first in (0, 3, 6)]
+    assert all(sorted(epoch.tolist()) == list(range(21)) for epoch in epochs)
+    assert epochs[0].tolist() != epochs[1].tolist()
+    # what a run with another batch has consumed need not be the start of a batch
+    assert order.rows(13).tolist() == epochs[0][13:21].tolist() and order.size(20) == 1
+    assert sorted(DataOrder(count=3, batch=8, seed=3).rows(0).tolist()) == [0, 1, 2]
+
+
+def test_full_batches_run_on_into_the_next_epoch() -> None:
+    order = DataOrder(count=21, batch=8, seed=3, last_batch="full")
+    assert list(order.starts(0, 4)) == [0, 8, 16, 24]
+    stream = np.concatenate([order.rows(step * 8) for step in range(21)])
     for epoch in range(8):
         assert sorted(stream[epoch * 21 : (epoch + 1) * 21].tolist()) == list(range(21))
-    assert stream[:21].tolist() != stream[21:42].tolist()
-    assert loader.rows(13).tolist() == stream[13:21].tolist()
-    tiny = make_loader(random_dataset(3))
-    assert sorted(tiny.rows(0)[:3].tolist()) == sorted(tiny.rows(0)[3:6].tolist()) == [0, 1, 2]
+    assert order.rows(13).tolist() == stream[13:21].tolist()
+    assert DataOrder(count=5, batch=8, seed=3, last_batch="full", shuffle=False).rows(3).tolist() == [
+        3, 4, 0, 1, 2, 3, 4, 0,
+    ]  # fmt: skip
 
 
-def test_order_without_shuffling_is_that_of_the_files() -> None:
-    loader = make_loader(random_dataset(5), shuffle=False)
-    assert loader.rows(3).tolist() == [3, 4, 0, 1, 2, 3, 4, 0]
+@settings(max_examples=200, deadline=None)
+@given(
+    count=st.integers(1, 40),
+    batch=st.integers(1, 12),
+    epochs=st.integers(1, 4),
+    last_batch=st.sampled_from(["short", "full"]),
+    taken=st.integers(0, 30),
+)
+def test_the_steps_of_a_run_are_those_that_reach_the_end_of_its_epochs(
+    count: int, batch: int, epochs: int, last_batch: Any, taken: int
+) -> None:
+    order = DataOrder(count=count, batch=batch, seed=1, last_batch=last_batch)
+    expected = [start for start in order.starts(0, 200) if start < epochs * count]
+    assert order.steps_left(0, epochs) == len(expected)
+    consumed = list(order.starts(0, taken + 1))[-1]
+    assert order.steps_left(consumed, epochs) == max(0, len(expected) - taken)
+    assert order.steps_per_epoch == DataOrder(count=count, batch=batch, seed=1).steps_left(0, 1)
+    assert order.steps_left(0, 0.001) == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "last_batch", "sentence"),
+    [
+        (16, 8, "short", "an epoch: 16 rows in 2 steps of 8"),
+        (19, 8, "short", "an epoch: 19 rows in 3 steps of 8, the last of 3"),
+        (3, 8, "short", "an epoch: 3 rows in 1 step"),
+        (1, 1, "short", "an epoch: 1 row in 1 step of 1"),
+        (3, 8, "full", "an epoch: 3 rows in 1 step of 8, the last of which takes 5 from the next epoch"),
+    ],
+)
+def test_the_length_of_an_epoch_in_words(count: int, batch: int, last_batch: Any, sentence: str) -> None:
+    assert DataOrder(count=count, batch=batch, seed=1, last_batch=last_batch).sentence().startswith(sentence)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -108,17 +150,21 @@ def test_slots_lie_where_the_layout_says(packing: bool, size: int, micro: int) -
     dataset = random_dataset(40, packing=packing)
     loaders = [make_loader(dataset, rank=rank, size=size, micro=micro) for rank in range(size)]
     for consumed in (0, 8, 11, 35):
-        rows = loaders[0].rows(consumed)
+        rows = loaders[0].order.rows(consumed)
         batches = [loader.batches(consumed) for loader in loaders]
         for slot in range(8):
             batch = batches[slot % (micro * size) // micro][slot // (micro * size)]
             row = slot % micro
             check_record(batch)
+            assert batch.num_rows == micro
+            assert batch.token_index_BS[row].tolist() == list(range(slot * SEQ, slot * SEQ + batch.row_length))
+            if slot >= len(rows):  # of a short batch
+                assert (batch.tokens_BS[row] == 0).all() and not batch.loss_weights_BS[row].any()
+                continue
             documents = list(dataset.documents(int(rows[slot])))
             tokens = np.concatenate([tokens for tokens, _ in documents])
             assert batch.tokens_BS[row, : len(tokens)].tolist() == tokens.tolist()
             assert (batch.tokens_BS[row, len(tokens) :] == 0).all()
-            assert batch.token_index_BS[row].tolist() == list(range(slot * SEQ, slot * SEQ + batch.row_length))
             expected = [
                 (int(document[place - 1]), int(document[place]))
                 for document, targets in documents
@@ -201,10 +247,12 @@ def test_stream_gives_the_batches_of_each_step(num_workers: int) -> None:
     loader = make_loader(dataset, rank=1, size=2, num_workers=num_workers)
     steps = list(loader.stream(5, 9))
     assert len(steps) == 9
-    for step, batches in enumerate(steps):
-        assert all(same(a, b) for a, b in zip(batches, loader.batches(5 + 8 * step), strict=True))
+    starts = [5, 13, 21, 29, 30, 38, 46, 54, 60]
+    assert list(loader.order.starts(5, 9)) == starts
+    for start, batches in zip(starts, steps, strict=True):
+        assert all(same(a, b) for a, b in zip(batches, loader.batches(start), strict=True))
     # Resuming is starting at a later sample.
-    resumed = list(loader.stream(5 + 8 * 4, 5))
+    resumed = list(loader.stream(30, 5))
     assert all(same(a, b) for x, y in zip(resumed, steps[4:], strict=True) for a, b in zip(x, y, strict=True))
 
 

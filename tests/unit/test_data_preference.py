@@ -201,13 +201,15 @@ def test_long_pairs_go_or_are_cut_on_both_sides(tmp_path: Path, tokenizer: Token
     path = write(tmp_path, records)
     cut = build_pairs(path, tokenizer=tokenizer, seq_length=8)
     assert len(cut) == 2 and cut.report.truncated == 1
-    assert (cut.report.dropped_without_target, cut.report.dropped_alike) == (1, 1)
+    assert (cut.report.dropped_prompt_only, cut.report.dropped_alike) == (1, 1)
+    assert cut.report.summary().startswith("4 records, 2 pairs, ") and cut.report.limit == 8
+    assert "1 of 4 pairs is, with one of its answers, longer than data.seq_length 8" in cut.report.warnings()[0]
     assert max(len(tokens) for row in range(2) for tokens, _ in cut.documents(row)) == 8
     dropped = build_pairs(path, tokenizer=tokenizer, seq_length=8, overlong="drop")
     assert len(dropped) == 1 and dropped.report.dropped_overlong == 2
     with pytest.raises(UserError, match="line 1: an answer with its question has .* more than data.seq_length 8"):
         build_pairs(path, tokenizer=tokenizer, seq_length=8, overlong="error")
-    with pytest.raises(UserError, match="leaves nothing to compare: of 1 pairs 0 are longer"):
+    with pytest.raises(UserError, match="leaves nothing to compare: of 1 pair 1 has two equal answers; give"):
         build_pairs(write(tmp_path, records[2:3]), tokenizer=tokenizer, seq_length=8)
 
 
@@ -301,7 +303,7 @@ def test_mismatched_answers_are_those_of_the_record_before(packing: bool, tmp_pa
 
 
 def test_one_answer_cannot_be_mismatched(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="leaves 1 answers to learn from, expected at least 2"):
+    with pytest.raises(UserError, match="leaves 1 answer to learn from, and at least 2 are expected"):
         build_judged(write(tmp_path, judged(1)), tokenizer=tokenizer, seq_length=40)
 
 

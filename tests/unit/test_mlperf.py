@@ -77,6 +77,7 @@ def test_configurations_keep_the_rules(example: SimpleNamespace, name: str) -> N
         ("train.eval_every", "24"),
         ("train.eval_first", "48"),
         ("train.global_batch_size", "16"),
+        ("train.last_batch", "short"),
         ("train.eval_samples", "100"),
         ("train.eval_mean", "tokens"),
         ("train.target_eval_loss", "0.93"),

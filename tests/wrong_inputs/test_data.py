@@ -81,7 +81,7 @@ RECORDS: list[tuple[str, list[dict[str, Any]], str]] = [
     ("dpo", [{"prompt": "a", "chosen": "b", "rejected": [ANSWER]}], "line 1: field 'rejected' is a list"),
     ("dpo", [{"chosen": [USER], "rejected": [USER]}], "field 'chosen' ends with a turn of user"),
     ("dpo", [{"chosen": [USER, ANSWER], "rejected": [ANSWER, ANSWER]}], "differ before their last turn"),
-    ("dpo", [{"prompt": "a", "chosen": "b", "rejected": "b"}], "1 have two equal answers"),
+    ("dpo", [{"prompt": "a", "chosen": "b", "rejected": "b"}], "1 has two equal answers"),
 ]
 
 
@@ -98,12 +98,14 @@ def test_records(kind: str, records: list[dict[str, Any]], words: str, place: Wo
 def test_rows_that_hold_nothing(place: Workplace, refused: Refused):
     place.records({"text": "ab" * 50})
     place.set(data__overlong="drop")
-    refused("leaves nothing to learn: of 1 records 1 are longer than data.seq_length 16")
+    refused(
+        "leaves nothing to learn: of 1 document 1 is longer than data.seq_length 16; raise data.seq_length (the longest"
+    )
     place.set(data__overlong="error")
     refused("line 1: the record has 103 tokens, more than data.seq_length 16")
     place.records({"prompt": "ab" * 50, "completion": "a"})
     place.set(data__overlong="truncate")
-    refused("1 have no target within it")
+    refused("of 1 document 1 has a prompt that alone fills data.seq_length 16; raise data.")
     place.set(data__packing="concatenate", data__seq_length=512)
     refused("tokens in all, which do not fill one row of data.seq_length 512")
 

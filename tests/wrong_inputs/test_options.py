@@ -32,6 +32,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"train.eval_every": 5}, "data.validation is not set, so there is nothing to evaluate"),
     ({"optim.lr": "nan"}, "optim.lr is 'nan', but a number is expected"),
     ({"optim.warmup_steps": 100}, "optim.warmup_steps is 100 and train.steps is 1"),
+    (
+        {"optim.warmup_steps": 4, "train.steps": None, "train.epochs": 1},
+        "and train.epochs is 1, which is 3 steps, so",
+    ),
     ({"optim.backend": "apex"}, "FusedAdam runs on a GPU"),
     ({"model.dtype": "fp64"}, "model.dtype is 'fp64', but one of float32, bfloat16, float16 is expected"),
     ({"memory.cuda_graph": "step", "data.packing": "true"}, "CUDA graphs need a GPU"),

@@ -1,0 +1,153 @@
+"""What became of the records of a data set: counts for the log, and what a person should know before training on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Unit = Literal["document", "pair", "answer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetReport:
+    """Counts. A unit is what is kept or dropped as a whole: a document, a pair of answers, or a judged answer.
+
+    Args:
+        unit: what they are called.
+        limit: data.seq_length; of a pair each side may have so many tokens.
+        records: records read; a .txt file is one. 0 for a token store, which holds documents.
+        documents: units kept; a .txt file gives several.
+        pieces: what data.overlong cut has made of them; 0 where nothing was cut.
+        rows: samples of the data order: units, or packs of them.
+        tokens: tokens of the kept units, without padding.
+        target_tokens: those of them that are learnt.
+        truncated: units that were kept without their ends.
+        lost_tokens: tokens of these ends.
+        longest: tokens of the longest unit as it was read; of a pair, of its longer side.
+        dropped_overlong: units left out because they are too long (data.overlong drop).
+        dropped_prompt_only: units left out because truncation leaves nothing of their answer.
+        dropped_without_target: units left out because nothing in them is learnt.
+        dropped_alike: pairs left out because both answers are the same.
+        packing_efficiency: tokens over rows times row length, or None without packing.
+        left_over: tokens that concatenation leaves out, because they fill no row or are in one without a target.
+        seconds: time it took.
+    """
+
+    unit: Unit = "document"
+    limit: int = 0
+    records: int = 0
+    documents: int = 0
+    pieces: int = 0
+    rows: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    truncated: int = 0
+    lost_tokens: int = 0
+    longest: int = 0
+    dropped_overlong: int = 0
+    dropped_prompt_only: int = 0
+    dropped_without_target: int = 0
+    dropped_alike: int = 0
+    packing_efficiency: float | None = None
+    left_over: int = 0
+    seconds: float = 0.0
+
+    @property
+    def dropped(self) -> int:
+        return self.dropped_overlong + self.dropped_prompt_only + self.dropped_without_target + self.dropped_alike
+
+    def summary(self) -> str:
+        """One line for a log."""
+        parts = [] if not self.records else [counted(self.records, "record")]
+        parts.append(counted(self.documents, self.unit))
+        if self.pieces:
+            parts.append(f"cut into {counted(self.pieces, 'piece')}")
+        parts.append(f"{counted(self.tokens, 'token')} ({self.target_tokens:,} learnt)")
+        for count, what in (
+            (self.truncated, "truncated"),
+            (self.dropped_overlong, "dropped as too long"),
+            (self.dropped_prompt_only, "dropped with nothing left to learn"),
+            (self.dropped_without_target, "dropped with nothing to learn"),
+            (self.dropped_alike, "dropped with two equal answers"),
+        ):
+            if count:
+                parts.append(f"{count:,} {what}")
+        if self.packing_efficiency is not None:
+            parts.append(f"{counted(self.rows, 'row')} {self.packing_efficiency:.1%} full")
+        if self.left_over:
+            parts.append(f"{counted(self.left_over, 'token')} left over")
+        return ", ".join(parts) + f", in {self.seconds:.1f} s"
+
+    def warnings(self) -> list[str]:
+        """What was lost although nobody asked for it."""
+        found, total = [], self.documents + self.dropped
+        if self.truncated:
+            side = ", with one of its answers," if self.unit == "pair" else ""
+            found.append(
+                f"{self.truncated:,} of {counted(total, self.unit)} {_is(self.truncated)}{side} longer than "
+                f"data.seq_length {self.limit} and truncated, {counted(self.lost_tokens, 'token')} lost; "
+                f"data.seq_length {self.longest} would keep all of it"
+            )
+        if self.dropped_prompt_only:
+            found.append(
+                f"{self.dropped_prompt_only:,} of {counted(total, self.unit)} {_is(self.dropped_prompt_only)} dropped: "
+                f"the prompt alone fills data.seq_length {self.limit}, so nothing of the answer is left to learn; the "
+                f"longest {self.unit} has {counted(self.longest, 'token')}"
+            )
+        return found
+
+    def nothing_left(self, names: str, expected: str) -> str:
+        """The sentence for a data set in which nothing is left.
+
+        Args:
+            names: of the files.
+            expected: what they leave too little of.
+        """
+        limit = f"data.seq_length {self.limit}"
+        reasons = [
+            f"{count:,} {one if count == 1 else many} {what}"
+            for count, one, many, what in (
+                (self.dropped_overlong, "is", "are", f"longer than {limit}"),
+                (self.dropped_prompt_only, "has", "have", f"a prompt that alone fills {limit}"),
+                (self.dropped_without_target, "has", "have", "no token to learn"),
+                (self.dropped_alike, "has", "have", "two equal answers"),
+            )
+            if count
+        ]
+        whole = f"of {counted(self.documents + self.dropped, self.unit)} " if reasons else ""
+        advice = f"raise data.seq_length (the longest {self.unit} has {counted(self.longest, 'token')})"
+        if not (self.dropped_overlong or self.dropped_prompt_only):
+            advice = "give records with something to learn"
+        return f"{names} leaves {expected}: {whole}{' and '.join(reasons)}{'; ' if reasons else ''}{advice}."
+
+
+def context_warning(seq_length: int, lengths: NDArray[np.int64], context: int) -> str | None:
+    """What to know where samples may be longer than the model's context; None where they may not.
+
+    Args:
+        seq_length: data.seq_length.
+        lengths: int64 [D], tokens of each sample; positions begin anew in each.
+        context: tokens that the model knows positions of.
+    """
+    if seq_length <= context:
+        return None
+    text = f"data.seq_length is {seq_length}, but the model's context is {context} tokens (max_position_embeddings): "
+    if not (beyond := int((lengths > context).sum())):
+        return f"{text}no sample is longer than that so far"
+    return (
+        f"{text}{beyond:,} of {counted(len(lengths), 'sample')} {'is' if beyond == 1 else 'are'} longer, up to "
+        f"{int(lengths.max())}, and the model does not know those positions; set data.seq_length to {context}, or "
+        "stretch the context with rope_scaling in config.json"
+    )
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and what it counts, such as "1 row" or "2,000 rows"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _is(count: int) -> str:
+    return "is" if count == 1 else "are"

@@ -317,7 +317,7 @@ def _model_rows(weights: WeightSource) -> list[tuple[str, str]]:
         rows.append(("written by", f"engine {model.manifest.engine_version}"))
     if outside := weights.outside_names():
         rows.append(("outside", f"{len(outside)} tensors that are not the language model's"))
-    rows.append(("other files", ", ".join(path.name for path in model.auxiliary_files()) or "none"))
+    rows.append(("other files", ", ".join(file.name for file in model.companions().files) or "none"))
     return rows
 
 

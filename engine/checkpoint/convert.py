@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from shutil import copyfile
 from typing import Literal
 
 from engine.checkpoint.contents import Content, Joined
@@ -28,6 +27,7 @@ from engine.checkpoint.source import OUTSIDE, WeightSource, open_source
 from engine.checkpoint.streaming import Streaming, compare_files, write_files
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
+from engine.files.durable import write_durably
 from engine.models.describe import parameter_specs
 from engine.models.families import FAMILIES
 from engine.models.names import FUSED, QKV, NameMap, part_rows
@@ -111,7 +111,8 @@ def import_checkpoint(
     files = _planned_partitions(source, specs)
     names = [file.name for file in files]
     plan = {"import": tensor, "version": ENGINE_VERSION, "files": names}
-    total = sum(file.num_bytes for file in files)
+    companions = source.model.companions()
+    total = sum(file.num_bytes for file in files) + companions.num_bytes
     inputs = [source.model.path]
     with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=total) as (
         staging,
@@ -120,8 +121,7 @@ def import_checkpoint(
         begin = time.monotonic()
         streamed = write_files(staging, files, journal, threads=work.threads, progress=work.progress)
         seconds = time.monotonic() - begin
-        for path in source.model.auxiliary_files():
-            copyfile(path, staging / path.name)
+        companions.copy_to(staging)
         manifest = Manifest(
             kind="base",
             engine_version=ENGINE_VERSION,
@@ -137,7 +137,8 @@ def import_checkpoint(
         assert written.computed_fingerprint() == source.fingerprint(), "the import reads back as another model"
         if work.verify:
             compare_files(staging, files, streamed.written, threads=work.threads, progress=work.progress)
-    return _report(out, files, streamed, seconds, work, num_tensors=len(manifest.tensors))
+    report = _report(out, files, streamed, seconds, work, num_tensors=len(manifest.tensors))
+    return replace(report, notes=companions.left_out)
 
 
 def _report(
@@ -256,19 +257,23 @@ def export_hf(
     parts = _hf_parts(source, hf_names(source.model, fusing))
     files = _planned_shards(source, parts, max_shard_bytes)
     plan = {"export": [[file.name, [piece.key for piece in file.pieces]] for file in files], **source.identity()}
+    companions = source.model.companions()
     total = sum(file.num_bytes for file in files)
     inputs = (source.model.path, *inputs)
-    with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=total) as (
+    room = total + companions.num_bytes
+    with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=room) as (
         staging,
         journal,
     ):
         begin = time.monotonic()
         streamed = write_files(staging, files, journal, scan=True, threads=work.threads, progress=work.progress)
         seconds = time.monotonic() - begin
-        notes = [*source.notes, *_refuse_bad_values(source, parts, streamed)]
+        notes = [*source.notes, *companions.left_out, *_refuse_bad_values(source, parts, streamed)]
         if len(files) > 1:
             _write_index(staging / INDEX, files, total)
-        _copy_auxiliary(source, staging)
+        companions.copy_to(staging)
+        if source.changed_config is not None:
+            write_durably(staging / CONFIG, json.dumps(source.changed_config, indent=2, sort_keys=True) + "\n")
         _check_names(staging, source, files)
         if work.verify:
             compare_files(staging, files, streamed.written, threads=work.threads, progress=work.progress)
@@ -377,15 +382,7 @@ def _refuse_bad_values(source: WeightSource, parts: dict[str, list[str]], stream
 def _write_index(path: Path, files: Sequence[PlannedFile], total: int) -> None:
     weight_map = {piece.key: file.name for file in files for piece in file.pieces}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _copy_auxiliary(source: WeightSource, folder: Path) -> None:
-    for path in source.model.auxiliary_files():
-        copyfile(path, folder / path.name)
-    if source.changed_config is not None:
-        text = json.dumps(source.changed_config, indent=2, sort_keys=True)
-        (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+    write_durably(path, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _check_names(folder: Path, source: WeightSource, files: Sequence[PlannedFile]) -> None:

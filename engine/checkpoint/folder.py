@@ -1,20 +1,18 @@
-"""Output folders that are either absent or whole, and the small files that travel with a model.
-
-A result is made in a hidden sibling and renamed into place, so that a process that is killed never leaves half a
-checkpoint under the name that was asked for.
-"""
+"""The folders of models: which may be made or replaced, and the small files that travel with a model."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.checkpoint.manifest import MANIFEST
 from engine.errors import UserError
-from engine.files.durable import sync_folder
+from engine.files.durable import copy_file
+from engine.files.refusals import reading, shown
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -23,42 +21,8 @@ MERGE_REPORT = "merge_report.json"
 
 _AUXILIARY_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".md", ".py")
 _AUXILIARY_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
-
-
-@contextmanager
-def staged_folder(
-    out: Path, *, overwrite: bool = False, inputs: Iterable[Path] = (), num_bytes: int = 0
-) -> Iterator[Path]:
-    """A temporary folder beside `out` that takes its name when the block ends without an exception.
-
-    Args:
-        out: the folder to make; must be absent or empty.
-        overwrite: replace an existing `out`, provided that it holds a model, adapter or checkpoint.
-        inputs: folders that are read meanwhile; `out` must be neither one of them, nor inside or around one.
-        num_bytes: about how much will be written; refused before the work where the disk has less.
-
-    Raises:
-        UserError: `out` cannot be used.
-    """
-    out = out.absolute()
-    check_output(out, overwrite, inputs)
-    staging = out.with_name(f".{out.name}.partial")
-    if staging.exists():
-        shutil.rmtree(staging)  # left by a run that was killed
-    staging.mkdir(parents=True)
-    if (free := shutil.disk_usage(staging).free) < num_bytes:
-        staging.rmdir()
-        raise UserError(
-            f"--out {out} needs {num_bytes / 1e9:.2f} GB, but its disk has {free / 1e9:.2f} GB free: "
-            "make room or give a folder on another disk."
-        )
-    try:
-        yield staging
-        sync_folder(staging)
-        move_into_place(staging, out)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+_MAX_COMPANION_BYTES = 256 << 20
+"""Of a file beside the weights; the largest tokenizers have some 30 MB."""
 
 
 def stats_of(folder: Path) -> Iterator[os.stat_result]:
@@ -69,13 +33,22 @@ def stats_of(folder: Path) -> Iterator[os.stat_result]:
 
 
 def check_output(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
-    """Raises UserError where a folder cannot be made at `out`; see `staged_folder`."""
+    """Finds out whether a model, adapter or checkpoint may be made at `out`.
+
+    Args:
+        out: must be absent or an empty folder.
+        overwrite: it may hold a model, adapter or checkpoint too, which is replaced.
+        inputs: folders that are read meanwhile; `out` must be neither one of them, nor inside or around one.
+
+    Raises:
+        UserError: it may not.
+    """
     resolved = out.resolve()
     for folder in inputs:
         source = folder.resolve()
         if resolved == source or resolved in source.parents or source in resolved.parents:
             raise UserError(f"--out {out} overlaps with {folder}, which is read: give a folder apart from it.")
-    if out.is_file() or (out.is_symlink() and not out.exists()):
+    if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file: give a folder that does not exist yet.")
     if not out.is_dir() or not any(out.iterdir()):
         return
@@ -88,23 +61,89 @@ def check_output(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
         )
 
 
-def move_into_place(staging: Path, out: Path) -> None:
-    """Gives a finished folder its name, in place of what has that name now."""
-    if out.is_dir() and any(out.iterdir()):
-        old = out.with_name(f".{out.name}.replaced")
-        if old.exists():
-            shutil.rmtree(old)
-        os.rename(out, old)
-        os.rename(staging, out)
-        shutil.rmtree(old)
-    else:
-        os.rename(staging, out)
-    sync_folder(out.parent)
+class Companion(NamedTuple):
+    """A small file that travels with a model.
+
+    Args:
+        name: in the model's folder.
+        path: where its bytes lie, which is elsewhere where the folder has a link.
+        num_bytes: its size.
+    """
+
+    name: str
+    path: Path
+    num_bytes: int
 
 
-def auxiliary_files(folder: Path) -> list[Path]:
-    """The config, tokenizer and text files of a model's folder, which conversions copy byte for byte."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and _is_auxiliary(path.name))
+class Companions(NamedTuple):
+    """The config, tokenizer and text files of a model, which conversions copy byte for byte.
+
+    Args:
+        files: by name.
+        left_out: why others of that kind are not among them, a sentence each.
+    """
+
+    files: tuple[Companion, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    def copy_to(self, folder: Path) -> None:
+        """Raises UserError where one cannot be read or written."""
+        for file in self.files:
+            copy_file(file.path, folder / file.name)
+
+
+def find_companions(folder: Path) -> Companions:
+    """The small files that travel with the model in `folder`.
+
+    A model may come from anybody, and what is copied may be published: so a link is taken for the file it points to
+    only inside the folder, or inside the same repository of a Hugging Face cache, whose snapshots consist of links.
+
+    Raises:
+        UserError: config.json is a link to elsewhere, or the folder cannot be read.
+    """
+    files, left_out = [], []
+    with reading(folder):
+        homes = _homes(folder)
+        for path in sorted(folder.iterdir()):
+            if not _is_auxiliary(path.name):
+                continue
+            found = _resolved(path)
+            if found is None or found.is_dir():
+                continue
+            status = found.stat()
+            if not any(home in found.parents for home in homes):
+                reason = f"it is a link to {shown(found)}, outside the model's folder"
+            elif not stat.S_ISREG(status.st_mode):
+                reason = "it is not a regular file"
+            elif status.st_size > _MAX_COMPANION_BYTES:
+                reason = f"it has {status.st_size / 1e9:.2f} GB, too much for a file beside the weights"
+            else:
+                files.append(Companion(path.name, found, status.st_size))
+                continue
+            if path.name == CONFIG:
+                raise UserError(f"{path} is not taken: {reason}; put the file itself there.")
+            left_out.append(f"{shown(path.name)} is not copied: {reason}")
+    return Companions(tuple(files), tuple(left_out))
+
+
+def _homes(folder: Path) -> list[Path]:
+    """Folders whose files are the model's own: itself, and the blobs beside a snapshot of a Hugging Face cache."""
+    real = folder.resolve()
+    repository = real.parent.parent
+    is_snapshot = real.parent.name == "snapshots" and repository.name.startswith("models--")
+    return [real, repository / "blobs"] if is_snapshot else [real]
+
+
+def _resolved(path: Path) -> Path | None:
+    """What a path leads to; None where a link leads nowhere."""
+    try:
+        return path.resolve(strict=True)
+    except (FileNotFoundError, NotADirectoryError, RuntimeError):  # the last is a circle of links
+        return None
 
 
 def _is_auxiliary(name: str) -> bool:

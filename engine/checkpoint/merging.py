@@ -23,6 +23,7 @@ from engine.checkpoint.folder import MERGE_REPORT
 from engine.checkpoint.rows import Rows
 from engine.checkpoint.safetensors_file import raw_bytes
 from engine.checkpoint.scales import Scale
+from engine.files.durable import write_durably
 from engine.ops.native.merge import can_merge, merge_rows
 
 _BLOCK_BYTES = 1 << 20
@@ -179,7 +180,7 @@ def write_rounding(folder: Path, facts: Sequence[Mapping[str, Any]], scale: Scal
     prefix = ROUNDING + "/"
     found = {key.removeprefix(prefix): value for each in facts for key, value in each.items() if key.startswith(prefix)}
     report = {"scale": scale, "tensors": {name: found[name] for name in sorted(found)}}
-    (folder / MERGE_REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_durably(folder / MERGE_REPORT, json.dumps(report, indent=2) + "\n")
     return report["tensors"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.folder import CONFIG, auxiliary_files
+from engine.checkpoint.folder import CONFIG, Companions, find_companions
 from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from engine.errors import UserError
 from engine.models.config import DecoderConfig
@@ -42,9 +42,9 @@ class ModelFolder:
         origin = self.path if self.manifest is None else Path(str(self.manifest.model["origin"]))
         return origin if origin.is_dir() else self.path
 
-    def auxiliary_files(self) -> list[Path]:
-        """Config, tokenizer and text files that travel with the model."""
-        return auxiliary_files(self.path)
+    def companions(self) -> Companions:
+        """Config, tokenizer and text files that travel with the model; see `find_companions`."""
+        return find_companions(self.path)
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Logical name -> global shape of every parameter, in forward order."""

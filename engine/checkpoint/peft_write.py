@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.convert import ConversionReport, Proof, stored_names
-from engine.checkpoint.folder import ADAPTER_CONFIG, staged_folder
+from engine.checkpoint.folder import ADAPTER_CONFIG, check_output
 from engine.checkpoint.merge import adapted_modules, fully_trained, read_factors, unfused_modules
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.peft_config import patterns
@@ -22,6 +23,8 @@ from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.checkpoint.scales import recorded_alpha
 from engine.errors import UserError
+from engine.files.durable import write_durably
+from engine.files.staging import staged_folder
 from engine.models.families import FAMILIES
 from engine.models.names import FUSED, QKV, fused_parts
 
@@ -70,7 +73,9 @@ def export_peft(
     config = _adapter_config(lora, _target_modules(parts, model), saved, model)
     config |= patterns(adapters, rank=config["r"], alpha=config["lora_alpha"])
     notes = [*_notes(modules, parts, saved, model, config), *_refuse_zeros(trained, modules)]
-    with staged_folder(out, overwrite=overwrite, inputs=[model.path, *inputs]) as staging:
+    check = partial(check_output, out.absolute(), overwrite, [model.path, *inputs])
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    with staged_folder(out, check=check, num_bytes=num_bytes) as staging:
         _write(staging, tensors, config)
         _verify(staging, tensors)
         if proof is not None:
@@ -79,7 +84,7 @@ def export_peft(
         out=out,
         files=(ADAPTER_WEIGHTS,),
         num_tensors=len(tensors),
-        num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        num_bytes=num_bytes,
         verified=True,
         notes=tuple(notes),
     )
@@ -299,7 +304,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any
         for key, tensor in tensors.items():
             writer.write(key, tensor)
     text = json.dumps(config, indent=2, sort_keys=True)
-    (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+    write_durably(folder / ADAPTER_CONFIG, text + "\n")
 
 
 def _verify(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.checkpoint.checksum import Checksum
 from engine.checkpoint.safetensors_header import read_header, refuse
 from engine.errors import UserError
+from engine.files.durable import open_new
 from engine.files.refusals import writing
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -119,9 +120,9 @@ class SafetensorsWriter:
         self._pending = set(self._declared)
         header, self._offsets, self._size = file_header(self._declared, metadata)
         with writing(path):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            self._descriptor = open_new(path)
             try:
-                _write_at(self._descriptor, memoryview(header), 0)
+                write_at(self._descriptor, memoryview(header), 0)
                 os.ftruncate(self._descriptor, self._size)
             except OSError:
                 self._abandon()
@@ -144,7 +145,7 @@ class SafetensorsWriter:
             for first in range(0, len(data), _BLOCK_BYTES):
                 block = data[first : first + _BLOCK_BYTES]
                 found.update(block)  # while it is in the processor's cache
-                _write_at(self._descriptor, block, self._offsets[name] + first)
+                write_at(self._descriptor, block, self._offsets[name] + first)
         return found.text()
 
     def close(self) -> None:
@@ -175,7 +176,8 @@ class SafetensorsWriter:
             self._abandon()
 
 
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Writes all of `data`, however little the system takes at once."""
     while data:
         count = os.pwrite(descriptor, data, offset)
         data, offset = data[count:], offset + count

@@ -19,7 +19,7 @@ from engine.checkpoint.checksum import Checksum
 from engine.checkpoint.contents import Content
 from engine.checkpoint.direct_io import RunWriter, open_direct
 from engine.checkpoint.resumable import Written
-from engine.checkpoint.safetensors_file import file_header, num_bytes
+from engine.checkpoint.safetensors_file import file_header, num_bytes, write_at
 
 SCANNED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The types in which values are looked at."""
@@ -75,10 +75,11 @@ class Output:
         """Descriptors (plain, direct) of the file, made or, where it is the same file already, gone on with."""
         with self._lock:
             if self._descriptors is None:
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                descriptor = os.open(self.path, flags, 0o644)
                 if os.pread(descriptor, len(self.header), 0) != self.header:
                     os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, self.header, 0)
+                    write_at(descriptor, memoryview(self.header), 0)
                 os.ftruncate(descriptor, self.size)
                 self._descriptors = descriptor, open_direct(self.path)
             return self._descriptors

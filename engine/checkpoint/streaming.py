@@ -18,10 +18,11 @@ from engine.checkpoint.checksum import Checksum
 from engine.checkpoint.contents import Content, Run, StoredBytes
 from engine.checkpoint.direct_io import Scratch, ThreadScratch, forget
 from engine.checkpoint.exchange import ExchangedPart
-from engine.checkpoint.resumable import Journal, WriteStopped, Written
+from engine.checkpoint.resumable import Journal, Written
 from engine.checkpoint.safetensors_file import file_header
 from engine.checkpoint.sinks import SCANNED, Output, Piece, PlannedFile, Sink
 from engine.errors import UserError
+from engine.files.refusals import FileError, writing
 from engine.telemetry.processors import available_processors
 
 Progress = Callable[[int], None]
@@ -68,7 +69,7 @@ def write_files(
         progress: called with bytes as they are written or compared, from any thread.
 
     Raises:
-        WriteStopped: the disk is full or fails.
+        FileError: the disk is full or fails.
         UserError: an input is damaged.
     """
     writer = _Writer(folder, journal, scan, progress or (lambda _: None))
@@ -82,7 +83,8 @@ def write_files(
     finally:
         torch.set_num_threads(before)
     for output in outputs:
-        output.finish_empty()
+        with writing(output.path):
+            output.finish_empty()
     return Streaming(written=dict(journal.entries), kept_bytes=writer.kept_bytes)
 
 
@@ -137,9 +139,10 @@ class _Writer:
                 self._write(members)
         except OSError as error:
             self.stopped.set()
-            raise WriteStopped(
-                f"{error.filename or output.path} could not be read or written ({error.strerror}) at {piece.key}: make "
-                "room or mend the disk, and give the same command again, which goes on from there."
+            raise FileError(
+                f"{error.filename or output.path} could not be read or written ({error.strerror}) at {piece.key}: free "
+                "some space, or see whether the disk is failing, and give the same command again, which goes on from "
+                "there."
             ) from error
         except BaseException:
             self.stopped.set()

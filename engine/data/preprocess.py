@@ -3,7 +3,7 @@
 The input is cut into units: runs of lines of a JSONL file, row groups of a Parquet file, a whole JSON array or text. A
 worker turns a unit into files of its own, of which the record of what is in them is written last; a unit that has one
 is not done again. The store's files are the units' ones end to end, in the input's order, so the store does not depend
-on the number of workers.
+on the number of workers. All of it happens in a hidden sibling of the store (`engine.files.staging`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -29,10 +31,14 @@ from engine.data.tokenize import Document, tokenize_samples
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.data.units import Unit, plan_units, unit_records
 from engine.errors import UserError
+from engine.files.durable import delete_folder, open_new, write_durably
+from engine.files.refusals import Unfinished, reading, writing
+from engine.files.staging import staged_folder
 from engine.ops.native.checksum import crc32c
 from engine.ops.native.loader import native_status
 
 _COPY_BYTES = 16 * 2**20
+_PARTS, _SUMMARY = "parts", ".summary"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,10 +109,30 @@ def preprocess(request: Request, out: Path, *, progress: Callable[[int], None] |
     """
     tokenizer = load_tokenizer(request.tokenizer)
     units = plan_units(request.files)
-    parts = out / "parts"
-    _claim(out, parts, _identity(request, units, tokenizer))
+    identity = _identity(request, units, tokenizer)
+    with staged_folder(out, check=partial(_check_out, out), plan=identity) as staging:
+        record = staging / _SUMMARY
+        with reading(record):
+            left = record.read_bytes() if record.exists() else None
+        summary = _make_store(request, tokenizer, units, staging, progress) if left is None else _again(left, progress)
+        with writing(staging):
+            delete_folder(staging / _PARTS)
+            record.unlink()
+    return summary
+
+
+def _make_store(
+    request: Request,
+    tokenizer: Tokenizer,
+    units: Sequence[Unit],
+    staging: Path,
+    progress: Callable[[int], None] | None,
+) -> Summary:
+    parts = staging / _PARTS
+    with writing(parts):
+        parts.mkdir(exist_ok=True)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "int32"
-    finished = {number: done for number in range(len(units)) if (done := _read_done(parts, number)) is not None}
+    finished = {number: done for number in range(len(units)) if (done := _read_done(parts, number, dtype)) is not None}
     resumed = len(finished)
     if progress is not None:
         progress(sum(units[number].size for number in finished))
@@ -114,9 +140,9 @@ def preprocess(request: Request, out: Path, *, progress: Callable[[int], None] |
         finished[number] = done
         if progress is not None:
             progress(units[number].size)
-    _join(out, parts, [finished[number] for number in range(len(units))], dtype, request, tokenizer)
+    _join(staging, parts, [finished[number] for number in range(len(units))], dtype, request, tokenizer)
     totals = {name: sum(getattr(done, name) for done in finished.values()) for name in _Done.__slots__}
-    return Summary(
+    summary = Summary(
         documents=totals["documents"],
         tokens=totals["tokens"],
         target_tokens=totals["target_tokens"],
@@ -125,6 +151,19 @@ def preprocess(request: Request, out: Path, *, progress: Callable[[int], None] |
         resumed=resumed,
         units=len(units),
     )
+    # The store is whole: from here on only its parts remain to be deleted, whoever does that.
+    size = sum(unit.size for unit in units)
+    write_durably(staging / _SUMMARY, json.dumps({**asdict(summary), "size": size}))
+    return summary
+
+
+def _again(record: bytes, progress: Callable[[int], None] | None) -> Summary:
+    """The summary of an earlier call that did all the work and was killed while it tidied up."""
+    facts = json.loads(record)
+    size = facts.pop("size")
+    if progress is not None:
+        progress(size)
+    return Summary(**{**facts, "resumed": facts["units"]})
 
 
 def _identity(request: Request, units: list[Unit], tokenizer: Tokenizer) -> str:
@@ -136,27 +175,18 @@ def _identity(request: Request, units: list[Unit], tokenizer: Tokenizer) -> str:
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
-def _claim(out: Path, parts: Path, identity: str) -> None:
-    """Makes the folder, or finds that it is what an earlier call of the same request left."""
-    plan = parts / "plan.json"
-    if (out / MANIFEST).exists():
+def _check_out(out: Path) -> None:
+    """Raises UserError unless a store can be made there."""
+    with reading(out, "choose another --out"):
+        there = set(os.listdir(out)) if out.exists() else set()
+    if MANIFEST in there:
         raise UserError(f"{out} holds a finished token store already: choose another --out, or remove it.")
-    if out.exists() and any(out.iterdir()):
-        if not plan.is_file() or json.loads(plan.read_text(encoding="utf-8")) != identity:
-            raise UserError(
-                f"{out} is not empty and was not left by the same command on the same files: choose another --out, or "
-                "remove it."
-            )
-        return
-    try:
-        parts.mkdir(parents=True, exist_ok=True)
-        _write_whole(plan, json.dumps(identity))
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}): choose another --out.") from error
+    if there:
+        raise UserError(f"{out} is not empty: choose another --out, or remove it.")
 
 
 def _run(
-    request: Request, tokenizer: Tokenizer, units: list[Unit], parts: Path, dtype: str, finished: set[int]
+    request: Request, tokenizer: Tokenizer, units: Sequence[Unit], parts: Path, dtype: str, finished: set[int]
 ) -> Iterator[tuple[int, _Done]]:
     """The units that are still to be done, as they are done, in any order."""
     waiting = [(number, unit) for number, unit in enumerate(units) if number not in finished]
@@ -180,6 +210,11 @@ def _run(
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     yield running.pop(future), future.result()
+        except BrokenProcessPool:
+            raise Unfinished(
+                "a process that tokenised was killed, perhaps because memory ran out: give the same command again, "
+                "with fewer --workers, and it goes on from there."
+            ) from None
         finally:
             for future in running:
                 future.cancel()
@@ -207,20 +242,21 @@ def _do_unit(request: Request, tokenizer: Tokenizer, unit: Unit, parts: Path, nu
     max_token = -1
     lengths: list[int] = []
     kind = DTYPES[dtype]
-    try:
-        with _part(parts, number, "tokens").open("wb") as ids, _part(parts, number, "targets").open("wb") as flags:
+    with writing(parts):
+        with _new(_part(parts, number, "tokens")) as ids, _new(_part(parts, number, "targets")) as flags:
             for document in _documents(request, tokenizer, unit, skipped):
                 records += 1
                 if document is None or not document.targets.any():
                     continue
-                document.tokens.astype(kind).tofile(ids)
-                document.targets.astype(np.uint8).tofile(flags)
+                ids.write(document.tokens.astype(kind).data)
+                flags.write(document.targets.astype(np.uint8).data)
                 lengths.append(len(document.tokens))
                 target_tokens += int(document.targets.sum())
                 max_token = max(max_token, int(document.tokens.max()))
-        np.array(lengths, dtype=np.int64).tofile(_part(parts, number, "lengths"))
+        with _new(_part(parts, number, "lengths")) as file:
+            file.write(np.array(lengths, dtype=np.int64).data)
         if skipped:
-            _write_whole(_part(parts, number, "skipped"), "".join(json.dumps(entry) + "\n" for entry in skipped))
+            write_durably(_part(parts, number, "skipped"), "".join(json.dumps(entry) + "\n" for entry in skipped))
         documents, tokens = len(lengths), sum(lengths)
         done = _Done(
             records=records + len(skipped),
@@ -230,9 +266,7 @@ def _do_unit(request: Request, tokenizer: Tokenizer, unit: Unit, parts: Path, nu
             max_token=max_token,
             skipped=len(skipped),
         )
-        _write_whole(_part(parts, number, "json"), json.dumps(asdict(done)))
-    except OSError as error:
-        raise _cannot_write(parts, error) from error
+        write_durably(_part(parts, number, "json"), json.dumps(asdict(done)))
     return done
 
 
@@ -243,13 +277,14 @@ def _documents(
     settings = {"mask_prompt": request.mask_prompt, "stream_length": request.stream_length}
 
     def parsed() -> Iterator[Any]:
-        for item in unit_records(unit, request.data_format):
-            try:
-                if isinstance(item, UserError):
-                    raise item
-                yield item if not isinstance(item, tuple) else parse_record(*item)
-            except UserError as error:
-                _note(error, request, skipped)
+        with reading(unit.file):
+            for item in unit_records(unit, request.data_format):
+                try:
+                    if isinstance(item, UserError):
+                        raise item
+                    yield item if not isinstance(item, tuple) else parse_record(*item)
+                except UserError as error:
+                    _note(error, request, skipped)
 
     samples = parsed()
     while chunk := list(islice(samples, CHUNK)):
@@ -273,13 +308,23 @@ def _part(parts: Path, number: int, kind: str) -> Path:
     return parts / f"{number:06d}.{kind}"
 
 
-def _read_done(parts: Path, number: int) -> _Done | None:
+@contextmanager
+def _new(path: Path) -> Iterator[IO[bytes]]:
+    """A new file, whose bytes are on the disk when the block ends."""
+    with open(open_new(path), "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_done(parts: Path, number: int, dtype: str) -> _Done | None:
     """What an earlier call left of a unit, where it was finished and its files are whole."""
     try:
         done = _Done(**json.loads(_part(parts, number, "json").read_text(encoding="utf-8")))
         whole = _part(parts, number, "targets").stat().st_size == done.tokens
+        whole &= _part(parts, number, "tokens").stat().st_size == done.tokens * np.dtype(DTYPES[dtype]).itemsize
         whole &= _part(parts, number, "lengths").stat().st_size == 8 * done.documents
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
     return done if whole else None
 
@@ -292,17 +337,18 @@ def _join(out: Path, parts: Path, units: list[_Done], dtype: str, request: Reque
     everywhere = tokens - sum(done.documents for done in units) == sum(done.target_tokens for done in units)
     kinds = ["tokens"] if everywhere else ["tokens", "targets"]
     numbers = range(len(units))
-    try:
+    with writing(out):
         checksums = {
             f"{kind}.bin": _concatenate((_part(parts, number, kind) for number in numbers), out / f"{kind}.bin")
             for kind in kinds
         }
         lengths = np.concatenate([np.fromfile(_part(parts, number, "lengths"), np.int64) for number in numbers])
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        offsets.tofile(out / "offsets.bin")
+        with _new(out / "offsets.bin") as file:
+            file.write(offsets.data)
         checksums["offsets.bin"] = _checksum(memoryview(offsets.view(np.uint8)))
         if any(done.skipped for done in units):
-            with (out / "skipped.jsonl").open("wb") as report:
+            with _new(out / "skipped.jsonl") as report:
                 for number in numbers:
                     if _part(parts, number, "skipped").exists():
                         report.write(_part(parts, number, "skipped").read_bytes())
@@ -317,27 +363,18 @@ def _join(out: Path, parts: Path, units: list[_Done], dtype: str, request: Reque
             "checksums": checksums,
             "sources": [file.name for file in request.files],
         }
-        _write_whole(out / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-    except OSError as error:
-        raise _cannot_write(out, error) from error
-    shutil.rmtree(parts)
-
-
-def _cannot_write(folder: Path, error: OSError) -> UserError:
-    return UserError(f"{folder} cannot be written ({error.strerror}): free space, then give the same command again.")
+        write_durably(out / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def _concatenate(sources: Iterable[Path], target: Path) -> str:
     """Writes the files end to end; returns their checksum."""
     value = 0
-    with target.open("wb") as file:
+    with _new(target) as file:
         for source in sources:
             with source.open("rb") as part:
                 while block := part.read(_COPY_BYTES):
                     file.write(block)
                     value = _added(memoryview(block), value)
-        file.flush()
-        os.fsync(file.fileno())
     return f"{value:08x}"
 
 
@@ -348,13 +385,3 @@ def _checksum(data: memoryview) -> str:
 def _added(data: memoryview, value: int) -> int:
     """CRC-32C where the compiled code is there, else 0: pure Python would take longer than everything else."""
     return crc32c(data, value) if native_status().available else 0
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Writes a file that is there whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

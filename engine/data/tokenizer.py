@@ -149,7 +149,9 @@ class SentencePieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._processor.decode([int(token_id) for token_id in ids])
+        # A model's vocabulary may be padded beyond the tokenizer's pieces; such a token has no text.
+        pieces = self._processor.get_piece_size()
+        text: str = self._processor.decode([int(token_id) for token_id in ids if token_id < pieces])
         return text
 
     def apply_chat(self, messages: Sequence[Message], *, learn: Learn = "answers") -> tuple[list[int], list[bool]]:

@@ -71,7 +71,8 @@ def sync_folder(folder: Path) -> None:
 def delete_folder(folder: Path) -> None:
     """Deletes a folder with all that is in it; where a link or a file has its name, that alone.
 
-    Nothing is done where there is nothing. Links inside are removed, not followed.
+    Nothing is done where there is nothing, and what others delete meanwhile is passed over. Links inside are removed,
+    not followed.
 
     Raises:
         OSError: the system does not allow it.
@@ -81,9 +82,14 @@ def delete_folder(folder: Path) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISDIR(found.st_mode):
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, onerror=_unless_gone)
     else:
-        os.unlink(folder)
+        folder.unlink(missing_ok=True)
+
+
+def _unless_gone(_: object, path: str, failure: tuple[type[BaseException], BaseException, object]) -> None:
+    if not isinstance(failure[1], FileNotFoundError):
+        raise failure[1]
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -21,8 +21,12 @@ _NO_SUCH_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.
 _SHOWN = 200
 
 
-class FileError(UserError):
-    """The system did not let a file be read or written. Nothing else is wrong, so the same command may work later."""
+class Unfinished(UserError):
+    """Work stopped for a reason outside of what was asked: what was written stays, and the same command goes on."""
+
+
+class FileError(Unfinished):
+    """The system did not let a file be read or written."""
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c
 
-from engine.checkpoint.folder import staged_folder
+from engine.checkpoint.folder import check_output
 from engine.checkpoint.manifest import Manifest, PieceRecord, TensorRecord, manifest_from_json, read_manifest
 from engine.checkpoint.manifest import write_manifest as write
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.errors import UserError
+from engine.files.staging import staged_folder
 
 TENSORS = {
     "b.weight": torch.randn(3, 5).bfloat16(),
@@ -185,18 +188,22 @@ def test_files_are_checked_on_opening(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
+def staged(out: Path, overwrite: bool = False, inputs: Iterable[Path] = (), num_bytes: int = 0):
+    return staged_folder(out, check=partial(check_output, out, overwrite, inputs), num_bytes=num_bytes)
+
+
 def test_an_output_folder_is_absent_or_whole(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(KeyError), staged_folder(out) as staging:
+    with pytest.raises(KeyError), staged(out) as staging:
         (staging / "half").touch()
         raise KeyError
     assert list(tmp_path.iterdir()) == []
-    with staged_folder(out) as staging:
+    with staged(out) as staging:
         (staging / "config.json").write_text("1")
         assert not out.exists()
-    with pytest.raises(UserError, match="add --overwrite"), staged_folder(out):
+    with pytest.raises(UserError, match="add --overwrite"), staged(out):
         pass
-    with staged_folder(out, overwrite=True) as staging:
+    with staged(out, overwrite=True) as staging:
         (staging / "new").touch()
     assert [path.name for path in out.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [out]
@@ -205,16 +212,16 @@ def test_an_output_folder_is_absent_or_whole(tmp_path: Path) -> None:
 def test_overwrite_never_deletes_what_it_did_not_make(tmp_path: Path) -> None:
     (tmp_path / "home" / "model").mkdir(parents=True)
     (tmp_path / "home" / "letter.txt").touch()
-    with pytest.raises(UserError, match="holds no model"), staged_folder(tmp_path / "home", overwrite=True):
+    with pytest.raises(UserError, match="holds no model"), staged(tmp_path / "home", overwrite=True):
         pass
     for out in (tmp_path / "home", tmp_path / "home" / "model", tmp_path / "home" / "model" / "sub"):
         inputs = [tmp_path / "home" / "model"]
-        with pytest.raises(UserError, match="overlaps"), staged_folder(out, overwrite=True, inputs=inputs):
+        with pytest.raises(UserError, match="overlaps"), staged(out, overwrite=True, inputs=inputs):
             pass
     assert (tmp_path / "home" / "letter.txt").exists()
 
 
 def test_too_little_disk_is_refused_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="free"), staged_folder(tmp_path / "out", num_bytes=1 << 60):
+    with pytest.raises(UserError, match="free"), staged(tmp_path / "out", num_bytes=1 << 60):
         pytest.fail("the work began")
     assert list(tmp_path.iterdir()) == []

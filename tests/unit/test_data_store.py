@@ -124,7 +124,7 @@ def test_killed_and_gone_on(tmp_path: Path, tokenizer_dir: Path) -> None:
     records = _lines(tmp_path / "a.jsonl", [{"text": f"document {n} " * (1 + n % 7)} for n in range(400)])
     arguments = [sys.executable, "-c", code, str(records), str(tokenizer_dir)]
     process = subprocess.Popen([*arguments, str(tmp_path / "store")], cwd=REPOSITORY)
-    while not (tmp_path / "store" / "parts" / "000003.json").exists():
+    while not (tmp_path / ".store.partial" / "parts" / "000003.json").exists():
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
@@ -160,7 +160,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path, data_dir: Path, tokenizer_d
         open_store(store)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="is not empty and was not left by the same command"):
+    with pytest.raises(UserError, match="is not empty: choose another --out"):
         preprocess(
             Request(files=(data_dir / "instruct" / "identity.json",), tokenizer=tokenizer_dir), tmp_path / "mine"
         )

@@ -1,0 +1,279 @@
+"""A folder that is made in a hidden sibling and takes its name when it is whole.
+
+Whatever ends the process, `out` is absent, what it was, or whole; the same command given again goes on with what the
+sibling holds, and leaves nothing beside `out`. In the order of a command's life:
+
+| on the disk                            | what it is                                                            |
+|----------------------------------------|-----------------------------------------------------------------------|
+| `.out.partial` without a plan          | just made, or a replaced folder on its way out: nobody's, cleared     |
+| `.out.partial` with a plan, and locked | a command is at work: others are refused, and told which process it is |
+| `.out.partial` with a plan             | left by a kill or a failing disk: the same plan goes on with it       |
+| `.out.replaced` beside `out`           | what `out` was before: deleted                                        |
+| `.out.replaced` alone                  | killed between two renames: gets its name `out` back                  |
+
+Links under these names are never followed, nor is an `out` that is a link.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from engine.errors import UserError
+from engine.files.durable import delete_folder, sync_folder, write_durably
+from engine.files.holder import MAX_BYTES, Holder, take_system_lock
+from engine.files.refusals import Unfinished, reading, shown, writing
+
+_PLAN, _HOLDER = ".plan", ".holder"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def partial_folder(out: Path) -> Path:
+    """Where `out` is made."""
+    return out.with_name(f".{out.name}.partial")
+
+
+def _replaced_folder(out: Path) -> Path:
+    return out.with_name(f".{out.name}.replaced")
+
+
+@contextmanager
+def staged_folder(
+    out: Path, *, check: Callable[[], None], plan: str | None = None, num_bytes: int = 0
+) -> Iterator[Path]:
+    """A hidden sibling of `out`, held by this process, that takes the name `out` when the block ends.
+
+    A refusal (`UserError`) in the block removes what was written. A kill leaves it, and so does a failing disk
+    (`Unfinished`): the same plan goes on with it.
+
+    Args:
+        out: the folder to make. What is there is replaced, so `check` decides.
+        check: raises UserError where `out` may not be made or replaced; called before anything is changed.
+        plan: identity of the work, one line; None has it begin anew whatever is there, and leave nothing if it fails.
+        num_bytes: about how much will be written; refused before the work where the disk has less.
+
+    Raises:
+        UserError: `out` is a link, another process is making it, or the disk does not take it.
+    """
+    out = out.absolute()
+    _refuse_strange_names(out)
+    _tidy(out)
+    check()
+    with _held(out) as staging:
+        try:
+            _restore(out)
+            check()
+            _adopt(staging, plan)
+            _check_room(out, staging, num_bytes)
+            yield staging
+            with writing(out):
+                for name in (_HOLDER, _PLAN):
+                    (staging / name).unlink(missing_ok=True)
+            sync_folder(staging)
+            move_into_place(staging, out)
+        except BaseException as error:
+            refused = isinstance(error, UserError) and not isinstance(error, Unfinished)
+            if refused or plan is None or not (staging / _PLAN).exists():
+                with suppress(OSError):
+                    delete_folder(staging)
+            raise
+
+
+def _refuse_strange_names(out: Path) -> None:
+    with reading(out):
+        is_link = out.is_symlink()
+    if is_link:
+        raise UserError(
+            f"--out {shown(out)} is a symbolic link to {shown(os.readlink(out))}: give the folder itself, or remove "
+            "the link."
+        )
+    if out.name in ("", ".."):
+        raise UserError(f"--out {shown(out)} has no name of its own: give the path of a folder to make.")
+
+
+def _tidy(out: Path) -> None:
+    """Deletes what a finished command did not come to delete."""
+    if not out.exists():
+        return
+    staging = partial_folder(out)
+    with writing(out):
+        delete_folder(_replaced_folder(out))
+        if _is_own_folder(staging) and not (staging / _PLAN).exists():
+            descriptor = _open_folder(staging)
+            try:
+                if take_system_lock(descriptor) is True:
+                    delete_folder(staging)
+            finally:
+                os.close(descriptor)
+
+
+def _restore(out: Path) -> None:
+    """Gives a folder that a killed command had moved aside its name back."""
+    replaced = _replaced_folder(out)
+    if not out.exists() and _is_own_folder(replaced):
+        with writing(out):
+            os.rename(replaced, out)
+            sync_folder(out.parent)
+
+
+@contextmanager
+def _held(out: Path) -> Iterator[Path]:
+    """Makes the sibling and locks it; what an earlier command left there stays."""
+    staging = partial_folder(out)
+    with writing(out, "give a folder that you may write to"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _make_and_lock(out, staging)
+    try:
+        write_durably(staging / _HOLDER, Holder.of_this_process().to_bytes())
+        yield staging
+    finally:
+        os.close(descriptor)
+
+
+def _make_and_lock(out: Path, staging: Path) -> int:
+    """The locked descriptor of the folder that has the sibling's name."""
+    while True:
+        try:
+            os.mkdir(staging)
+        except FileExistsError:
+            if not _is_own_folder(staging):
+                raise UserError(
+                    f"{shown(staging)} is in the way of --out {shown(out)}, and is no folder of yours: remove it, or "
+                    "give another --out."
+                ) from None
+        try:
+            descriptor = _open_folder(staging)
+        except FileNotFoundError:
+            continue  # another command has just finished
+        taken = take_system_lock(descriptor)
+        if not _has_name(descriptor, staging):
+            os.close(descriptor)
+            continue
+        holder = _holder_in(staging)
+        # Without locks on this disk the processes of this machine, at least, are told apart.
+        alive = holder is not None and holder.pid != os.getpid() and holder.is_near() and holder.lives()
+        if taken is False or (taken is None and alive):
+            os.close(descriptor)
+            who = "another process" if holder is None else holder.says()
+            raise UserError(
+                f"--out {shown(out)} is being written by {who}: wait until that has ended, or give another folder."
+            )
+        return descriptor
+
+
+def _holder_in(staging: Path) -> Holder | None:
+    try:
+        descriptor = os.open(staging / _HOLDER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        return Holder.from_bytes(file.read(MAX_BYTES))
+
+
+def _adopt(staging: Path, plan: str | None) -> None:
+    """Keeps what was left under the same plan, clears the folder otherwise."""
+    path = staging / _PLAN
+    with writing(staging):
+        if plan is not None and _is_regular(path) and path.read_text(encoding="utf-8", errors="replace") == plan:
+            return
+        path.unlink(missing_ok=True) if not path.is_dir() or path.is_symlink() else shutil.rmtree(path)
+        for entry in staging.iterdir():
+            if entry.name != _HOLDER:
+                delete_folder(entry)
+        if plan is not None:
+            write_durably(path, plan)
+
+
+def _check_room(out: Path, staging: Path, num_bytes: int) -> None:
+    with writing(staging):
+        taken = sum(os.lstat(path).st_blocks * 512 for path in staging.iterdir())
+        free = shutil.disk_usage(staging).free
+    if free + taken < num_bytes:
+        raise UserError(
+            f"--out {shown(out)} needs {num_bytes / 1e9:.2f} GB, but its disk has {(free + taken) / 1e9:.2f} GB free: "
+            "make room or give a folder on another disk."
+        )
+
+
+def move_into_place(staging: Path, out: Path) -> None:
+    """Gives a finished folder its name, in place of what has that name now.
+
+    Raises:
+        FileError: the disk does not take it.
+    """
+    replaced = _replaced_folder(out)
+    with writing(out):
+        if not out.is_dir() or not any(out.iterdir()):
+            os.rename(staging, out)
+            sync_folder(out.parent)
+            return
+        delete_folder(replaced)
+        descriptor = _open_folder(out)  # nobody may take it for a sibling of his own before it has its new name
+        try:
+            take_system_lock(descriptor)
+            if _exchange(staging, out):
+                os.rename(staging, replaced)
+            else:
+                os.rename(out, replaced)
+                os.rename(staging, out)  # a kill in between is undone by `_restore`
+            sync_folder(out.parent)
+        finally:
+            os.close(descriptor)
+    with writing(replaced, f"{shown(out)} is made, remove the other by hand"):
+        delete_folder(replaced)
+
+
+def _exchange(left: Path, right: Path) -> bool:
+    """Swaps two names at once; False where the system or the disk cannot."""
+    function = _renameat2()
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(left), None, str(right))
+
+
+@cache
+def _renameat2() -> Callable[..., int] | None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    return function
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _has_name(descriptor: int, folder: Path) -> bool:
+    try:
+        found = os.lstat(folder)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(descriptor), found)
+
+
+def _is_own_folder(path: Path) -> bool:
+    """A folder, not a link to one, that this user has made."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False

@@ -174,7 +174,7 @@ def test_refusals_are_one_sentence(tmp_path: Path) -> None:
     assert "add --merge" in refuse("export", "--source", run, *out, "--format", "hf", run=convert_apart)
     assert "without adapters" in refuse("export", "--source", tmp_path / "hf", *out, "--format", "peft")
     assert "not a folder" in refuse("import", "--source", tmp_path / "nothing", *out)
-    assert "parallel.tensor 3" in refuse("import", "--source", tmp_path / "hf", *out, "--tensor", 3)
+    assert "--tensor 3" in refuse("import", "--source", tmp_path / "hf", *out, "--tensor", 3)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "letter.txt").touch()
     assert "add --overwrite" in refuse("import", "--source", tmp_path / "hf", *out)

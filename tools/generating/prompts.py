@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
+from engine.files.refusals import writing
 from engine.inference.generate import Answer, Request
 
 
@@ -106,23 +108,27 @@ class RecordsOut:
         self._path = path
         self._file: TextIO = sys.stdout
         if path is not None:
-            try:
+            with self._writing():
                 self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by `close`
-            except OSError as error:
-                raise UserError(f"--out {path} cannot be written ({error.strerror}): give another path.") from error
 
     def add(self, answer: Answer) -> None:
         """Takes an answer in any order."""
         self._ready[answer.request.row] = answer
         while self._next in self._ready:
             record = {**self._records[self._next], **self._fields(self._ready.pop(self._next))}
-            print(json.dumps(record, ensure_ascii=False), file=self._file, flush=True)
+            with self._writing():
+                print(json.dumps(record, ensure_ascii=False), file=self._file, flush=True)
             self._next += 1
 
     def close(self) -> None:
         """Ends the file."""
         if self._path is not None:
-            self._file.close()
+            with self._writing():
+                self._file.close()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        """A reader of stdout that is gone is told apart by who runs the command."""
+        return nullcontext() if self._path is None else writing(self._path, "give another --out")
 
     def _fields(self, answer: Answer) -> dict[str, Any]:
         fields: dict[str, Any] = {

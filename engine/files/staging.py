@@ -127,7 +127,7 @@ def _restore(out: Path) -> None:
 def _held(out: Path) -> Iterator[Path]:
     """Makes the sibling and locks it; what an earlier command left there stays."""
     staging = partial_folder(out)
-    with writing(out, "give a folder that you may write to"):
+    with writing(out, "give another --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _make_and_lock(out, staging)
     try:

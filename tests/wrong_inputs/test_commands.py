@@ -26,7 +26,7 @@ CONVERT: list[tuple[tuple[Any, ...], str]] = [
     (("import", "--source", MODEL, "--out", MODEL), "overlaps with"),
     (("import", "--source", MODEL, "--out", MODEL + "/sub"), "overlaps with"),
     (("import", "--source", MODEL, "--out", TRAIN), "train.jsonl is a file"),
-    (("import", "--source", MODEL, "--out", TRAIN + "/x"), "cannot be written (Not a directory)"),
+    (("import", "--source", MODEL, "--out", TRAIN + "/x"), "cannot be written (File exists): give another --out"),
     (("import", "--source", MODEL, "--out", ADAPTER), "exists and is not empty"),
     (("import", "--source", MODEL, "--out", "{folder}", "--overwrite"), "overlaps with"),
     (("reshard", "--source", MODEL, "--out", OUT, "--tensor", 2), "is not a partitioned base"),

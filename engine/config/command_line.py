@@ -6,6 +6,7 @@ A tool whose flags are options of a run under shorter names says so with `stands
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,6 +99,21 @@ class CommandLine(argparse.ArgumentParser):
         if name.startswith("-"):
             return f"{name} is {given!r}, but it must be one of {', '.join(choices)}: {end}"
         return f"{self.prog} has no {name.lower()} {given!r}, but {', '.join(choices)}: {end}"
+
+
+def json_mapping(text: str) -> dict[str, Any]:
+    """The type of an option that is a JSON object.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'is {text!r}, but a JSON object is expected: write for example {{"a": 1}}.')
+    return value
 
 
 @contextmanager

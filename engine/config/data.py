@@ -43,6 +43,7 @@ class DataOptions:
         chat_arguments: Variables for the chat template, such as {enable_thinking: false}.
         learn_after_end: Learn the white space that a chat template writes behind the token that ends an answer (the
             line break after <|im_end|>), as TRL does. false stops at that token, where generation stops too.
+        show: Print the first samples of the training data, with what is learnt marked, before training; how many.
         num_workers: Background workers that prepare batches; 0 prepares them in the training process.
         tokenizer: Folder or sentencepiece .model file of the tokenizer; null takes the one in model.path.
     """
@@ -58,6 +59,7 @@ class DataOptions:
     chat_template: str | None = None
     chat_arguments: dict[str, Any] | None = None
     learn_after_end: bool = True
+    show: int = 0
     num_workers: int = 1
     tokenizer: str | None = None
 
@@ -70,6 +72,7 @@ class DataOptions:
         require_choice("data.format", self.format, FORMATS)
         require_choice("data.overlong", self.overlong, OVERLONG)
         require_at_least("data.seq_length", self.seq_length, 2, "use for example 2048")
+        require_at_least("data.show", self.show, 0, "use for example 3")
         require_at_least("data.num_workers", self.num_workers, 0, "use for example 1")
         paths = {"train": self.train, "validation": self.validation, "tokenizer": self.tokenizer}
         for name, path in (paths | {"chat_template": self.chat_template}).items():

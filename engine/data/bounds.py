@@ -22,8 +22,11 @@ EXTRA_BYTES = 2 * 2**30
 _STATM = Path("/proc/self/statm")
 
 
-class OutOfTime(Exception):
-    """The program was still running when its time was over."""
+class OutOfTime(BaseException):
+    """The program was still running when its time was over.
+
+    No Exception: Jinja swallows those of expressions that it tries to evaluate beforehand.
+    """
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context
@@ -28,7 +28,7 @@ from engine.data.dataset import CHUNK
 from engine.data.formats import parse_record
 from engine.data.store import DTYPES, FORMAT, MANIFEST, VERSION, tokenizer_fingerprint
 from engine.data.tokenize import Document, tokenize_samples
-from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.data.units import Unit, plan_units, unit_records
 from engine.errors import UserError
 from engine.files.durable import delete_folder, open_new, write_durably
@@ -50,6 +50,7 @@ class Request:
         tokenizer: folder or `.model` file.
         data_format: one of engine.config.data.FORMATS.
         mask_prompt: learn only completions and assistant turns.
+        chat: how conversations are rendered.
         stream_length: tokens of one document of a .txt stream.
         skip_bad_records: leave out records that cannot be used and say which; else the first one ends the work.
         workers: processes.
@@ -59,6 +60,7 @@ class Request:
     tokenizer: Path
     data_format: str = "auto"
     mask_prompt: bool = True
+    chat: ChatOptions = field(default_factory=ChatOptions)
     stream_length: int = 1 << 30
     skip_bad_records: bool = False
     workers: int = 1
@@ -107,7 +109,7 @@ def preprocess(request: Request, out: Path, *, progress: Callable[[int], None] |
     Raises:
         UserError: a file or record that cannot be used, or a folder that holds something else.
     """
-    tokenizer = load_tokenizer(request.tokenizer)
+    tokenizer = load_tokenizer(request.tokenizer, request.chat)
     units = plan_units(request.files)
     identity = _identity(request, units, tokenizer)
     with staged_folder(out, check=partial(_check_out, out), plan=identity) as staging:
@@ -169,7 +171,7 @@ def _again(record: bytes, progress: Callable[[int], None] | None) -> Summary:
 def _identity(request: Request, units: list[Unit], tokenizer: Tokenizer) -> str:
     """Of everything that decides what a unit's files hold."""
     facts: list[Any] = [VERSION, tokenizer_fingerprint(tokenizer), request.data_format, request.mask_prompt]
-    facts += [request.stream_length, request.skip_bad_records]
+    facts += [request.stream_length, request.skip_bad_records, tokenizer.chat_template, asdict(request.chat)]
     facts += [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in request.files]
     facts += [[unit.file, unit.start, unit.end] for unit in units]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
@@ -227,7 +229,7 @@ _worker: tuple[Request, Tokenizer] | None = None
 def _start(request: Request) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
-    _worker = request, load_tokenizer(request.tokenizer)
+    _worker = request, load_tokenizer(request.tokenizer, request.chat)
 
 
 def _do_in_worker(unit: Unit, parts: Path, number: int, dtype: str) -> _Done:

@@ -13,14 +13,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from engine.data.bounds import SECONDS, OutOfTime, bounded
+from engine.data import bounds
 from engine.data.chat import MARK, Message, Span, assistant_spans
+from engine.data.named_templates import TEMPLATES
 from engine.data.training_form import BEGIN, END, training_form
 from engine.errors import UserError
 
 FORMATS_WITHOUT_TEMPLATE = "text, completion or alpaca"
+
+Learn = Literal["answers", "last", "all"]
+"""What is learnt of a conversation: all answers of the assistant, the last one, or everything."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _RESERVED = (BEGIN, END, MARK)
@@ -77,6 +82,15 @@ class ChatTemplate:
             raise UserError(f"the chat template of {self.where} marks nothing of this conversation as the assistant's.")
         return text, spans
 
+    def ending(self) -> str | None:
+        """What the template writes behind an answer at the end of a conversation; None where that cannot be told."""
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+        try:
+            _, found, behind = self._rendered(chat, False).partition(MARK)
+        except UserError:  # told where a conversation of the data is refused
+            return None
+        return behind if found else None
+
     def _rendered(self, messages: Sequence[Message], prompt: bool) -> str:
         return self._run(self.source, messages, prompt=prompt)[0]
 
@@ -112,7 +126,7 @@ class ChatTemplate:
         if self._takes_parts if parts is None else parts:
             chat = [_in_parts(message) for message in chat]
         try:
-            with bounded():
+            with bounds.bounded():
                 texts, spans = render_jinja_template(
                     conversations=[chat],
                     chat_template=source,
@@ -122,10 +136,10 @@ class ChatTemplate:
                 )
                 text = str(texts[0])
                 text.encode("utf-8")
-        except OutOfTime:
-            raise self._endless(f"runs for more than {SECONDS:g} s") from None
+        except bounds.OutOfTime:
+            raise self._endless(f"runs for more than {bounds.SECONDS:g} s") from None
         except MemoryError:
-            raise self._endless("asks for more memory than a conversation can need") from None
+            raise self._endless(f"asks for more than {bounds.EXTRA_BYTES / 2**30:g} GiB of memory") from None
         except RecursionError:
             raise self._endless("calls itself without end") from None
         except UnicodeEncodeError as error:
@@ -154,9 +168,18 @@ class ChatTemplate:
 
     def _endless(self, does: str) -> UserError:
         return UserError(
-            f"the chat template of {self.where} {does} on one conversation; correct the template, or give another one "
+            f"the chat template of {self.where} {does} for one conversation; correct the template, or give another one "
             "with data.chat_template."
         )
+
+
+def no_template(path: Path) -> str:
+    """The sentence for a conversation where there is no template."""
+    return (
+        f"the tokenizer of {path} has no chat template, which conversations (messages, sharegpt) need; set "
+        f"data.chat_template to one of {', '.join(TEMPLATES)}, or to a file, or write the data in the format "
+        f"{FORMATS_WITHOUT_TEMPLATE}."
+    )
 
 
 def _check_characters(value: object) -> None:

@@ -16,19 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.data.chat import Message, covered_tokens, without_tail
-from engine.data.named_templates import TEMPLATES, template_text
-from engine.data.template import FORMATS_WITHOUT_TEMPLATE, ChatTemplate
+from engine.data.named_templates import template_text
+from engine.data.sentencepiece_model import SentencePieceTokenizer, with_special
+from engine.data.template import ChatTemplate, Learn, no_template
 from engine.errors import UserError
 
 if TYPE_CHECKING:
-    from sentencepiece import SentencePieceProcessor
     from transformers import PreTrainedTokenizerFast
-
-Learn = Literal["answers", "last", "all"]
-"""What is learnt of a conversation: all answers of the assistant, the last one, or everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +72,10 @@ class Tokenizer(Protocol):
         """Text of `ids`; control tokens are left out."""
         ...
 
+    def show(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, control tokens too."""
+        ...
+
     def apply_chat(self, messages: Sequence[Message], *, learn: Learn = "answers") -> tuple[list[int], list[bool]]:
         """Render a conversation through the chat template.
 
@@ -90,6 +91,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def chat_warnings(self) -> list[str]:
+        """What to know of a chat template that was chosen for this tokenizer, as sentences."""
+        ...
+
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation up to where the assistant's next turn begins.
 
@@ -100,65 +105,6 @@ class Tokenizer(Protocol):
             UserError: no template, or one that refuses these messages.
         """
         ...
-
-
-def _with_special(ids: list[int], bos_id: int | None, eos_id: int | None) -> list[int]:
-    if bos_id is not None:
-        ids = [bos_id, *ids]
-    if eos_id is not None:
-        ids = [*ids, eos_id]
-    return ids
-
-
-class SentencePieceTokenizer:
-    """A sentencepiece `.model` file.
-
-    Args:
-        path: the file.
-        adds_bos: whether documents open with the begin token; the file itself does not say. None: they do where the
-            model defines one, which is the habit of the Llama family.
-    """
-
-    has_chat_template = False
-
-    def __init__(self, path: Path, *, adds_bos: bool | None = None) -> None:
-        from sentencepiece import SentencePieceProcessor
-
-        try:
-            self._processor: SentencePieceProcessor = SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError) as error:
-            raise UserError(
-                f"{path} is not a sentencepiece model ({error}); give a .model file or a folder with tokenizer.json."
-            ) from error
-        self._path = path
-        self.vocab_size: int = self._processor.vocab_size()
-        self.bos_id = self._defined(self._processor.bos_id())
-        self.eos_id = self._defined(self._processor.eos_id())
-        self.adds_bos = self.bos_id is not None and adds_bos is not False
-
-    @staticmethod
-    def _defined(token_id: int) -> int | None:
-        return token_id if token_id >= 0 else None
-
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        ids: list[int] = self._processor.encode(text)
-        return _with_special(ids, self.bos_id if bos else None, self.eos_id if eos else None)
-
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = self._processor.encode(list(texts))
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        # A model's vocabulary may be padded beyond the tokenizer's pieces; such a token has no text.
-        pieces = self._processor.get_piece_size()
-        text: str = self._processor.decode([int(token_id) for token_id in ids if token_id < pieces])
-        return text
-
-    def apply_chat(self, messages: Sequence[Message], *, learn: Learn = "answers") -> tuple[list[int], list[bool]]:
-        raise UserError(_no_template(self._path))
-
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        raise UserError(_no_template(self._path))
 
 
 class HuggingFaceTokenizer:
@@ -190,7 +136,7 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return _with_special(ids, self.bos_id if bos else None, self.eos_id if eos else None)
+        return with_special(ids, self.bos_id if bos else None, self.eos_id if eos else None)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         # Straight to the Rust side and without offsets: transformers' own call spends most of its time on records
@@ -200,6 +146,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
+
+    def show(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([int(token_id) for token_id in ids]))
 
     @property
     def chat_template(self) -> str | None:
@@ -216,6 +165,18 @@ class HuggingFaceTokenizer:
         text, spans = template.learnt(messages)
         ids, offsets = self._encode(text)
         return ids, self._cut(covered_tokens(spans[-1:] if learn == "last" else spans, offsets), text, ids, offsets)
+
+    def chat_warnings(self) -> list[str]:
+        if self._template is None or self._chat.template is None:
+            return []
+        ending = self._template.ending()
+        if ending is None or self._template.control.search(ending):
+            return []
+        return [
+            f"the chat template {self._chat.template} ends an answer with {ending.strip()!r}, in which this tokenizer "
+            "has no control token, so generation does not stop there unless --stop names it; llama2, mistral, zephyr, "
+            "vicuna and alpaca end answers with the end token."
+        ]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         return self.encode(self._required_template().render(messages, prompt=True))
@@ -240,7 +201,7 @@ class HuggingFaceTokenizer:
 
     def _required_template(self) -> ChatTemplate:
         if self._template is None:
-            raise UserError(_no_template(self._path))
+            raise UserError(no_template(self._path))
         return self._template
 
     def _chosen_template(self, control: re.Pattern[str]) -> ChatTemplate | None:
@@ -256,14 +217,6 @@ class HuggingFaceTokenizer:
                 raise UserError(f"{self._path} has several chat templates ({error}); name a file of one.") from error
         tokens = self._tokenizer.special_tokens_map
         return ChatTemplate(source, where, tokens, self._chat.arguments, control)
-
-
-def _no_template(path: Path) -> str:
-    return (
-        f"the tokenizer of {path} has no chat template, which conversations (messages, sharegpt) need; set "
-        f"data.chat_template to one of {', '.join(TEMPLATES)}, or to a file, or write the data in the format "
-        f"{FORMATS_WITHOUT_TEMPLATE}."
-    )
 
 
 def load_tokenizer(path: str | Path, chat: ChatOptions | None = None) -> Tokenizer:

@@ -12,6 +12,7 @@ from engine.data.dataset import TokenDataset
 from engine.data.judged import build_judged
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.preference import build_pairs
+from engine.data.preview import preview
 from engine.data.report import context_warning
 from engine.data.row_means import RowMeanLoader
 from engine.data.store import is_store
@@ -40,6 +41,8 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
         UserError: a record or tokenizer that cannot be used.
     """
     tokenizer = load_tokenizer(config.data.tokenizer or config.model.path, chat_options(config))
+    for warning in tokenizer.chat_warnings():
+        log.warning(warning)
     if tokenizer.vocab_size > decoder.vocab_size:
         log.warning(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {decoder.vocab_size}: tokens beyond the "
@@ -47,6 +50,7 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
         )
     assert config.data.train is not None
     train = _training_set(config, config.data.train, tokenizer, decoder, log)
+    _show(config, train, tokenizer, log)
     common = loader_options(config, **place_in_data(config, launch))
     loader = DataLoader(
         train,
@@ -67,6 +71,16 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
     if (warning := context_warning(config.data.seq_length, train.lengths, decoder.context_length)) is not None:
         log.warning(warning)
     return RunData(tokenizer=tokenizer, train=loader, validation=validation)
+
+
+def _show(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer, log: Log) -> None:
+    """Prints the first samples."""
+    if not log.enabled:
+        return
+    for row in range(min(config.data.show, len(dataset))):
+        for tokens, targets in dataset.documents(row):
+            log.info(f"sample of row {row + 1}: {len(tokens):,} tokens, {int(targets.sum()):,} learnt")
+            log.info(preview(tokens, targets, tokenizer, colour=log.live))
 
 
 def chat_options(config: RunConfig) -> ChatOptions:

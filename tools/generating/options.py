@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from engine.config.command_line import CommandLine
+from engine.config.command_line import CommandLine, json_mapping
 from engine.config.model import BASE_DTYPES, DTYPES, KERNELS
 from engine.config.units import read_length
 from engine.errors import UserError
@@ -15,6 +15,7 @@ STANDS_FOR = {
     "model.path": "--model", "model.dtype": "--dtype", "model.base_dtype": "--base-dtype",
     "model.kernels": "--kernels", "data.tokenizer": "--tokenizer", "parallel.tensor": "--tensor",
     "parallel.pipeline": "--pipeline", "lora.init_from": "--adapter", "--base": "--model",
+    "data.chat_template": "--chat-template",
 }  # fmt: skip
 """What a run, or convert.py, calls it -> the flag; see `engine.config.command_line`."""
 
@@ -48,6 +49,10 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--out", type=Path, help="JSONL file for the answers to --prompts (default: stdout)")
     prompts.add_argument("--ids", action="store_true", help="token ids in the answers too")
     prompts.add_argument("--chat", action="store_true", help="a text is what a user says, in the chat template")
+    prompts.add_argument("--chat-template", metavar="T", help="name or file, as of --data.chat_template in training")
+    prompts.add_argument(
+        "--chat-arguments", type=json_mapping, default={}, metavar="JSON", help='for it: {"enable_thinking": false}'
+    )
     prompts.add_argument("--system", help="a system message in front of each conversation")
     prompts.add_argument("--batch", type=int, default=8, help="prompts at a time (default 8)")
     prompts.add_argument(

@@ -33,8 +33,8 @@ class Writer:
     def __post_init__(self) -> None:
         if self.chat and not self.tokenizer.has_chat_template:
             raise UserError(
-                "--chat needs a chat template, which the tokenizer of this model does not have: leave --chat out, or "
-                "give a tokenizer that has one with --tokenizer."
+                "--chat needs a chat template, which the tokenizer of this model does not have: give the one that it "
+                "was trained with as --chat-template, or leave --chat out."
             )
 
     def text(self, text: str) -> tuple[int, ...]:

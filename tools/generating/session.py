@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from engine.data.tokenizer import load_tokenizer
+from engine.data.tokenizer import ChatOptions, load_tokenizer
 from engine.distributed.collectives import broadcast_object
 from engine.distributed.launch import Launch
 from engine.errors import UserError
@@ -39,7 +39,10 @@ class Session:
         records = None if arguments.prompts is None else read_records(arguments.prompts)
         choice = model_choice(arguments)
         self._model: OpenedModel = open_for_generation(choice, launch, self._log)
-        tokenizer = load_tokenizer(choice.tokenizer or self._model.folder)
+        chat = ChatOptions(template=arguments.chat_template, arguments=arguments.chat_arguments)
+        tokenizer = load_tokenizer(choice.tokenizer or self._model.folder, chat)
+        for warning in tokenizer.chat_warnings():
+            self._log.warning(warning)
         if not arguments.ignore_eos:
             ends = self._limits.stop_ids | self._model.end_tokens(tokenizer.eos_id)
             self._limits = replace(self._limits, stop_ids=ends)

@@ -1,0 +1,73 @@
+"""Samples as they will be learnt, for a person to look at before a long run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from pathlib import Path
+
+import numpy as np
+
+from engine.data.formats import Sample, parse_record
+from engine.data.tokenize import Document, tokenize_samples
+from engine.data.tokenizer import Tokenizer
+from engine.data.units import plan_units, unit_records
+from engine.errors import UserError
+
+MOST_TOKENS = 2000
+"""Of one sample that are shown."""
+
+_LEARNT, _GIVEN, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
+
+
+def first_documents(
+    files: Sequence[Path], count: int, tokenizer: Tokenizer, *, data_format: str, mask_prompt: bool
+) -> Iterator[Document]:
+    """The first documents of some files, of which no more is read than that takes.
+
+    Raises:
+        UserError: a file or record that cannot be used.
+    """
+    samples = islice(_samples(files, data_format), count)
+    settings = {"mask_prompt": mask_prompt, "stream_length": MOST_TOKENS}
+    documents = (document for sample in samples for document in tokenize_samples([sample], tokenizer, **settings))
+    yield from islice(documents, count)
+
+
+def _samples(files: Sequence[Path], data_format: str) -> Iterator[Sample]:
+    for unit in plan_units(files):
+        for item in unit_records(unit, data_format):
+            if isinstance(item, UserError):
+                raise item
+            yield parse_record(*item) if isinstance(item, tuple) else item
+
+
+def preview(
+    tokens: Sequence[int] | np.ndarray, targets: Sequence[bool] | np.ndarray, tokenizer: Tokenizer, *, colour: bool
+) -> str:
+    """A document's text, with what is learnt in colour or in ⟦brackets⟧; line breaks show as ↵ too.
+
+    Args:
+        tokens: of the document.
+        targets: whether each is learnt.
+        tokenizer: writes them, control tokens too.
+        colour: for a terminal.
+    """
+    learnt, given, plain = (_LEARNT, _GIVEN, _PLAIN) if colour else ("⟦", "", "")
+    text, ids, before = "", list[int](), ""
+    pairs = zip(np.asarray(tokens[:MOST_TOKENS]).tolist(), np.asarray(targets[:MOST_TOKENS]).tolist(), strict=True)
+    for is_learnt, run in groupby(pairs, key=lambda pair: pair[1]):
+        ids += (part := [token for token, _ in run])
+        whole = tokenizer.show(ids)  # a space may begin a run, but no text
+        piece = _printable(whole[len(before) :] if whole.startswith(before) else tokenizer.show(part))
+        before = whole
+        text += f"{learnt}{piece}{plain or '⟧'}" if is_learnt else f"{given}{piece}{plain}"
+    left = len(tokens) - MOST_TOKENS
+    return text + (f" ... {left:,} more tokens" if left > 0 else "")
+
+
+def _printable(text: str) -> str:
+    shown = (
+        character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1] for character in text
+    )
+    return "".join(shown).replace("\n", "↵\n")

@@ -1,0 +1,87 @@
+"""Tokenizers that are a sentencepiece `.model` file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.data.chat import Message
+from engine.data.template import Learn, no_template
+from engine.errors import UserError
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+
+
+def with_special(ids: list[int], bos_id: int | None, eos_id: int | None) -> list[int]:
+    """Token ids with those of the begin and the end around them, where there are any."""
+    if bos_id is not None:
+        ids = [bos_id, *ids]
+    if eos_id is not None:
+        ids = [*ids, eos_id]
+    return ids
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece `.model` file.
+
+    Args:
+        path: the file.
+        adds_bos: whether documents open with the begin token; the file itself does not say. None: they do where the
+            model defines one, which is the habit of the Llama family.
+    """
+
+    has_chat_template = False
+
+    def __init__(self, path: Path, *, adds_bos: bool | None = None) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            self._processor: SentencePieceProcessor = SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise UserError(
+                f"{path} is not a sentencepiece model ({error}); give a .model file or a folder with tokenizer.json."
+            ) from error
+        self._path = path
+        self.vocab_size: int = self._processor.vocab_size()
+        self.bos_id = self._defined(self._processor.bos_id())
+        self.eos_id = self._defined(self._processor.eos_id())
+        self.adds_bos = self.bos_id is not None and adds_bos is not False
+
+    @staticmethod
+    def _defined(token_id: int) -> int | None:
+        return token_id if token_id >= 0 else None
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        ids: list[int] = self._processor.encode(text)
+        return with_special(ids, self.bos_id if bos else None, self.eos_id if eos else None)
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._processor.encode(list(texts))
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # A model's vocabulary may be padded beyond the tokenizer's pieces; such a token has no text.
+        pieces = self._processor.get_piece_size()
+        text: str = self._processor.decode([int(token_id) for token_id in ids if token_id < pieces])
+        return text
+
+    def show(self, ids: Sequence[int]) -> str:
+        pieces: list[list[int] | str] = [[]]
+        for token_id in map(int, ids):
+            last = pieces[-1]
+            if token_id < self.vocab_size and self._processor.is_control(token_id):
+                pieces += [self._processor.id_to_piece(token_id), []]
+            elif isinstance(last, list):
+                last.append(token_id)
+        return "".join(piece if isinstance(piece, str) else self.decode(piece) for piece in pieces)
+
+    def apply_chat(self, messages: Sequence[Message], *, learn: Learn = "answers") -> tuple[list[int], list[bool]]:
+        raise UserError(no_template(self._path))
+
+    def chat_warnings(self) -> list[str]:
+        return []
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        raise UserError(no_template(self._path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from engine.checkpoint.safetensors_file import SafetensorsReader
 from engine.errors import UserError
+from engine.files.documents import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -65,11 +65,7 @@ class HfTensors:
         return self._files[file]
 
     def _read_index(self, path: Path) -> dict[str, str]:
-        try:
-            index = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
-            raise UserError(f"{path} is not valid JSON ({error}): copy it again.") from error
-        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise UserError(f"{path} has no weight_map from tensor names to files: copy it again.")
         for file in sorted(set(weight_map.values())):

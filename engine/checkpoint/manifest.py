@@ -16,9 +16,9 @@ from pathlib import Path
 
 from engine.checkpoint.manifest_fields import manifest_from_json, require_readable
 from engine.checkpoint.manifest_records import Kind, Manifest, PieceRecord, TensorRecord
-from engine.checkpoint.strict_json import JsonFlaw, parse_json
 from engine.errors import UserError
 from engine.files.durable import sync_folder, write_durably
+from engine.files.strict_json import JsonFlaw, parse_json
 
 __all__ = [
     "ENGINE_VERSION",

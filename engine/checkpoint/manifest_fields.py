@@ -18,8 +18,8 @@ from engine.checkpoint.checksum import ALGORITHM
 from engine.checkpoint.manifest_records import FORMAT, VERSION, Kind, Manifest, PieceRecord, TensorRecord
 from engine.checkpoint.reshard import Box, find_flaw, find_gap
 from engine.checkpoint.safetensors_file import dtype_from_name
-from engine.checkpoint.strict_json import shown
 from engine.errors import UserError
+from engine.files.strict_json import shown
 
 _MAX_ELEMENTS = 1 << 48
 _MAX_DIMS = 16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from engine.checkpoint.folder import CONFIG, Companions, find_companions
 from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from engine.errors import UserError
+from engine.files.documents import read_json
 from engine.models.config import DecoderConfig
 from engine.models.describe import parameter_specs
 from engine.models.families import family_of
@@ -115,10 +115,4 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} has no {CONFIG}: expected a Hugging Face model or a checkpoint made by tools/convert.py."
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
-        raise UserError(f"{path} is not valid JSON ({error}): mend it or copy it again.") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is not a JSON mapping: expected a model's config, copy it again.")
-    return config
+    return read_json(path)

@@ -5,7 +5,6 @@ Only what the engine computes the same way is accepted; everything else is refus
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -16,6 +15,8 @@ from typing import Any, TypeVar
 from engine.checkpoint.folder import ADAPTER_CONFIG
 from engine.config.lora import adapter_scale
 from engine.errors import UserError
+from engine.files.documents import read_json
+from engine.files.strict_json import shown
 
 # What says who wrote the adapter, where it sits (the tensors' names say that too) or how it is loaded elsewhere.
 # fmt: off
@@ -88,13 +89,9 @@ def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise UserError(f"{folder} has no {ADAPTER_CONFIG}: expected the folder of a PEFT LoRA adapter, mend the path.")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
-        raise UserError(f"{path} is not valid JSON ({error}): copy it again.") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise UserError(f"{path} has peft_type {kind!r}: expected LORA, use a LoRA adapter.")
+    config = read_json(path)
+    if (kind := config.get("peft_type")) != "LORA":
+        raise UserError(f"{path} has peft_type {shown(kind)}: expected LORA, use a LoRA adapter.")
     _refuse_unsupported(path, config, with_saved_modules)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)):

@@ -7,7 +7,6 @@ So memory is that of one layer, or of the embedding, whatever the size of the mo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -27,6 +26,7 @@ from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.scales import Scale
 from engine.checkpoint.source import WeightSource, open_source
 from engine.errors import UserError
+from engine.files.documents import read_json
 from engine.layers.plan import TrainingPlan
 from engine.models.config import DecoderConfig
 from engine.models.families import FAMILIES
@@ -145,7 +145,7 @@ def _obstacle(folder: Path, model: ModelFolder) -> str | None:
         return "transformers is not installed"
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config = read_json(folder / CONFIG)
     family = FAMILIES[model.decoder.family]
     if config.get("model_type") not in CONFIG_MAPPING or model.names.body != family.names.body:
         return f"transformers has no class for model_type {config.get('model_type')!r} as a language model"

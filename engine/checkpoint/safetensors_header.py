@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.checkpoint.strict_json import JsonFlaw, parse_json, shown
 from engine.errors import UserError
+from engine.files.strict_json import JsonFlaw, parse_json, shown
 
 MAX_HEADER_BYTES = 100_000_000
 """The stock library's limit too."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import yaml
 
@@ -11,6 +10,7 @@ from engine.config.checks import require
 from engine.config.names import option_types, sections
 from engine.config.suggestions import closest, meant_options
 from engine.errors import UserError
+from engine.files.documents import read_text
 
 
 def check_argument_names(argv: Sequence[str], extra: Iterable[str]) -> None:
@@ -36,12 +36,7 @@ def check_file(path: str) -> None:
     Raises:
         UserError: names the file and what is wrong with it.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise UserError(f"--config {path} cannot be read ({reason}): give the path of a YAML file.") from None
-    check_text(text, f"--config {path}")
+    check_text(read_text(path, "give the path of a YAML file after --config"), f"--config {path}")
 
 
 def check_text(text: str, source: str) -> None:
@@ -57,7 +52,9 @@ def check_text(text: str, source: str) -> None:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise UserError(f"{source} is not valid YAML{_place(error)}: mend that line.") from None
+        raise UserError(f"{source} is not valid YAML{_place(error)}: correct that line.") from None
+    except RecursionError:
+        raise UserError(f"{source} is nested too deeply: write sections of options, one level each.") from None
     if node is None:
         raise UserError(f"{source} is empty, but a mapping of sections is expected: write at least `model:`.")
     require(

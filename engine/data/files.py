@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.errors import UserError
+from engine.files.refusals import reading
 
 Record = dict[str, Any]
 _WHITE_SPACE = b" \t\r\n"
@@ -62,10 +63,8 @@ def read_text(path: Path) -> str:
     Raises:
         UserError: it is not UTF-8, or has no text.
     """
-    try:
+    with reading(path, "convert the file to UTF-8, or give another"):
         text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 at byte {error.start}; convert the file to UTF-8.") from error
     if not text.strip():
         raise UserError(f"{path} has no text; give a file that has some.")
     return text.replace("\r\n", "\n")
@@ -79,7 +78,7 @@ def read_records(path: Path) -> tuple[int, Iterator[tuple[Place, Record]]]:
     """
     if path.suffix.lower() not in (".json", ".jsonl"):
         raise UserError(f"{path} ends in '{path.suffix}', expected .txt, .json or .jsonl; rename or convert the file.")
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         if first_byte(file) == b"[":
             records = _load_array(path)
             return len(records), _array_records(path, records)
@@ -99,10 +98,10 @@ def first_byte(file: BinaryIO) -> bytes:
 
 
 def _load_array(path: Path) -> list[Any]:
+    with reading(path, "convert the file to UTF-8"):
+        text = path.read_bytes().decode("utf-8-sig")
     try:
-        records = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 at byte {error.start}; convert the file to UTF-8.") from error
+        records = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path} line {error.lineno}: the array is not JSON ({error.msg}, column {error.colno}); correct the file."
@@ -120,7 +119,7 @@ def _array_records(path: Path, records: list[Any]) -> Iterator[tuple[Place, Reco
 
 def _line_records(path: Path) -> Iterator[tuple[Place, Record]]:
     # Lines of bytes: str.splitlines would also break at separators that may stand inside a JSON string.
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         first_byte(file)
         for number, line in enumerate(file, start=1):
             line = line.strip(_WHITE_SPACE)

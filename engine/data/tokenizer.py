@@ -10,7 +10,6 @@ Special tokens are the caller's decision (`bos=`, `eos=`), never added behind it
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from engine.data.named_templates import template_text
 from engine.data.sentencepiece_model import SentencePieceTokenizer, with_special
 from engine.data.template import ChatTemplate, Learn, no_template
 from engine.errors import UserError
+from engine.files.documents import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -266,7 +266,7 @@ def _load_fast(source: Path, chat: ChatOptions | None) -> HuggingFaceTokenizer:
     from transformers import PreTrainedTokenizerFast
 
     file = source / "tokenizer.json" if source.is_dir() else source
-    content = _read_mapping(file, "replace it by the model's tokenizer.json")
+    content = read_json(file, "replace it by the model's tokenizer.json")
     if not isinstance(content.get("model"), dict) or not isinstance(content.get("added_tokens"), list):
         raise UserError(f"{file} has no model and added_tokens; replace it by the model's tokenizer.json.")
     opened: Any = PreTrainedTokenizerFast
@@ -291,26 +291,11 @@ def _check_settings(folder: Path) -> None:
     """Raises UserError where the files beside tokenizer.json are not what transformers reads them for."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
-            _read_mapping(folder / name, "repair or remove it")
+            read_json(folder / name, "repair or remove it")
     if (file := folder / "tokenizer_config.json").is_file():
-        template = _read_mapping(file, "repair or remove it").get("chat_template")
+        template = read_json(file, "repair or remove it").get("chat_template")
         if template is not None and not isinstance(template, str | list):
             raise UserError(f"{file} has chat_template {template!r}, expected text; repair the file.")
-
-
-def _read_mapping(file: Path, remedy: str) -> dict[str, Any]:
-    """What a JSON file holds.
-
-    Raises:
-        UserError: it is no JSON, or no mapping; ends in `remedy`.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
-        raise UserError(f"{file} is not a JSON file ({error}); {remedy}.") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} holds no JSON mapping; {remedy}.")
-    return content
 
 
 def _configured_bos(folder: Path) -> bool | None:
@@ -318,5 +303,5 @@ def _configured_bos(folder: Path) -> bool | None:
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return None
-    value = _read_mapping(file, "repair or remove it").get("add_bos_token")
+    value = read_json(file, "repair or remove it").get("add_bos_token")
     return value if isinstance(value, bool) else None

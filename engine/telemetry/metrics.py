@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from engine.errors import UserError
+from engine.files.durable import write_durably
+from engine.files.refusals import reading
+from engine.files.strict_json import JsonFlaw, parse_json
 
 Value = int | float | str | bool | None
 
@@ -129,24 +131,18 @@ class MetricsWriter:
         if self._path is None or self._file is None:
             return 0
         self._file.close()
-        lines = self._path.read_text(encoding="utf-8").splitlines()
+        lines = self._lines()
         kept = [line for number, line in enumerate(lines, 1) if self._stays(line, number, len(lines), step)]
-        temporary = self._path.with_name(self._path.name + ".new")
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
+        write_durably(self._path, b"".join(line + b"\n" for line in kept))
         self._file = _open_append(self._path)
         return len(lines) - len(kept)
 
     def evaluation_loss(self, step: int) -> float | None:
         """The loss of an evaluation after `step` steps, as the file, whose lines are whole, has it; None if not."""
-        if self._path is None:
-            return None
-        records = map(json.loads, self._path.read_text(encoding="utf-8").splitlines())
-        found = [record["eval_loss"] for record in records if record["step"] == step and "eval_loss" in record]
-        return float(found[-1]) if found else None
+        records = [_record(line) for line in self._lines()]
+        found = [record.get("eval_loss") for record in records if record is not None and record["step"] == step]
+        losses = [loss for loss in found if isinstance(loss, int | float)]
+        return float(losses[-1]) if losses else None
 
     def close(self) -> None:
         """Close the files; nothing can be written afterwards."""
@@ -157,16 +153,30 @@ class MetricsWriter:
             self._tensorboard.close()
             self._tensorboard = None
 
-    def _stays(self, line: str, number: int, count: int, step: int) -> bool:
-        try:
-            return bool(json.loads(line)["step"] <= step)
-        except (ValueError, KeyError, TypeError):
-            if number == count:
-                return False
+    def _stays(self, line: bytes, number: int, count: int, step: int) -> bool:
+        record = _record(line)
+        if record is None and number < count:
             raise UserError(
                 f"{self._path} line {number} is not a metrics record, but the run continues this file: "
-                "mend the line, or move the file away."
-            ) from None
+                "correct the line, or move the file away."
+            )
+        return record is not None and bool(record["step"] <= step)
+
+    def _lines(self) -> list[bytes]:
+        if self._path is None:
+            return []
+        with reading(self._path, "make it readable, or move it away"):
+            return self._path.read_bytes().splitlines()
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a line holds; None where that is no record with a step."""
+    try:
+        found = parse_json(line)
+    except JsonFlaw:
+        return None
+    step = found.get("step") if isinstance(found, dict) else None
+    return found if isinstance(step, int) and not isinstance(step, bool) else None
 
 
 def _plain(value: Value) -> Value:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from engine.checkpoint.commands import open_trained
 from engine.checkpoint.folder import ADAPTER_CONFIG
@@ -25,6 +23,7 @@ from engine.distributed.launch import Launch
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
+from engine.files.documents import read_json
 from engine.inference.options import ModelChoice
 from engine.layers.encoded_storage import encoded_entries
 from engine.layers.module import shard_entries
@@ -62,7 +61,7 @@ class OpenedModel:
         """The tokens that end an answer: those of generation_config.json, else of config.json, else the tokenizer's."""
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
-            value = _read_json(path).get("eos_token_id") if path.is_file() else None
+            value = read_json(path).get("eos_token_id") if path.is_file() else None
             if isinstance(value, int):
                 return frozenset((value,))
             if isinstance(value, list):
@@ -185,16 +184,6 @@ def _parts(config: DecoderConfig, pipeline: int) -> list[Part]:
         Part(first=end - count, last=end, embedding=rank == 0, head=rank == pipeline - 1)
         for rank, (count, end) in enumerate(zip(layers, ends, strict=True))
     ]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a JSON file ({error}): mend it or copy it again.") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON mapping: mend it or copy it again.")
-    return content
 
 
 def storage_bytes(decoder: Decoder, *, each_token: bool = False) -> int:

@@ -20,6 +20,7 @@ import torch
 from engine.config.run import RunConfig
 from engine.distributed.launch import Launch
 from engine.distributed.transfer_meter import METER
+from engine.files.durable import write_durably
 from engine.layers.module import shard_entries
 from engine.models.describe import meta_model, num_parameters
 from engine.models.flops import step_flops, trained_work
@@ -56,7 +57,7 @@ class Observation:
             whole, trained = num_parameters(training.source.model.decoder), sum(map(prod, shapes.values()))
             sizes = {"parameters": whole, "trained": trained}
             text = json.dumps(_environment(launch, training, sizes, self._ceiling), indent=2)
-            (run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
+            write_durably(run_dir / ENVIRONMENT, text)
         if config.log.communication:
             METER.start()
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.save_parts import TrainingContents, owned
-from engine.checkpoint.strict_json import shown
 from engine.checkpoint.training_state import TrainingCheckpoint
 from engine.config.load import to_yaml
 from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
+from engine.files.strict_json import shown
 from engine.training.build import Training
 from engine.training.source import ModelSource
 

@@ -16,6 +16,7 @@ from engine.distributed.collectives import barrier, broadcast_object
 from engine.distributed.failures import CommunicationError
 from engine.distributed.launch import Launch, start, stop, world_size_from_environment
 from engine.errors import LostRankError, UserError
+from engine.files.durable import write_durably
 from engine.objectives.stuck import StuckLoss
 from engine.optim.schedule import learning_rate
 from engine.telemetry.format import format_duration
@@ -336,7 +337,7 @@ class Trainer:
         """The records of steps after `known` are written again."""
         if self._launch.rank != 0:
             return MetricsWriter(None)
-        (self.run_dir / CONFIG_COPY).write_text(to_yaml(self._config), encoding="utf-8")
+        write_durably(self.run_dir / CONFIG_COPY, to_yaml(self._config))
         options = self._config.log
         metrics = MetricsWriter(
             self.run_dir / options.metrics if options.metrics else None,

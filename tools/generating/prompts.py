@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
+from engine.files.documents import parse_record, read_text
 from engine.files.refusals import writing
 from engine.inference.generate import Answer, Request
 
@@ -56,10 +57,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: the file cannot be read, or a line is something else; names the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {path} cannot be read ({error}): give a JSONL file in UTF-8.") from error
+    lines = read_text(path, "give a JSONL file in UTF-8 as --prompts").splitlines()
     records = [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not records:
         raise UserError(f'--prompts {path} has no records: write lines such as {{"prompt": "Once upon a time"}}.')
@@ -67,12 +65,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _record(line: str, place: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON ({error}): mend it.") from error
-    if not isinstance(record, dict):
-        raise UserError(f'{place} is no JSON mapping: write {{"prompt": ...}} or {{"messages": [...]}}.')
+    record = parse_record(line, place, 'write {"prompt": ...} or {"messages": [...]}')
     if ("prompt" in record) == ("messages" in record):
         raise UserError(f"{place} needs either prompt or messages, and has {', '.join(record) or 'nothing'}: mend it.")
     if "prompt" in record and not isinstance(record["prompt"], str):

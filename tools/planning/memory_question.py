@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from engine.config.objective import ObjectiveOptions
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
+from engine.files.documents import read_json
 from engine.layers.plan import TrainingPlan
 from engine.layers.recompute import Level
 from engine.layers.rounding import FLOAT8
@@ -164,13 +164,7 @@ def read_config(path: str) -> tuple[dict[str, Any], str | None]:
         return open_model(place).hf_config, path
     if not place.is_file():
         raise UserError(f"--model is {path}, which is neither a folder nor a file: give a model or its config.json.")
-    try:
-        found = json.loads(place.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--model is {path}, which is not JSON ({error}): give a model's config.json.") from None
-    if not isinstance(found, dict):
-        raise UserError(f"--model is {path}, which holds no JSON object: give a model's config.json.")
-    return found, None
+    return read_json(place, "give a model's config.json as --model"), None
 
 
 def config_of(arguments: argparse.Namespace, path: str) -> RunConfig:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from engine.errors import UserError
+from engine.files.documents import read_text
 
 Value = str | int | float | bool | None | list[Any]
 
@@ -51,13 +52,7 @@ def read_file(path: Path) -> list[Given]:
     Raises:
         UserError: it cannot be read, or is none of them.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise UserError(
-            f"{path} cannot be read ({reason}): give an accelerate or DeepSpeed file, or a script."
-        ) from None
+    text = read_text(path, "give an accelerate or DeepSpeed file, or a script")
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or text.startswith("#!"):
         return with_files(read_shell(text, path.name), path.parent)
     try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.errors import UserError
-from engine.files.refusals import reading
+from engine.files.documents import open_file
 
 Record = dict[str, Any]
 _WHITE_SPACE = b" \t\r\n"
@@ -63,8 +63,8 @@ def read_text(path: Path) -> str:
     Raises:
         UserError: it is not UTF-8, or has no text.
     """
-    with reading(path, "convert the file to UTF-8, or give another"):
-        text = path.read_bytes().decode("utf-8-sig")
+    with open_file(path, "convert the file to UTF-8, or give another") as file:
+        text = file.read().decode("utf-8-sig")
     if not text.strip():
         raise UserError(f"{path} has no text; give a file that has some.")
     return text.replace("\r\n", "\n")
@@ -78,7 +78,7 @@ def read_records(path: Path) -> tuple[int, Iterator[tuple[Place, Record]]]:
     """
     if path.suffix.lower() not in (".json", ".jsonl"):
         raise UserError(f"{path} ends in '{path.suffix}', expected .txt, .json or .jsonl; rename or convert the file.")
-    with reading(path), path.open("rb") as file:
+    with open_file(path) as file:
         if first_byte(file) == b"[":
             records = _load_array(path)
             return len(records), _array_records(path, records)
@@ -98,8 +98,8 @@ def first_byte(file: BinaryIO) -> bytes:
 
 
 def _load_array(path: Path) -> list[Any]:
-    with reading(path, "convert the file to UTF-8"):
-        text = path.read_bytes().decode("utf-8-sig")
+    with open_file(path, "convert the file to UTF-8") as file:
+        text = file.read().decode("utf-8-sig")
     try:
         records = json.loads(text)
     except json.JSONDecodeError as error:
@@ -119,7 +119,7 @@ def _array_records(path: Path, records: list[Any]) -> Iterator[tuple[Place, Reco
 
 def _line_records(path: Path) -> Iterator[tuple[Place, Record]]:
     # Lines of bytes: str.splitlines would also break at separators that may stand inside a JSON string.
-    with reading(path), path.open("rb") as file:
+    with open_file(path) as file:
         first_byte(file)
         for number, line in enumerate(file, start=1):
             line = line.strip(_WHITE_SPACE)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from engine.data.chat import Message
 from engine.data.template import Learn, no_template
 from engine.errors import UserError
+from engine.files.documents import read_bytes
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -37,9 +38,12 @@ class SentencePieceTokenizer:
     def __init__(self, path: Path, *, adds_bos: bool | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
 
+        model = read_bytes(path, "give a .model file or a folder with tokenizer.json")
         try:
-            self._processor: SentencePieceProcessor = SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError) as error:
+            if not model:  # which the library takes for no model asked for
+                raise RuntimeError("it is empty")
+            self._processor: SentencePieceProcessor = SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
             raise UserError(
                 f"{path} is not a sentencepiece model ({error}); give a .model file or a folder with tokenizer.json."
             ) from error

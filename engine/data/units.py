@@ -11,6 +11,7 @@ from typing import Any
 from engine.data.files import Place, Record, first_byte, line_record, read_records
 from engine.data.formats import Sample, detect_format, read_samples
 from engine.errors import UserError
+from engine.files.documents import open_file
 
 UNIT_BYTES = 4 * 2**20
 """Of a JSONL file that one unit has, about."""
@@ -78,7 +79,7 @@ def _raw(unit: Unit) -> Iterator[tuple[Place, Record] | UserError]:
     if unit.kind == "rows":
         yield from _parquet_records(unit)
     elif unit.kind == "lines":
-        with file.open("rb") as source:
+        with open_file(file) as source:
             source.seek(unit.start)
             data = source.read(unit.end - unit.start)
         for number, line in enumerate(data.split(b"\n"), start=unit.first):
@@ -112,13 +113,13 @@ def _first_format(file: Path) -> str:
 def _is_array(file: Path) -> bool:
     if file.suffix.lower() not in (".json", ".jsonl"):
         raise UserError(f"{file} ends in '{file.suffix}', expected .jsonl, .json, .parquet or .txt; rename it.")
-    with file.open("rb") as source:
+    with open_file(file) as source:
         return first_byte(source) == b"["
 
 
 def _line_runs(file: Path) -> Iterator[Unit]:
     """Runs of whole lines of about UNIT_BYTES, with the number of their first line."""
-    with file.open("rb") as source:
+    with open_file(file) as source:
         start = len(codecs.BOM_UTF8) if source.read(3) == codecs.BOM_UTF8 else 0
         source.seek(start)
         line = 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
 
 from engine.errors import UserError
 from engine.files.refusals import reading, shown
@@ -15,23 +17,39 @@ _MOST_BYTES = 256 << 20
 """Of such a file. A vocabulary of 250,000 tokens takes 20 MiB."""
 
 
+@contextmanager
+def open_file(path: str | os.PathLike[str], advice: str | None = None) -> Iterator[BinaryIO]:
+    """Opens a file of any size for reading; what the system says of it meanwhile becomes a sentence.
+
+    Args:
+        path: of a regular file. A pipe could be read only once, and opening it would wait for a writer.
+        advice: what to change, such as "give another --source".
+
+    Raises:
+        UserError: it is no file, or cannot be read.
+    """
+    with reading(path, advice):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise UserError(f"{shown(path)} is not a file: {advice or 'check the path'}.")
+            yield file
+
+
 def read_bytes(path: str | os.PathLike[str], advice: str | None = None) -> bytes:
     """The bytes of a small file.
 
     Args:
-        path: of a regular file; a pipe or a device could be endless.
-        advice: what to change, such as "give another --source".
+        path, advice: as of `open_file`.
 
     Raises:
-        UserError: it cannot be read, is not a file, or is larger than such files are.
+        UserError: as `open_file`, or it is larger than such files are.
     """
-    with reading(path, advice):
-        place = Path(path)
-        if place.exists() and not place.is_file():
-            raise UserError(f"{shown(path)} is not a file: {advice or 'check the path'}.")
-        if (size := place.stat().st_size) > _MOST_BYTES:
+    with open_file(path, advice) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MOST_BYTES:
             raise UserError(f"{shown(path)} has {size:,} bytes, too many for such a file: {advice or _COPY_AGAIN}.")
-        return place.read_bytes()
+        return file.read()
 
 
 def read_text(path: str | os.PathLike[str], advice: str | None = None) -> str:

@@ -6,10 +6,12 @@ under a name of ours leads nowhere.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
 from pathlib import Path
+from typing import IO
 
 from engine.files.refusals import reading, writing
 
@@ -22,6 +24,21 @@ def open_new(path: Path) -> int:
     """
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def open_append(path: Path) -> IO[str]:
+    """The text file at `path`, made where it is missing, to be written behind what it has.
+
+    Raises:
+        OSError: the system does not allow it, or what has that name is no file: opening a pipe would wait for a reader.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    file = open(os.open(path, flags, 0o666), "a", encoding="utf-8")  # noqa: SIM115 - the caller's
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return file
 
 
 def write_durably(path: Path, data: bytes | str) -> None:

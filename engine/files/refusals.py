@@ -83,6 +83,22 @@ def shown(path: str | os.PathLike[str]) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
+def sentence_of(error: OSError) -> str | None:
+    """What the system said of a file where nobody nearer could say more; None where it is not of a file.
+
+    Args:
+        error: that nothing but the end of the command has caught.
+    """
+    if isinstance(error, ConnectionError | ChildProcessError | ProcessLookupError | TimeoutError | BlockingIOError):
+        return None
+    verb = "written" if error.errno in (*_NO_ROOM, errno.EROFS) else "used"
+    if isinstance(error.filename, str | bytes):
+        return str(_refusal(os.fsdecode(error.filename), verb, error, None))
+    if error.errno in (*_NO_ROOM, errno.EROFS, errno.EIO):
+        return str(_refusal("a file of this command", verb, error, None))
+    return None
+
+
 def _refusal(path: str | os.PathLike[str], verb: str, error: OSError, advice: str | None) -> FileError:
     reason = error.strerror or str(error) or type(error).__name__
     if error.errno == errno.ELOOP:

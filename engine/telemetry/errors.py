@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from engine.errors import LostRankError, UserError
+from engine.files.refusals import sentence_of
 from engine.telemetry.ending import end, end_at_once, has_joined
 from engine.telemetry.output import give_up, has_reader, outliving_the_reader, printable, say
 from engine.telemetry.torchrun import claim_once, is_rank, leave_reason
@@ -57,6 +58,8 @@ def ending_of(error: BaseException) -> Ending:
         case UserError():
             line = f"error: {one_line(str(error))}"
             return Ending(status=EXIT_USER_ERROR, line=line, is_after_another=isinstance(error, LostRankError))
+        case OSError() if (sentence := sentence_of(error)) is not None:
+            return Ending(status=EXIT_USER_ERROR, line=f"error: {one_line(sentence)}")
         case KeyboardInterrupt():
             return Ending(status=EXIT_INTERRUPTED, line="interrupted")
         case SystemExit(code=None):

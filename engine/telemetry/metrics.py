@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from engine.errors import UserError
-from engine.files.durable import write_durably
+from engine.files.durable import open_append, write_durably
 from engine.files.refusals import reading
 from engine.files.strict_json import JsonFlaw, parse_json
 
@@ -188,8 +188,7 @@ def _plain(value: Value) -> Value:
 
 def _open_append(path: Path) -> IO[str]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "a", encoding="utf-8")
+        return open_append(path)
     except OSError as error:
         raise UserError(
             f"The metrics file {path} cannot be written ({error.strerror}): "

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from engine.errors import UserError
+from engine.files.durable import open_append
 
 FOLDER = "telemetry"
 """In the run's folder."""
-
-
-def _open(path: Path) -> IO[str]:
-    return open(path, "a", encoding="utf-8")
 
 
 class RankFile:
@@ -35,8 +32,7 @@ class RankFile:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._path = run_dir / FOLDER / f"rank_{rank:05d}.jsonl"
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _open(self._path)
+            self._file = open_append(self._path)
         except OSError as error:
             raise self._refusal(error) from None
 

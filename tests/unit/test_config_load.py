@@ -232,7 +232,7 @@ def test_help_explains_every_option_in_time() -> None:
         ("--data.tokenizer nowhere", "data.tokenizer is nowhere, which does not exist"),
         ("--log.every 0", "log.every is 0"),
         ("--log.metrics a/b", "log.metrics is 'a/b'"),
-        ("--config nowhere.yaml", "--config nowhere.yaml cannot be read (No such file or directory)"),
+        ("--config nowhere.yaml", "nowhere.yaml cannot be read (No such file or directory)"),
         ("--config", "--config has no value"),
     ],
 )
@@ -281,5 +281,5 @@ def test_refused_files(tmp_path: Path, base: list[str], text: str, words: str) -
 def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(b"\xff\xfe\x00")
-    assert "is not text in UTF-8" in refusal(["--config", str(path)])
+    assert "is not UTF-8 text" in refusal(["--config", str(path)])
     assert "Is a directory" in refusal([f"--config={tmp_path}"])

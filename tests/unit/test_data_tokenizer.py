@@ -211,7 +211,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a sentencepiece model"):
         load_tokenizer(tmp_path / "broken.model")
     (tmp_path / "tokenizer.json").write_text("{ not json")
-    with pytest.raises(UserError, match="not a JSON file"):
+    with pytest.raises(UserError, match="not valid JSON"):
         load_tokenizer(tmp_path)
 
 

@@ -216,7 +216,7 @@ def test_the_command_with_a_probe(tmp_path: Path) -> None:
     [
         ((), "--model is not given"),
         (("--model", "nowhere"), "neither a folder nor a file"),
-        (("--model", str(ROOT / "README.md")), "is not JSON"),
+        (("--model", str(ROOT / "README.md")), "is not valid JSON"),
         (("--model", "CONFIG", "--gpus", 0), "--gpus is 0: give at least 1."),
         (("--model", "CONFIG", "--recompute", "some"), "'some', which is not a policy"),
         (("--model", "CONFIG", "--machine", "abacus"), "--machine is abacus"),

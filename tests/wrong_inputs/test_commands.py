@@ -47,7 +47,7 @@ PLAN: list[tuple[tuple[Any, ...], str]] = [
     (("schedule", "--pipeline", 0, "--microbatches", 4), "--pipeline is 0"),
     (("schedule", "--pipeline", 2, "--microbatches", 0), "0 micro-batches cannot make a schedule"),
     (("schedule", "--pipeline", 2, "--microbatches", 10**7), "passes in a step, more than 1000000"),
-    (("certify", "--config", "nowhere.yaml"), "--config nowhere.yaml cannot be read"),
+    (("certify", "--config", "nowhere.yaml"), "nowhere.yaml cannot be read"),
 ]
 
 

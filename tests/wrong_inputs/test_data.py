@@ -36,7 +36,7 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "gzip": ("train.jsonl.gz", b"\x1f\x8b", "train.jsonl.gz ends in '.gz', expected"),
     "no extension": ("train", b'{"text": "a"}', "train ends in '', expected"),
     "empty text": ("train.txt", b" \n", "train.txt has no text"),
-    "binary text": ("train.txt", b"\xff\xfe\x00", "train.txt is not UTF-8 at byte 0"),
+    "binary text": ("train.txt", b"\xff\xfe\x00", "train.txt is not UTF-8 text (byte 0)"),
 }  # fmt: skip
 
 
@@ -134,14 +134,14 @@ SETTINGS: dict[str, tuple[dict[str, str], str]] = {
     "parts of one": ({"vocab.json": "{}", "merges.txt": ""}, "has neither tokenizer.json nor tokenizer.model"),
     "no sentencepiece": ({"tokenizer.model": "abc"}, "tokenizer.model is not a sentencepiece model"),
     "empty sentencepiece": ({"tokenizer.model": ""}, "tokenizer.model is not a sentencepiece model"),
-    "no JSON": ({"tokenizer.json": "{"}, "tokenizer.json is not a JSON file"),
+    "no JSON": ({"tokenizer.json": "{"}, "tokenizer.json is not valid JSON"),
     "a list": ({"tokenizer.json": "[]"}, "tokenizer.json holds no JSON mapping"),
     "no model": ({"tokenizer.json": "{}"}, "tokenizer.json has no model and added_tokens"),
     "odd model": (
         {"tokenizer.json": json.dumps({**WORDS, "model": {"type": "Odd"}})}, "is not one that transformers can open"
     ),
     "settings no JSON": (
-        {"tokenizer.json": json.dumps(WORDS), "tokenizer_config.json": "{"}, "tokenizer_config.json is not a JSON file"
+        {"tokenizer.json": json.dumps(WORDS), "tokenizer_config.json": "{"}, "tokenizer_config.json is not valid JSON"
     ),
     "settings a list": (
         {"tokenizer.json": json.dumps(WORDS), "tokenizer_config.json": "[]"}, "tokenizer_config.json holds no JSON"
@@ -155,7 +155,7 @@ SETTINGS: dict[str, tuple[dict[str, str], str]] = {
     ),
     "special tokens no JSON": (
         {"tokenizer.json": json.dumps(WORDS), "special_tokens_map.json": "{"},
-        "special_tokens_map.json is not a JSON file",
+        "special_tokens_map.json is not valid JSON",
     ),
 }  # fmt: skip
 

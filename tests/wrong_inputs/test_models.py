@@ -85,7 +85,7 @@ def test_a_size_given_as_null(place: Workplace, refused: Refused):
 TEXTS = [
     (b"", "is not valid JSON"),
     (b"{", "is not valid JSON"),
-    (b"[1]", "is not a JSON mapping"),
+    (b"[1]", "holds no JSON mapping"),
     (bytes(range(256)), "is not valid JSON"),
     (b"[" * 100_000, "is not valid JSON"),
 ]

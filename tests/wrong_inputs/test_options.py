@@ -43,7 +43,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint.resume": "nowhere"}, "checkpoint.resume is nowhere, which is not a folder"),
     ({"checkpoint.resume": "/"}, "has no complete checkpoint under checkpoints/"),
     ({"data.packing": "concatenate", "objective.name": "dpo"}, "which would tear"),
-    ({"config": "nowhere.yaml"}, "--config nowhere.yaml cannot be read (No such file or directory)"),
+    ({"config": "nowhere.yaml"}, "nowhere.yaml cannot be read (No such file or directory)"),
     ({"checkpoint.dir": ""}, "checkpoint.dir is empty"),
     ({"checkpoint.dir": "/proc/nowhere"}, "/proc/nowhere cannot be written (No such file or directory)"),
     ({"checkpoint.dir": "/tmp/" + "a" * 300}, "cannot be written (File name too long)"),
@@ -68,7 +68,7 @@ YAML: list[tuple[bytes, str]] = [
     (b"lora: {exclude: q_proj}\n", "lora.exclude is 'q_proj', but a list of names is expected"),
     (b"lora: {[1, 2]: 3}\n", "has a key that is no name in line 1"),
     (b"lora: !!python/object/apply:os.system [ls]\n", "but lora is a section"),
-    (bytes(range(256)), "cannot be read (it is not text in UTF-8)"),
+    (bytes(range(256)), "is not UTF-8 text"),
 ]
 
 
@@ -144,7 +144,7 @@ ADAPTERS: dict[str, tuple[Callable[[Workplace], Any], str]] = {
     "other targets": (lambda place: place.set(lora__targets="v_proj"), "asks for layers.0.attention.v_proj, which the"),
     "no config": (lambda place: (place.adapter / SETTINGS).unlink(), "has no adapter_config.json"),
     "config no JSON": (lambda place: (place.adapter / SETTINGS).write_text("{"), "config.json is not valid JSON"),
-    "config a list": (lambda place: (place.adapter / SETTINGS).write_text("[]"), "expected LORA"),
+    "config a list": (lambda place: (place.adapter / SETTINGS).write_text("[]"), "holds no JSON mapping"),
     "no weights": (lambda place: (place.adapter / WEIGHTS).unlink(), "adapter_model.safetensors is missing"),
     "a pickle": (
         lambda place: (place.adapter / WEIGHTS).rename(place.adapter / "adapter_model.bin"),

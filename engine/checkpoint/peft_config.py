@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from engine.checkpoint.folder import ADAPTER_CONFIG
 from engine.config.lora import adapter_scale
+from engine.config.patterns import NamePattern, PatternFlaw, name_pattern
 from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.files.strict_json import shown
@@ -30,6 +31,9 @@ _READ_KEYS = frozenset((
     "alpha_pattern", "lora_alpha", "lora_bias", "lora_dropout", "r", "rank_pattern", "use_dora", "use_rslora",
 ))
 # fmt: on
+_TOO_LARGE = 1e9
+_SHOWN = 80
+"""Characters of a value in a sentence."""
 _HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 _Number = TypeVar("_Number", int, float)
@@ -74,7 +78,11 @@ class PeftSettings:
 
 def _first(pattern: Mapping[str, _Number], default: _Number, hf_module: str) -> _Number:
     """As PEFT looks a pattern up: the first that matches the whole name, or its end behind a dot."""
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", hf_module)), default)
+    return next((value for key, value in pattern.items() if _ending(key).matches(hf_module)), default)
+
+
+def _ending(key: str) -> NamePattern:
+    return name_pattern(rf"(.*\.)?({key})")
 
 
 def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
@@ -93,16 +101,16 @@ def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
     if (kind := config.get("peft_type")) != "LORA":
         raise UserError(f"{path} has peft_type {shown(kind)}: expected LORA, use a LoRA adapter.")
     _refuse_unsupported(path, config, with_saved_modules)
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)):
-        raise UserError(f"{path} has r {rank!r} and lora_alpha {alpha!r}: expected a positive number each, mend them.")
+    rank = config.get("r")
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank < _TOO_LARGE:
+        raise UserError(f"{path} has r {_shown(rank)}: expected a whole number of at least 1, correct it.")
     return PeftSettings(
         rank=rank,
-        alpha=float(alpha),
-        rslora=bool(config.get("use_rslora", False)),
-        dora=bool(config.get("use_dora", False)),
-        bias=bool(config.get("lora_bias", False)),
-        dropout=float(config.get("lora_dropout", 0.0)),
+        alpha=_number(path, config, "lora_alpha", math.nan),
+        rslora=_flag(path, config, "use_rslora"),
+        dora=_flag(path, config, "use_dora"),
+        bias=_flag(path, config, "lora_bias"),
+        dropout=_number(path, config, "lora_dropout", 0.0),
         rank_pattern=_pattern(path, config, "rank_pattern", (int,)),
         alpha_pattern=_pattern(path, config, "alpha_pattern", (int, float)),
     )
@@ -111,28 +119,56 @@ def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
 def _pattern(path: Path, config: Mapping[str, Any], key: str, kinds: tuple[type, ...]) -> dict[str, Any]:
     pattern = config.get(key) or {}
     if not isinstance(pattern, dict):
-        raise UserError(f"{path} has {key} {pattern!r}: expected an object of module names and numbers, mend it.")
+        raise UserError(
+            f"{path} has {key} {_shown(pattern)}: expected an object of module names and numbers, correct it."
+        )
     for name, value in pattern.items():
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise UserError(f"{path} has {value!r} for {name} in {key}: expected a positive number, mend it.")
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < _TOO_LARGE:
+            raise UserError(
+                f"{path} has {_shown(value)} for {_shown(name)} in {key}: expected a positive number, correct it."
+            )
         try:
-            re.compile(name)
-        except re.error as error:
-            raise UserError(f"{path} has {name!r} in {key}, which is no expression ({error}): mend it.") from error
+            name_pattern(name)
+            _ending(name)
+        except PatternFlaw as flaw:
+            raise UserError(
+                f"{path} has {_shown(name)} in {key}, which is no expression that can be matched ({flaw}): correct it."
+            ) from None
     return pattern
+
+
+def _number(path: Path, config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _TOO_LARGE:
+        raise UserError(f"{path} has {key} {_shown(value)}: expected a number, correct it.")
+    return float(value)
+
+
+def _flag(path: Path, config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise UserError(f"{path} has {key} {_shown(value)}: expected true or false, correct it.")
+    return bool(value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < _TOO_LARGE else "a number of many digits"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _refuse_unsupported(path: Path, config: Mapping[str, Any], with_saved_modules: bool) -> None:
     if (bias := config.get("bias", "none")) != "none":
-        raise UserError(f"{path} has bias {bias!r}, which is not supported: use an adapter with bias none.")
+        raise UserError(f"{path} has bias {_shown(bias)}, which is not supported: use an adapter with bias none.")
     known = _HARMLESS_KEYS | _READ_KEYS | ({"modules_to_save"} if with_saved_modules else set())
     for key, value in sorted(config.items()):
         if key not in known and value:
-            raise UserError(f"{path} has {key} {value!r}, which is not supported: use an adapter without it.")
+            raise UserError(
+                f"{path} has {_shown(key)[1:-1]} {_shown(value)}, which is not supported: use an adapter without it."
+            )
     if (init := config.get("init_lora_weights", True)) not in _HARMLESS_INITS:
         # These replace the base's weights by their remainder, so the factors mean nothing beside the plain base.
         raise UserError(
-            f"{path} has init_lora_weights {init!r}, which alters the base: "
+            f"{path} has init_lora_weights {_shown(init)}, which alters the base: "
             "convert it to a plain adapter first (PEFT: path_initial_model_for_weight_conversion)."
         )
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from engine.config.checks import require, require_at_least, require_choice, require_positive
 from engine.config.matching import BLOCK_LINEARS, matches_target
+from engine.config.patterns import PatternFlaw, name_pattern
 
 _ALTERING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 Number = TypeVar("Number", int, float)
@@ -132,10 +133,11 @@ def _patterned(pattern: Mapping[str, Number] | None, default: Number, module: st
 def _check_target(option: str, target: str) -> None:
     require(bool(target), f"{option} contains an empty name, but module names are expected: remove it.")
     try:
-        re.compile(target)
-    except re.error as error:
+        name_pattern(target)
+    except PatternFlaw as flaw:
+        shown = target if len(target) <= 80 else f"{target[:80]}..."
         require(
             False,
-            f"{option} contains {target!r}, which is not a valid regular expression ({error}): "
-            "write a module name such as q_proj, or mend the expression.",
+            f"{option} contains {shown!r}, which is not a valid regular expression ({flaw}): "
+            "write a module name such as q_proj, or correct the expression.",
         )

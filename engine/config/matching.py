@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
 from collections.abc import Callable, Mapping, Sequence
 
+from engine.config.patterns import name_pattern
 from engine.errors import UserError
 
 BLOCK_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -35,7 +35,10 @@ def matches_target(module: str, targets: Sequence[str], aliases: Sequence[str] =
     """
     expressions = [name for target in targets for name in (BLOCK_LINEARS if target == ALL_LINEARS else (target,))]
     return any(
-        re.fullmatch(target, end) for name in (module, *aliases) for end in _endings(name) for target in expressions
+        name_pattern(target).matches(end)
+        for name in (module, *aliases)
+        for end in _endings(name)
+        for target in expressions
     )
 
 

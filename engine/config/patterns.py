@@ -1,0 +1,192 @@
+"""Regular expressions over modules' names that cannot take for ever, whoever wrote them.
+
+Python's matcher tries one way after another, and an expression such as `(.*.*)*x` has more ways than there is time. An
+expression with repeats inside repeats is matched here by the set of all places where each of its parts may end, which
+grows with the product of both lengths and no faster. Simple ones go to `re`, which is quicker and matches the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
+from typing import Any
+
+from engine.errors import UserError
+
+_MAX_CHARACTERS = 10_000
+_MAX_STEPS = 1_000_000
+"""Of one expression in a process, for all names: some seconds."""
+_FEW_REPEATS = 3
+"""So many, one behind the other, may each try every place of a name."""
+
+_Item = tuple[Any, Any]
+_REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
+_CHARACTERS = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN)
+_LOOKS = (_constants.ASSERT, _constants.ASSERT_NOT)
+
+
+class PatternFlaw(Exception):
+    """Says in a few words why a text is no expression that can be matched."""
+
+
+@lru_cache(maxsize=4096)
+def name_pattern(text: str) -> NamePattern:
+    """The expression that `text` writes.
+
+    Raises:
+        PatternFlaw: it is not valid, or too large.
+    """
+    return NamePattern(text)
+
+
+class NamePattern:
+    """An expression; see `name_pattern`."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > _MAX_CHARACTERS:
+            raise PatternFlaw(f"it has {len(text):,} characters, more than {_MAX_CHARACTERS:,}")
+        self._text = text
+        try:
+            tree = _parser.parse(text)
+            self._simple = re.compile(text) if _is_simple(tree) else None
+        except re.error as error:
+            raise PatternFlaw(str(error)) from None
+        except OverflowError:
+            raise PatternFlaw("a repetition number is too large") from None
+        except RecursionError:
+            raise PatternFlaw("it nests too deeply") from None
+        if self._simple is None:
+            self._tree = tree
+            self.single: dict[int, re.Pattern[str]] = {}
+            self._prepare(tree, tree.state.flags)
+            self._left = _MAX_STEPS
+
+    def matches(self, name: str) -> bool:
+        """Whether the expression matches all of `name`.
+
+        Raises:
+            UserError: it takes too many steps to find out.
+        """
+        if self._simple is not None:
+            return self._simple.fullmatch(name) is not None
+        return len(name) in _Places(self, name).after(self._tree, (0,))
+
+    def _prepare(self, items: Iterable[_Item], flags: int) -> None:
+        """Compiles all that matches one character or none, with the flags that hold there."""
+        for item in items:
+            kind, what = item
+            if kind in (*_CHARACTERS, _constants.AT) or (kind in _REPEATS and _is_one_character(what[2])):
+                state = _parser.State()
+                state.flags = flags
+                greedy = item if kind not in _REPEATS else (_constants.MAX_REPEAT, (0, *what[1:]))
+                self.single[id(item)] = _compiler.compile(_parser.SubPattern(state, [greedy]))
+            elif kind is _constants.SUBPATTERN:
+                self._prepare(what[3], (flags | what[1]) & ~what[2])
+            elif kind in (*_REPEATS, *_LOOKS):
+                self._prepare(what[-1], flags)
+            elif kind is _constants.BRANCH:
+                for branch in what[1]:
+                    self._prepare(branch, flags)
+            else:
+                raise PatternFlaw("it repeats what has repeats, and refers to what was matched: write it without one")
+
+    def count(self, steps: int) -> None:
+        """Raises UserError once there have been too many."""
+        self._left -= steps
+        if self._left < 0:
+            shown = self._text if len(self._text) <= 80 else f"{self._text[:80]}..."
+            raise UserError(
+                f"the expression {shown!r} has too many ways to match a module's name: write it with fewer repeats (*, "
+                "+, {}) inside one another."
+            )
+
+
+class _Places:
+    """Where the parts of an expression may end in one name."""
+
+    def __init__(self, pattern: NamePattern, name: str) -> None:
+        self._pattern, self._name = pattern, name
+        self._known: dict[tuple[int, int], frozenset[int]] = {}
+
+    def after(self, items: Iterable[_Item], begins: Iterable[int]) -> frozenset[int]:
+        """Where the items, one behind the other, may end if they begin at one of `begins`."""
+        places = frozenset(begins)
+        for item in items:
+            self._pattern.count(len(places))
+            places = frozenset(end for begin in places for end in self._ends(item, begin))
+        return places
+
+    def _ends(self, item: _Item, begin: int) -> frozenset[int]:
+        key = id(item), begin
+        if key not in self._known:
+            self._known[key] = self._find(item, begin)
+        return self._known[key]
+
+    def _find(self, item: _Item, begin: int) -> frozenset[int]:
+        kind, what = item
+        if (single := self._pattern.single.get(id(item))) is not None:
+            if (found := single.match(self._name, begin)) is None:
+                return frozenset()
+            least = what[0] if kind in _REPEATS else found.end() - begin
+            return frozenset(range(begin + least, found.end() + 1))
+        if kind is _constants.SUBPATTERN:
+            return self.after(what[3], (begin,))
+        if kind is _constants.BRANCH:
+            return frozenset(end for branch in what[1] for end in self.after(branch, (begin,)))
+        if kind in _LOOKS:
+            direction, inside = what
+            start = begin if direction > 0 else begin - inside.getwidth()[0]  # behind, the width is one
+            ends = self.after(inside, (start,)) if start >= 0 else frozenset()
+            holds = bool(ends) if direction > 0 else begin in ends
+            return frozenset((begin,)) if holds == (kind is _constants.ASSERT) else frozenset()
+        least, most, inside = what
+        return self._repeated(least, most, inside, begin)
+
+    def _repeated(self, least: int, most: int, inside: Sequence[_Item], begin: int) -> frozenset[int]:
+        # Beyond as many rounds as there are characters one of them is empty, and more of these change nothing.
+        enough = len(self._name) + 1
+        places = frozenset((begin,))
+        for _ in range(min(least, enough)):
+            places = self.after(inside, places)
+        found = places
+        for _ in range(min(most, enough + least) - min(least, enough)):
+            places = self.after(inside, places) - found
+            if not places:
+                break
+            found |= places
+        return found
+
+
+def _is_simple(tree: Iterable[_Item]) -> bool:
+    """Whether `re` has few ways to try."""
+    return _ways(tree) <= _FEW_REPEATS
+
+
+def _ways(items: Iterable[_Item]) -> float:
+    """How many repeats follow each other; infinite where one is inside another, or around alternatives."""
+    return sum(_ways_of(*item) for item in items)
+
+
+def _ways_of(kind: Any, what: Any) -> float:
+    if kind is _constants.SUBPATTERN:
+        return _ways(what[3])
+    if kind is _constants.BRANCH:
+        return max(map(_ways, what[1]))
+    if kind is _constants.ASSERT or kind is _constants.ASSERT_NOT:
+        return _ways(what[1])
+    if kind in _REPEATS or kind is getattr(_constants, "POSSESSIVE_REPEAT", None):
+        _, most, inside = what
+        if most == 1:
+            return _ways(inside)
+        return 1 if _is_one_character(inside) else float("inf")
+    if kind is getattr(_constants, "ATOMIC_GROUP", None):
+        return _ways(what)
+    if kind is _constants.GROUPREF_EXISTS:
+        return max(_ways(branch) for branch in what[1:] if branch is not None)
+    return 0
+
+
+def _is_one_character(items: Sequence[_Item]) -> bool:
+    return len(items) == 1 and items[0][0] in _CHARACTERS

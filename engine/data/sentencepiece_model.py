@@ -34,6 +34,7 @@ class SentencePieceTokenizer:
     """
 
     has_chat_template = False
+    chat_template = None
 
     def __init__(self, path: Path, *, adds_bos: bool | None = None) -> None:
         from sentencepiece import SentencePieceProcessor

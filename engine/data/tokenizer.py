@@ -52,6 +52,7 @@ class Tokenizer(Protocol):
         eos_id: id that closes a document, or None.
         adds_bos: whether the model behind this tokenizer expects `bos_id` in front of every document.
         has_chat_template: whether `apply_chat` can work.
+        chat_template: that conversations are rendered with, which belongs beside a model that was trained with it.
     """
 
     vocab_size: int
@@ -59,6 +60,9 @@ class Tokenizer(Protocol):
     eos_id: int | None
     adds_bos: bool
     has_chat_template: bool
+
+    @property
+    def chat_template(self) -> str | None: ...
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Token ids of `text`, with `bos_id` in front and `eos_id` behind where asked for and defined."""
@@ -152,7 +156,6 @@ class HuggingFaceTokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template that conversations are rendered with, which belongs beside a model that was trained with it."""
         return None if self._template is None else self._template.source
 
     def apply_chat(self, messages: Sequence[Message], *, learn: Learn = "answers") -> tuple[list[int], list[bool]]:

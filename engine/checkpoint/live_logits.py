@@ -76,7 +76,7 @@ def adapter_plan(trained: TensorReader, scale: Scale) -> TrainingPlan:
         )
         for module in adapted_modules(trained.tensor_names())
     }
-    return TrainingPlan(adapter=settings.get, fused_qkv=any(module.endswith(".qkv_proj") for module in settings))
+    return TrainingPlan(adapter=settings.get, fused=settings.__contains__)
 
 
 def proof_tokens(vocab_size: int) -> Tensor:

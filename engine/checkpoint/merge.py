@@ -30,14 +30,13 @@ from engine.config.lora import adapter_scale
 from engine.errors import UserError
 from engine.layers.plan import LORA_LEAVES
 from engine.models.config import DecoderConfig
-from engine.models.names import NameMap
+from engine.models.names import NameMap, fused_parts, fused_rows
 
 LORA_A, LORA_B, LORA_MAGNITUDE, LORA_BIAS = LORA_LEAVES
-_QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def adapted_modules(names: Sequence[str]) -> list[str]:
-    """Engine modules that have an adapter among `names`, in order, each once; a fused one is `...qkv_proj`."""
+    """Engine modules that have an adapter among `names`, in order, each once."""
     modules = (name.rpartition(".") for name in names)
     return list(dict.fromkeys(module for module, _, leaf in modules if leaf in (LORA_A, LORA_B)))
 
@@ -47,27 +46,19 @@ def fully_trained(names: Sequence[str]) -> list[str]:
     return [name for name in names if name.rpartition(".")[2] not in LORA_LEAVES]
 
 
-def qkv_rows(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Rows (start, stop) of each projection in a fused query-key-value matrix."""
-    q = config.num_heads * config.head_dim
-    kv = config.num_kv_heads * config.head_dim
-    return {"q_proj": (0, q), "k_proj": (q, q + kv), "v_proj": (q + kv, q + 2 * kv)}
+def read_adapter(trained: TensorReader, module: str) -> dict[str, Tensor]:
+    """The tensors of the adapter at `module` by leaf, of `LORA_LEAVES`."""
+    return {leaf: trained.read_whole(name) for leaf in LORA_LEAVES if (name := f"{module}.{leaf}") in trained}
 
 
-def unfused_modules(module: str) -> list[str]:
-    """The modules whose weights an adapter's module stands for: three for a fused `...qkv_proj`, else itself."""
-    parent, dot, leaf = module.rpartition(".")
-    return [parent + dot + part for part in _QKV] if leaf == "qkv_proj" else [module]
-
-
-def read_factors(trained: TensorReader, module: str, config: DecoderConfig) -> dict[str, tuple[Tensor, Tensor]]:
-    """Module -> (A [r, in], B [out, r]) of the adapter at `module`; a fused one is split into three that share A."""
-    a, b = trained.read_whole(f"{module}.{LORA_A}"), trained.read_whole(f"{module}.{LORA_B}")
-    parts = unfused_modules(module)
-    if parts == [module]:
-        return {module: (a, b)}
-    rows = qkv_rows(config)
-    return {part: (a, b[slice(*rows[part.rpartition(".")[2]])]) for part in parts}
+def split_adapter(adapter: dict[str, Tensor], module: str, config: DecoderConfig) -> dict[str, dict[str, Tensor]]:
+    """Module -> its adapter: one over several modules becomes one for each, which share A; the rest is cut by rows."""
+    if fused_parts(module) == [module]:
+        return {module: adapter}
+    return {
+        part: {leaf: tensor if leaf == LORA_A else tensor[rows] for leaf, tensor in adapter.items()}
+        for part, rows in fused_rows(config, module).items()
+    }
 
 
 def recorded_scale(lora: Mapping[str, Any], trained: TensorReader, names: NameMap) -> Scale:
@@ -82,8 +73,7 @@ def recorded_scale(lora: Mapping[str, Any], trained: TensorReader, names: NameMa
         return 0.0
     scales = {}
     for module in adapted_modules(trained.tensor_names()):
-        first = unfused_modules(module)[0]  # patterns that tell the parts of a fused one apart are refused
-        alpha = recorded_alpha(lora, first, [names.module_to_hf(first)])
+        alpha = recorded_alpha(lora, module, names)
         scales[module] = adapter_scale(trained.shape(f"{module}.{LORA_A}")[0], alpha, rslora=bool(lora["rslora"]))
     return one_or_each(scales, 0.0)
 
@@ -110,7 +100,7 @@ class MergedSource(WeightSource):
         names = trained.tensor_names()
         self._full = set(fully_trained(names))
         # Module whose weight changes -> module whose adapter changes it.
-        self._adapter_of = {part: module for module in adapted_modules(names) for part in unfused_modules(module)}
+        self._adapter_of = {part: module for module in adapted_modules(names) for part in fused_parts(module)}
         ends = {"embed_tokens", "lm_head"} & set(self._adapter_of)
         self._unties = model.decoder.tied_embeddings and (bool(ends) or TIED_HEAD in self._full)
         self.live_config = model.decoder
@@ -194,23 +184,27 @@ class MergedSource(WeightSource):
     def _shift(self, name: str) -> Shift | None:
         """What the bias of an adapter adds to the tensor `name`."""
         module, _, leaf = name.rpartition(".")
-        own = f"{module}.{LORA_BIAS}"
-        if leaf != "bias" or own not in self.trained:
+        adapter = self._adapter_of.get(module)
+        if leaf != "bias" or adapter is None or f"{adapter}.{LORA_BIAS}" not in self.trained:
             return None
-        return Shift(self.trained.read_whole(own).float() * scale_of(self.scale, module))
+        return Shift(self._adapter(module)[LORA_BIAS].float() * scale_of(self.scale, adapter))
+
+    def _adapter(self, module: str) -> dict[str, Tensor]:
+        adapter = self._adapter_of[module]
+        return split_adapter(read_adapter(self.trained, adapter), adapter, self.model.decoder)[module]
 
     def _factors(self, module: str) -> LowRank:
-        if f"{module}.{LORA_BIAS}" in self.trained and f"{module}.bias" not in self._shapes:
+        adapter = self._adapter_of[module]
+        if f"{adapter}.{LORA_BIAS}" in self.trained and f"{module}.bias" not in self._shapes:
             raise UserError(
                 f"the adapter of {module} has a bias and the base has none there, so that no weight can hold it: "
                 "export the adapter with --format peft."
             )
-        adapter = self._adapter_of[module]
-        a, b = read_factors(self.trained, adapter, self.model.decoder)[module]
-        lengths = f"{module}.{LORA_MAGNITUDE}"
-        magnitude = self.trained.read_whole(lengths).float() if lengths in self.trained else None
+        own = self._adapter(module)
+        a, b = own[LORA_A].float(), own[LORA_B].float()
+        magnitude = own[LORA_MAGNITUDE].float() if LORA_MAGNITUDE in own else None
         scale = scale_of(self.scale, adapter)
-        return LowRank(a.float(), b.float(), scale, transposed=module == "embed_tokens", magnitude=magnitude)
+        return LowRank(a, b, scale, transposed=module == "embed_tokens", magnitude=magnitude)
 
     def identity(self) -> dict[str, Any]:
         return {"scale": self.scale, **({} if self.base is None else self.base.identity())}
@@ -241,14 +235,17 @@ class MergedSource(WeightSource):
 
     def _check_factors(self, module: str) -> None:
         """Raises UserError unless an adapter's factors are numbers whose product has its weights' shape."""
-        shapes = [self._shapes[f"{part}.weight"] for part in unfused_modules(module)]
+        shapes = [self._shapes[f"{part}.weight"] for part in fused_parts(module)]
         size = (sum(shape[0] for shape in shapes), shapes[0][1])
         rows, columns = size[::-1] if module == "embed_tokens" else size
         a, b = (f"{module}.{leaf}" for leaf in (LORA_A, LORA_B))
         rank = self.trained.shape(a)[0]
         self.trained.require(a, (rank, columns))
         self.trained.require(b, (rows, rank))
-        for name in (a, b):
+        vectors = [name for leaf in (LORA_MAGNITUDE, LORA_BIAS) if (name := f"{module}.{leaf}") in self.trained]
+        for name in vectors:
+            self.trained.require(name, (rows,))
+        for name in (a, b, *vectors):
             if not (dtype := self.trained.dtype(name)).is_floating_point:
                 raise UserError(
                     f"{self.trained.label} stores {name} as {str(dtype).removeprefix('torch.')}, but numbers with a "

@@ -1,7 +1,7 @@
 """A PEFT LoRA adapter folder as a source of tensors by logical name.
 
-An adapter on a fused module (`qkv_proj`, `gate_up_proj`) stands for adapters of its parts. They share A; or, where it
-has the sum of their ranks, each has its own rows of A and columns of B, and B is zero elsewhere.
+An adapter on a fused module (`qkv_proj`, `gate_up_proj`) can be read as it is, or as adapters of the parts. These share
+A; or, where it has the sum of their ranks, each has its own rows of A and columns of B, and B is zero elsewhere.
 
 Only what the engine computes the same way is accepted (`engine.checkpoint.peft_config`).
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -26,8 +26,6 @@ from engine.checkpoint.merge import (
     LORA_BIAS,
     LORA_MAGNITUDE,
     adapted_modules,
-    qkv_rows,
-    unfused_modules,
 )
 from engine.checkpoint.peft_config import read_settings
 from engine.checkpoint.reader import TensorReader
@@ -36,7 +34,7 @@ from engine.checkpoint.safetensors_file import SafetensorsReader
 from engine.checkpoint.scales import Scale, one_or_each
 from engine.errors import UserError
 from engine.models.config import DecoderConfig
-from engine.models.names import FUSED, QKV, NameMap, fused_parts, part_rows
+from engine.models.names import FUSED, NameMap, fused_parts, fused_rows, part_rows
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 KEY_PREFIX = "base_model.model."
@@ -63,7 +61,9 @@ class AdapterSource(TensorReader):
         folder: with adapter_config.json and adapter_model.safetensors.
         names: of the base, whose modules the adapter sits on.
         decoder: of the base.
-        fused_qkv: present adapters of query, key and value as the one at `...qkv_proj`; needs equal A factors.
+        fused: the modules such as `layers.3.attention.qkv_proj` that are presented with one adapter over their parts;
+            where these have an adapter each, their A factors must be equal. None for those that the folder stores so,
+            unless B has a block for each part.
         with_saved_modules: take modules that were trained in full (`modules_to_save`) too, as `<module>.weight`.
 
     Raises:
@@ -76,7 +76,7 @@ class AdapterSource(TensorReader):
         *,
         names: NameMap,
         decoder: DecoderConfig,
-        fused_qkv: bool = False,
+        fused: Collection[str] | None = (),
         with_saved_modules: bool = False,
     ) -> None:
         self.folder = Path(folder)
@@ -105,10 +105,10 @@ class AdapterSource(TensorReader):
             )
         self._decoder = decoder
         for module in self.modules():
-            self._split(module, keep_qkv=fused_qkv)
+            self._split(module, fused)
         self._check_pairs()
-        if fused_qkv:
-            self._fuse()
+        for module in fused or ():
+            self._fuse(module)
 
     @property
     def label(self) -> str:
@@ -185,8 +185,8 @@ class AdapterSource(TensorReader):
     def boxes(self, name: str) -> Sequence[Box]:
         if len(self._places[name]) == 1:
             return (Box(),)
-        rows = qkv_rows(self._decoder).values()
-        return tuple(Box(0, start, stop - start) for start, stop in rows)
+        rows = fused_rows(self._decoder, name.rpartition(".")[0]).values()
+        return tuple(Box(0, part.start, part.stop - part.start) for part in rows)
 
     def view(self, name: str, index: int, *, whole: bool) -> Tensor:
         return self._view(self._places[name][index])
@@ -195,26 +195,25 @@ class AdapterSource(TensorReader):
         tensor = self._file.view(place.key)
         return tensor[place.rows, place.columns] if tensor.ndim > 1 else tensor[place.rows]
 
-    def _split(self, module: str, *, keep_qkv: bool) -> None:
-        """Puts the parts of a fused module in its place."""
+    def _split(self, module: str, fused: Collection[str] | None) -> None:
+        """Puts the parts of a fused module in its place, unless it is to stay one."""
         parts = fused_parts(module)
         (a,), (b,) = (self._places.get(f"{module}.{leaf}", (None,)) for leaf in (LORA_A, LORA_B))
         if parts == [module] or a is None or b is None:
             return
-        counts = [part_rows(self._decoder)[part.split(".", 2)[2]] for part in parts]
-        blocks = self._has_blocks(module, b, counts)
-        if keep_qkv and module.endswith(QKV) and not blocks:
+        rows_of = fused_rows(self._decoder, module)
+        blocks = self._has_blocks(module, b, list(rows_of.values()))
+        if module in fused if fused is not None else not (blocks and self._view(b).any()):
             return
         del self._places[f"{module}.{LORA_A}"], self._places[f"{module}.{LORA_B}"]
         (lengths,) = self._places.pop(f"{module}.{LORA_MAGNITUDE}", (None,))
         (bias,) = self._places.pop(f"{module}.{LORA_BIAS}", (None,))
         scale, whole = self._scales.pop(module), self._ranks.pop(module)
-        rank, first = whole // len(parts) if blocks else whole, 0
-        for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
-            rows, block = slice(first, first + count), slice(number * rank, (number + 1) * rank)
+        rank = whole // len(parts) if blocks else whole
+        for number, (part, rows) in enumerate(rows_of.items()):
+            block = slice(number * rank, (number + 1) * rank)
             own_a = a._replace(rows=block) if blocks else a
             own_b = b._replace(rows=rows, columns=block if blocks else slice(None))
-            first += count
             if lengths is not None:
                 self._places[f"{part}.{LORA_MAGNITUDE}"] = (lengths._replace(rows=rows),)
             if bias is not None:
@@ -225,16 +224,15 @@ class AdapterSource(TensorReader):
                 self._places[f"{part}.{LORA_A}"], self._places[f"{part}.{LORA_B}"] = (own_a,), (own_b,)
                 self._scales[part], self._ranks[part] = scale, rank
 
-    def _has_blocks(self, module: str, b: _Place, counts: Sequence[int]) -> bool:
+    def _has_blocks(self, module: str, b: _Place, parts: Sequence[slice]) -> bool:
         """Whether a fused module has a rank of its own which is one of each part's, B being zero elsewhere."""
-        rank = self._ranks[module] // len(counts)
-        if self._ranks[module] == self.settings.rank or rank * len(counts) != self._ranks[module]:
+        rank = self._ranks[module] // len(parts)
+        if self._ranks[module] == self.settings.rank or rank * len(parts) != self._ranks[module]:
             return False
-        inside = first = 0
-        for number, count in enumerate(counts):
+        inside = 0
+        for number, rows in enumerate(parts):
             columns = slice(number * rank, (number + 1) * rank)
-            inside += int(self._view(b._replace(rows=slice(first, first + count), columns=columns)).count_nonzero())
-            first += count
+            inside += int(self._view(b._replace(rows=rows, columns=columns)).count_nonzero())
         return inside == int(self._view(b).count_nonzero())
 
     def _check_pairs(self) -> None:
@@ -261,28 +259,29 @@ class AdapterSource(TensorReader):
                     f"{self._ranks[module]}: use an adapter whose r and rank_pattern are those of its tensors."
                 )
 
-    def _fuse(self) -> None:
-        separate = [module for module in self.modules() if _leaf(module) in ("q_proj", "k_proj", "v_proj")]
-        for parent in dict.fromkeys(module.rpartition(".")[0] for module in separate):
-            parts = unfused_modules(f"{parent}.qkv_proj")
-            factors = [f"{part}.{LORA_A}" for part in parts]
-            if (
-                any(name not in self for name in factors)
-                or len({self._scales[part] for part in parts}) > 1
-                or self.settings.dora
-                or self.settings.bias
-                or not all(torch.equal(self.read_whole(name), self.read_whole(factors[0])) for name in factors[1:])
-            ):
-                raise UserError(
-                    f"lora.fused_qkv is true, but the adapter in {self.folder} has no A factor that {', '.join(parts)} "
-                    "share: set lora.fused_qkv to false."
-                )
-            self._places[f"{parent}.qkv_proj.{LORA_A}"] = self._places[factors[0]]
-            self._places[f"{parent}.qkv_proj.{LORA_B}"] = tuple(self._places[f"{part}.{LORA_B}"][0] for part in parts)
-            for part in parts:
-                del self._places[f"{part}.{LORA_A}"], self._places[f"{part}.{LORA_B}"]
-                self._scales[f"{parent}.qkv_proj"] = self._scales.pop(part)
-                self._ranks[f"{parent}.qkv_proj"] = self._ranks.pop(part)
+    def _fuse(self, module: str) -> None:
+        """Puts one adapter in the place of those of the parts of `module`, where these have any."""
+        parts = fused_parts(module)
+        if not any(f"{part}.{LORA_A}" in self for part in parts):
+            return
+        factors = [f"{part}.{LORA_A}" for part in parts]
+        if (
+            any(name not in self for name in factors)
+            or len({self._scales[part] for part in parts}) > 1
+            or len({self.shape(name) for name in factors}) > 1
+            or not all(torch.equal(self.read_whole(name), self.read_whole(factors[0])) for name in factors[1:])
+        ):
+            raise UserError(
+                f"lora.fused asks for one adapter over {', '.join(parts)}, but that in {self.folder} has no A factor "
+                "that they share: set lora.fused to none."
+            )
+        self._places[f"{module}.{LORA_A}"] = self._places[factors[0]]
+        for leaf in (LORA_B, LORA_MAGNITUDE, LORA_BIAS):
+            if f"{parts[0]}.{leaf}" in self:
+                self._places[f"{module}.{leaf}"] = tuple(self._places.pop(f"{part}.{leaf}")[0] for part in parts)
+        for part in parts:
+            del self._places[f"{part}.{LORA_A}"]
+            self._scales[module], self._ranks[module] = self._scales.pop(part), self._ranks.pop(part)
 
 
 def _leaf(module: str) -> str:

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from engine.checkpoint.convert import ConversionReport, Proof, stored_names
 from engine.checkpoint.folder import ADAPTER_CONFIG, check_output
-from engine.checkpoint.merge import adapted_modules, fully_trained, read_factors, unfused_modules
+from engine.checkpoint.merge import (
+    LORA_A,
+    LORA_B,
+    LORA_BIAS,
+    LORA_MAGNITUDE,
+    adapted_modules,
+    fully_trained,
+    read_adapter,
+    split_adapter,
+)
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.peft_config import patterns
 from engine.checkpoint.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
@@ -26,7 +35,7 @@ from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.files.staging import staged_folder
 from engine.models.families import FAMILIES
-from engine.models.names import FUSED, QKV, fused_parts
+from engine.models.names import FUSED, fused_parts
 
 
 def export_peft(
@@ -41,9 +50,9 @@ def export_peft(
 ) -> ConversionReport:
     """Writes adapter_model.safetensors and adapter_config.json.
 
-    A fused query-key-value adapter becomes three that share A, which is exact. Where the base itself stores modules as
-    one matrix, adapters of its parts become one with a block for each, which is exact too. Modules trained in full
-    beside the adapters go into `modules_to_save`.
+    One adapter over several modules becomes one for each, which share A; where the base itself stores them as one
+    matrix, it stays one, and adapters of its parts become one with a block for each. All of that is exact. Modules
+    trained in full beside the adapters go into `modules_to_save`.
 
     Args:
         trained: trained values by logical name.
@@ -66,9 +75,9 @@ def export_peft(
             f"{trained.label} has no adapters, only fully trained parameters, which a PEFT folder cannot hold: "
             "export with --format hf --merge."
         )
-    parts = [part for module in modules for part in unfused_modules(module)]
+    parts = [part for module in modules for part in fused_parts(module)]
     saved = _modules_to_save(fully_trained(names), parts, model)
-    alphas = {module: _alpha(lora, module, described) for module in modules}
+    alphas = {module: recorded_alpha(lora, module, described.names) for module in modules}
     tensors, adapters = _tensors(trained, modules, model, alphas, rslora=bool(lora["rslora"]))
     config = _adapter_config(lora, _target_modules(parts, model), saved, model)
     config |= patterns(adapters, rank=config["r"], alpha=config["lora_alpha"])
@@ -90,13 +99,15 @@ def export_peft(
     )
 
 
+_KEYS = {
+    LORA_A: "lora_A.weight",
+    LORA_B: "lora_B.weight",
+    LORA_MAGNITUDE: "lora_magnitude_vector",
+    LORA_BIAS: "lora_B.bias",
+}
+_EMBEDDING_KEYS = {LORA_A: "lora_embedding_A", LORA_B: "lora_embedding_B"}
 Adapters = dict[str, tuple[int, float]]
 """Module of the checkpoint -> rank and alpha of its adapter."""
-
-
-def _alpha(lora: Mapping[str, Any], module: str, model: ModelFolder) -> float:
-    first = unfused_modules(module)[0]  # a run gives all parts of a fused one the same
-    return recorded_alpha(lora, first, [model.names.module_to_hf(first)])
 
 
 def _tensors(
@@ -120,25 +131,21 @@ def _adapter_tensors(
     tensors: dict[str, Tensor] = {}
     adapters: Adapters = {}
     for module in modules:
-        if module.endswith(QKV) and QKV in model.names.fused:
-            pairs = {module: tuple(trained.read_whole(f"{module}.{leaf}") for leaf in ("lora_A", "lora_B"))}
-        elif _fused_with(module, model) is not None:
+        if _fused_with(module, model) is not None:
             continue
-        else:
-            pairs = read_factors(trained, module, model.decoder)
-        for part, (a, b) in pairs.items():
+        whole = read_adapter(trained, module)
+        split = {module: whole} if _is_stored_fused(module, model) else split_adapter(whole, module, model.decoder)
+        for part, own in split.items():
             name = model.names.module_to_hf(part)
-            key = KEY_PREFIX + name
-            adapters[name] = a.shape[0], alphas[module]
-            if part == "embed_tokens":
-                tensors[f"{key}.lora_embedding_A"], tensors[f"{key}.lora_embedding_B"] = a, b
-            else:
-                tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a, b
-            if f"{part}.lora_bias" in trained:
-                tensors[f"{key}.lora_B.bias"] = trained.read_whole(f"{part}.lora_bias")
-            if f"{part}.lora_magnitude" in trained:
-                tensors[f"{key}.lora_magnitude_vector"] = trained.read_whole(f"{part}.lora_magnitude")
+            keys = _EMBEDDING_KEYS if part == "embed_tokens" else _KEYS
+            adapters[name] = own[LORA_A].shape[0], alphas[module]
+            tensors |= {f"{KEY_PREFIX}{name}.{keys[leaf]}": tensor for leaf, tensor in own.items()}
     return tensors, adapters
+
+
+def _is_stored_fused(module: str, model: ModelFolder) -> bool:
+    """Whether the base has one matrix of this name, such as `layers.3.attention.qkv_proj`."""
+    return any(module.endswith(f".{fused}") for fused in model.names.fused)
 
 
 def _fused_with(module: str, model: ModelFolder) -> str | None:
@@ -166,7 +173,8 @@ def _block_tensors(
         ((rank, alpha),) = found
         beside = {
             key: [trained.read_whole(one) for part in parts if (one := f"{part}.{leaf}") in trained]
-            for leaf, key in (("lora_magnitude", "lora_magnitude_vector"), ("lora_bias", "lora_B.bias"))
+            for leaf, key in _KEYS.items()
+            if leaf in (LORA_MAGNITUDE, LORA_BIAS)
         }
         if any(0 < len(found) < len(parts) for found in beside.values()):
             raise UserError(
@@ -272,8 +280,11 @@ def _notes(
             "the adapters differ in rank or alpha, which adapter_config.json says in rank_pattern and alpha_pattern: "
             "PEFT reads them, vLLM and SGLang take r and lora_alpha for all, so for them merge with --format hf --merge"
         )
-    if modules != parts and QKV not in model.names.fused:
-        notes.append("fused query-key-value adapters are written as three that share A, which is exact")
+    if any(fused_parts(module) != [module] and not _is_stored_fused(module, model) for module in modules):
+        notes.append(
+            "an adapter over several modules is written as one for each that share A, which is exact; PEFT would go on "
+            "to train them apart"
+        )
     if model.decoder.tied_embeddings and {"embed_tokens", "lm_head"} & set(parts):
         notes.append(
             "the base ties its head to its embedding, and the adapter changes one of them: "

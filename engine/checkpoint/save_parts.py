@@ -50,7 +50,7 @@ class TrainingContents:
         state: JSON values that the trainer wants back: step, samples consumed, seed, data fingerprint and the like.
         run_config: the resolved YAML of the run, kept beside the manifest for people.
         base: "path" and "fingerprint" (None where the model started from random values).
-        lora: the run's settings of adapters, "rank", "alpha", "dropout", "rslora", "fused_qkv" and others; empty
+        lora: the run's settings of adapters, "rank", "alpha", "dropout", "rslora", "fused" and others; empty
             without adapters.
         layout: sizes of the mesh, for information.
     """

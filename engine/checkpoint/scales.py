@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from engine.config.matching import matches_target
+from engine.models.names import NameMap, fused_parts
 
 Scale = float | Mapping[str, float]
 """The factor of all adapters, or engine module -> factor."""
@@ -23,14 +24,16 @@ def one_or_each(scales: Mapping[str, float], default: float) -> Scale:
     return first if all(math.isclose(scale, first, rel_tol=1e-12) for scale in scales.values()) else dict(scales)
 
 
-def recorded_alpha(lora: Mapping[str, Any], module: str, aliases: Sequence[str]) -> float:
+def recorded_alpha(lora: Mapping[str, Any], module: str, names: NameMap) -> float:
     """Alpha of an adapter.
 
     Args:
         lora: the settings of a run, as its checkpoints have them.
         module: the engine's name of what the adapter sits on.
-        aliases: its other names.
+        names: of the base.
     """
+    first = fused_parts(module)[0]  # the parts of a fused one have the same
+    aliases = [names.module_to_hf(first), module]
     pattern = lora.get("alpha_pattern") or {}  # checkpoints from before there were patterns have no such entry
-    found = (float(value) for key, value in pattern.items() if matches_target(module, (key,), aliases))
+    found = (float(value) for key, value in pattern.items() if matches_target(first, (key,), aliases))
     return next(found, float(lora["alpha"]))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 from engine.config.checks import require, require_at_least, require_choice, require_positive
 from engine.config.matching import BLOCK_LINEARS, matches_target
 from engine.config.patterns import PatternFlaw, name_pattern
+
+Fused = Literal["auto", "none", "qkv", "gate_up", "all"]
 
 _ALTERING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 Number = TypeVar("Number", int, float)
@@ -38,7 +40,10 @@ class LoraOptions:
         bias: Give each adapter a bias of its own, trained and scaled with it; not beside dora.
         init: What A starts from; B starts from zeros, of an embedding the other way round. "kaiming" is uniform as
             PEFT has it by default, "gaussian" normal with deviation 1 / rank.
-        fused_qkv: One adapter for query, key and value together instead of one each.
+        fused: Which modules share one adapter, with one A: "qkv" query, key and value, "gate_up" gate and up, "all"
+            both, "none" neither. "auto" trains what PEFT trains: one adapter for those that the checkpoint stores as
+            one matrix (Phi-3's qkv_proj and gate_up_proj), where all of them are targets alike; with lora.init_from,
+            one where that adapter has one.
         init_from: Folder of a PEFT adapter to start from; null starts from fresh ones.
     """
 
@@ -54,7 +59,7 @@ class LoraOptions:
     dora: bool = False
     bias: bool = False
     init: str = "kaiming"
-    fused_qkv: bool = False
+    fused: Fused = "auto"
     init_from: str | None = None
 
     def __post_init__(self) -> None:
@@ -90,12 +95,8 @@ class LoraOptions:
             not (self.bias and self.dora),
             "lora.bias and lora.dora are true, but a DoRA adapter has no bias: set one of them to false.",
         )
-        require(
-            not (self.bias and self.fused_qkv),
-            "lora.bias and lora.fused_qkv are true, but an adapter with a bias is that of one matrix: set one of them "
-            "to false.",
-        )
         require_choice("lora.init", self.init, ("kaiming", "gaussian"))
+        require_choice("lora.fused", self.fused, get_args(Fused))
 
     def targets_module(self, module: str, aliases: Sequence[str] = ()) -> bool:
         """Whether an adapter sits on `module`.

@@ -23,7 +23,8 @@ class OptimOptions:
         lr: Highest learning rate, reached at the end of the warm-up.
         betas: Decay rates of the running averages of the gradient and of its square.
         eps: Added to the square root in the denominator of the update.
-        weight_decay: Decoupled weight decay.
+        weight_decay: Decoupled weight decay, of all that trains (adapters and DoRA's magnitudes too) but biases and the
+            weights of norms, as in Hugging Face's Trainer.
         clip_grad_norm: Gradients are scaled down to this norm where theirs is larger; 0 switches clipping off.
         max_skipped_steps: A step whose loss or gradient is not finite, or leaps where guards.spike_policy is skip,
             changes nothing and is counted; after so many of them in a row the run stops. 1 stops at the first.

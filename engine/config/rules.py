@@ -24,7 +24,7 @@ def check_config(config: RunConfig) -> None:
     check_something_trains(config)
     check_adapters_have_targets(config)
     check_adapter_source(config)
-    check_fused_qkv(config)
+    check_fused(config)
     check_dora(config)
     check_lora_reduce(config)
     check_activation_dtype(config)
@@ -131,17 +131,17 @@ def check_adapter_source(config: RunConfig) -> None:
     )
 
 
-def check_fused_qkv(config: RunConfig) -> None:
-    """One adapter for query, key and value needs all three as targets."""
-    if config.lora.rank == 0 or not config.lora.fused_qkv:
+def check_fused(config: RunConfig) -> None:
+    """One adapter for several modules needs all of them as targets."""
+    if config.lora.rank == 0:
         return
-    projections = ("q_proj", "k_proj", "v_proj")
-    missing = [name for name in projections if not matches_target(name, config.lora.targets)]
-    require(
-        len(missing) in (0, 3),
-        f"lora.fused_qkv is true and lora.targets lacks {', '.join(missing)}, but one adapter for query, key and value "
-        "needs all three: add them to lora.targets, or set lora.fused_qkv to false.",
-    )
+    for option, parts in (("qkv", ("q_proj", "k_proj", "v_proj")), ("gate_up", ("gate_proj", "up_proj"))):
+        missing = [name for name in parts if not matches_target(name, config.lora.targets)]
+        require(
+            config.lora.fused not in (option, "all") or len(missing) in (0, len(parts)),
+            f"lora.fused is {config.lora.fused} and lora.targets lacks {', '.join(missing)}, but one adapter for "
+            f"{', '.join(parts)} needs all of them: add them to lora.targets, or set lora.fused to none.",
+        )
 
 
 def check_dora(config: RunConfig) -> None:
@@ -152,10 +152,6 @@ def check_dora(config: RunConfig) -> None:
         config.model.base_dtype is None,
         f"lora.dora is true and model.base_dtype is {config.model.base_dtype}, but DoRA needs the lengths of the "
         "base's rows, which are not known of encoded weights: set model.base_dtype to null, or lora.dora to false.",
-    )
-    require(
-        not config.lora.fused_qkv,
-        "lora.dora and lora.fused_qkv are true, but DoRA has one adapter for each matrix: set one of them to false.",
     )
 
 

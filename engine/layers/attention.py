@@ -85,8 +85,11 @@ class _Heads:
         )
 
 
-def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused_qkv: bool) -> None:
+def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused: bool) -> None:
     """Whether the heads can be spread over `tensor_size` ranks.
+
+    Args:
+        fused: one adapter stands over query, key and value.
 
     Raises:
         UserError: they cannot; names both counts.
@@ -101,10 +104,11 @@ def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused_qk
             f"the model has {num_kv_heads} key/value heads, which neither divide over nor are divided by "
             f"parallel.tensor {tensor_size}: use a divisor or a multiple of {num_kv_heads}."
         )
-    if fused_qkv and num_kv_heads < tensor_size:
+    if fused and num_kv_heads < tensor_size:
         raise UserError(
-            f"lora.fused_qkv needs at least one key/value head per tensor rank, but the model has {num_kv_heads} "
-            f"and parallel.tensor is {tensor_size}: set lora.fused_qkv false or parallel.tensor {num_kv_heads}."
+            "one adapter for query, key and value needs at least one key/value head per tensor rank, but the model has "
+            f"{num_kv_heads} and parallel.tensor is {tensor_size}: set parallel.tensor to {num_kv_heads}, or "
+            "lora.fused to none or gate_up for an adapter on each."
         )
 
 
@@ -178,7 +182,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         tp = layout.tp
-        check_heads(num_heads, num_kv_heads, tp.size, fused_qkv=plan.fused_qkv)
+        check_heads(num_heads, num_kv_heads, tp.size, fused=plan.fused(f"{prefix}.qkv_proj"))
         self.num_heads, self.num_kv_heads = num_heads // tp.size, max(1, num_kv_heads // tp.size)
         self.prefix, self.head_dim, self.layout, self.kind = prefix, head_dim, layout, kind
         self.scale = head_dim**-0.5 if kind.scale is None else kind.scale

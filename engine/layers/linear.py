@@ -275,7 +275,7 @@ def _column_slots(
 ) -> list[_AdapterSlot]:
     """An adapter for each section that the plan gives one, or the one named `fused` over all of them."""
     in_features = sections[0].spec.local_shape[1]
-    if fused is not None and plan.fused_qkv:
+    if fused is not None and plan.fused(fused):
         settings = plan.adapter(fused)
         candidates = [] if settings is None else [(fused, settings, 0, _concatenated(sections, settings.rank))]
     else:
@@ -303,7 +303,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sections: the logical linears, in output order.
         bias: whether they have biases.
         site: dropout site of the common input.
-        fused_adapter: module name of one adapter over all sections, where the plan fuses them.
+        fused_adapter: module name of the one adapter over all sections, where the plan fuses them.
         shared: take the weight from this entry (a tied embedding) instead of owning one.
     """
 

@@ -52,6 +52,7 @@ class MLP(nn.Module):
             plan=plan,
             device=device,
             dtype=dtype,
+            fused_adapter=f"{prefix}.gate_up_proj",
         )
         self.down = RowParallelLinear(
             f"{prefix}.down_proj",

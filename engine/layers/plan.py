@@ -49,13 +49,14 @@ class TrainingPlan:
     Args:
         trains: engine module name -> whether its own weight and bias are trained in full.
         adapter: engine module name -> its adapter, or None.
-        fused_qkv: one adapter over query, key and value together, asked for as `layers.{i}.attention.qkv_proj`.
+        fused: engine module name, `layers.{i}.attention.qkv_proj` or `layers.{i}.mlp.gate_up_proj` -> whether one
+            adapter, asked for by that name, stands over all of its parts instead of one on each.
         seed: of dropout masks and initial weights.
     """
 
     trains: Callable[[str], bool] = _nothing
     adapter: Callable[[str], AdapterSettings | None] = _no_adapter
-    fused_qkv: bool = False
+    fused: Callable[[str], bool] = _nothing
     seed: int = 0
 
 

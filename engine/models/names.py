@@ -12,9 +12,10 @@ The engine's names:
     norm.weight
     lm_head.weight                         absent when embeddings are tied
 
-Adapters add `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank]; a fused query-key-value adapter belongs to
-module `layers.{i}.attention.qkv_proj`. Layer indices are those of the whole model, on every rank. `input_norm` and
-`post_attention_norm` stand before attention and before the MLP.
+Adapters add `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank]; one adapter over query, key and value
+belongs to module `layers.{i}.attention.qkv_proj`, one over gate and up to `layers.{i}.mlp.gate_up_proj`. Layer indices
+are those of the whole model, on every rank. `input_norm` and `post_attention_norm` stand before attention and before
+the MLP.
 
 A checkpoint may hold query, key and value, or gate and up, as rows of one matrix; here they stay apart.
 """
@@ -71,6 +72,16 @@ def part_rows(config: DecoderConfig) -> dict[str, int]:
         "mlp.gate_proj": config.intermediate,
         "mlp.up_proj": config.intermediate,
     }
+
+
+def fused_rows(config: DecoderConfig, module: str) -> dict[str, slice]:
+    """Each of `fused_parts` of a fused module -> its rows there."""
+    counts, rows, first = part_rows(config), {}, 0
+    for part in fused_parts(module):
+        count = counts[part.split(".", 2)[2]]
+        rows[part] = slice(first, first + count)
+        first += count
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

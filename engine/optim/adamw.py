@@ -25,7 +25,7 @@ class FlatAdamW:
         flat: buffers; the gradient must be summed over all ranks before `step`. Moments lie like its masters: where
             they are sharded, a rank has and updates its own part.
         mesh: for the norm.
-        betas, eps, weight_decay: of AdamW; decay is decoupled and skips vectors (norm weights and biases).
+        betas, eps, weight_decay: of AdamW; decay is decoupled and skips norm weights and biases.
         clip_grad_norm: largest L2 norm of the gradient; 0 turns clipping off.
         backend: how the buffers are updated.
         piece_elements: of masters that wait in host memory and are updated together.

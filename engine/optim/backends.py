@@ -53,7 +53,7 @@ class AdamWState:
         updates: fp32 0-dim count of updates before this one; not changed by the update.
         clip: fp32 0-dim factor of the gradient; None where nothing is clipped.
         non_finite: fp32 0-dim; where it is 1, weights and moments stay as they are.
-        betas, eps, weight_decay: of AdamW; vectors do not decay.
+        betas, eps, weight_decay: of AdamW; norm weights and biases do not decay.
     """
 
     flat: Buffers

@@ -41,7 +41,7 @@ class Region:
     Args:
         grad_reduce: groups over which the gradients are still partial sums.
         owner: whether this rank counts them in the gradient norm.
-        decays: whether weight decay applies (matrices do, vectors do not).
+        decays: whether weight decay applies; see `decays`.
     """
 
     start: int
@@ -79,9 +79,14 @@ class OwnRun:
         return slice(self.start, self.start + self.last - self.first)
 
 
+def decays(entry: ShardEntry) -> bool:
+    """Whether weight decay applies, as in Hugging Face's Trainer: to all but the weights of norms and biases."""
+    return len(entry.spec.global_shape) > 1 or entry.name.endswith(".lora_magnitude")
+
+
 def _region_key(entry: ShardEntry) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
     """Equal on all ranks for the same parameter; ownership follows from what is replicated."""
-    return entry.spec.grad_reduce, entry.spec.replicated, len(entry.spec.global_shape) < 2
+    return entry.spec.grad_reduce, entry.spec.replicated, not decays(entry)
 
 
 def _padded(size: int, multiple: int) -> int:

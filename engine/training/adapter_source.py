@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.checkpoint.merge import fully_trained
+from engine.checkpoint.merge import adapted_modules, fully_trained
 from engine.checkpoint.peft_read import AdapterSource
 from engine.config.run import RunConfig
 from engine.errors import UserError
@@ -31,13 +31,17 @@ def adapter_source(config: RunConfig, source: ModelSource, plan: TrainingPlan) -
     """
     lora, model = config.lora, source.model
     assert lora.init_from is not None
+    shapes = {entry.name: entry.spec.global_shape for entry in shard_entries(meta_model(model.decoder, plan=plan))}
+    modules = adapted_modules(list(shapes))
     found = AdapterSource(
-        lora.init_from, names=model.names, decoder=model.decoder, fused_qkv=lora.fused_qkv, with_saved_modules=True
+        lora.init_from,
+        names=model.names,
+        decoder=model.decoder,
+        fused=[module for module in modules if plan.fused(module)],
+        with_saved_modules=True,
     )
     if source.weights is not None:
         found.require_base(source.weights)
-    shapes = {entry.name: entry.spec.global_shape for entry in shard_entries(meta_model(model.decoder, plan=plan))}
-    modules = [name.rpartition(".")[0] for name in shapes if name.endswith(".lora_A")]
     settings = {module: own for module in modules if (own := plan.adapter(module)) is not None}
     found.require_matching({module: (own.rank, own.scale) for module, own in settings.items()})
     if found.settings.dora != lora.dora:

@@ -18,6 +18,9 @@ from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.files.strict_json import shown
+from engine.layers.module import shard_entries
+from engine.layers.plan import TrainingPlan
+from engine.models.describe import meta_model
 from engine.training.build import Training
 from engine.training.source import ModelSource
 
@@ -64,11 +67,11 @@ def state_contents(config: RunConfig, training: Training, *, step: int, consumed
     )
 
 
-def check_state(path: Path, config: RunConfig, source: ModelSource) -> TrainingCheckpoint:
+def check_state(path: Path, config: RunConfig, source: ModelSource, plan: TrainingPlan) -> TrainingCheckpoint:
     """Opens a checkpoint to go on from; reads no tensor of it.
 
     Raises:
-        UserError: the checkpoint is damaged, or belongs to another base or other adapters.
+        UserError: the checkpoint is damaged, or belongs to another base or to other parameters that train.
     """
     checkpoint = TrainingCheckpoint(path)
     _check_recorded(checkpoint)
@@ -77,6 +80,7 @@ def check_state(path: Path, config: RunConfig, source: ModelSource) -> TrainingC
         added = {"rank_pattern": None, "alpha_pattern": None, "dora": False, "bias": False}
         saved = {**added, **checkpoint.lora}
         _check_same("lora", saved, asdict(config.lora), path, _SAME_LORA)
+    _check_trained(checkpoint, source, plan)
     fingerprint = source.fingerprint()
     if checkpoint.base["fingerprint"] != fingerprint:
         raise UserError(
@@ -97,7 +101,7 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
     Raises:
         UserError: as `check_state`.
     """
-    checkpoint = check_state(path, config, training.source)
+    checkpoint = check_state(path, config, training.source, training.plan)
     optimizer = training.optimizer
     for name, tensor, spec in optimizer.state_shards():
         checkpoint.read(name, spec, out=tensor)
@@ -112,11 +116,11 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
     return state
 
 
-_SAME_LORA = ("rank", "alpha", "rank_pattern", "alpha_pattern", "rslora", "dora", "bias", "fused_qkv")
+_SAME_LORA = ("rank", "alpha", "rank_pattern", "alpha_pattern", "rslora", "dora", "bias")
 _RECORDED: dict[str, dict[str, tuple[type, ...]]] = {
     "state": {"step": (int,), "consumed": (int,), "updates": (int, float), "skipped": (int, float), "data": (str,)},
     "base": {"path": (str,), "fingerprint": (str, type(None))},
-    "lora": {"rank": (int,), "alpha": (int, float), "rslora": (bool,), "fused_qkv": (bool,)},
+    "lora": {"rank": (int,), "alpha": (int, float), "rslora": (bool,)},
 }
 """What is read of a checkpoint's records."""
 _OF_FLOAT16: dict[str, tuple[type, ...]] = {"loss_scale": (int, float), "good_steps": (int, float)}
@@ -135,6 +139,18 @@ def _check_recorded(checkpoint: TrainingCheckpoint) -> None:
                     f"{checkpoint.folder / MANIFEST} is damaged: training.{section}.{key} is {shown(value)}; use "
                     "another checkpoint."
                 )
+
+
+def _check_trained(checkpoint: TrainingCheckpoint, source: ModelSource, plan: TrainingPlan) -> None:
+    """Raises UserError unless the checkpoint has exactly what this run trains."""
+    entries = shard_entries(meta_model(source.model.decoder, plan=plan))
+    now, saved = {entry.name for entry in entries if entry.sink is not None}, set(checkpoint.trained().tensor_names())
+    if differing := sorted(now ^ saved):
+        does, does_not = ("this run", checkpoint.folder) if differing[0] in now else (checkpoint.folder, "this run")
+        raise UserError(
+            f"{does} trains {differing[0]}, which {does_not} does not: set lora.targets, lora.exclude, lora.layers, "
+            "lora.fused and trainable as they were, or start afresh with checkpoint.resume none and another directory."
+        )
 
 
 def _check_same(section: str, saved: dict[str, Any], now: dict[str, Any], path: Path, keys: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ from engine.models.describe import num_parameters
 from engine.telemetry.format import format_bytes, format_count, format_duration, format_parameters
 from engine.telemetry.log import Log
 from engine.training.build import Training
+from engine.training.plan import fusing_lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,8 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
         f"model: {config.model.path}, {format_parameters(whole)} parameters, {format_parameters(trained)} trained, "
         f"{config.model.dtype} on {launch.device.type}"
     )
+    for line in fusing_lines(training.plan, training.source.model.decoder, training.source.model.names):
+        log.info(line)
     log.info(
         f"layout: {launch.world_size} ranks, tensor {grid.tp}{sequence}, {_pipeline(training)}"
         f"{f'context {grid.cp} ({config.parallel.context_method}), ' if grid.cp > 1 else ''}data {grid.dp}; "

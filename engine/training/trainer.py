@@ -77,7 +77,7 @@ class Trainer:
         self.run_dir = self._folder.path
         resume = self._folder.resume_path()
         if resume is not None:
-            check_state(resume, config, source)
+            check_state(resume, config, source, plan)
         data = None if config.train.synthetic_steps else build_data(config, launch, source.model.decoder, log)
         documents = 1 if data is None else most_in_a_row(data.train.dataset)
         self._training: Training = build_training(config, launch, source, plan, log, documents_per_row=documents)

@@ -6,11 +6,13 @@ import torch
 
 from engine.checkpoint.loading import load_parameters
 from engine.config.run import RunConfig
-from engine.distributed.sharding import NamedShard
+from engine.distributed.sharding import NamedShard, Piece, ShardSpec
 from engine.layers.module import ShardEntry
 from engine.layers.plan import LORA_LEAVES, TrainingPlan
 from engine.layers.sharded_storage import SpreadWeights
+from engine.models.config import DecoderConfig
 from engine.models.initialise import initialise_adapters, initialise_magnitudes, initialise_weights
+from engine.models.names import fused_parts, fused_rows
 from engine.optim.flat import FlatParameters
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
@@ -57,7 +59,7 @@ def _initialise_magnitudes(
     shards: list[NamedShard], config: RunConfig, source: ModelSource, dtype: torch.dtype
 ) -> None:
     """DoRA's lengths, from the weights as the checkpoint has them, or drawn once more."""
-    shapes = source.model.expected_shapes()
+    shapes, decoder = source.model.expected_shapes(), source.model.decoder
     tied = "embed_tokens.weight"  # what a tied head's weight is called
 
     def fill(shard: NamedShard) -> None:
@@ -70,4 +72,22 @@ def _initialise_magnitudes(
     def width(module: str) -> int:
         return shapes.get(f"{module}.weight", shapes[tied])[1]
 
-    initialise_magnitudes(shards, width, fill, dtype)
+    initialise_magnitudes([part for shard in shards for part in _by_part(shard, decoder)], width, fill, dtype)
+
+
+def _by_part(shard: NamedShard, decoder: DecoderConfig) -> list[NamedShard]:
+    """The magnitudes of one adapter over several modules, as those of each module: views of the same memory."""
+    module, _, leaf = shard.name.rpartition(".")
+    if fused_parts(module) == [module]:
+        return [shard]
+    found = []
+    for run in shard.spec.runs(0):
+        shift = run.local_offset - run.global_offset
+        for part, rows in fused_rows(decoder, module).items():
+            first, last = max(rows.start, run.global_offset), min(rows.stop, run.global_offset + run.length)
+            if first < last:
+                pieces = (Piece(first - rows.start, 0, last - first),)
+                size = (rows.stop - rows.start,)
+                spec = ShardSpec(global_shape=size, local_shape=(last - first,), dim=0, pieces=pieces)
+                found.append(NamedShard(f"{part}.{leaf}", shard.tensor[first + shift : last + shift], spec))
+    return found

@@ -44,7 +44,7 @@ def check_recipe(config: RunConfig) -> None:
         "lora.rank": (lora.rank, 16),
         "lora.alpha": (lora.alpha, 32),
         "lora.dropout": (lora.dropout, 0.1),
-        "lora.fused_qkv": (lora.fused_qkv, True),
+        "lora.fused": (lora.fused, "qkv"),
         "lora.targets": (sorted(lora.targets), sorted(TARGETS)),
         "lora.exclude": (list(lora.exclude), []),
         "lora.layers": (lora.layers, None),

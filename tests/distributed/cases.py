@@ -53,7 +53,8 @@ class Case:
     Args:
         config: of the model.
         adapters, trained: regular expressions over module names, matched whole; "" matches nothing.
-        sequence_parallel, joint, fused_qkv: of the layout and the plan; the first two only matter with tp > 1.
+        sequence_parallel, joint: of the layout; they only matter with tp > 1.
+        fused: regular expression over the names of modules that one adapter stands over.
         fold: whether adapters may lie beside their linear's weight.
         dropout: of the adapters.
         base: the encoding in which frozen weights of the layers are stored.
@@ -64,7 +65,7 @@ class Case:
     trained: str = ""
     sequence_parallel: bool = False
     joint: bool = False
-    fused_qkv: bool = False
+    fused: str = ""
     fold: bool = True
     dropout: float = 0.1
     base: str | None = None
@@ -74,7 +75,7 @@ class Case:
         return TrainingPlan(
             trains=lambda module: re.fullmatch(self.trained, module) is not None,
             adapter=lambda module: settings if re.fullmatch(self.adapters, module) else None,
-            fused_qkv=self.fused_qkv,
+            fused=lambda module: re.fullmatch(self.fused, module) is not None,
             seed=SEED,
         )
 

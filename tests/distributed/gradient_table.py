@@ -19,7 +19,7 @@ Kind = Literal["complete", "tp", "replica"]
 
 BLOCK = r"layers\.\d+\.(attention\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 EVERY_LINEAR = rf"{BLOCK}|lm_head|embed_tokens"
-FUSED = r"layers\.\d+\.(attention\.(qkv|o)_proj|mlp\.(gate|up|down)_proj)"
+FUSED = {"adapters": r"layers\..*_proj", "fused": r"layers\..*\.(qkv|gate_up)_proj"}
 NORMS = r".*norm"
 
 _PLAIN = small_config()
@@ -34,13 +34,13 @@ CASES: dict[str, Case] = {
     "adapters joint": Case(config=_PLAIN, adapters=EVERY_LINEAR, joint=True),
     "adapters sequence": Case(config=_PLAIN, adapters=EVERY_LINEAR, sequence_parallel=True),
     "adapters sequence joint": Case(config=_PLAIN, adapters=EVERY_LINEAR, sequence_parallel=True, joint=True),
-    "fused local": Case(config=_PLAIN, adapters=FUSED, fused_qkv=True),
-    "fused joint": Case(config=_PLAIN, adapters=FUSED, fused_qkv=True, joint=True),
-    "fused sequence": Case(config=_PLAIN, adapters=FUSED, fused_qkv=True, sequence_parallel=True),
+    "fused local": Case(config=_PLAIN, **FUSED),
+    "fused joint": Case(config=_PLAIN, **FUSED, joint=True),
+    "fused sequence": Case(config=_PLAIN, **FUSED, sequence_parallel=True),
     "unfolded local": Case(config=_PLAIN, adapters=EVERY_LINEAR, fold=False),
     "unfolded joint": Case(config=_BIASED, adapters=EVERY_LINEAR, joint=True, fold=False),
     "unfolded sequence": Case(config=_PLAIN, adapters=EVERY_LINEAR, sequence_parallel=True, fold=False),
-    "unfolded fused sequence": Case(config=_PLAIN, adapters=FUSED, fused_qkv=True, sequence_parallel=True, fold=False),
+    "unfolded fused sequence": Case(config=_PLAIN, **FUSED, sequence_parallel=True, fold=False),
     "norms": Case(config=_QK_NORM, adapters=BLOCK, trained=NORMS),
     "norms joint": Case(config=_QK_NORM, adapters=BLOCK, trained=NORMS, joint=True),
     "norms sequence": Case(config=_QK_NORM, adapters=BLOCK, trained=NORMS, sequence_parallel=True),
@@ -87,7 +87,7 @@ class Row:
         return re.fullmatch(self.pattern, short) is not None
 
 
-_COLUMN_A = r"((q|k|v|qkv|gate|up)_proj|lm_head)\.lora_A"
+_COLUMN_A = r"((q|k|v|qkv|gate|up|gate_up)_proj|lm_head)\.lora_A"
 _LOCAL = r"(?!.*(joint|sequence|some)).*"
 _JOINT = r"(?!.*sequence).*(joint|some).*"
 _SEQUENCE = r".*sequence.*"
@@ -97,7 +97,7 @@ ROWS = (
     Row(title="column local, dA", pattern=_COLUMN_A, kind="tp", cases=_LOCAL),
     Row(title="column joint, dA", pattern=_COLUMN_A, kind="complete", cases=_JOINT),
     Row(title="column sequence, dA", pattern=_COLUMN_A, kind="tp", cases=_SEQUENCE),
-    Row(title="column, dB", pattern=r"((q|qkv|gate|up)_proj|lm_head)\.lora_B", kind="complete", cases=".*"),
+    Row(title="column, dB", pattern=r"((q|qkv|gate|up|gate_up)_proj|lm_head)\.lora_B", kind="complete", cases=".*"),
     Row(title="row, dA", pattern=r"(o|down)_proj\.lora_A", kind="complete", cases=".*"),
     Row(title="row, dB", pattern=r"(o|down)_proj\.lora_B", kind="tp", cases=".*"),
     Row(title="k and v split, dB", pattern=r"[kv]_proj\.lora_B", kind="complete", cases=".*", replicated_kv=False),

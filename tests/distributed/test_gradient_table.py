@@ -40,7 +40,7 @@ class Measured(NamedTuple):
 
 def _supported(name: str, world: int) -> bool:
     """A fused adapter needs at least one key/value head per rank."""
-    return not (CASES[name].fused_qkv and world > CASES[name].config.num_kv_heads)
+    return not (CASES[name].fused and world > CASES[name].config.num_kv_heads)
 
 
 def _measure(name: str, mesh: Mesh) -> Measured:

@@ -123,7 +123,7 @@ def make_run(folder: Path, base: Path, steps: tuple[int, ...] = (1,)) -> Path:
         save_training(
             folder, step=step, tensors=shards, state={"step": step}, run_config="", rank=0, layout={"tensor": 1},
             base={"path": str(base), "fingerprint": source.fingerprint()},
-            lora={"rank": 2, "alpha": 4.0, "dropout": 0.0, "rslora": False, "fused_qkv": False},
+            lora={"rank": 2, "alpha": 4.0, "dropout": 0.0, "rslora": False, "fused": "none"},
         )  # fmt: skip
     return folder
 

@@ -39,7 +39,7 @@ def _save(run_dir: Path, values: int) -> Path:
         save_training(
             run_dir, step=50, tensors=_shards(rank, values), state={"step": 50, "consumed": 200}, rank=rank,
             ranks=RANKS, run_config=f"train: {{steps: {values}}}\n", base={"path": "base", "fingerprint": "f"},
-            lora={"rank": 3, "alpha": 6.0, "rslora": False, "fused_qkv": True}, layout={"tensor": 1},
+            lora={"rank": 3, "alpha": 6.0, "rslora": False, "fused": "all"}, layout={"tensor": 1},
         )  # fmt: skip
 
     threads = [threading.Thread(target=save, args=(rank,)) for rank in range(RANKS)]

@@ -167,7 +167,7 @@ def test_keys_are_those_that_serving_engines_parse(tmp_path: Path, fused: bool) 
     tiny_llama(tmp_path / "hf")
     base = open_source(tmp_path / "hf")
     modules = ["attention.qkv_proj", "attention.o_proj"] if fused else BLOCK
-    run = open_run(trained_run(tmp_path / "run", factors(modules), tmp_path / "hf", fused_qkv=fused))
+    run = open_run(trained_run(tmp_path / "run", factors(modules), tmp_path / "hf", fused="qkv" if fused else "none"))
     export_peft(run.trained(), run.lora, base.model, tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["modules_to_save"] is None and config["bias"] == "none" and not config.get("use_dora")

@@ -30,7 +30,7 @@ RANK = 3
 SIZES = {
     "attention.q_proj": (16, 32), "attention.k_proj": (16, 16), "attention.v_proj": (16, 16),
     "attention.o_proj": (32, 16), "mlp.gate_proj": (16, 24), "mlp.up_proj": (16, 24), "mlp.down_proj": (24, 16),
-    "attention.qkv_proj": (16, 64), "embed_tokens": (37, 16), "lm_head": (16, 37),
+    "attention.qkv_proj": (16, 64), "mlp.gate_up_proj": (16, 48), "embed_tokens": (37, 16), "lm_head": (16, 37),
 }  # fmt: skip
 """Engine's module -> (in, out) of the tiny model."""
 
@@ -49,7 +49,7 @@ def factors(modules: list[str]) -> dict[str, Tensor]:
 
 def trained_run(folder: Path, tensors: dict[str, Tensor], base: Path, **lora: Any) -> Path:
     """A run whose only checkpoint has these trained values."""
-    settings = {"rank": RANK, "alpha": 5.0, "dropout": 0.0, "rslora": False, "fused_qkv": False, **lora}
+    settings = {"rank": RANK, "alpha": 5.0, "dropout": 0.0, "rslora": False, "fused": "none", **lora}
     shards = [
         NamedShard(MASTER + name, tensor, replicated_spec(tuple(tensor.shape), rank=0, size=1))
         for name, tensor in tensors.items()
@@ -149,23 +149,28 @@ def test_an_adapter_on_one_side_of_a_tied_matrix_unties_it(tmp_path: Path, modul
     torch.testing.assert_close(logits(merged), logits(live), rtol=0, atol=1e-4)
 
 
-def test_fused_adapters_become_three_that_share_a(tmp_path: Path) -> None:
+def test_an_adapter_over_several_modules_becomes_one_for_each_that_share_a(tmp_path: Path) -> None:
     tiny_llama(tmp_path / "hf")
-    tensors = factors(["attention.qkv_proj", "mlp.up_proj"])
-    report, _ = export_both(tmp_path, tensors, fused_qkv=True)
+    tensors = factors(["attention.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"])
+    report, _ = export_both(tmp_path, tensors, fused="all")
     assert "share A" in report.notes[0]
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    rows = {"q": slice(0, 32), "k": slice(32, 48), "v": slice(48, 64)}
-    for part, place in rows.items():
-        prefix = f"base_model.model.model.layers.1.self_attn.{part}_proj"
-        assert torch.equal(stored[f"{prefix}.lora_A.weight"], tensors["layers.1.attention.qkv_proj.lora_A"])
-        assert torch.equal(stored[f"{prefix}.lora_B.weight"], tensors["layers.1.attention.qkv_proj.lora_B"][place])
+    rows = {
+        "attention.qkv": {"self_attn.q": slice(0, 32), "self_attn.k": slice(32, 48), "self_attn.v": slice(48, 64)},
+        "mlp.gate_up": {"mlp.gate": slice(0, 24), "mlp.up": slice(24, 48)},
+    }
+    for fused, parts in rows.items():
+        for part, place in parts.items():
+            prefix = f"base_model.model.model.layers.1.{part}_proj"
+            assert torch.equal(stored[f"{prefix}.lora_A.weight"], tensors[f"layers.1.{fused}_proj.lora_A"])
+            assert torch.equal(stored[f"{prefix}.lora_B.weight"], tensors[f"layers.1.{fused}_proj.lora_B"][place])
     torch.testing.assert_close(
         logits(open_in_transformers(tmp_path / "merged")), logits(open_in_peft(tmp_path)), rtol=0, atol=1e-4
     )
-    # and back: the three are one again
+    # and back: they are one again
     base = open_model(tmp_path / "hf")
-    source = AdapterSource(tmp_path / "adapter", names=base.names, decoder=base.decoder, fused_qkv=True)
+    modules = [f"layers.{layer}.{fused}_proj" for layer in (0, 1) for fused in rows]
+    source = AdapterSource(tmp_path / "adapter", names=base.names, decoder=base.decoder, fused=modules)
     assert set(source.tensor_names()) == set(tensors)
     for name, tensor in tensors.items():
         assert torch.equal(source.read_whole(name), tensor), name

@@ -70,7 +70,7 @@ def arguments(step: int) -> dict[str, Any]:
         "state": {"step": step, "consumed": 4 * step},
         "run_config": "train: {}\n",
         "base": {"path": "base", "fingerprint": "f"},
-        "lora": {"rank": 3, "alpha": 6.0, "dropout": 0.0, "rslora": False, "fused_qkv": True},
+        "lora": {"rank": 3, "alpha": 6.0, "dropout": 0.0, "rslora": False, "fused": "qkv"},
         "layout": {"tensor": 1},
     }
 

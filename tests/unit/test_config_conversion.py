@@ -50,7 +50,7 @@ def test_the_reference_of_mlperf(tmp_path: Path) -> None:
     config = from_yaml(to_text(conversion.options, title="test"))
     check_config(config)
     assert _unknown(conversion) == []
-    assert (config.lora.rank, config.lora.alpha, config.lora.dropout, config.lora.fused_qkv) == (16, 32.0, 0.1, True)
+    assert (config.lora.rank, config.lora.alpha, config.lora.dropout, config.lora.fused) == (16, 32.0, 0.1, "qkv")
     assert config.lora.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
     assert (config.optim.lr, config.optim.weight_decay, config.optim.clip_grad_norm) == (4e-4, 1e-4, 0.3)
     assert (config.optim.schedule, config.optim.warmup_steps, config.optim.min_lr) == ("cosine", 0, 0.0)

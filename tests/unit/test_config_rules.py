@@ -66,10 +66,15 @@ def test_adapter_to_start_from_without_rank() -> None:
     check_config(run(lora=LoraOptions(rank=4, init_from="adapter")))
 
 
-def test_fused_qkv_needs_all_three() -> None:
-    refused(run(lora=LoraOptions(fused_qkv=True, targets=("q_proj", "up_proj"))), "lacks k_proj, v_proj")
-    check_config(run(lora=LoraOptions(fused_qkv=True, targets=("[qkv]_proj",))))
-    check_config(run(lora=LoraOptions(fused_qkv=True)))
+def test_one_adapter_for_several_modules_needs_all_of_them() -> None:
+    for fused in ("qkv", "all"):
+        refused(run(lora=LoraOptions(fused=fused, targets=("q_proj", "down_proj"))), "lacks k_proj, v_proj")
+    for fused in ("gate_up", "all"):
+        refused(run(lora=LoraOptions(fused=fused, targets=("up_proj", "down_proj"))), "lacks gate_proj")
+    for fused in ("auto", "none", "gate_up"):
+        check_config(run(lora=LoraOptions(fused=fused, targets=("q_proj", "down_proj"))))
+    check_config(run(lora=LoraOptions(fused="all", targets=("[qkv]_proj", "o_proj"))))
+    check_config(run(lora=LoraOptions(fused="all")))
 
 
 def test_joint_reduction_and_sequence_parallelism() -> None:

@@ -99,19 +99,19 @@ def test_a_fused_adapter_of_a_fused_matrix_stays_one(partitioned: bool, tmp_path
     if partitioned:
         folder = tmp_path / "parts"
         import_checkpoint(open_source(tmp_path / "hf"), folder, tensor=2)
-    built = engine_model(folder, trained="", adapters=r"layers\..*\.(qkv_proj|o_proj)", fused_qkv=True)
+    built = engine_model(folder, trained="", adapters=r"layers\..*\.(qkv_proj|o_proj)", fused=r".*qkv_proj")
     tensors = built.parameters()
     _export(tmp_path, folder, tensors)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["o_proj", "qkv_proj"] and not config.get("rank_pattern")
     base = open_model(folder)
-    source = AdapterSource(tmp_path / "adapter", names=base.names, decoder=base.decoder, fused_qkv=True)
+    source = AdapterSource(tmp_path / "adapter", names=base.names, decoder=base.decoder, fused=None)
     assert source.tensor_names() == sorted(tensors)
     assert all(torch.equal(source.read_whole(key), value) for key, value in tensors.items())
     torch.testing.assert_close(_logits(engine_model(tmp_path / "merged")), _logits(built), rtol=0, atol=1e-4)
 
 
-def test_a_stock_adapter_of_a_fused_matrix_is_read_as_its_parts(tmp_path: Path):
+def test_a_stock_adapter_of_a_fused_matrix_is_read_whole_or_as_its_parts(tmp_path: Path):
     torch.manual_seed(0)
     settings = LoraConfig(r=RANK, lora_alpha=RANK * SCALE, target_modules=["qkv_proj", "gate_up_proj", "down_proj"])
     peft = get_peft_model(make_model("phi3", tmp_path / "hf"), settings)
@@ -120,10 +120,14 @@ def test_a_stock_adapter_of_a_fused_matrix_is_read_as_its_parts(tmp_path: Path):
             torch.nn.init.normal_(parameter, std=0.2)
     peft.save_pretrained(tmp_path / "stock")
     base = open_model(tmp_path / "hf")
-    for fused in (False, True):
-        source = AdapterSource(tmp_path / "stock", names=base.names, decoder=base.decoder, fused_qkv=fused)
-        adapters = r"layers\..*\.(" + ("qkv_proj" if fused else "[qkv]_proj") + "|gate_proj|up_proj|down_proj)"
-        built = engine_model(tmp_path / "hf", trained="", adapters=adapters, fused_qkv=fused)
+    for fused in ((), None):
+        source = AdapterSource(tmp_path / "stock", names=base.names, decoder=base.decoder, fused=fused)
+        built = engine_model(
+            tmp_path / "hf",
+            trained="",
+            adapters=r"layers\..*\.(?!o_proj)[a-z_]*_proj",
+            fused="" if fused is not None else r".*\.(qkv|gate_up)_proj",
+        )
         assert sorted(built.parameters()) == source.tensor_names()
         load_parameters(built.flat.master_shards(), source)
         built.flat.publish()

@@ -67,7 +67,7 @@ def test_configurations_keep_the_rules(example: SimpleNamespace, name: str) -> N
         ("lora.rank", "8"),
         ("lora.alpha", "16"),
         ("lora.dropout", "0.05"),
-        ("lora.fused_qkv", "false"),
+        ("lora.fused", "none"),
         ("lora.targets", "q_proj,k_proj,v_proj"),
         ("optim.clip_grad_norm", "1.0"),
         ("optim.weight_decay", "0.1"),

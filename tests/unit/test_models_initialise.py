@@ -38,7 +38,7 @@ def _drawn(entries: list[ShardEntry], seed: int = 3) -> dict[str, Tensor]:
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_slices_of_every_layout_are_the_whole_tensors(name: str, world: int):
-    if CASES[name].fused_qkv and world > 2:
+    if CASES[name].fused and world > 2:
         pytest.skip("a fused adapter needs a key/value head for each rank")
     whole = _drawn(_entries(CASES[name]))
     for rank in range(world):

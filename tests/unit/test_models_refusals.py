@@ -31,8 +31,11 @@ def test_sizes_that_do_not_divide(changes: dict[str, int], tensor_size: int, sen
 
 
 def test_fused_adapter_with_too_few_key_value_heads():
-    plan = Case(config=small_config(), adapters=FUSED, fused_qkv=True).plan()
-    with pytest.raises(UserError, match=r"lora.fused_qkv .* 2 and parallel.tensor is 4: set lora.fused_qkv false"):
+    plan = Case(config=small_config(), **FUSED).plan()
+    with pytest.raises(
+        UserError,
+        match=r"one adapter for query, key .* 2 and parallel.tensor is 4: set parallel.tensor to 2, or lora.fused",
+    ):
         meta_model(small_config(), tensor_size=4, plan=plan)
 
 

@@ -27,6 +27,14 @@ _ALWAYS = "always so"
 _INFERENCE = "for generating text, not for training"
 
 
+_FUSED_TARGETS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "query_key_value": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Modules of one matrix -> the targets that they are here."""
+
+
 @sets("model.dtype")
 def _dtype(conversion: Conversion, given: Given) -> None:
     if str(given.value) not in DTYPES:
@@ -34,22 +42,24 @@ def _dtype(conversion: Conversion, given: Given) -> None:
     set_dtype(conversion, given, DTYPES[str(given.value)])
 
 
-@sets("lora.targets", "lora.fused_qkv")
+@sets("lora.targets", "lora.fused")
 def _targets(conversion: Conversion, given: Given) -> None:
     written = given.value if isinstance(given.value, list) else str(given.value).split(",")
     names = [str(name).strip() for name in written]
     if len(names) == 1 and names[0] == "all-linear":
         conversion.drop(given, "the default of lora.targets: all linears of the layers")
         return
-    fused = [name for name in names if name in ("qkv_proj", "query_key_value")]
+    fused = [name for name in names if name in _FUSED_TARGETS]
     plain: list[str] = []
     for name in names:
         # MiniCPM-V's language model is named llm in the whole; here it is the whole
-        plain += ["q_proj", "k_proj", "v_proj"] if name in fused else [name.removeprefix("llm\\.").removeprefix("llm.")]
+        plain += _FUSED_TARGETS.get(name, (name.removeprefix("llm\\.").removeprefix("llm."),))
     renamed = not fused and plain != names
     conversion.take(given, "lora.targets", plain, "the language model is the whole here" if renamed else "")
     if fused:
-        conversion.take(given, "lora.fused_qkv", True, f"one adapter for {fused[0]}")
+        kinds = {"gate_up" if name == "gate_up_proj" else "qkv" for name in fused}
+        kind = kinds.pop() if len(kinds) == 1 else "all"
+        conversion.take(given, "lora.fused", kind, f"one adapter for {' and one for '.join(fused)}")
 
 
 @sets("trainable")

@@ -74,7 +74,9 @@ def fusing_lines(plan: TrainingPlan, decoder: DecoderConfig, names: NameMap) -> 
         apart = any(plan.adapter(f"{layer}.{part}") for layer in layers for part in parts)
         short, leaves = kind.rpartition(".")[2], ", ".join(part.rpartition(".")[2] for part in parts)
         if whole and kind in names.fused:
-            lines.append(f"{short}: one adapter for the whole matrix, as in PEFT (lora.fused none: one each for {leaves})")
+            lines.append(
+                f"{short}: one adapter for the whole matrix, as in PEFT (lora.fused none: one each for {leaves})"
+            )
         elif whole:
             lines.append(f"note: {leaves} share one adapter, where PEFT trains one each (lora.fused none)")
         if apart and kind in names.fused:

@@ -106,7 +106,7 @@ float softmax_row(float* s, int64_t seen, float scale, float& maximum, float& to
     maximum = std::max(maximum, top * scale);
     Float sums[4] = {};
     simd::for_each(seen, [&](auto which, int64_t offset, int64_t count) {
-        const Float value = simd::exp(simd::load_up_to(s + offset, count) * scale - maximum);
+        const Float value = simd::exp(simd::rounded(simd::load_up_to(s + offset, count) * scale) - maximum);
         simd::store_up_to(s + offset, value, count);
         sums[which] += count >= LANES ? value : simd::load_part(s + offset, count);
     });
@@ -152,13 +152,13 @@ void forward_block(const Shape& shape, const Segment& segment, int64_t first, in
     }
 }
 
-// p = exp(scale s - lse) in place of s, and ds = scale p (dp - delta) in place of dp; 0 where a key is not seen.
+// p = exp(scale s - lse), at most 1, in place of s, and ds = scale p (dp - delta) in place of dp; 0 where a key is not seen.
 void backward_row(float* s, float* dp, int64_t seen, int64_t keys, float scale, float lse, float delta) {
     // as far as a tile that has seen keys of this row or of its neighbours reads
     const int64_t end = std::min(keys, seen + 2 * ROWS);
     seen = std::max<int64_t>(seen, 0);
     simd::for_each(seen, [&](auto, int64_t offset, int64_t count) {
-        const Float p = simd::exp(simd::load_up_to(s + offset, count) * scale - lse);
+        const Float p = simd::exp(simd::rounded(simd::load_up_to(s + offset, count) * scale) - lse);
         const Float ds = scale * p * (simd::load_up_to(dp + offset, count) - delta);
         simd::store_up_to(s + offset, p, count);
         simd::store_up_to(dp + offset, ds, count);

@@ -153,7 +153,7 @@ struct Softmax {
                 // NaN wins, so that it shows
                 top[key & 1] = value <= top[key & 1] ? top[key & 1] : value;
             }
-            Float highest = (top[0] <= top[1] ? top[1] : top[0]) * scale;
+            Float highest = simd::rounded((top[0] <= top[1] ? top[1] : top[0]) * scale);
             highest = highest <= maximum[g] ? maximum[g] : highest;
             const Float base = highest == -INFINITY ? Float{} : highest;
             const Float factor = simd::exp(maximum[g] - base);
@@ -161,9 +161,9 @@ struct Softmax {
             Float added[2] = {};
             for (int64_t key = 0; key < keys; key += 2) {
                 const float* s = scores + key * QUERIES + g * LANES;
-                const Float p0 = sight.keep(simd::exp(simd::load(s) * scale - base), g, first + key, 0.0f);
-                const Float p1 = sight.keep(simd::exp(simd::load(s + QUERIES) * scale - base),
-                                            g, first + key + 1, 0.0f);
+                const Float x0 = simd::rounded(simd::load(s) * scale), x1 = simd::rounded(simd::load(s + QUERIES) * scale);
+                const Float p0 = sight.keep(simd::exp(x0 - base), g, first + key, 0.0f);
+                const Float p1 = sight.keep(simd::exp(x1 - base), g, first + key + 1, 0.0f);
                 added[0] += p0;
                 added[1] += p1;
                 store_pair(p + key / 2 * QUERIES + g * LANES, simd::narrow(p0), simd::narrow(p1));
@@ -219,8 +219,8 @@ void backward_block(const float* scores, const float* dp, int64_t first, int64_t
             simd::HalfWord ds[2];
             for (int64_t i = 0; i < 2; ++i) {
                 const int64_t at = (key + i) * QUERIES + g * LANES;
-                const Float p = sight.keep(simd::exp(simd::load(scores + at) * scale - shift),
-                                           g, first + key + i, 0.0f);
+                const Float x = simd::rounded(simd::load(scores + at) * scale);
+                const Float p = sight.keep(simd::exp(x - shift), g, first + key + i, 0.0f);
                 const Float value = scale * p * (simd::load(dp + at) - less);
                 ds[i] = simd::narrow(sight.keep(value, g, first + key + i, 0.0f));
                 simd::store(p_rows + at, p);

@@ -42,6 +42,19 @@ struct Bf16 {
 
 SIMD_INLINE Float splat(float value) { return value - Float{}; }
 
+// A product as it is rounded to float. The compiler may not carry it into an addition unrounded (a fused multiply-add),
+// so that equal products are equal wherever they are computed: x * scale - max(x) * scale is 0 for the largest x.
+SIMD_INLINE Float rounded(Float product) {
+#if SIMD_AVX512
+    asm("" : "+v"(product));
+#elif defined(__x86_64__)
+    asm("" : "+x"(product));
+#elif defined(__aarch64__)
+    asm("" : "+w"(product));
+#endif
+    return product;
+}
+
 SIMD_INLINE Float load(const float* from) {
     Float value;
     memcpy(&value, from, sizeof value);

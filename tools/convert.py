@@ -1,5 +1,6 @@
 """Converts checkpoints: import a Hugging Face model, export a model or an adapter, merge, reshard, look into either.
-Or a configuration: accelerate's and DeepSpeed's files, command lines and scripts of other trainers.
+Or a configuration: files, command lines and scripts of other trainers (TRL, PEFT, LLaMA-Factory, Axolotl, Megatron-LM,
+accelerate, DeepSpeed).
 
 python tools/convert.py import --source HF_DIR --out CKPT_DIR --tensor 2
 python tools/convert.py reshard --source CKPT_DIR --out OTHER_DIR --tensor 4
@@ -9,6 +10,7 @@ python tools/convert.py export --source CKPT_DIR --out HF_DIR --format hf
 python tools/convert.py merge --base HF_DIR --adapter ADAPTER_DIR --out MERGED_DIR
 python tools/convert.py inspect DIR
 python tools/convert.py config accelerate.yaml --flags "--lora_r 16 --max_steps 1024" --out run.yaml
+python tools/convert.py config --flags "trl sft --model_name_or_path MODEL --use_peft" --out run.yaml
 
 A conversion that was killed goes on where it stopped when the same command is given again.
 """

@@ -10,10 +10,14 @@ from typing import Any
 
 import yaml
 
-from engine.config.conversion import launcher_rules, trainer_rules
-from engine.config.conversion.conversion import Conversion
-from engine.config.conversion.finish import finish, program
-from engine.config.conversion.reading import PROGRAM, Given, read_file, read_flags
+from engine.config.conversion import launcher_rules
+from engine.config.conversion.conversion import Conversion, Rule, dropped, names
+from engine.config.conversion.finish import finish
+from engine.config.conversion.given import PROGRAM, PROGRAM_FILE, Given
+from engine.config.conversion.reading import read_file, read_flags
+from engine.config.conversion.shell import BRANCHES
+from engine.config.conversion.trainer import Trainer
+from engine.config.conversion.trainers import recognise
 from engine.config.load import from_yaml
 from engine.config.rules import check_config
 from engine.errors import UserError
@@ -21,8 +25,10 @@ from engine.errors import UserError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command."""
-    parser.add_argument("file", type=Path, help="an accelerate or DeepSpeed file (YAML or JSON), or a script .sh")
-    parser.add_argument("--flags", default="", help="the command line that went with it, in quotes")
+    parser.add_argument(
+        "file", type=Path, nargs="?", help="another trainer's file (YAML or JSON), or its script .sh or .py"
+    )
+    parser.add_argument("--flags", default="", help="a command line, in quotes: beside a file, or by itself")
     parser.add_argument(
         "--set", action="append", default=[], metavar="OPTION=VALUE", dest="values",
         help="an option of the run, such as data.train=train.jsonl; may be given several times, and wins",
@@ -42,9 +48,14 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"{arguments.out} is there already: give another --out, or --overwrite to replace it.")
     if arguments.ranks is not None and arguments.ranks < 1:
         raise UserError(f"--ranks is {arguments.ranks}: give at least 1 process.")
-    given = read_file(arguments.file) + read_flags(arguments.flags, "flags", arguments.file.parent)
+    if arguments.file is None and not arguments.flags:
+        raise UserError("nothing to convert was given: name a file, or give a command line with --flags.")
+    folder = arguments.file.parent if arguments.file is not None else Path()
+    given = read_file(arguments.file) if arguments.file is not None else []
+    given += read_flags(arguments.flags, "flags", folder)
     conversion, ranks = convert(given, values=arguments.values, ranks=arguments.ranks)
-    text = to_text(conversion.options, title=f"From {arguments.file.name}; {_launch(arguments.out, ranks)}")
+    source = arguments.file.name if arguments.file is not None else "a command line"
+    text = to_text(conversion.options, title=f"From {source}; {_launch(arguments.out, ranks)}")
     check_config(from_yaml(text))
     try:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -69,27 +80,51 @@ def convert(given: list[Given], *, values: list[str], ranks: int | None) -> tupl
     Raises:
         UserError: a value that its key cannot have.
     """
-    conversion = Conversion()
+    trainer = recognise(given)
+    conversion = Conversion(trainer=trainer.name)
     # DeepSpeed's and the launcher's keys come first: some flags depend on them
     for one in sorted(given, key=lambda one: launcher_rules.rule_for(one.key) is None):
-        rule = launcher_rules.rule_for(one.key) or trainer_rules.rule_for(one.key)
-        if one.key == PROGRAM:
-            program(conversion, one)
-        elif rule is not None:
-            rule.apply(conversion, one)
-        else:
-            conversion.miss(one, "look whether it matters, and set what it means")
+        _apply(conversion, trainer, one)
     for pair in values:
         name, equals, value = pair.partition("=")
         if not equals or not conversion.has(name):
             raise UserError(f"--set {pair} is not an option of a run: write for example --set data.train=train.jsonl.")
         conversion.take(Given(source="--set", key=name, value=value), name, yaml.safe_load(value))
     for name in [name for name in conversion.options if not conversion.has(name)]:
-        del conversion.options[name]
-        for row in conversion.rows:
-            if row.kind == "taken" and row.became.startswith(f"{name}:"):
-                row.became, row.kind = f"dropped: there is no {name}", "dropped"
-    return conversion, finish(conversion, ranks)
+        conversion.withdraw(name, f"there is no {name}")
+    processes = finish(conversion, trainer, ranks)
+    return conversion, processes
+
+
+def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
+    if one.key == PROGRAM:
+        conversion.drop(one, "tools/pretrain_lora.py is started")
+        return
+    if one.key == PROGRAM_FILE:
+        conversion.drop(one, "read, and converted key by key" if one.file_read else "no such file beside this one")
+        return
+    if one.key == BRANCHES:
+        conversion.drop(one, "the last of the values between which the script chooses: check them")
+        conversion.notes.append(f"the script chooses between values, and the last was read: {', '.join(names(one))}")
+        return
+    own, launchers = trainer.rule(one.key), launcher_rules.rule_for(one.key)
+    # DeepSpeed's auto is what the trainer's own key says
+    rule = launchers if one.value == "auto" and launchers is not None else own or launchers
+    if rule is None and not one.idle:
+        rule = _environment(one.key)
+    if rule is None and not one.idle:
+        conversion.miss(one, "look whether it matters, and set what it means")
+    elif rule is None:
+        return
+    elif one.open:
+        conversion.leave(one, rule.options)
+    else:
+        rule.apply(conversion, one)
+
+
+def _environment(key: str) -> Rule | None:
+    """Variables that a script exports, or sets in front of its command."""
+    return dropped("an environment variable: set it for torchrun as well") if key == key.upper() else None
 
 
 def to_text(options: dict[str, Any], *, title: str) -> str:
@@ -119,12 +154,13 @@ def report(conversion: Conversion, width: int) -> str:
             lines += ["" if lines else None, f"{source}:"]
         lines.append(_line(key, value, row.became, first, second, width))
     kinds = [row.kind for row in rows]
-    lines += ["", f"{len(rows)} keys: {kinds.count('taken')} taken, {kinds.count('dropped')} dropped, "
-              f"{kinds.count('unknown')} not known"]  # fmt: skip
+    counts = f"{kinds.count('taken')} taken, {kinds.count('dropped')} dropped, {kinds.count('unknown')} not known"
+    lines += ["", f"read as {conversion.trainer}; {len(rows)} keys: {counts}"]
     unknown = [row.given.key for row in rows if row.kind == "unknown"]
     if unknown:
         lines.append(f"warning: not known and left out: {', '.join(unknown)}")
-    lines += [f"still to say: {sentence}" for sentence in conversion.to_fill]
+    lines += [f"note: {sentence}" for sentence in dict.fromkeys(conversion.notes)]
+    lines += [f"still to say: {sentence}" for sentence in dict.fromkeys(conversion.to_fill)]
     return "\n".join(line for line in lines if line is not None)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.config.conversion.reading import Given
+from engine.config.conversion.given import Given
+from engine.config.model import ModelOptions
 from engine.config.names import option_types
 from engine.errors import UserError
 
@@ -16,6 +17,10 @@ DTYPES = {
     "fp32": "float32", "float32": "float32", "float": "float32", "torch.float32": "float32",
 }  # fmt: skip
 """How other trainers write the arithmetic -> its name here."""
+
+
+NOT_GIVEN = "not given"
+"""Shown as the value of what another trainer does by default."""
 
 
 @dataclass(slots=True)
@@ -35,12 +40,18 @@ class Row:
 
 @dataclass(slots=True)
 class Conversion:
-    """Options by their full name, and what is known beside them until all is read."""
+    """Options by their full name, and what is known beside them until all is read.
 
+    Args:
+        trainer: whose keys are read, by name.
+    """
+
+    trainer: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     to_fill: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     _owner: dict[str, Row] = field(default_factory=dict)
 
     def take(self, given: Given, option: str, value: Any, note: str = "") -> Row:
@@ -73,6 +84,28 @@ class Conversion:
     def drop(self, given: Given, why: str) -> None:
         self.rows.append(Row(given, f"dropped: {why}", "dropped"))
 
+    def lack(self, given: Given, why: str) -> None:
+        """A key that changes what is trained and has no counterpart: the run will differ, and that is said."""
+        self.drop(given, f"no counterpart, {why}")
+        self.notes.append(f"{given.key} {_text(given.value)} has no counterpart, and the run will differ: {why}")
+
+    def leave(self, given: Given, options: tuple[str, ...]) -> None:
+        """A key whose value is not in what was given."""
+        self.drop(given, "its value is only known when the script runs")
+        if options:
+            self.to_fill.append(f"{', '.join(options)}: {given.key} is {given.value}, which was not given")
+
+    def withdraw(self, option: str, why: str) -> None:
+        """What was taken for `option` does not count after all."""
+        del self.options[option]
+        row = self._owner.pop(option, None)
+        if row is not None:
+            row.became, row.kind = f"dropped: {why}", "dropped"
+
+    def given(self, *keys: str) -> bool:
+        """Whether one of `keys` was among what was read."""
+        return any(row.given.key in keys for row in self.rows)
+
     def miss(self, given: Given, why: str) -> None:
         """A key that may matter and is not understood."""
         self.rows.append(Row(given, f"not known: {why}", "unknown"))
@@ -80,7 +113,7 @@ class Conversion:
     def imply(self, source: str, key: str, option: str, value: Any, note: str = "") -> None:
         """An option that nobody wrote: what the other trainer does when it is left out."""
         if option not in self.options:
-            self.take(Given(source=source, key=key, value="not given"), option, value, note)
+            self.take(Given(source=source, key=key, value=NOT_GIVEN), option, value, note)
 
     def has(self, option: str) -> bool:
         """Whether this engine has such an option."""
@@ -141,8 +174,21 @@ def whole(given: Given) -> int:
     return int(value)
 
 
+def names(given: Given) -> list[str]:
+    """A list, or text with commas or spaces between its parts."""
+    if isinstance(given.value, list):
+        return [str(name).strip() for name in given.value]
+    return [name for name in str(given.value).replace(",", " ").split() if name]
+
+
 def text(given: Given) -> str:
-    """Any value, as it was written."""
+    """Any value, as it was written.
+
+    Raises:
+        UserError: it is none.
+    """
+    if given.value is None or isinstance(given.value, bool):
+        raise _wrong(given, "a name or path")
     return str(given.value)
 
 
@@ -158,14 +204,49 @@ def truth(given: Given) -> bool:
 
 def _wrong(given: Given, expected: str) -> UserError:
     return UserError(
-        f"{given.source} gives {given.key} as {given.value!r}, but {expected} is expected: mend it there, or leave "
-        "the key out."
+        f"{given.source} gives {given.key} as {given.value!r}, but {expected} is expected: correct it there, or "
+        "leave the key out."
     )
 
 
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if value is None:
+        return "null"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(str, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def set_dtype(conversion: Conversion, given: Given, dtype: str) -> None:
+    """The arithmetic, where this engine has it; a 16-bit dtype it does not have becomes bfloat16."""
+    try:
+        ModelOptions(path="model", dtype=dtype)  # type: ignore[arg-type]
+    except UserError:
+        conversion.take(given, "model.dtype", "bfloat16", f"{dtype} is not to be had here")
+        return
+    conversion.take(given, "model.dtype", dtype)
+
+
+def dtype_switch(dtype: str) -> Rule:
+    """For a key that switches an arithmetic on."""
+
+    def rule(conversion: Conversion, given: Given) -> None:
+        if truth(given):
+            set_dtype(conversion, given, dtype)
+        else:
+            conversion.drop(given, "switched off")
+
+    return Rule(rule, ("model.dtype",))
+
+
+def named_file(conversion: Conversion, given: Given) -> None:
+    """A file of DeepSpeed's or accelerate's that another one names."""
+    if given.file_read:
+        conversion.drop(given, "read, and converted key by key")
+    elif given.value in (None, "", "null", "none"):
+        conversion.drop(given, "none")
+    else:
+        conversion.drop(given, "no such file beside this one")
+        conversion.to_fill.append(f"what {given.value} says: it does not lie beside what was given; convert it too")

@@ -1,12 +1,11 @@
-"""What follows once all keys are read: batches, the warm-up, and what the other trainer does by default."""
+"""What follows once all keys are read: whether adapters train, what the trainer does by default, and the batch."""
 
 from __future__ import annotations
 
-from math import ceil
-from typing import Any
-
+from engine.config.conversion import launcher_rules
 from engine.config.conversion.conversion import Conversion
-from engine.config.conversion.reading import Given
+from engine.config.conversion.given import Given
+from engine.config.conversion.trainer import Default, Trainer, engine_default
 from engine.errors import UserError
 
 PLACES = {
@@ -15,47 +14,15 @@ PLACES = {
     "data.validation": "path/to/validation.jsonl",
 }
 """Written where nobody said them."""
-
-_TRAINER_DEFAULTS: tuple[tuple[str, str, Any], ...] = (
-    ("learning_rate", "optim.lr", 5e-5),
-    ("lr_scheduler_type", "optim.schedule", "linear"),
-    ("max_grad_norm", "optim.clip_grad_norm", 1.0),
-    ("seed", "train.seed", 42),
-)
-_MINICPM_DEFAULTS: tuple[tuple[str, str, Any], ...] = (
-    ("lora_r", "lora.rank", 64),
-    ("lora_alpha", "lora.alpha", 64.0),
-    ("lora_dropout", "lora.dropout", 0.05),
-    ("model_max_length", "data.seq_length", 2048),
-)
-_MINIMIND_DPO_DEFAULTS: tuple[tuple[str, str, Any], ...] = (
-    ("beta", "objective.beta", 0.15),
-    ("learning_rate", "optim.lr", 4e-8),
-    ("grad_clip", "optim.clip_grad_norm", 1.0),
-    ("max_seq_len", "data.seq_length", 1024),
-)
+DERIVED = ("train.global_batch_size", "train.eval_every", "train.eval_samples", "checkpoint.every", "optim.betas")
+"""Options with functions of their own below; the trainers' defaults go into these."""
 
 
-def program(conversion: Conversion, given: Given) -> None:
-    """The script that was started says what trains, and how."""
-    name = str(given.value)
-    conversion.facts["program"] = name
-    if name == "train_dpo.py":
-        conversion.take(given, "objective.name", "dpo")
-        conversion.take(given, "objective.reference", "initial", "a model as it is at the start")
-        conversion.take(given, "lora.rank", 0, "full weights")
-        conversion.take(given, "trainable", ["*"], "full weights")
-    elif name in ("train_full_sft.py", "train_pretrain.py"):
-        conversion.take(given, "lora.rank", 0, "full weights")
-        conversion.take(given, "trainable", ["*"], "full weights")
-    else:
-        conversion.drop(given, "tools/pretrain_lora.py is started")
-
-
-def finish(conversion: Conversion, ranks: int | None) -> int:
-    """Adds the options that follow from several keys.
+def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
+    """Adds the options that follow from several keys, and the trainer's defaults.
 
     Args:
+        trainer: whose keys were read.
         ranks: number of processes where the user says it; None takes the one that was read, or 1.
 
     Returns:
@@ -65,103 +32,211 @@ def finish(conversion: Conversion, ranks: int | None) -> int:
         UserError: numbers that do not go together.
     """
     facts = conversion.facts
-    processes = ranks or facts.get("processes") or facts.get("processes_per_node", 1) * facts.get("machines", 1)
-    _other_defaults(conversion)
-    _batch(conversion, processes)
-    _schedule(conversion)
-    _evaluation(conversion, processes)
+    said = facts.get("processes") or (
+        facts.get("processes_per_node") and facts["processes_per_node"] * facts.get("machines", 1)
+    )
+    processes = ranks or said or _model_ranks(conversion)
+    if not (ranks or said) and processes > 1 and "train.global_batch_size" in conversion.options:
+        conversion.to_fill.append(
+            f"--ranks: nothing says how many processes there are; {processes} hold one copy of the model"
+        )
+    trainer.finish(conversion)
+    launcher_rules.follow(conversion)
+    adapters = trainer.adapters(conversion) and conversion.options.get("lora.rank") != 0
+    if not adapters:
+        _train_everything(conversion, trainer)
+    _length(conversion)
+    _saving(conversion, trainer)
+    _defaults(conversion, trainer, adapters=adapters)
+    _lowest_rate(conversion)
+    _batch(conversion, trainer, int(processes), said=bool(ranks or said))
+    _evaluation(conversion, int(processes))
+    _betas(conversion, trainer)
     _weights_in_host_memory(conversion)
-    betas = [facts.get("beta1", 0.9), facts.get("beta2", 0.999)]
-    if "beta1" in facts or "beta2" in facts:
-        conversion.imply("flags", "adam_beta1, adam_beta2", "optim.betas", betas)
-    for name in ("model.path", "data.train"):
-        _require_place(conversion, name)
+    _places(conversion)
     return int(processes)
 
 
-def _other_defaults(conversion: Conversion) -> None:
-    keys = {row.given.key for row in conversion.rows}
+def _train_everything(conversion: Conversion, trainer: Trainer) -> None:
+    """No adapters in what was given: none in the run."""
+    options = conversion.options
+    for name in [name for name in options if name.startswith("lora.") and name != "lora.rank"]:
+        conversion.withdraw(name, "no adapters train")
+    if options.get("lora.rank"):
+        conversion.withdraw("lora.rank", "no adapters train")
+    source = f"{trainer.name} without adapters"
+    conversion.imply(source, "full training", "lora.rank", 0)
+    if options.get("lora.rank") == 0 and conversion.facts.get("finetuning_type") != "freeze":
+        conversion.imply(source, "full training", "trainable", ["*"])
+    if options.get("model.base_dtype") is not None and "*" in options.get("trainable", []):
+        conversion.withdraw("model.base_dtype", "weights that train are not stored in fewer bits")
+
+
+def _defaults(conversion: Conversion, trainer: Trainer, *, adapters: bool) -> None:
+    """Each option that nobody gave becomes what the trainer does, where this engine would do something else."""
+    for name, default in trainer.defaults.items():
+        if name in DERIVED or name in conversion.options or not isinstance(default, Default):
+            continue
+        answers = conversion.options.get("objective.name", "language_modeling") != "language_modeling"
+        own = name.startswith("lora.") and not adapters
+        if (
+            own
+            or not conversion.has(name)
+            or (name.startswith("objective.") and name != "objective.name" and not answers)
+        ):
+            continue
+        value = default.of(conversion)
+        if value != engine_default(name):
+            conversion.imply(f"{trainer.name}'s default", default.where, name, value)
+
+
+def _length(conversion: Conversion) -> None:
+    """A number of steps ends the run whatever the number of epochs; a row holds a question and its answer."""
+    options, facts = conversion.options, conversion.facts
+    if "source_length" in facts and "target_length" in facts:
+        both = facts["source_length"] + facts["target_length"]
+        conversion.imply("derived", "source_max_len + target_max_len", "data.seq_length", both)
+    if "train.steps" in options and "train.epochs" in options:
+        conversion.withdraw("train.epochs", "the number of steps counts")
+    if "train.steps" in options:
+        options["train.epochs"] = None
+
+
+def _saving(conversion: Conversion, trainer: Trainer) -> None:
     facts = conversion.facts
-    if facts.get("program") == "train_dpo.py":
-        _imply(conversion, "train_dpo.py's default", _MINIMIND_DPO_DEFAULTS)
-        facts.setdefault("micro", 4)
-        conversion.imply("train_dpo.py", "schedule", "optim.schedule", "cosine")
-        conversion.imply("train_dpo.py", "schedule", "optim.min_lr", conversion.options["optim.lr"] / 10, "to a tenth")
-    if "llm_type" in keys and facts.get("lora"):
-        _imply(conversion, "MiniCPM-V's default", _MINICPM_DEFAULTS)
-    if "per_device_train_batch_size" in keys:
-        _imply(conversion, "the Trainer's default", _TRAINER_DEFAULTS)
-        if "train.steps" not in conversion.options:
-            facts.setdefault("epochs", 3.0)
-    if facts.get("mlperf"):
-        source = "MLPerf's reference"
-        conversion.imply(source, "blocks of samples end to end", "data.packing", "concatenate")
-        conversion.imply(source, "samples over a block", "data.overlong", "drop")
-        if conversion.has("train.eval_mean"):
-            conversion.imply(source, "mean of evaluations", "train.eval_mean", "rows", "each block's own mean")
-        conversion.imply(source, "labels of training", "data.mask_prompt", False, "all tokens")
+    default = trainer.defaults.get("checkpoint.every")
+    kind = facts.get("save_strategy", "steps")
+    if kind == "no":
+        conversion.imply("derived", "save_strategy", "checkpoint.every", 0, "saved at the end alone")
+    elif kind == "steps":
+        every = facts.get("save_steps")
+        if every is not None and every < 1:
+            conversion.to_fill.append(f"checkpoint.every: {every:g} of all steps")
+        elif every is not None:
+            conversion.imply("derived", "save_steps", "checkpoint.every", int(every))
+        elif isinstance(default, Default) and default.of(conversion) != 0:
+            conversion.imply(f"{trainer.name}'s default", default.where, "checkpoint.every", default.of(conversion))
+    elif not facts.get("saves_per_epoch"):
+        conversion.to_fill.append(
+            "checkpoint.every: a checkpoint an epoch; without it the run is saved at its end alone"
+        )
 
 
-def _imply(conversion: Conversion, source: str, defaults: tuple[tuple[str, str, Any], ...]) -> None:
-    for key, name, value in defaults:
-        conversion.imply(source, key, name, value)
+def _lowest_rate(conversion: Conversion) -> None:
+    share, rate = conversion.facts.get("min_lr_share"), conversion.options.get("optim.lr")
+    if share is not None and rate is not None:
+        conversion.imply("derived", "share of the highest rate", "optim.min_lr", share * rate, f"{share:g} x {rate:g}")
 
 
-def _batch(conversion: Conversion, processes: int) -> None:
+def _model_ranks(conversion: Conversion) -> int:
+    """Ranks that hold one copy of the model."""
+    sizes = [int(conversion.options.get(f"parallel.{name}", 1)) for name in ("tensor", "pipeline", "context")]
+    return sizes[0] * sizes[1] * sizes[2]
+
+
+def _batch(conversion: Conversion, trainer: Trainer, processes: int, *, said: bool) -> None:
     facts, options = conversion.facts, conversion.options
-    sizes = [int(options.get(f"parallel.{name}", 1)) for name in ("tensor", "pipeline", "context")]
-    model_ranks = sizes[0] * sizes[1] * sizes[2]
+    model_ranks = _model_ranks(conversion)
     if processes % model_ranks:
         raise UserError(
             f"{processes} processes do not divide into copies of the model over {model_ranks} ranks each: give "
             "--ranks with a multiple of it."
         )
     copies = processes // model_ranks
-    accumulation = int(facts.get("accumulation", 1))
+    default = trainer.defaults.get("train.global_batch_size")
+    usual = default.of(conversion) if isinstance(default, Default) else 1
+    accumulation = int(facts.get("accumulation", usual or 1))
     known_batch = options.get("train.global_batch_size")
-    micro = int(facts.get("micro", 0)) or (max(1, int(known_batch) // (copies * accumulation)) if known_batch else 1)
+    if known_batch and not conversion.given(*_MICRO):
+        if "train.micro_batch_size" in options:
+            conversion.withdraw("train.micro_batch_size", "the batch is given")
+        micro = max(1, int(known_batch) // (copies * accumulation))
+    else:
+        micro = int(options.get("train.micro_batch_size") or 1)
     conversion.imply("derived", "rows of one pass", "train.micro_batch_size", micro)
     note = f"{micro} a pass x {accumulation} accumulated x {copies} data-parallel"
+    if not known_batch and not said:
+        conversion.to_fill.append(
+            f"--ranks: nothing says how many processes there are, and the batch is {micro * accumulation} rows for each"
+        )
     conversion.imply("derived", "rows of one update", "train.global_batch_size", micro * accumulation * copies, note)
 
 
-def _schedule(conversion: Conversion) -> None:
-    facts, options = conversion.facts, conversion.options
-    if "train.steps" not in options and "epochs" in facts:
-        conversion.imply("derived", "passes over the data", "train.epochs", float(facts["epochs"]))
-    ratio = facts.get("warmup_ratio")
-    if ratio is None or "optim.warmup_steps" in options:
-        return
-    steps = options.get("train.steps")
-    if ratio == 0 or steps is not None:
-        conversion.imply("derived", "warm-up", "optim.warmup_steps", ceil(ratio * (steps or 0)))
-    else:
-        conversion.to_fill.append(
-            f"optim.warmup_steps: {ratio:g} of the steps that {facts.get('epochs', 1)} epochs make"
-        )
+_MICRO = (
+    "per_device_train_batch_size", "micro_batch_size", "batch_size", "train_micro_batch_size_per_gpu",
+    "deepspeed_config.train_micro_batch_size_per_gpu",
+)  # fmt: skip
 
 
 def _evaluation(conversion: Conversion, processes: int) -> None:
     facts, options = conversion.facts, conversion.options
-    every = facts.get("eval_every")
-    off = facts.get("no_evaluation_strategy") or facts.get("no_eval_strategy")
-    if not every or off:
+    kind = facts.get("eval_strategy", "steps" if "eval_every" in facts else "no")
+    every = (
+        facts.get("eval_every") or (facts.get("eval_steps") or options.get("log.every")) if kind == "steps" else None
+    )
+    if kind == "epoch":
+        conversion.to_fill.append(
+            "train.eval_every: an evaluation an epoch; without it there is one at the start and the end"
+        )
+        _require_place(conversion, "data.validation")
+    elif "eval_steps" in facts and kind == "no":
+        conversion.notes.append(
+            "eval_steps is given without an eval_strategy, whose default is no: nothing is evaluated"
+        )
+    if not every or facts.get("eval_iters") == 0:
         return
-    conversion.imply("derived", "evaluations", "train.eval_every", every)
-    if "eval_iters" in facts:
-        samples = facts["eval_iters"] * facts.get("eval_batch", 1) * processes // int(options.get("parallel.tensor", 1))
-        conversion.imply("derived", "eval_iters x eval_batch_size x copies", "train.eval_samples", samples)
+    if every < 1:
+        conversion.to_fill.append(f"train.eval_every: {every:g} of all steps")
+    else:
+        conversion.imply("derived", "evaluations", "train.eval_every", int(every))
+    if facts.get("eval_iters"):
+        rows = facts.get("eval_batch") or options.get("train.micro_batch_size", 1)
+        copies = processes // int(options.get("parallel.tensor", 1))
+        samples = facts["eval_iters"] * (
+            (facts.get("eval_batch") and rows * copies) or options["train.global_batch_size"]
+        )
+        conversion.imply("derived", "eval_iters x rows of one iteration", "train.eval_samples", samples)
     _require_place(conversion, "data.validation")
+
+
+def _betas(conversion: Conversion, trainer: Trainer) -> None:
+    facts = conversion.facts
+    default = trainer.defaults.get("optim.betas")
+    usual = default.of(conversion) if isinstance(default, Default) else engine_default("optim.betas")
+    betas = [facts.get("beta1", usual[0]), facts.get("beta2", usual[1])]
+    if betas != engine_default("optim.betas"):
+        conversion.imply("flags", "adam_beta1, adam_beta2", "optim.betas", betas)
 
 
 def _weights_in_host_memory(conversion: Conversion) -> None:
     options = conversion.options
+    if options.get("memory.offload_weights") and options.get("lora.rank") == 0:
+        conversion.withdraw("memory.offload_weights", "weights that train stay on the device, spread by parallel.shard")
     if options.get("memory.offload_weights") and options.get("parallel.shard") == "parameters":
         given = Given(source="derived", key="ZeRO-3 with parameters in host memory", value="both")
         conversion.take(given, "parallel.shard", "gradients", "weights wait in host memory, and so on no other rank")
 
 
+def _places(conversion: Conversion) -> None:
+    """What has to be named and was not; and what a placeholder or this engine's own default stands for."""
+    for name in ("model.path", "data.train"):
+        _require_place(conversion, name)
+    options = conversion.options
+    for which in ("data.train", "data.validation"):
+        named = conversion.facts.get(f"{which} of the hub")
+        if named and options.get(which) == PLACES[which]:
+            conversion.to_fill.append(f"{which}: {named} has to be a file .jsonl, .json or .txt here")
+    rank = conversion.options.get("lora.rank", engine_default("lora.rank"))
+    for name in ("data.seq_length", "optim.lr", *(("lora.alpha",) if rank else ())):
+        if name not in options:
+            conversion.notes.append(f"{name} was not given; {engine_default(name):g} is this engine's default")
+    if options.get("train.epochs", 0) is None:
+        del options["train.epochs"]
+
+
 def _require_place(conversion: Conversion, name: str) -> None:
     if name not in conversion.options:
         conversion.options[name] = PLACES[name]
-        conversion.to_fill.append(f"{name}: nothing that was given says it; {PLACES[name]} stands there")
+        known = any(line.startswith(name) for line in conversion.to_fill) or f"{name} of the hub" in conversion.facts
+        if not known:
+            conversion.to_fill.append(f"{name}: nothing that was given says it; {PLACES[name]} stands there")

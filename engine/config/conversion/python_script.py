@@ -1,0 +1,103 @@
+"""Reads the calls of a Python training script that configure it (TrainingArguments, LoraConfig, ...); runs nothing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from engine.config.conversion.given import PROGRAM, Given
+from engine.errors import UserError
+
+_ARGUMENTS = {
+    "TrainingArguments": "", "Seq2SeqTrainingArguments": "", "SFTConfig": "trl sft", "DPOConfig": "trl dpo",
+    "KTOConfig": "trl kto", "ORPOConfig": "trl orpo", "CPOConfig": "trl cpo", "RewardConfig": "trl reward",
+}  # fmt: skip
+"""Class of a trainer's arguments -> the command that has the same."""
+_TRAINERS = ("Trainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "Seq2SeqTrainer")
+_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
+         "bias": "lora_bias", "task_type": "lora_task_type", "init_lora_weights": "lora_init_weights"}  # fmt: skip
+_MODEL = ("torch_dtype", "dtype", "load_in_8bit", "load_in_4bit", "attn_implementation", "trust_remote_code")
+_NOT_DATA = ("model", "tokenizer", "args", "train_dataset", "eval_dataset", "data_collator", "peft_config", "callbacks",
+             "processing_class", "compute_metrics", "ref_model", "formatting_func", "optimizers", "self")  # fmt: skip
+
+
+def read_python(text: str, source: str) -> list[Given]:
+    """The keywords of those calls, with plain values and names of plain values put in.
+
+    Raises:
+        UserError: it is not Python.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise UserError(f"{source} is not valid Python{line}: correct that line, or give a file that runs.") from None
+    names = _names(tree)
+    given = [Given(source=source, key=PROGRAM, value=source)]
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        kind, owner = _name(call.func)
+        for key, value in _keys(call, kind, owner):
+            given.append(Given(source=source, key=key, value=_value(value, names)))
+        if _ARGUMENTS.get(kind):
+            given.insert(0, Given(source=source, key=PROGRAM, value=_ARGUMENTS[kind]))
+    if len(given) == 1:
+        raise UserError(
+            f"{source} has no call of TrainingArguments, SFTConfig or the like whose options could be read: give the "
+            "command line that starts it, with --flags."
+        )
+    return given
+
+
+def _keys(call: ast.Call, kind: str, owner: str) -> Iterator[tuple[str, ast.expr]]:
+    """Keys of a call that configures training, as the flag of that name would be called."""
+    pairs = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
+    if kind in _ARGUMENTS or kind in _TRAINERS:
+        yield from ((key, value) for key, value in pairs if key not in _NOT_DATA)
+    elif kind == "LoraConfig":
+        yield "use_peft", ast.Constant(True)
+        yield from ((_LORA.get(key, key), value) for key, value in pairs)
+    elif kind == "BitsAndBytesConfig":
+        yield from pairs
+    elif kind == "from_pretrained" and owner.startswith("AutoModelFor"):
+        if call.args:
+            yield "model_name_or_path", call.args[0]
+        yield from ((key, value) for key, value in pairs if key in _MODEL)
+    elif kind == "load_dataset" and call.args:
+        yield "dataset_name", call.args[0]
+    elif kind in ("prepare_model_for_kbit_training", "get_peft_model"):
+        yield "use_peft", ast.Constant(True)
+
+
+def _name(function: ast.expr) -> tuple[str, str]:
+    """Of what is called, and of what stands before its last point."""
+    if isinstance(function, ast.Attribute):
+        return function.attr, _name(function.value)[0]
+    return (function.id, "") if isinstance(function, ast.Name) else ("", "")
+
+
+def _names(tree: ast.Module) -> dict[str, ast.expr]:
+    """Names that are given one value in the whole script, and parameters of functions with a default."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            found.setdefault(node.targets[0].id, []).append(node.value)
+        elif isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args]
+            defaults = node.args.defaults
+            for argument, default in zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True):
+                found.setdefault(argument.arg, []).append(default)
+    return {name: values[0] for name, values in found.items() if len(values) == 1}
+
+
+def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
+    """The value of a plain expression; text that begins with "<computed" for any other."""
+    if isinstance(node, ast.Name) and node.id in names and depth < 10:
+        return _value(names[node.id], names, depth + 1)
+    if isinstance(node, ast.Attribute) and _name(node)[1] == "torch":
+        return node.attr
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return f"<computed: {ast.unparse(node)[:60]}>"
+    return list(value) if isinstance(value, tuple | set) else value

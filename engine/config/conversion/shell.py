@@ -1,0 +1,256 @@
+"""Reads shell scripts and command lines without running them.
+
+Assignments of plain values and arrays are put in where they are used, and the command that has the most flags is taken
+apart. What only the shell can know ($1, $(nproc), a variable of the environment) stays as it is written.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.config.conversion.given import PROGRAM, PROGRAM_FILE, Given, Value
+from engine.errors import UserError
+
+UNKNOWN = "$(...)"
+"""Stands for the output of a command."""
+BRANCHES = "(branches)"
+"""Key of the variables that branches of a script set to different values."""
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}|(\w+))")
+_ARRAY = re.compile(r"^[ \t]*(?:(?:export|local|declare|readonly)[ \t]+(?:-\w+[ \t]+)*)?(\w+)(\+?)=\(", re.MULTILINE)
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+_BEFORE = ("export", "exec", "eval", "nohup", "local", "readonly", "srun", "time", "then", "else", "do")
+_BRANCH, _END = ("if", "elif", "else", "case"), ("fi", "esac")
+_NO_COMMANDS = ("echo", "set", "cd", "source", "mkdir", "printf", "for", "while", "done", "[", "[[", *_BRANCH, *_END)
+_PROGRAMS = ("trl", "axolotl", "llamafactory-cli", "lmf")
+_FLAG = re.compile(r"--?[A-Za-z]")
+
+
+@dataclass(slots=True)
+class _Script:
+    """What has been read of a script so far."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+    branches: dict[str, list[str]] = field(default_factory=dict)
+    depth: int = 0
+
+    def assign(self, name: str, value: str, *, append: bool = False) -> None:
+        value = f"{self.variables.get(name, '')} {value}".strip() if append else value
+        if self.depth and not append and not value.startswith("${" + name):
+            self.branches.setdefault(name, []).append(value)
+        self.variables[name] = value
+
+
+def read_shell(text: str, source: str) -> list[Given]:
+    """Assignments of a script and the flags of its command.
+
+    Raises:
+        UserError: a quote is not closed.
+    """
+    script = _Script()
+    commands = _commands(_without_arrays(_plain_text(text), script), source)
+    best: list[str] = []
+    for command in commands:
+        words = _after_assignments(command, script)
+        if not words or words[0] in _NO_COMMANDS:
+            continue
+        joined = " ".join(map(_quoted, words))
+        expanded = _words(_expand(joined, script.variables, script.used), source)
+        if sum(word.startswith("--") for word in expanded) > sum(word.startswith("--") for word in best):
+            best = expanded
+    if not best:  # nothing is started, or a variable holds all of the command
+        held = max(script.variables.values(), key=lambda value: value.count("--"), default="")
+        best = _words(_expand(held, script.variables, script.used), source)
+    given: list[Given] = []
+    while best and (match := _ASSIGNMENT.fullmatch(best[0])):
+        given.append(Given(source=source, key=match[1], value=plain(match[3])))
+        best = best[1:]
+    for name, value in script.variables.items():
+        free = name not in script.used and "--" not in value and UNKNOWN not in value
+        if free and name != name.lower():
+            given.append(Given(source=source, key=name, value=plain(value), idle=name not in script.exported))
+    chosen = [
+        f"{name}={' '.join(script.variables[name].split()) or '(nothing)'}"
+        for name, values in script.branches.items()
+        if name in script.used and len({*values, script.variables[name]}) > 1
+    ]
+    if chosen:
+        given.append(Given(source=source, key=BRANCHES, value=chosen))
+    return given + read_words(best, source)
+
+
+def read_command(text: str, source: str) -> list[Given]:
+    """A command line as it would be typed: launcher, program and flags, or flags alone.
+
+    Raises:
+        UserError: a quote is not closed.
+    """
+    return read_words(_words(_plain_text(text), source), source)
+
+
+def read_words(words: list[str], source: str) -> list[Given]:
+    """--key value, --key=value and --key; and the program among the words."""
+    given: list[Given] = []
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if word.endswith(".py"):
+            given.append(Given(source=source, key=PROGRAM, value=Path(word).name))
+        elif Path(word).name in _PROGRAMS and position < len(words):
+            given.append(Given(source=source, key=PROGRAM, value=f"{Path(word).name} {words[position]}"))
+            position += 1
+        elif word.endswith((".yaml", ".yml")) and not _FLAG.match(word):
+            given.append(Given(source=source, key=PROGRAM_FILE, value=word))
+        if word == "-m" and position < len(words) and not words[position].startswith("-"):
+            given.append(Given(source=source, key=PROGRAM, value=words[position]))
+            position += 1
+            continue
+        if not _FLAG.match(word):
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        values = [value] if equals else []
+        # what follows a value is another value of a list; a script ends the launcher's flags
+        while not equals and position < len(words) and not _FLAG.match(words[position]):
+            if words[position].endswith(".py") and (values or not name.startswith("train_script")):
+                break
+            values.append(words[position])
+            position += 1
+        found: Value = True if not values else plain(values[0]) if len(values) == 1 else [*map(plain, values)]
+        given.append(Given(source=source, key=name.replace("-", "_"), value=found))
+    return given
+
+
+def plain(text: str) -> Value:
+    """A number or a truth value where it is one; YAML 1.1 does not read 4e-4 as a number."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _plain_text(text: str) -> str:
+    """The script with each command on one line and commands' outputs unknown."""
+    text = re.sub(r"\\[ \t]*(\r?\n|\Z)", " ", text)
+    text = "\n".join(re.sub(r"(^|\s)#.*$", "", line) for line in text.split("\n"))
+    return _without_commands(text).replace("\\ ", " ")
+
+
+def _without_commands(text: str) -> str:
+    """$(command) and `command` are not known; $(( 1 + 2 )) becomes one word."""
+    text = re.sub(r"`[^`]*`", lambda _: UNKNOWN, text)
+    result, position = "", 0
+    while (start := text.find("$(", position)) >= 0:
+        depth, end = 0, start + 1
+        while end < len(text):
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+            if depth == 0:
+                break
+        inside = text[start:end]
+        arithmetic = inside.startswith("$((") and inside.endswith("))")
+        result += text[position:start] + ("".join(inside.split()) if arithmetic else UNKNOWN)
+        position = end
+    return result + text[position:]
+
+
+def _without_arrays(text: str, script: _Script) -> str:
+    """`NAME=( ... )` taken out of the text; the words are the variable's value."""
+    while match := _ARRAY.search(text):
+        depth, end = 1, match.end()
+        while end < len(text) and depth:
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+        inside = re.sub(r'"(--[^"]*)"', r"\1", text[match.end() : end - 1])  # words that are used without quotes
+        script.assign(match[1], " ".join(inside.split()), append=bool(match[2]))
+        text = text[: match.start()] + text[end:]
+    return text
+
+
+def _commands(text: str, source: str) -> list[list[str]]:
+    commands: list[list[str]] = [[]]
+    for word in _words(text, source, keep_newlines=True):
+        if word in ("\n", ";", "&&", "|", "||", "&", ";;"):
+            commands.append([])
+        else:
+            commands[-1].append(word)
+    return commands
+
+
+def _after_assignments(command: list[str], script: _Script) -> list[str]:
+    """The words behind `export A=1 B=2`, whose assignments are kept."""
+    words, exported = list(command), False
+    while words and (words[0] in _BEFORE or words[0] in _BRANCH or words[0] in _END):
+        word = words.pop(0)
+        exported |= word == "export"
+        script.depth += (word in ("if", "case")) - (word in _END)
+        if word in ("if", "elif", "case"):
+            return []
+    while words and (match := _ASSIGNMENT.fullmatch(words[0])) and not words[0].startswith("-"):
+        script.assign(match[1], match[3], append=bool(match[2]))
+        if exported:
+            script.exported.add(match[1])
+        words.pop(0)
+    return words
+
+
+def _words(text: str, source: str, *, keep_newlines: bool = False) -> list[str]:
+    """Words as a shell would split them; where asked for, ends of commands are words of their own."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n" if keep_newlines else False)
+    lexer.whitespace = " \t\r" if keep_newlines else " \t\r\n"
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        return ["\n" if word and set(word) <= {"\n"} else word for word in lexer]
+    except ValueError as error:
+        raise UserError(f"{source} cannot be taken apart ({error}): close every quote.") from None
+
+
+def _expand(text: str, variables: Mapping[str, str], used: set[str], depth: int = 0) -> str:
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        used.add(name)
+        found = variables.get(name, match[2] if match[2] is not None else match[0])
+        # a variable may hold others, but not itself
+        inside = found != match[0] and f"${name}" not in found and "${" + name not in found
+        return _expand(found, variables, used, depth + 1) if inside and depth < 20 else found
+
+    return _ARITHMETIC.sub(_calculated, _VARIABLE.sub(value, text))
+
+
+def _calculated(match: re.Match[str]) -> str:
+    """The value of $(( 8 * 2 )); what is no plain sum or product of whole numbers is not known."""
+    operators: dict[type, Callable[[int, int], int]] = {
+        ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
+    }  # fmt: skip
+
+    def evaluate(node: ast.expr) -> int:
+        if isinstance(node, ast.BinOp) and type(node.op) in operators:
+            return operators[type(node.op)](evaluate(node.left), evaluate(node.right))
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        raise ValueError
+
+    try:
+        return str(evaluate(ast.parse(match[1].strip(), mode="eval").body))
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError):
+        return UNKNOWN
+
+
+def _quoted(word: str) -> str:
+    """In quotes where it needs them, so that a variable in it is still put in."""
+    if _VARIABLE.fullmatch(word):
+        return word  # it may hold several words
+    return shlex.quote(word) if re.search(r"[\s'\"\\()*|;&]", word) else word

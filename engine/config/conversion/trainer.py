@@ -1,0 +1,85 @@
+"""What another trainer is here: the rules for its keys, and what it does where no key says anything.
+
+An absent key means the other trainer's default, never this engine's. So each option that a trainer's keys can set has
+an entry in its `defaults`, which is written into the run's file where it differs from this engine's own default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from engine.config.conversion.conversion import Conversion, Rule
+from engine.config.names import sections
+from engine.config.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """What a trainer does by default.
+
+    Args:
+        value: of the option here; or a function of what was read that gives it, None where nothing follows.
+        where: the trainer's own place for it, as Class.field or file: name.
+    """
+
+    value: Any
+    where: str
+
+    def of(self, conversion: Conversion) -> Any:
+        return self.value(conversion) if callable(self.value) else self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """An option whose own default holds: the trainer has none that could be written, or it changes nothing computed.
+
+    Args:
+        why: in one clause.
+    """
+
+    why: str
+
+
+def _nothing(conversion: Conversion) -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainer:
+    """Another trainer.
+
+    Args:
+        name: as the report calls it.
+        rules: key -> what it becomes. One that ends in .* or _* stands for all keys that begin so.
+        defaults: full name of an option here -> what the trainer does where no key sets it.
+        adapters: whether what was read trains adapters; all parameters train where it does not.
+        finish: what follows once all keys are read, before the defaults.
+    """
+
+    name: str
+    rules: Mapping[str, Rule]
+    defaults: Mapping[str, Default | Ours]
+    adapters: Callable[[Conversion], bool]
+    finish: Callable[[Conversion], None] = field(default=_nothing)
+
+    def rule(self, key: str) -> Rule | None:
+        """The rule for `key`, or for all keys that begin as it does."""
+        return find_rule(self.rules, key)
+
+
+def find_rule(rules: Mapping[str, Rule], key: str) -> Rule | None:
+    """The rule of `key`; else that of the longest beginning which stands in `rules` with a * behind it."""
+    if key in rules:
+        return rules[key]
+    beginnings = (f"{key[:end]}*" for end in range(len(key), 0, -1) if key[end - 1] in "._")
+    return next((rules[name] for name in beginnings if name in rules), None)
+
+
+def engine_default(option: str) -> Any:
+    """What this engine does where a run's file says nothing about `option`."""
+    section, _, leaf = option.rpartition(".")
+    owner = sections()[section] if section else RunConfig
+    default = next(one.default for one in fields(owner) if one.name == leaf)
+    return list(default) if isinstance(default, tuple) else default

@@ -1,0 +1,66 @@
+"""The trainers that are known: which one wrote what was given, and the rules of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.config.conversion import launcher_rules
+from engine.config.conversion.given import PROGRAM, Given
+from engine.config.conversion.trainer import Trainer
+from engine.config.conversion.trainers.axolotl import AXOLOTL
+from engine.config.conversion.trainers.hugging_face import HUGGING_FACE
+from engine.config.conversion.trainers.launchers import LAUNCHERS
+from engine.config.conversion.trainers.llama_factory import LLAMA_FACTORY
+from engine.config.conversion.trainers.megatron import MEGATRON
+from engine.config.conversion.trainers.minicpm import MINICPM, MLPERF
+from engine.config.conversion.trainers.minimind import MINIMIND
+from engine.config.conversion.trainers.sat import SAT
+from engine.config.conversion.trainers.trl import TRL
+
+TRAINERS: tuple[Trainer, ...] = (
+    TRL, LLAMA_FACTORY, AXOLOTL, MEGATRON, MINIMIND, SAT, MLPERF, MINICPM, HUGGING_FACE, LAUNCHERS,
+)  # fmt: skip
+"""In the order in which a key that several of them have is looked up for a hint."""
+
+_PROGRAMS = (
+    ("trl ", TRL), ("llamafactory-cli", LLAMA_FACTORY), ("lmf ", LLAMA_FACTORY), ("llamafactory", LLAMA_FACTORY),
+    ("axolotl", AXOLOTL), ("train_dpo.py", MINIMIND), ("train_full_sft.py", MINIMIND), ("train_lora.py", MINIMIND),
+    ("train_pretrain.py", MINIMIND), ("pretrain_", MEGATRON), ("trl.scripts", TRL), ("sft.py", TRL), ("dpo.py", TRL),
+    ("kto.py", TRL), ("orpo.py", TRL), ("cpo.py", TRL), ("run_sft.py", TRL), ("run_dpo.py", TRL),
+    ("run_orpo.py", TRL), ("run_simpo.py", TRL),
+)  # fmt: skip
+"""How a program's name begins -> whose it is; keys that only another trainer has count more."""
+_KEYS: tuple[tuple[Trainer, frozenset[str]], ...] = (
+    (AXOLOTL, frozenset({"base_model"})),
+    (LLAMA_FACTORY, frozenset({"finetuning_type", "cutoff_len", "lora_target", "dataset_dir", "template"})),
+    (MLPERF, frozenset({"target_eval_loss", "use_peft_lora"})),
+    (MINICPM, frozenset({"llm_type", "max_slice_nums"})),
+    (SAT, frozenset({"from_pretrained", "train_data", "experiment_name", "MP_SIZE", "model_parallel_size"})),
+    (MEGATRON, frozenset({"train_iters", "train_samples", "tensor_model_parallel_size", "num_attention_heads",
+                          "lr_decay_style", "use_mcore_models", "lr_warmup_iters"})),
+    (MINIMIND, frozenset({"accumulation_steps", "from_weight", "save_weight", "lora_name"})),
+    (TRL, frozenset({"use_peft", "dataset_train_split", "dataset_mixture", "dataset_mixer", "max_prompt_length",
+                     "lora_task_type", "assistant_only_loss", "dataset_kwargs", "simpo_gamma", "gamma_beta_ratio",
+                     "loss_type"})),
+    (HUGGING_FACE, frozenset({"per_device_train_batch_size", "num_train_epochs", "output_dir", "model_name_or_path",
+                              "learning_rate", "lora_r", "lora_target_modules", "max_steps"})),
+)  # fmt: skip
+"""Keys by which a trainer is recognised, the most telling first."""
+
+
+def recognise(given: Iterable[Given]) -> Trainer:
+    """Whose files and flags these are; accelerate's and DeepSpeed's where no trainer's are among them."""
+    everything = list(given)
+    keys = {part for one in everything for part in (one.key, one.key.partition(".")[0]) if not one.idle}
+    programs = [str(one.value) for one in everything if one.key == PROGRAM]
+    own = next((trainer for trainer, telling in _KEYS[:5] if keys & telling), None)
+    if own is not None:
+        return own
+    started = next((trainer for name in programs for start, trainer in _PROGRAMS if name.startswith(start)), None)
+    if started is not None and not (started is MEGATRON and keys & _KEYS[-1][1] & {"output_dir"}):
+        return started
+    known = next((trainer for trainer, telling in _KEYS if keys & telling), None)
+    flags = [one.key for one in everything if launcher_rules.rule_for(one.key) is None and not one.idle]
+    if known is None and any(HUGGING_FACE.rule(key) for key in flags):
+        return HUGGING_FACE
+    return known or LAUNCHERS

@@ -1,0 +1,383 @@
+"""Axolotl's files."""
+
+from __future__ import annotations
+
+from engine.config.conversion.conversion import (
+    Conversion,
+    Rule,
+    dropped,
+    fact,
+    number,
+    option,
+    set_dtype,
+    sets,
+    text,
+    truth,
+    whole,
+)
+from engine.config.conversion.given import Given
+from engine.config.conversion.trainer import Default, Ours, Trainer
+from engine.config.conversion.trainers import hugging_face as hf
+from engine.config.conversion.trainers import shared
+from engine.config.conversion.trainers.trl import reference
+
+_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text"}
+_RL = {"dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
+_VISION = "the language model is trained; images are not read"
+
+
+@sets("model.dtype")
+def bf16(conversion: Conversion, given: Given) -> None:
+    if str(given.value).lower() in ("auto", "true", "full"):
+        note = "masters stay float32" if given.value == "full" else ""
+        conversion.take(given, "model.dtype", "bfloat16", note)
+    else:
+        conversion.know(given, "no_bf16", True, "model.dtype: not bfloat16")
+
+
+@sets("model.dtype")
+def fp16(conversion: Conversion, given: Given) -> None:
+    if given.value is not None and str(given.value).lower() != "auto" and truth(given):
+        set_dtype(conversion, given, "float16")
+    else:
+        conversion.drop(given, "switched off")
+
+
+@sets("lora.rank", "model.base_dtype", "trainable")
+def adapter(conversion: Conversion, given: Given) -> None:
+    name = str(given.value).lower() if given.value else ""
+    conversion.know(given, "lora", name in ("lora", "qlora"), f"adapters: {name or 'none'}")
+    if name not in ("", "lora", "qlora", "none"):
+        conversion.lack(given, "adapters are LoRA's")
+
+
+@sets("data.train", "data.mix", "data.validation", "data.format")
+def datasets(conversion: Conversion, given: Given) -> None:
+    """A list of datasets; files become data.train and data.mix, names of the hub are told."""
+    entries = [one if isinstance(one, dict) else {"path": str(one)} for one in given.value or []]  # type: ignore[union-attr]
+    which = "data.validation" if given.key == "test_datasets" else "data.train"
+    files: list[str] = []
+    for entry in entries:
+        named = entry.get("data_files") or entry.get("path")
+        named = named if isinstance(named, list) else [named]
+        files += [str(one) for one in named if str(one).endswith(shared.FILES)]
+    kinds = {str(entry.get("type")).partition(".")[0].partition(":")[0] for entry in entries if entry.get("type")}
+    if files:
+        conversion.take(given, which, files[0])
+        if len(files) > 1 and which == "data.train":
+            conversion.take(given, "data.mix", [f"{one}=1" for one in files[1:]], "weigh them as their sizes are")
+    else:
+        paths = ", ".join(str(entry.get("path")) for entry in entries)
+        conversion.know(
+            given, f"{which} of the hub", paths, f"{which}: save {paths or 'the data'} as a file and name it"
+        )
+    if len(kinds) == 1 and which == "data.train" and (kind := kinds.pop()) in _FORMATS:
+        conversion.take(given, "data.format", _FORMATS[kind])
+    for entry in entries:
+        for key in ("roles_to_train", "train_on_eos", "field_messages", "message_property_mappings"):
+            if entry.get(key) not in (None, ["assistant"], "turn", "messages"):
+                conversion.notes.append(f"datasets: {key} {entry[key]} is not read; data.format says what records have")
+                break
+
+
+@sets("data.packing")
+def sample_packing(conversion: Conversion, given: Given) -> None:
+    conversion.take(given, "data.packing", bool(given.value) and truth(given))
+
+
+@sets("data.overlong")
+def excess(conversion: Conversion, given: Given) -> None:
+    kinds = {"drop": "drop", "truncate": "truncate", "raise": "error"}
+    conversion.take(given, "data.overlong", kinds.get(str(given.value).lower(), "drop"))
+
+
+@sets("lora.targets")
+def target_linear(conversion: Conversion, given: Given) -> None:
+    if given.value and truth(given):
+        conversion.take(given, "lora.targets", ["all-linear"])
+    else:
+        conversion.drop(given, "switched off")
+
+
+@sets("objective.name")
+def rl(conversion: Conversion, given: Given) -> None:
+    name = str(given.value).lower()
+    if name in _RL:
+        conversion.take(given, "objective.name", _RL[name])
+    elif not given.value:
+        conversion.drop(given, "none")
+    else:
+        conversion.lack(given, "objective.name says what can be minimised")
+
+
+@sets("trainable")
+def unfrozen(conversion: Conversion, given: Given) -> None:
+    found = [str(one) for one in given.value or []]  # type: ignore[union-attr]
+    conversion.drop(given, "expressions over parameters' names")
+    conversion.to_fill.append(f"trainable: {', '.join(found)}; name these modules, with * as a wildcard")
+
+
+def _maybe(rule: Rule) -> Rule:
+    """A key that Axolotl's files often leave empty."""
+
+    def apply(conversion: Conversion, given: Given) -> None:
+        if given.value in (None, ""):
+            conversion.drop(given, "left empty")
+        else:
+            rule.apply(conversion, given)
+
+    return Rule(apply, rule.options)
+
+
+_OWN: dict[str, Rule] = {
+    "base_model": option("model.path", text),
+    "datasets": datasets,
+    "test_datasets": datasets,
+    "pretraining_dataset": datasets,
+    "sequence_len": option("data.seq_length", whole),
+    "sample_packing": sample_packing,
+    "excess_length_strategy": excess,
+    "micro_batch_size": option("train.micro_batch_size", whole),
+    "batch_size": option("train.global_batch_size", whole),
+    "num_epochs": option("train.epochs", number),
+    "lr_scheduler": shared.schedule,
+    "cosine_min_lr_ratio": Rule(shared.share_of_lr, ("optim.min_lr",)),
+    "cosine_constant_lr_ratio": shared.off_or_lack("the schedule falls to its end"),
+    "lr_quadratic_warmup": shared.off_or_lack("the warm-up is linear"),
+    "bf16": bf16,
+    "bfloat16": bf16,
+    "fp16": fp16,
+    "float16": fp16,
+    "float32": shared.off_or_lack("masters are float32; model.dtype says the arithmetic"),
+    "fp8": shared.off_or_lack("model.base_dtype stores the base in 8 bits"),
+    "adam_eps": option("optim.eps", number),
+    "adapter": adapter,
+    "lora_target_linear": target_linear,
+    "lora_model_dir": option("lora.init_from", text),
+    "peft_use_dora": option("lora.dora", truth),
+    "peft_use_rslora": option("lora.rslora", truth),
+    "peft_layers_to_transform": hf.RULES["layers_to_transform"],
+    "peft_init_lora_weights": shared.only(True, "lora.init is kaiming, or gaussian"),
+    "lora_rank_pattern": option("lora.rank_pattern", lambda given: given.value),
+    "lora_alpha_pattern": option("lora.alpha_pattern", lambda given: given.value),
+    "loraplus_lr_ratio": shared.off_or_lack("one learning rate for all"),
+    "embedding_lr": shared.off_or_lack("one learning rate for all"),
+    "embedding_lr_scale": shared.off_or_lack("one learning rate for all"),
+    "lr_groups": shared.off_or_lack("one learning rate for all"),
+    "load_in_8bit": shared.quantize("int8"),
+    "load_in_4bit": shared.quantize("nf4"),
+    "train_on_inputs": option("data.mask_prompt", lambda given: not truth(given)),
+    "val_set_size": Rule(shared.holdout),
+    "evals_per_epoch": fact("evals_per_epoch", number, "train.eval_every"),
+    "saves_per_epoch": fact("saves_per_epoch", number, "checkpoint.every"),
+    "early_stopping_patience": shared.off_or_lack("the run goes through all of its steps"),
+    "chat_template": shared.template,
+    "chat_template_jinja": shared.template,
+    "rl": rl,
+    "rl_beta": option("objective.beta", number),
+    "dpo_beta": option("objective.beta", number),
+    "orpo_alpha": option("objective.beta", number),
+    "simpo_gamma": option("objective.margin", number),
+    "dpo_label_smoothing": option("objective.label_smoothing", number),
+    "kto_desirable_weight": option("objective.desirable_weight", number),
+    "kto_undesirable_weight": option("objective.undesirable_weight", number),
+    "dpo_loss_type": shared.off_or_lack("objective.name says what is minimised"),
+    "cpo_alpha": shared.off_or_lack("the loss has no further term"),
+    "unfrozen_parameters": unfrozen,
+    "reinit_weights": option("model.init", lambda given: "random" if truth(given) else "checkpoint"),
+    "tensor_parallel_size": option("parallel.tensor", whole),
+    "context_parallel_size": option("parallel.context", whole),
+    "sequence_parallel_degree": option("parallel.context", whole),
+    "use_tensorboard": option("log.tensorboard", truth),
+    "relora": shared.off_or_lack("adapters are not merged while they train"),
+    "jagged_restart_steps": shared.off_or_lack("the learning rate does not restart"),
+    "lisa_n_layers": shared.off_or_lack("trainable says what trains"),
+    "reward_model": shared.off_or_lack("reward models are not trained"),
+    "process_reward_model": shared.off_or_lack("reward models are not trained"),
+    "use_eaft": shared.off_or_lack("the loss is the cross-entropy"),
+    "ebft.*": shared.off_or_lack("objective.name says what can be minimised"),
+    "trl.beta": option("objective.beta", number),
+    "trl.*": shared.off_or_lack("objective.name says what can be minimised"),
+    "qat": shared.off_or_lack("weights are not rounded while they train"),
+    "qat.*": shared.off_or_lack("weights are not rounded while they train"),
+    "quantization.*": dropped("after training: tools/convert.py export writes weights as they are"),
+    "use_pose": shared.off_or_lack("positions are those of the text"),
+    "diffusion.*": shared.off_or_lack("the model predicts the next token"),
+    "gptq": shared.off_or_lack("model.base_dtype encodes the weights as they are read"),
+    "shrink_embeddings": shared.off_or_lack("the embedding keeps its size"),
+    "resize_token_embeddings_to_32x": shared.off_or_lack("the embedding keeps its size"),
+    "added_tokens_overrides": shared.off_or_lack("the tokenizer's own files say which tokens there are"),
+    "eta_min": shared.min_lr,
+    "full_finetune": Rule(shared.full_finetune, ("lora.rank", "trainable")),
+    "lora_target_parameters": shared.off_or_lack("adapters sit on linears"),
+    "model_config.*": dropped("the model's own config.json says it"),
+    "expert_parallel_size": shared.only(1, "models with experts are not supported"),
+    "tokens.*": shared.off_or_lack("the tokenizer's own files say which tokens there are"),
+    "relora_*": shared.off_or_lack("adapters are not merged while they train"),
+    "jagged_*": shared.off_or_lack("the learning rate does not restart"),
+    "lisa_*": dropped("part of what has no counterpart"),
+    "eaft_*": dropped("part of what has no counterpart"),
+    "vllm.*": dropped("objective.name says what can be minimised"),
+    "llmcompressor.*": dropped("weights stay dense"),
+    "swanlab_*": dropped(shared.CLIENT),
+    "otel_*": dropped(shared.CLIENT),
+    "use_otel_metrics": dropped(shared.CLIENT),
+    "auto_resume_from_checkpoints": shared.resume,
+    "tokens": shared.off_or_lack("the tokenizer's own files say which tokens there are"),
+    "save_first_step": dropped("checkpoint.every says when"),
+    "moe_*": dropped("models with experts are not supported"),
+}
+_OWN |= shared.every(
+    """
+    type_of_model model_type tokenizer_type tokenizer_config base_model_config is_llama_derived_model
+    is_mistral_derived_model is_falcon_derived_model is_qwen_derived_model tokenizer_legacy special_tokens
+    special_tokens.* eot_tokens default_system_message chat_template_kwargs.* tokenizer_use_mistral_common
+    tokenizer_save_jinja_files base_model_ignore_patterns processor_type processor_kwargs.*
+    overrides_of_model_config.* revision_of_model fix_untrained_tokens
+    """,
+    why="the model's and the tokenizer's own files say it",
+)
+_OWN |= shared.every(
+    """
+    plugins strict use_kernels lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel liger_*
+    liger_rope liger_rms_norm liger_glu_activation liger_swiglu liger_layer_norm
+    liger_fused_linear_cross_entropy liger_cross_entropy cut_cross_entropy chunked_cross_entropy use_scattermoe
+    use_sonicmoe tiled_mlp flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv
+    flash_optimum use_dsv4_kernels dsv4_fp4_grouped_mode quantize_moe_experts experts_implementation
+    llama4_linearized_experts fused_attn_kernel unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o
+    unsloth_cross_entropy_loss unsloth_rms_norm unsloth_rope use_onebitllms
+    """,
+    why=shared.KERNELS,
+)
+_OWN |= shared.every(
+    """
+    flash_attention xformers_attention sdp_attention flex_attention flex_attn_compile_kwargs.* s2_attention
+    eager_attention sage_attention gemma4_hybrid_attn_impl large_head_attention
+    """,
+    why=shared.ATTENTION,
+)
+_OWN |= shared.every(
+    """
+    dataset_prepared_path skip_prepare_dataset dataset_processes dataset_shard_num push_dataset_to_hub
+    shuffle_merged_datasets dataset_exact_deduplication streaming streaming_multipack_buffer_size
+    pretraining_sample_concatenation min_sample_len dataset_keep_in_memory num_dataset_shards_to_save
+    preprocess_iterable
+    """,
+    why="data.train and data.mix name files; tools/preprocess.py prepares them",
+)
+_OWN |= shared.every(
+    """
+    pad_to_sequence_len eval_sample_packing sample_packing_group_size sample_packing_bin_size
+    sample_packing_sequentially sample_packing_eff_est total_num_tokens multipack_real_batches
+    max_packed_sequence_len eval_batch_size eval_sequence_len batch_flattening pad_to_multiple_of
+    curriculum_sampling
+    """,
+    why="rows are packed as full as they can be",
+)
+_OWN |= shared.every(
+    """
+    activation_offloading layer_offloading selective_checkpointing.* gc_steps lora_on_cpu
+    qlora_sharded_model_loading experimental_skip_move_to_device gpu_memory_limit deepcompile dp_shard_size
+    dp_replicate_size heads_k_stride ring_attn_func fsdp_version torchdistx_path fsdp_final_state_dict_type
+    model_quantization_config model_quantization_config_kwargs.* bnb_config_kwargs.* gptq_groupsize
+    gptq_model_v1 gptq_disable_exllama mean_resizing_embeddings embeddings_skip_upcast dataloader_drop_last
+    use_ray ray_num_workers resources_per_worker.* peft_autocast_adapter_dtype lora_fan_in_fan_out
+    torch_compile_options.* fp32_norms fp8_enable_fsdp_float8_all_gather merge_method low_cpu_mem_usage
+    seq_len_from_end
+    """,
+    why=shared.SPEED,
+)
+_OWN |= shared.every(
+    """
+    loss_watchdog_threshold loss_watchdog_patience
+    """,
+    why="guards.spike_policy says what a spike of the loss does",
+)
+_OWN |= shared.every(
+    """
+    eval_table_size eval_max_new_tokens eval_causal_lm_metrics do_causal_lm_eval do_bench_eval bench_dataset
+    generate_samples num_generation_samples generation_max_new_tokens generation_temperature
+    generation_prompt_ratio generation_do_sample lm_eval_tasks lm_eval_*
+    """,
+    why="evaluations give the loss",
+)
+_OWN |= shared.every(
+    """
+    profiler_steps profiler_steps_start
+    """,
+    why="log.profile_steps says which steps are traced",
+)
+_OWN |= shared.every("hf_use_auth_token axolotl_config_path dataset_num_shards", why=shared.LOCAL)
+_OWN |= shared.every("image_size image_resize_algorithm freeze_mm_modules process_images", why=_VISION)
+_OWN |= shared.every("debug group_by_length include_tkps num_labels wandb_*", why=shared.REPORT)
+
+RULES: dict[str, Rule] = {key: _maybe(rule) for key, rule in (hf.RULES | _OWN).items()}
+
+
+DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
+    "model.dtype": Default(
+        lambda conversion: "float32" if conversion.facts.get("no_bf16") else "bfloat16",
+        "AxolotlInputConfig.bf16 = auto",
+    ),
+    "model.base_dtype": Default(
+        lambda conversion: None, "LoraConfig.load_in_4bit and load_in_8bit = False, also with adapter: qlora"
+    ),
+    "model.init": Default("checkpoint", "AxolotlInputConfig.reinit_weights"),
+    "data.mix": Ours("all datasets are named"),
+    "data.format": Ours("each dataset has its type"),
+    "data.seq_length": Default(512, "AxolotlInputConfig.sequence_len"),
+    "data.packing": Default(False, "AxolotlInputConfig.sample_packing = None"),
+    "data.overlong": Default("drop", "AxolotlInputConfig.excess_length_strategy = None"),
+    "data.mask_prompt": Default(True, "HyperparametersConfig.train_on_inputs"),
+    "data.chat_template": Default(None, "AxolotlInputConfig.chat_template"),
+    "data.chat_arguments": Ours("the template's own"),
+    "train.micro_batch_size": Default(1, "HyperparametersConfig.micro_batch_size"),
+    "train.epochs": Default(1.0, "HyperparametersConfig.num_epochs"),
+    "optim.lr": Ours("Axolotl refuses a file without learning_rate"),
+    "optim.schedule": Default("cosine", "HyperparametersConfig.lr_scheduler"),
+    "optim.warmup_ratio": Default(
+        lambda conversion: None if conversion.options.get("optim.warmup_steps") is not None else 0.03,
+        "TrainerBuilderBase._configure_warmup_and_logging, at most 100 steps",
+    ),
+    "checkpoint.dir": Default("./model-out", "ModelOutputConfig.output_dir"),
+    "checkpoint.every": Ours("once an epoch, whose steps are only known with the data"),
+    "checkpoint.keep": Default(4, "TrainerBuilderBase._configure_save_and_eval_strategy"),
+    "lora.rank": Ours("Axolotl refuses an adapter without lora_r"),
+    "lora.alpha": Ours("Axolotl refuses an adapter without lora_alpha"),
+    "lora.dropout": Default(0.0, "LoraConfig.lora_dropout"),
+    "lora.targets": Ours("Axolotl refuses an adapter without targets"),
+    "lora.init_from": Default(None, "LoraConfig.lora_model_dir"),
+    "lora.rank_pattern": Default(None, "LoraConfig.lora_rank_pattern"),
+    "lora.alpha_pattern": Default(None, "LoraConfig.lora_alpha_pattern"),
+    "objective.name": Default("language_modeling", "AxolotlInputConfig.rl = None"),
+    "objective.beta": Default(0.1, "DPOConfig.beta"),
+    "objective.label_smoothing": Default(0.0, "DPOConfig.label_smoothing"),
+    "objective.margin": Default(
+        lambda conversion: 0.5 if conversion.options.get("objective.name") == "simpo" else 0.0, "CPOConfig.simpo_gamma"
+    ),
+    "objective.desirable_weight": Default(1.0, "HFRLTrainerBuilder: kto_desirable_weight or 1.0"),
+    "objective.undesirable_weight": Default(1.0, "HFRLTrainerBuilder: kto_undesirable_weight or 1.0"),
+    "objective.reference": Default(
+        lambda conversion: reference(conversion, _adapters(conversion)),
+        "HFRLTrainerBuilder: model_ref, none with an adapter",
+    ),
+}
+
+
+def _adapters(conversion: Conversion) -> bool:
+    """LoraConfig.adapter is None by default: without it everything trains, whatever lora_r says."""
+    return bool(conversion.facts.get("lora", False))
+
+
+def _finish(conversion: Conversion) -> None:
+    """An epoch's number of steps is only known with the data."""
+    facts = conversion.facts
+    for key, became in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "train.eval_every")):
+        if facts.get(key):
+            conversion.to_fill.append(f"{became}: the steps of an epoch over {key} {facts[key]:g}")
+    facts.setdefault("save_strategy", "steps" if "save_steps" in facts else "epoch")
+    if "eval_steps" in facts:
+        facts.setdefault("eval_strategy", "steps")
+
+
+AXOLOTL = Trainer(name="Axolotl", rules=RULES, defaults=DEFAULTS, adapters=_adapters, finish=_finish)

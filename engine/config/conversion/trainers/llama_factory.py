@@ -1,0 +1,271 @@
+"""LLaMA-Factory's files and flags."""
+
+from __future__ import annotations
+
+from engine.config.conversion.conversion import (
+    Conversion,
+    Rule,
+    dropped,
+    fact,
+    names,
+    number,
+    option,
+    sets,
+    text,
+    truth,
+    whole,
+)
+from engine.config.conversion.given import Given
+from engine.config.conversion.trainer import Default, Ours, Trainer
+from engine.config.conversion.trainers import hugging_face as hf
+from engine.config.conversion.trainers import shared
+from engine.config.conversion.trainers.trl import reference
+from engine.errors import UserError
+
+_LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+_METHODS = ("lora", "full", "freeze")
+
+
+@sets("objective.name")
+def stage(conversion: Conversion, given: Given) -> None:
+    name = str(given.value)
+    conversion.know(given, "stage", name, f"objective.name: {'language_modeling' if name in ('pt', 'sft') else name}")
+    if name in ("rm", "ppo"):
+        conversion.notes.append(f"stage {name} has no counterpart: objective.name says what can be minimised")
+
+
+@sets("lora.rank", "trainable")
+def finetuning_type(conversion: Conversion, given: Given) -> None:
+    name = str(given.value)
+    if name == "oft":
+        raise UserError(
+            f"{given.source} gives finetuning_type as oft, but orthogonal adapters are not supported: give lora."
+        )
+    if name not in _METHODS:
+        raise UserError(f"{given.source} gives finetuning_type as {name!r}: write lora, full or freeze.")
+    conversion.know(given, "finetuning_type", name, f"trains {'adapters' if name == 'lora' else name}")
+
+
+@sets("data.packing")
+def neat_packing(conversion: Conversion, given: Given) -> None:
+    if truth(given):
+        conversion.take(given, "data.packing", True, "attention stays inside each sample")
+    else:
+        conversion.drop(given, "switched off")
+
+
+def packing(conversion: Conversion, given: Given) -> None:
+    conversion.know(given, "packing", truth(given) if given.value is not None else None, "data.packing")
+
+
+@sets("data.train", "data.validation")
+def dataset(conversion: Conversion, given: Given) -> None:
+    which = "data.validation" if given.key == "eval_dataset" else "data.train"
+    conversion.know(
+        given, f"{which} of the hub", given.value, f"{which}: the files that dataset_info.json names for it"
+    )
+
+
+RULES: dict[str, Rule] = hf.RULES | {
+    "stage": stage,
+    "finetuning_type": finetuning_type,
+    "cutoff_len": option("data.seq_length", whole),
+    "template": shared.template,
+    "dataset": dataset,
+    "eval_dataset": dataset,
+    "lora_target": shared.targets,
+    "additional_target": shared.modules_to_save,
+    "adapter_name_or_path": option("lora.init_from", text),
+    "create_new_adapter": shared.off_or_lack("the adapter that is named goes on"),
+    "quantization_bit": shared.quantization_bits,
+    "quantization_type": shared.only("nf4", "4 bits are nf4"),
+    "quantization_method": shared.only("bnb", "model.base_dtype encodes the weights as they are read"),
+    "pure_bf16": fact("pure_bf16", truth, "model.dtype", became="model.dtype: bfloat16; masters stay float32"),
+    "disable_gradient_checkpointing": option("memory.recompute", lambda given: "selective" if truth(given) else "full"),
+    "packing": Rule(packing, ("data.packing",)),
+    "neat_packing": neat_packing,
+    "mask_history": shared.off_or_lack("every answer of a conversation is learnt"),
+    "freeze_trainable_layers": fact("freeze_layers", whole, "trainable"),
+    "freeze_trainable_modules": fact("freeze_modules", names, "trainable"),
+    "freeze_extra_modules": fact("freeze_extra", names, "trainable"),
+    "pref_beta": option("objective.beta", number),
+    "pref_loss": option("objective.name", lambda given: _LOSSES.get(str(given.value), "dpo")),
+    "dpo_label_smoothing": option("objective.label_smoothing", number),
+    "simpo_gamma": option("objective.margin", number),
+    "kto_chosen_weight": option("objective.desirable_weight", number),
+    "kto_rejected_weight": option("objective.undesirable_weight", number),
+    "pref_ftx": shared.off_or_lack("the loss has no further term"),
+    "train_from_scratch": option("model.init", lambda given: "random" if truth(given) else "checkpoint"),
+    "val_size": Rule(shared.holdout),
+    "early_stopping_steps": shared.off_or_lack("the run goes through all of its steps"),
+    "mix_strategy": shared.only("concat", "data.mix weighs files against each other"),
+    "interleave_probs": shared.off_or_lack("data.mix weighs files against each other"),
+    "rope_scaling": shared.off_or_lack("config.json says how positions are scaled"),
+    "resize_vocab": shared.off_or_lack("the embedding keeps its size"),
+    "new_special_tokens": shared.off_or_lack("the embedding keeps its size"),
+    "tokenized_path": shared.off_or_lack("tools/preprocess.py makes a folder that data.train can be"),
+    "default_system": shared.off_or_lack("records have their own system message"),
+    "ref_model": shared.off_or_lack("the reference is the model as it starts: objective.reference"),
+    "ref_model_adapters": shared.off_or_lack("the reference is the model as it starts: objective.reference"),
+    "reward_model": shared.off_or_lack("there is no PPO"),
+    "use_moe_aux_loss": shared.off_or_lack("models with experts are not supported"),
+    "tensor_model_parallel_size": option("parallel.tensor", whole),
+    "pipeline_model_parallel_size": option("parallel.pipeline", whole),
+    "sequence_parallel": option("parallel.sequence", truth),
+    "virtual_pipeline_model_parallel_size": option("parallel.virtual", whole),
+    "recompute_granularity": option("memory.recompute", text),
+}
+RULES |= {
+    key: shared.off_or_lack(why)
+    for why, keys in (
+        ("AdamW is the optimizer", ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon")),
+        ("the loss is the cross-entropy", ("use_dft_loss", "use_asft_loss", "use_eaft_loss")),
+        ("adapters start as PEFT's do", ("pissa_init", "pissa_convert", "use_llama_pro", "mixture_of_depths")),
+        ("one learning rate for all", ("loraplus_lr_ratio",)),
+        ("attention sees all of a row", ("shift_attn",)),
+        ("model.base_dtype stores the base in 8 bits", ("fp8",)),
+    )
+    for key in keys
+}
+RULES |= {
+    f"{start}_*": dropped("part of what has no counterpart")
+    for start in ("galore", "apollo", "badam", "asft", "eaft", "pissa", "loraplus", "oft", "fp8")
+}
+RULES |= shared.every(
+    """
+    image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen
+    freeze_vision_tower freeze_multi_modal_projector freeze_language_model media_dir image_resolution
+    video_resolution use_audio_in_video
+    """,
+    why="the language model is trained; images are not read",
+)
+RULES |= shared.every(
+    """
+    dataset_dir buffer_size streaming data_shared_file_system preprocessing_batch_size ignore_pad_token_for_loss
+    eval_on_each_dataset tool_format split_special_tokens
+    """,
+    why="records are read field by field: data.format, data.mask_prompt",
+)
+RULES |= shared.every(
+    """
+    use_v1_kernels enable_liger_kernel use_unsloth_gc use_reentrant_gc double_quantization
+    quantization_device_map upcast_layernorm upcast_lmhead_output use_kv_cache offload_folder print_param_status
+    use_kt use_mca use_hyper_parallel use_ray expert_model_parallel_size moe_grouped_gemm
+    moe_token_dispatcher_type bias_activation_fusion apply_rope_fusion use_distributed_optimizer
+    overlap_param_gather overlap_grad_reduce include_effective_tokens_per_second compute_accuracy
+    disable_shuffling
+    """,
+    why=shared.SPEED,
+)
+RULES |= shared.every(
+    """
+    ray_run_name ray_storage_path ray_num_workers resources_per_worker placement_strategy ray_init_kwargs
+    master_addr master_port
+    """,
+    why="torchrun starts the ranks",
+)
+RULES |= shared.every(
+    """
+    infer_backend infer_dtype vllm_maxlen vllm_gpu_util vllm_enforce_eager export_dir export_size export_device
+    max_new_tokens temperature top_p top_k do_sample num_beams repetition_penalty
+    """,
+    why="for generating text, not for training",
+)
+RULES |= {
+    "kt_optimize_rule": dropped(shared.SPEED),
+    "kt_maxlen": dropped(shared.SPEED),
+    "chunk_size": dropped(shared.SPEED),
+    "cpu_infer": dropped(shared.SPEED),
+    "mode": dropped(shared.SPEED),
+    "calculate_per_token_loss": dropped(shared.ALWAYS),
+    "reward_model_type": dropped("there is no PPO"),
+}
+
+
+def _preference(conversion: Conversion) -> str:
+    return {"dpo": "dpo", "kto": "kto"}.get(conversion.facts.get("stage", "sft"), "language_modeling")
+
+
+DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
+    "model.dtype": Default("bfloat16", "ModelArguments.compute_dtype = None: infer_optim_dtype, of most checkpoints"),
+    "model.init": Default("checkpoint", "ModelArguments.train_from_scratch"),
+    "data.seq_length": Default(2048, "DataArguments.cutoff_len"),
+    "data.packing": Default(
+        lambda conversion: "concatenate" if conversion.facts.get("stage") == "pt" else False,
+        "DataArguments.packing = None, which is true for pt",
+    ),
+    "data.mask_prompt": Default(True, "DataArguments.train_on_prompt"),
+    "data.chat_template": Default(None, "DataArguments.template"),
+    "data.chat_arguments": Ours("the template's own"),
+    "memory.recompute": Default("full", "ModelArguments.disable_gradient_checkpointing = False"),
+    "lora.rank": Default(8, "LoraArguments.lora_rank"),
+    "lora.alpha": Default(
+        lambda conversion: 2.0 * float(conversion.options["lora.rank"]),
+        "FinetuningArguments.lora_alpha = 2 x lora_rank",
+    ),
+    "lora.dropout": Default(0.0, "LoraArguments.lora_dropout"),
+    "lora.targets": Default(["all-linear"], "LoraArguments.lora_target = all"),
+    "lora.init_from": Default(None, "ModelArguments.adapter_name_or_path"),
+    "objective.name": Default(_preference, "FinetuningArguments.stage"),
+    "objective.beta": Default(0.1, "RLHFArguments.pref_beta"),
+    "objective.label_smoothing": Default(0.0, "RLHFArguments.dpo_label_smoothing"),
+    "objective.margin": Default(
+        lambda conversion: 0.5 if conversion.options.get("objective.name") == "simpo" else 0.0,
+        "RLHFArguments.simpo_gamma",
+    ),
+    "objective.desirable_weight": Default(1.0, "RLHFArguments.kto_chosen_weight"),
+    "objective.undesirable_weight": Default(1.0, "RLHFArguments.kto_rejected_weight"),
+    "objective.reference": Default(
+        lambda conversion: reference(conversion, _adapters(conversion)), "create_ref_model: none beside an adapter"
+    ),
+    "parallel.virtual": Ours("its plug-in for Megatron alone has it"),
+}
+
+
+def _adapters(conversion: Conversion) -> bool:
+    """FinetuningArguments.finetuning_type is lora by default."""
+    return bool(conversion.facts.get("finetuning_type", "lora") == "lora")
+
+
+def _finish(conversion: Conversion) -> None:
+    facts, options = conversion.facts, conversion.options
+    if facts.get("pure_bf16"):
+        options["model.dtype"] = "bfloat16"
+    packed = facts.get("packing")
+    if packed and facts.get("stage") == "pt":
+        conversion.imply("derived", "packing", "data.packing", "concatenate", "text end to end")
+    elif packed:
+        conversion.imply("derived", "packing", "data.packing", True)
+        conversion.notes.append(
+            "packing without neat_packing lets the samples of a row see each other; here attention stays inside each"
+        )
+    elif packed is False:
+        conversion.imply("derived", "packing", "data.packing", False)
+    if facts.get("finetuning_type") == "freeze":
+        _freeze(conversion)
+
+
+def _freeze(conversion: Conversion) -> None:
+    """The layers that train: the first ones have numbers, the last ones only once the model is known."""
+    layers, modules = facts_of(conversion)
+    source = "FinetuningArguments.finetuning_type = freeze"
+    inside = [f".{name}" for name in modules] or [""]
+    extra = conversion.facts.get("freeze_extra", [])
+    if layers < 0:
+        chosen = [f"layers.{number}{name}" for number in range(-layers) for name in inside]
+    else:
+        chosen = [f"layers.LAST-{back}{name}" for back in range(layers) for name in inside]
+        conversion.to_fill.append(
+            f"trainable: the last {layers} layers train; write their numbers, from config.json's num_hidden_layers"
+        )
+    conversion.imply(source, "freeze_trainable_layers", "trainable", [*chosen, *extra])
+    conversion.imply(source, "freeze_trainable_layers", "lora.rank", 0)
+
+
+def facts_of(conversion: Conversion) -> tuple[int, list[str]]:
+    """Layers and modules of freeze training; FreezeArguments has 2 and all."""
+    modules = conversion.facts.get("freeze_modules", ["all"])
+    return conversion.facts.get("freeze_layers", 2), [] if modules == ["all"] else modules
+
+
+LLAMA_FACTORY = Trainer(name="LLaMA-Factory", rules=RULES, defaults=DEFAULTS, adapters=_adapters, finish=_finish)

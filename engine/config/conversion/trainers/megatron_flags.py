@@ -1,0 +1,111 @@
+"""Megatron-LM's flags that need no counterpart here, each group with the reason."""
+
+from __future__ import annotations
+
+from engine.config.conversion.conversion import Rule
+from engine.config.conversion.trainers import shared
+
+_NO_SHAPE = "a model's config.json says its shape; this one is not of a decoder that is supported"
+
+NO_COUNTERPART: dict[str, Rule] = {}
+NO_COUNTERPART |= shared.every(
+    """
+    swiglu group_query_attention normalization position_embedding_type use_rotary_position_embeddings
+    rotary_percent untie_embeddings_and_output_weights apply_layernorm_1p qk_layernorm add_qkv_bias
+    make_vocab_size_divisible_by extra_vocab_size use_rope_scaling rope_scaling_factor
+    rotary_seq_len_interpolation_factor squared_relu openai_gelu quick_geglu no_position_embedding
+    multi_latent_attention glu_linear_offset activation_func_clamp_value softmax_type window_size
+    window_attn_skip_freq vocab_extra_ids enable_gpt_oss use_rmsnorm norm_type attention_softmax_in_fp32
+    apply_query_key_layer_scaling no_query_key_layer_scaling no_rope_freq rotary_interleaved layernorm_epsilon
+    layernorm_zero_centered_gamma n_head_kv use_alibi_mask use_alibi_position_embeddings embed_layernorm
+    glu_activation yarn_* rotary_scaling_factor transformer_type intermediate_size
+    use_llama2_rotary_position_embeddings position_encoding_2d apply_residual_connection_post_layernorm mscale
+    mscale_all_dim position_embedding rotary_dim use_rotary_emb
+    """,
+    why="the model's config.json says it",
+)
+NO_COUNTERPART |= shared.every(
+    """
+    encoder_num_layers decoder_num_layers decoder_seq_length hybrid_layer_pattern spec hybrid_override_pattern
+    is_hybrid_model mamba_state_dim bert_embedder_type masked_softmax_fusion
+    """,
+    why=_NO_SHAPE,
+)
+NO_COUNTERPART |= shared.every(
+    """
+    moe_* moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_grouped_gemm
+    moe_token_dispatcher_type moe_ffn_hidden_size moe_permute_fusion moe_router_dtype moe_z_loss_coeff
+    moe_layer_freq moe_shared_expert_intermediate_size expert_tensor_parallel_size moe_router_fusion
+    overlap_moe_expert_parallel_comm moe_router_pre_softmax moe_enable_deepep moe_expert_capacity_factor
+    enable_expert_parallel moe_router_score_function moe_flex_dispatcher_backend moe_router_group_topk
+    moe_router_num_groups moe_router_topk_scaling_factor moe_router_bias_update_rate
+    moe_router_enable_expert_bias moe_router_force_load_balancing moe_shared_expert_overlap
+    moe_use_legacy_grouped_gemm q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    """,
+    why="models with experts are not supported",
+)
+NO_COUNTERPART |= shared.every(
+    """
+    tokenizer_type merge_file tiktoken_pattern legacy_tokenizer tokenizer_name patch_tokenizer_type
+    hf_tokenizer_path tokenizer_hf_include_special_tokens
+    """,
+    why="the tokenizer's own files say how it works: data.tokenizer",
+)
+NO_COUNTERPART |= shared.every(
+    """
+    use_mcore_models use_legacy_models transformer_impl attention_backend use_flash_attn overlap_grad_reduce
+    overlap_param_gather overlap_param_gather_with_optimizer_step tp_comm_overlap no_masked_softmax_fusion
+    no_bias_gelu_fusion no_bias_swiglu_fusion no_bias_dropout_fusion no_gradient_accumulation_fusion
+    no_rope_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl apply_rope_fusion
+    empty_unused_memory_level ddp_bucket_size ddp_average_in_collective ddp_num_buckets
+    ddp_pad_buckets_for_high_nccl_busbw grad_reduce_in_bf16 accumulate_allreduce_grads_in_fp32
+    no_create_attention_mask_in_dataloader manual_gc manual_gc_interval no_mmap_bin_files enable_cuda_graph
+    cuda_graph_impl cuda_graph_scope external_cuda_graph delay_wgrad_compute use_precision_aware_optimizer
+    exp_avg_dtype exp_avg_sq_dtype main_grads_dtype main_params_dtype fp8_format fp8_recipe fp8_amax_history_len
+    fp8_amax_compute_algo fp8_param_gather fp8_hybrid fp8_e4m3 fsdp_manual_registration first_last_layers_bf16
+    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_margin fp8_interval use_megatron_fsdp
+    calculate_per_token_loss use_tp_pp_dp_mapping init_model_with_meta_device fsdp_double_buffer use_nccl_ub
+    gradient_reduce_div_fusion no_check_for_nan_in_loss_and_grad account_for_embedding_in_pipeline_split
+    account_for_loss_in_pipeline_split high_priority_stream_groups decoder_first_pipeline_num_layers
+    decoder_last_pipeline_num_layers use_cpu_initialization dataloader_type data_cache_path dataloader_save
+    distributed_backend use_ring_exchange_p2p align_grad_reduce use_fused_rmsnorm use_te recompute_modules
+    keep_fp8_transpose_cache cpu_offloading_num_layers optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+    use_torch_optimizer_for_cpu_offload pin_cpu_params pin_cpu_grads te_rng_tracker offload_optimizer_states
+    DDP_impl vocab_path distribute_saved_activations no_async_tensor_model_parallel_allreduce
+    attention_dropout_fusion
+    """,
+    why=shared.SPEED,
+)
+NO_COUNTERPART |= shared.every(
+    """
+    ckpt_format dist_ckpt_format auto_detect_ckpt_format async_save no_load_optim no_load_rng no_save_optim
+    no_save_rng use_checkpoint_args use_dist_ckpt ckpt_fully_parallel_load ckpt_fully_parallel_save
+    ckpt_assume_constant_structure dist_ckpt_strictness exit_on_missing_checkpoint override_opt_param_scheduler
+    use_checkpoint_opt_param_scheduler dist_ckpt_optim_fully_reshardable use_mp_args_from_checkpoint_args
+    use_tokenizer_model_from_checkpoint_args no_ckpt_fully_parallel_save save_retain_interval
+    non_persistent_save_interval ckpt_convert_format mmap_warmup data_impl exit_interval checkpoint_in_cpu
+    transfer_hf_to_mg no_initialization checkpoint_store_legacy
+    """,
+    why="checkpoints are this engine's own; a run goes on from its newest",
+)
+NO_COUNTERPART |= shared.every(
+    """
+    log_* log_throughput log_params_norm log_num_zeros_in_grad log_timers_to_tensorboard log_progress
+    log_memory_to_tensorboard log_validation_ppl_to_tensorboard log_batch_size_to_tensorboard timing_log_option
+    log_optimizer_states_to_tensorboard log_energy log_loss_scale_to_tensorboard log_straggler
+    log_world_size_to_tensorboard tensorboard_queue_size tensorboard_log_interval timing_log_level
+    profile_step_start profile_step_end profile_ranks logging_level print_interval use_pytorch_profiler
+    record_memory_history memory_snapshot_path disable_straggler_on_startup straggler_minmax_count
+    """,
+    why=shared.REPORT,
+)
+NO_COUNTERPART |= shared.every("wandb_project wandb_exp_name wandb_save_dir wandb_entity wandb_mode", why=shared.CLIENT)
+NO_COUNTERPART |= shared.every("trust_remote_code", why="no code of a checkpoint is run")
+NO_COUNTERPART |= shared.every(
+    """
+    sft train_mode task finetune_task keep_last train_data valid_data eod_id iter_per_epoch source_seq_len
+    target_seq_len input_len out_seq_length text_generate_output_file top_p top_k temperature repetition_penalty
+    flash skip_train epochs_as_samples max_padding_length generation_length text_generate_input_file
+    """,
+    why="data.format and data.mask_prompt say what records have and what is learnt of them",
+)

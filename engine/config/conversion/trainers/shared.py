@@ -1,0 +1,305 @@
+"""Rules for keys that several trainers have, and the reasons why others have no counterpart."""
+
+from __future__ import annotations
+
+from engine.config.conversion.accelerate_rules import FSDP_SHARDS
+from engine.config.conversion.conversion import (
+    DTYPES,
+    Conversion,
+    Rule,
+    dropped,
+    names,
+    number,
+    set_dtype,
+    sets,
+    truth,
+    whole,
+)
+from engine.config.conversion.given import Given
+from engine.errors import UserError
+
+CLIENT = "there is no client for it: log.metrics, log.tensorboard"
+HUB = "nothing is uploaded"
+LOCAL = "models and data are local files"
+ALWAYS = "always so"
+EVAL = "the evaluation takes train.micro_batch_size rows"
+ATTENTION = "the fastest attention that can run is taken, and said in the log"
+KERNELS = "model.kernels chooses kernels"
+SPEED = "changes how fast it goes, not what is computed"
+REPORT = "what is reported changes nothing that is computed"
+FILES = (".jsonl", ".json", ".txt", ".bin", ".parquet")
+
+
+@sets("model.dtype")
+def dtype(conversion: Conversion, given: Given) -> None:
+    if str(given.value) in ("auto", "None"):
+        conversion.drop(given, "the dtype that the checkpoint is stored in; model.dtype is the arithmetic")
+    elif str(given.value) not in DTYPES:
+        raise UserError(f"{given.source} gives {given.key} as {given.value!r}: write bfloat16, float16 or float32.")
+    elif not (conversion.given("bf16", "fp16") and given.key != "dtype"):
+        set_dtype(conversion, given, DTYPES[str(given.value)])
+    else:
+        conversion.drop(given, "how frozen weights are stored; masters are float32, bf16 or fp16 says the arithmetic")
+
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "query_key_value": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Modules of one matrix -> the targets that they are here."""
+
+
+@sets("lora.targets", "lora.fused")
+def targets(conversion: Conversion, given: Given) -> None:
+    found = names(given)
+    if not found or found == ["None"]:
+        conversion.drop(given, "PEFT's own choice for the model")
+        return
+    if found in (["all-linear"], ["all"]):
+        conversion.take(given, "lora.targets", ["all-linear"])
+        return
+    if len(found) > 1 and any(mark in str(given.value) for mark in "(|\\"):
+        found = [str(given.value)]  # one expression, with its commas
+    fused = [name for name in found if name in FUSED]
+    # MiniCPM-V's language model is named llm in the whole; here it is the whole
+    plain = [part for name in found for part in FUSED.get(name, (name.removeprefix("llm\\.").removeprefix("llm."),))]
+    renamed = not fused and plain != found
+    conversion.take(given, "lora.targets", plain, "the language model is the whole here" if renamed else "")
+    if fused:
+        kinds = {"gate_up" if name == "gate_up_proj" else "qkv" for name in fused}
+        kind = kinds.pop() if len(kinds) == 1 else "all"
+        conversion.take(given, "lora.fused", kind, f"one adapter for {' and one for '.join(fused)}")
+
+
+@sets("trainable")
+def modules_to_save(conversion: Conversion, given: Given) -> None:
+    found = names(given)
+    if found and found != ["None"]:
+        conversion.take(given, "trainable", [{"wte": "embed_tokens"}.get(name, name) for name in found])
+    else:
+        conversion.drop(given, "none")
+
+
+@sets("lora.rank", "trainable")
+def use_lora(conversion: Conversion, given: Given) -> None:
+    conversion.know(given, "lora", truth(given), "adapters" if truth(given) else "no adapters: lora.rank 0")
+
+
+@sets("optim.schedule")
+def schedule(conversion: Conversion, given: Given) -> None:
+    kinds = {
+        "cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant",
+        "cosine_with_min_lr": "cosine", "cosine_with_restarts": "cosine", "polynomial": "linear",
+    }  # fmt: skip
+    name = str(given.value).lower().rpartition(".")[2]
+    if name in kinds:
+        note = "one cycle" if name == "cosine_with_restarts" else ""
+        conversion.facts["no_warmup"] = name == "constant"
+        conversion.take(given, "optim.schedule", kinds[name], note)
+        if name == "polynomial":
+            conversion.imply("get_polynomial_decay_schedule", "lr_end", "optim.min_lr", 1e-7)
+    else:
+        conversion.lack(given, "optim.schedule is constant, linear or cosine")
+
+
+@sets("optim.min_lr")
+def min_lr(conversion: Conversion, given: Given) -> None:
+    conversion.take(given, "optim.min_lr", number(given))
+
+
+def share_of_lr(conversion: Conversion, given: Given) -> None:
+    conversion.know(given, "min_lr_share", number(given), "optim.min_lr")
+
+
+@sets("log.tensorboard")
+def report_to(conversion: Conversion, given: Given) -> None:
+    found = names(given)
+    if any(name in ("tensorboard", "all") for name in found):
+        conversion.take(given, "log.tensorboard", True)
+    else:
+        conversion.drop(given, CLIENT if found not in (["none"], ["None"], []) else "nothing is reported by itself")
+
+
+@sets("optim.clip_grad_norm")
+def max_grad_norm(conversion: Conversion, given: Given) -> None:
+    value = number(given)
+    configured = conversion.facts.get("deepspeed_clipping")
+    if configured is not None and configured != value:
+        conversion.drop(given, f"DeepSpeed clips at its own gradient_clipping, {configured:g}, whatever this says")
+        return
+    ignored = conversion.facts.get("distributed_type") == "DEEPSPEED" and configured is None
+    note = "applied here; DeepSpeed without gradient_clipping ignored it" if ignored else ""
+    conversion.take(given, "optim.clip_grad_norm", value, note)
+
+
+@sets("train.steps")
+def steps(conversion: Conversion, given: Given) -> None:
+    if given.value is None or whole(given) <= 0:
+        conversion.drop(given, "not a number of steps; epochs end the run")
+        return
+    conversion.take(given, "train.steps", whole(given))
+
+
+@sets("optim.warmup_steps", "optim.warmup_ratio")
+def warmup_steps(conversion: Conversion, given: Given) -> None:
+    value = number(given)
+    if 0 < value < 1:  # transformers 5 takes a share here, too
+        conversion.take(given, "optim.warmup_ratio", value)
+    else:
+        conversion.take(given, "optim.warmup_steps", whole(given))
+
+
+@sets("train.eval_every", "checkpoint.every", "log.every")
+def strategy(conversion: Conversion, given: Given) -> None:
+    what = given.key.partition("_")[0].replace("evaluation", "eval")
+    became = {"eval": "train.eval_every", "save": "checkpoint.every"}.get(what, "log.every")
+    kind = {"False": "no", "True": "steps"}.get(str(given.value), str(given.value).lower().rpartition(".")[2])
+    conversion.know(given, f"{what}_strategy", kind, f"{became}: {kind}")
+
+
+@sets("checkpoint.resume")
+def resume(conversion: Conversion, given: Given) -> None:
+    if str(given.value).lower() in ("0", "false", "none"):
+        conversion.drop(given, "checkpoint.resume auto starts afresh in a fresh folder")
+    elif isinstance(given.value, bool) or str(given.value) == "1":
+        conversion.take(given, "checkpoint.resume", "auto")
+    else:
+        conversion.drop(given, f"{given.value} is a checkpoint of the other trainer")
+
+
+@sets("memory.recompute")
+def recompute(conversion: Conversion, given: Given) -> None:
+    on = given.value if isinstance(given.value, bool) else str(given.value).lower() not in ("false", "none", "0", "")
+    conversion.take(given, "memory.recompute", "full" if on else "selective")
+
+
+TEMPLATES = {
+    "chatml": "chatml", "llama2": "llama2", "llama3": "llama3", "mistral": "mistral", "gemma": "gemma",
+    "gemma2": "gemma", "gemma3": "gemma", "phi": "phi3", "phi3": "phi3", "phi35": "phi3", "qwen": "qwen2.5",
+    "qwen25": "qwen2.5", "qwen2.5": "qwen2.5", "qwen3": "qwen3", "zephyr": "zephyr", "vicuna": "vicuna",
+    "alpaca": "alpaca", "mistralv1": "mistral", "mistralv2v3": "mistral",
+}  # fmt: skip
+"""Other trainers' names for chat templates, without _ and -, -> the name in data.chat_template."""
+
+
+@sets("data.chat_template", "data.chat_arguments")
+def template(conversion: Conversion, given: Given) -> None:
+    name = str(given.value)
+    plain = name.lower().replace("_", "").replace("-", "").removeprefix("tokenizerdefaultfallback")
+    if plain in ("tokenizerdefault", "none", ""):
+        conversion.drop(given, "the tokenizer's own template")
+    elif plain.removesuffix("nothink") in TEMPLATES:
+        conversion.take(given, "data.chat_template", TEMPLATES[plain.removesuffix("nothink")])
+        if plain.endswith("nothink"):
+            conversion.take(given, "data.chat_arguments", {"enable_thinking": False})
+    elif "{%" in name or "{{" in name:
+        conversion.drop(given, "a template in the place of its name")
+        conversion.to_fill.append("data.chat_template: write the template into a file and name it")
+    elif name.endswith((".jinja", ".jinja2", ".txt", ".json")) or "/" in name:
+        conversion.take(given, "data.chat_template", name)
+    else:
+        conversion.lack(given, "data.chat_template is a file or a name that --help lists; the tokenizer's own is taken")
+
+
+def holdout(conversion: Conversion, given: Given) -> None:
+    """A part of the training data that is evaluated."""
+    if number(given) > 0:
+        conversion.drop(given, "data.validation is a file of its own")
+        conversion.to_fill.append(
+            f"data.validation: {given.key} is {given.value}; put that part into a file of its own"
+        )
+    else:
+        conversion.drop(given, "all of the data is learnt")
+
+
+@sets("data.train", "data.validation")
+def dataset(conversion: Conversion, given: Given) -> None:
+    """A file is taken; the name of a dataset on the hub is not read."""
+    found = given.value if isinstance(given.value, list) else [given.value]
+    names_only = [str(one) for one in found]
+    which = "data.validation" if given.key.startswith(("eval", "valid", "test")) else "data.train"
+    if len(names_only) == 1 and names_only[0].endswith(FILES):
+        conversion.take(given, which, names_only[0])
+    else:
+        conversion.know(given, f"{which} of the hub", ", ".join(names_only), f"{which}: save it as a file and name it")
+
+
+def quantize(base: str) -> Rule:
+    """A key that stores the frozen base in fewer bits."""
+
+    def rule(conversion: Conversion, given: Given) -> None:
+        if truth(given):
+            conversion.take(given, "model.base_dtype", base)
+        else:
+            conversion.drop(given, "switched off")
+
+    return Rule(rule, ("model.base_dtype",))
+
+
+@sets("model.base_dtype")
+def quantization_bits(conversion: Conversion, given: Given) -> None:
+    bits = {4: "nf4", 8: "int8"}
+    if given.value in bits:
+        conversion.take(given, "model.base_dtype", bits[given.value])  # type: ignore[index]
+    elif given.value in (None, 16, 32, "none"):
+        conversion.drop(given, "not quantized")
+    else:
+        conversion.lack(given, "model.base_dtype is nf4 (4 bits), int8 or fp8 (8 bits)")
+
+
+def optimizer(conversion: Conversion, given: Given) -> None:
+    name = str(given.value).lower().rpartition(".")[2]
+    if "adamw" in name and not any(other in name for other in ("galore", "apollo", "schedule", "adopt", "mini")):
+        exact = "8bit" not in name and "4bit" not in name and "fp8" not in name
+        conversion.drop(given, "AdamW is the optimizer" + ("" if exact else ", with its state in float32"))
+    elif name in ("adam", "fused_adam", "fusedadam"):
+        conversion.drop(given, "AdamW is the optimizer")
+    else:
+        conversion.lack(given, "AdamW is the optimizer")
+
+
+def fsdp(conversion: Conversion, given: Given) -> None:
+    words = [str(name).upper() for name in names(given)]
+    level = next((FSDP_SHARDS[word] for word in words if word in FSDP_SHARDS), None)
+    if level is not None:
+        conversion.take(given, "parallel.shard", level)
+    elif words == ["TRUE"]:
+        conversion.take(given, "parallel.shard", "parameters")
+    elif not words or words == ["FALSE"] or words == ["NONE"]:
+        conversion.drop(given, "switched off")
+    else:
+        conversion.lack(given, "set parallel.shard")
+
+
+def off_or_lack(why: str) -> Rule:
+    """A key that has no counterpart; nothing is lost where it is switched off."""
+
+    def rule(conversion: Conversion, given: Given) -> None:
+        if given.value in (None, False, 0, 0.0, "", "false", "none", "None", "no", []):
+            conversion.drop(given, "switched off")
+        else:
+            conversion.lack(given, why)
+
+    return Rule(rule)
+
+
+def full_finetune(conversion: Conversion, given: Given) -> None:
+    conversion.know(given, "lora", not truth(given), "no adapters" if truth(given) else "adapters")
+
+
+def only(expected: object, why: str) -> Rule:
+    """A key that has one value here."""
+
+    def rule(conversion: Conversion, given: Given) -> None:
+        if str(given.value).lower() == str(expected).lower() or given.value is None:
+            conversion.drop(given, ALWAYS)
+        else:
+            conversion.lack(given, why)
+
+    return Rule(rule)
+
+
+def every(keys: str, *, why: str) -> dict[str, Rule]:
+    """The same reason for several keys without a counterpart, with spaces between them."""
+    return {key: dropped(why) for key in keys.split()}

@@ -1,0 +1,200 @@
+"""TRL's commands and scripts, and the recipes written for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.config.conversion.conversion import (
+    Conversion,
+    Rule,
+    dropped,
+    fact,
+    number,
+    option,
+    sets,
+    truth,
+    whole,
+)
+from engine.config.conversion.given import PROGRAM, Given
+from engine.config.conversion.trainer import Default, Ours, Trainer
+from engine.config.conversion.trainers import hugging_face as hf
+from engine.config.conversion.trainers import shared
+
+_LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "simpo": "simpo", "kto": "kto", "orpo": "orpo"}
+_TASKS = ("orpo", "simpo", "kto", "cpo", "dpo", "reward", "sft")
+
+
+def task(conversion: Conversion) -> str:
+    """ "sft", "dpo", ...: the command, or the script that was started; without either what its keys are for."""
+    programs = [str(row.given.value) for row in conversion.rows if row.given.key == PROGRAM]
+    name = " ".join([*programs, *(row.given.source for row in conversion.rows[:1])]).lower()
+    found = next((one for one in _TASKS if one in name), None)
+    if found is None and conversion.given("simpo_gamma", "gamma_beta_ratio"):
+        return "simpo"
+    if found is None and conversion.given("beta", "loss_type", "max_prompt_length"):
+        return "dpo"
+    return found or "sft"
+
+
+@sets("objective.name")
+def loss_type(conversion: Conversion, given: Given) -> None:
+    found = given.value if isinstance(given.value, list) else [given.value]
+    if found in (["nll"], ["dft"], ["chunked_nll"]):
+        if found == ["dft"]:
+            conversion.lack(given, "the loss of supervised fine-tuning is the cross-entropy")
+        else:
+            conversion.drop(given, "the cross-entropy")
+    elif len(found) == 1 and str(found[0]) in _LOSSES:
+        conversion.take(given, "objective.name", _LOSSES[str(found[0])])
+    else:
+        conversion.lack(given, f"objective.name is one of {', '.join(sorted(_LOSSES.values()))}")
+
+
+@sets("data.mask_prompt")
+def completion_only(conversion: Conversion, given: Given) -> None:
+    if given.value is not None:
+        conversion.take(given, "data.mask_prompt", truth(given))
+
+
+@sets("data.packing")
+def packing_strategy(conversion: Conversion, given: Given) -> None:
+    if str(given.value) == "wrapped":
+        conversion.know(given, "wrapped", True, "data.packing: concatenate")
+    else:
+        conversion.drop(given, "data.packing true fits whole samples into rows")
+
+
+@sets("objective.margin")
+def gamma_ratio(conversion: Conversion, given: Given) -> None:
+    conversion.know(given, "gamma_ratio", number(given), "objective.margin: this times objective.beta")
+
+
+RULES: dict[str, Rule] = hf.RULES | {
+    "beta": option("objective.beta", number),
+    "loss_type": loss_type,
+    "label_smoothing": option("objective.label_smoothing", number),
+    "simpo_gamma": option("objective.margin", number),
+    "gamma_beta_ratio": gamma_ratio,
+    "desirable_weight": option("objective.desirable_weight", number),
+    "undesirable_weight": option("objective.undesirable_weight", number),
+    "ref_model": shared.off_or_lack("the reference is the model as it starts: objective.reference"),
+    "cpo_alpha": fact("cpo_alpha", number, became="the weight of a further term"),
+    "completion_only_loss": completion_only,
+    "assistant_only_loss": completion_only,
+    "packing_strategy": packing_strategy,
+    "eval_packing": dropped("validation samples are packed like the others"),
+    "truncation_mode": shared.only("keep_start", "a sample that is too long loses its end: data.overlong"),
+    "max_prompt_length": dropped("data.seq_length cuts question and answer together"),
+    "max_completion_length": dropped("data.seq_length cuts question and answer together"),
+    "chat_template": shared.template,
+    "chat_template_path": shared.template,
+    "rpo_alpha": shared.off_or_lack("the loss has no further term"),
+    "f_divergence_type": shared.only("reverse_kl", "the divergence is the reverse one"),
+    "sync_ref_model": shared.off_or_lack("the reference does not move"),
+    "use_weighting": shared.off_or_lack("pairs weigh alike"),
+    "router_aux_loss_coef": shared.off_or_lack("models with experts are not supported"),
+    "test_split": dropped("data.train and data.validation are files of their own"),
+    "min_lr_ratio": Rule(shared.share_of_lr, ("optim.min_lr",)),
+    "num_proc": dropped(shared.SPEED),
+    "num_labels": shared.off_or_lack("reward models are not trained"),
+}
+RULES |= shared.every(
+    """
+    dataset_mixture dataset_mixture.* dataset_mixer dataset_mixer.* dataset_splits dataset_configs
+    dataset_train_split dataset_test_split dataset_streaming splits dataset_train_name dataset_test_name
+    dataset_train dataset_test shuffle_dataset
+    """,
+    why="data.train and data.mix name files",
+)
+RULES |= shared.every(
+    """
+    padding_free pad_to_multiple_of activation_offloading precompute_ref_log_probs precompute_ref_batch_size
+    use_logits_to_keep generate_during_eval disable_dropout use_liger_loss pad_token ignore_bias_buffers
+    is_encoder_decoder model_adapter_name ref_adapter_name bos_token
+    """,
+    why=shared.SPEED,
+)
+RULES |= shared.every(
+    """
+    eos_token chat_template_format tokenizer_revision auto_insert_empty_system_msg truncation_side
+    """,
+    why="the tokenizer's own files say how it works",
+)
+RULES |= shared.every(
+    """
+    callbacks benchmarks system_prompt wandb_log_unique_prompts
+    """,
+    why="evaluations give the loss",
+)
+RULES["max_length"] = option("data.seq_length", whole)
+
+
+def _of(**values: Any) -> Any:
+    """A default that each command has of its own."""
+    return lambda conversion: values.get(task(conversion), values["other"])
+
+
+def _reference(conversion: Conversion) -> str:
+    return reference(conversion, _peft(conversion))
+
+
+def reference(conversion: Conversion, adapters: bool) -> str:
+    """The base without its adapters where these are all that trains; else the model as it starts."""
+    return "base" if adapters and not conversion.options.get("trainable") else "initial"
+
+
+def _margin(conversion: Conversion) -> float:
+    ratio = conversion.facts.get("gamma_ratio")
+    beta = float(conversion.options.get("objective.beta", 0.1))
+    if conversion.options.get("objective.name") != "simpo":
+        return 0.0
+    return 0.5 if ratio is None else ratio * beta
+
+
+DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
+    "model.dtype": Default("bfloat16", "SFTConfig.bf16 = None, which is true without fp16"),
+    "data.seq_length": Default(1024, "SFTConfig.max_length and DPOConfig.max_length"),
+    "data.packing": Default(False, "SFTConfig.packing"),
+    "data.mask_prompt": Default(_of(sft=False, other=True), "SFTConfig.assistant_only_loss = False"),
+    "data.chat_template": Default(None, "SFTConfig.chat_template_path"),
+    "data.chat_arguments": Ours("the template's own"),
+    "optim.lr": Default(_of(sft=2e-5, reward=1e-4, other=1e-6), "SFTConfig.learning_rate, DPOConfig.learning_rate"),
+    "memory.recompute": Default("full", "SFTConfig.gradient_checkpointing"),
+    "lora.rank": Default(16, "ModelConfig.lora_r"),
+    "lora.alpha": Default(32.0, "ModelConfig.lora_alpha"),
+    "lora.dropout": Default(0.05, "ModelConfig.lora_dropout"),
+    "objective.name": Default(
+        _of(dpo="dpo", kto="kto", orpo="orpo", simpo="simpo", cpo="simpo", other="language_modeling"), "the command"
+    ),
+    "objective.beta": Default(_of(simpo=2.0, other=0.1), "DPOConfig.beta"),
+    "objective.label_smoothing": Default(0.0, "DPOConfig.label_smoothing"),
+    "objective.margin": Default(_margin, "CPOConfig.simpo_gamma"),
+    "objective.desirable_weight": Default(1.0, "KTOConfig.desirable_weight"),
+    "objective.undesirable_weight": Default(1.0, "KTOConfig.undesirable_weight"),
+    "objective.reference": Default(_reference, "DPOTrainer: the model without its adapter, or a copy as it starts"),
+}
+
+
+def _peft(conversion: Conversion) -> bool:
+    """ModelConfig.use_peft is false by default, whatever lora_r says."""
+    return bool(conversion.facts.get("lora", False))
+
+
+def _finish(conversion: Conversion) -> None:
+    what, options = task(conversion), conversion.options
+    if conversion.facts.get("wrapped") and options.get("data.packing"):
+        options["data.packing"] = "concatenate"
+    if what == "sft" and "data.mask_prompt" not in options:
+        conversion.notes.append(
+            "TRL learns all of a conversation unless assistant_only_loss is true, and of a prompt and its completion "
+            "the completion alone: data.mask_prompt is written for conversations, set it to true for the others"
+        )
+    if what in ("cpo", "simpo") and conversion.facts.get(
+        "cpo_alpha", 0.0 if conversion.given("gamma_beta_ratio") else 1.0
+    ):
+        conversion.notes.append("CPO's term of the chosen answer (cpo_alpha) has no counterpart: give cpo_alpha 0")
+    if what == "reward":
+        conversion.notes.append("reward models are not trained here: objective.name says what is minimised")
+
+
+TRL = Trainer(name="TRL", rules=RULES, defaults=DEFAULTS, adapters=_peft, finish=_finish)

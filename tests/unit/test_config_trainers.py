@@ -1,0 +1,406 @@
+"""What other trainers do where a key is absent is what the run does; each default against the trainer's own source."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.config.conversion import launcher_rules
+from engine.config.conversion.command import convert, report, to_text
+from engine.config.conversion.conversion import Conversion
+from engine.config.conversion.finish import PLACES
+from engine.config.conversion.reading import read_file, read_flags
+from engine.config.conversion.trainer import Default, Ours, Trainer, engine_default
+from engine.config.conversion.trainers import TRAINERS, recognise
+from engine.config.load import from_yaml
+from engine.config.names import option_types
+from engine.config.rules import check_config
+from engine.config.run import RunConfig
+from engine.errors import UserError
+
+LEAST: dict[str, str] = {
+    "TRL": "trl sft --model_name_or_path m --dataset_name d.jsonl --use_peft",
+    "LLaMA-Factory": "llamafactory-cli train --model_name_or_path m --stage sft --finetuning_type lora",
+    "Axolotl": "axolotl train --base_model m --adapter lora --lora_r 8 --lora_alpha 16 --learning_rate 1e-4",
+    "Megatron": "pretrain_gpt.py --lr 1e-4 --train-iters 10 --micro-batch-size 2 --seq-length 64 --data-path a",
+    "MiniMind": "train_lora.py --data_path a.jsonl",
+    "SwissArmyTransformer": "finetune.py --from_pretrained m --train-iters 10 --lora_rank 10 --use_lora --mode a",
+    "MLPerf's reference": "train.py --target_eval_loss 0.9 --use_peft_lora --lora_r 16 --lora_alpha 32",
+    "MiniCPM-V's script": "finetune.py --llm_type llama3 --use_lora true",
+    "Hugging Face's Trainer": "train.py --model_name_or_path m --lora_r 8 --output_dir out",
+    "the launcher": "accelerate launch --num_processes 2",
+}
+"""The least that each trainer can be started with and trains adapters, where it can."""
+
+
+def _converted(command: str) -> tuple[Conversion, RunConfig]:
+    conversion, _ = convert(read_flags(command, "flags", Path()), values=[], ranks=None)
+    config = from_yaml(to_text(conversion.options, title="test"))
+    check_config(config)
+    return conversion, config
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    section, _, leaf = name.rpartition(".")
+    value = getattr(getattr(config, section) if section else config, leaf)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _settable(trainer: Trainer) -> set[str]:
+    rules = [*trainer.rules.values(), *launcher_rules.RULES.values()]
+    return {option for rule in rules for option in rule.options}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
+def test_each_option_that_a_trainer_can_set_has_its_default(trainer: Trainer) -> None:
+    """A new rule has to say what the trainer does without its key."""
+    assert _settable(trainer) <= option_types().keys(), "a rule sets an option that does not exist"
+    assert _settable(trainer) - trainer.defaults.keys() == set()
+    for name, default in trainer.defaults.items():
+        assert name in option_types(), name
+        assert len(default.why if isinstance(default, Ours) else default.where) > 5, name
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
+def test_what_nobody_gave_is_the_trainers_default(trainer: Trainer) -> None:
+    """In the run's file, or as this engine's own default where that is the same; in the report where it differs."""
+    command = LEAST[trainer.name]
+    given = read_flags(command, "flags", Path())
+    assert recognise(given) is trainer
+    conversion, config = _converted(command)
+    said = report(conversion, 200)
+    for name, default in trainer.defaults.items():
+        if not isinstance(default, Default) or name in ("train.global_batch_size", "checkpoint.every"):
+            continue
+        from_key = any(row.kind == "taken" and row.became.startswith(f"{name}:") for row in conversion.rows
+                       if row.given.value != "not given")  # fmt: skip
+        if from_key or (name.startswith("objective.") and not config.objective.compares_answers):
+            continue
+        if (name.startswith("lora.") and config.lora.rank == 0) or (name == "trainable" and config.lora.rank == 0):
+            continue
+        if name == "train.epochs" and config.train.steps is not None:
+            continue
+        if name == "train.eval_every" and trainer.name == "MLPerf's reference":
+            continue
+        expected = default.of(conversion)
+        assert _value(config, name) == expected, (name, default.where)
+        if expected != engine_default(name):
+            assert f"{name}: " in said and default.where in said, name
+
+
+PACKAGES = {
+    "TrainingArguments": "transformers", "SFTConfig": "trl", "DPOConfig": "trl", "KTOConfig": "trl",
+    "ModelConfig": "trl", "LoraConfig": "peft",
+}  # fmt: skip
+
+
+def _own_default(package: str, kind: str, name: str) -> Any:
+    found = next(one for one in dataclasses.fields(getattr(pytest.importorskip(package), kind)) if one.name == name)
+    return found.default if found.default is not dataclasses.MISSING else found.default_factory()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["TRL", "Hugging Face's Trainer"])
+def test_defaults_are_those_of_the_installed_packages(name: str) -> None:
+    """Each default whose place is Class.field, by the class itself."""
+    trainer = next(one for one in TRAINERS if one.name == name)
+    conversion, _ = _converted(LEAST[name])
+    checked = 0
+    for option, default in trainer.defaults.items():
+        match = re.fullmatch(r"(\w+)\.(\w+)", default.where) if isinstance(default, Default) else None
+        if match is None or match[1] not in PACKAGES or callable(default.value) or option == "memory.recompute":
+            continue
+        own = _own_default(PACKAGES[match[1]], match[1], match[2])
+        assert getattr(own, "value", own) == default.value, (option, default)
+        checked += 1
+    assert checked >= 10
+    beta1, beta2 = (_own_default("transformers", "TrainingArguments", f"adam_beta{one}") for one in (1, 2))
+    assert conversion.options.get("optim.betas", engine_default("optim.betas")) == [beta1, beta2]
+
+
+def test_trls_commands_have_rates_of_their_own() -> None:
+    for command, kind in (("sft", "SFTConfig"), ("dpo", "DPOConfig"), ("kto", "KTOConfig")):
+        _, config = _converted(f"trl {command} --model_name_or_path m")
+        assert config.optim.lr == _own_default("trl", kind, "learning_rate")
+        assert config.data.seq_length == _own_default("trl", kind, "max_length")
+        assert config.model.dtype == "bfloat16" and config.memory.recompute == "full"
+        if command != "sft":
+            assert (config.objective.name, config.objective.beta) == (command, _own_default("trl", kind, "beta"))
+
+
+FULL = {
+    "trl": "trl sft --model_name_or_path m --dataset_name d --learning_rate 2e-5 --output_dir out --lora_r 16",
+    "llama-factory": "llamafactory-cli train --model_name_or_path m --finetuning_type full --lora_rank 8",
+    "axolotl": "axolotl train --base_model m --lora_r 32 --lora_target_linear true --learning_rate 1e-5",
+    "megatron": "pretrain_gpt.py --lr 1e-4 --train-iters 10 --micro-batch-size 2 --seq-length 64 --data-path a",
+    "hugging face": "torchrun --nproc_per_node 4 train.py --model_name_or_path m --num_train_epochs 3 --bf16 True",
+    "use_peft": "train.py --model_name_or_path m --use_peft False --lora_r 8",
+    "accelerate": "accelerate launch --num_processes 2 --mixed_precision bf16",
+    "minimind": "train_full_sft.py --epochs 1",
+    "sat": "finetune.py --from_pretrained m --train-iters 10 --mode finetune",
+}
+
+
+@pytest.mark.parametrize("source", FULL)
+def test_no_adapters_in_none_out(source: str) -> None:
+    conversion, config = _converted(FULL[source])
+    assert (config.lora.rank, config.trainable) == (0, ("*",))
+    assert not [name for name in conversion.options if name.startswith("lora.") and name != "lora.rank"]
+    assert "lora.rank: 0" in report(conversion, 120)
+
+
+@pytest.mark.parametrize("name", [name for name in LEAST if name not in ("Megatron", "the launcher")])
+def test_adapters_in_adapters_out(name: str) -> None:
+    _, config = _converted(LEAST[name])
+    assert config.lora.rank > 0 and config.trainable == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "full"),
+    [({"zero_optimization": {"stage": 2}}, True), ({"distributed_type": "FSDP", "num_processes": 2}, True)],
+)
+def test_a_launchers_file_alone_trains_everything(content: object, full: bool, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    conversion, _ = convert(read_file(path), values=[], ranks=None)
+    assert (conversion.options["lora.rank"], conversion.options["trainable"]) == (0, ["*"])
+    assert "only the launcher's side was given" in report(conversion, 120)
+    if "distributed_type" in str(content):
+        assert conversion.options["parallel.shard"] == "parameters"  # accelerate's default strategy is FULL_SHARD
+
+
+LLAMA_FACTORY = "llamafactory-cli train --model_name_or_path m --dataset a --stage sft "
+
+
+def test_llama_factory() -> None:
+    _, config = _converted(LLAMA_FACTORY + "--finetuning_type lora --lora_rank 8 --cutoff_len 1024 --template qwen")
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (8, 16.0, ("all-linear",))
+    assert (config.data.seq_length, config.optim.lr, config.optim.schedule) == (1024, 5e-5, "linear")
+    assert (config.train.micro_batch_size, config.train.epochs, config.memory.recompute) == (8, 3.0, "full")
+    _, dpo = _converted(LLAMA_FACTORY.replace("sft", "dpo") + "--pref_loss simpo --simpo_gamma 1.2")
+    assert (dpo.objective.name, dpo.objective.margin, dpo.objective.beta) == ("simpo", 1.2, 0.1)
+    _, pretrain = _converted(LLAMA_FACTORY.replace("sft", "pt") + "--finetuning_type full")
+    assert pretrain.data.packing == "concatenate"
+    with pytest.raises(UserError, match="finetuning_type as oft"):
+        _converted(LLAMA_FACTORY + "--finetuning_type oft")
+
+
+def test_deepspeeds_auto_leaves_it_to_the_trainer(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(
+        '{"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}}'
+    )
+    run = {"model_name_or_path": "m", "finetuning_type": "full", "deepspeed": "ds.json",
+           "gradient_accumulation_steps": 4, "per_device_train_batch_size": 1, "bf16": True}  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    conversion, _ = convert(read_file(tmp_path / "run.yaml"), values=[], ranks=2)
+    assert (conversion.options["train.global_batch_size"], conversion.options["parallel.shard"]) == (8, "parameters")
+
+
+def test_freezing_names_layers() -> None:
+    conversion, config = _converted(
+        LLAMA_FACTORY + "--finetuning_type freeze --freeze_trainable_layers -2 --freeze_trainable_modules mlp"
+    )
+    assert (config.lora.rank, config.trainable) == (0, ("layers.0.mlp", "layers.1.mlp"))
+    conversion, config = _converted(LLAMA_FACTORY + "--finetuning_type freeze")
+    assert len(config.trainable) == 2 and not any(name == "*" for name in config.trainable)
+    assert any("the last 2 layers train" in line for line in conversion.to_fill)
+
+
+AXOLOTL = {
+    "base_model": "models/a", "datasets": [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "type": "alpaca"}],
+    "sequence_len": 4096, "sample_packing": True, "micro_batch_size": 2, "gradient_accumulation_steps": 4,
+    "num_epochs": 3, "optimizer": "adamw_bnb_8bit", "lr_scheduler": "cosine", "learning_rate": "2e-4", "bf16": "auto",
+    "tf32": False, "gradient_checkpointing": True, "flash_attention": True, "warmup_steps": 10, "adapter": "qlora",
+    "load_in_4bit": True, "lora_r": 32, "lora_alpha": 16, "lora_dropout": 0.05, "lora_target_linear": True,
+    "weight_decay": 0.0, "output_dir": "./out", "cosine_min_lr_ratio": 0.1, "special_tokens": {"pad_token": "<p>"},
+    "wandb_project": None,
+}  # fmt: skip
+
+
+def test_axolotl(tmp_path: Path) -> None:
+    path = tmp_path / "run.yml"
+    path.write_text(yaml.safe_dump(AXOLOTL), encoding="utf-8")
+    conversion, _ = convert(read_file(path), values=[], ranks=2)
+    config = from_yaml(to_text(conversion.options, title="test"))
+    check_config(config)
+    assert [row.given.key for row in conversion.rows if row.kind == "unknown"] == []
+    assert (config.data.train, config.data.mix, config.data.format) == ("a.jsonl", ("b.jsonl=1",), "alpaca")
+    assert (config.data.packing, config.data.overlong, config.data.mask_prompt) == (True, "drop", True)
+    assert (config.train.global_batch_size, config.train.micro_batch_size, config.train.epochs) == (16, 2, 3.0)
+    assert (config.model.dtype, config.model.base_dtype, config.optim.lr) == ("bfloat16", "nf4", 2e-4)
+    assert (config.optim.warmup_steps, config.optim.warmup_ratio) == (10, None)
+    assert config.optim.min_lr == pytest.approx(2e-5)
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (32, 16.0, ("all-linear",))
+    assert (config.train.seed, config.checkpoint.keep) == (42, 4)
+    del AXOLOTL["warmup_steps"]
+    path.write_text(yaml.safe_dump(AXOLOTL), encoding="utf-8")
+    conversion, _ = convert(read_file(path), values=[], ranks=2)
+    assert conversion.options["optim.warmup_ratio"] == 0.03
+
+
+MEGATRON = """#!/bin/bash
+GPUS_PER_NODE=8
+NUM_NODES=2
+WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes $NUM_NODES # the machines
+    --master_addr $(hostname)
+)
+GPT_MODEL_ARGS=(
+    --num-layers 12
+    --hidden-size 512
+    --num-attention-heads 8
+    --ffn-hidden-size 2048
+    --group-query-attention
+    --num-query-groups 2
+    --swiglu
+)
+TRAINING_ARGS=(
+    --micro-batch-size 1 --global-batch-size 64 --train-iters 5000 --seq-length 2048
+    --lr 6.0e-4 --min-lr 6.0e-5 --lr-decay-style cosine --lr-warmup-iters 430 --lr-decay-iters 4300
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --bf16
+)
+TRAINING_ARGS+=( --recompute-activations --use-distributed-optimizer --sequence-parallel )
+if [ "$FAST" = 1 ]; then
+    EXTRA="--overlap-grad-reduce"
+else
+    EXTRA="--no-rope-fusion"
+fi
+torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py \\
+    "${GPT_MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" $EXTRA \\
+    --tensor-model-parallel-size 4 --context-parallel-size 2 \\
+    --data-path 0.3 a_text_document 0.7 b_text_document --split 949,50,1 \\
+    --tokenizer-type GPT2BPETokenizer --save $1 --save-interval 500 --eval-interval 1000 --eval-iters 10
+"""
+
+
+def test_megatron(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain.sh"
+    script.write_text(MEGATRON, encoding="utf-8")
+    conversion, ranks = convert(read_file(script), values=[], ranks=None)
+    config = from_yaml(to_text(conversion.options, title="test"))
+    check_config(config)
+    assert [row.given.key for row in conversion.rows if row.kind == "unknown"] == []
+    assert (ranks, config.parallel.tensor, config.parallel.context, config.parallel.sequence) == (16, 4, 2, True)
+    assert (config.model.init, config.lora.rank, config.trainable) == ("random", 0, ("*",))
+    assert (config.optim.lr, config.optim.min_lr, config.optim.warmup_steps) == (6e-4, 6e-5, 430)
+    assert (config.optim.schedule, config.optim.betas, config.optim.weight_decay) == ("cosine", (0.9, 0.95), 0.1)
+    assert (config.train.steps, config.train.global_batch_size, config.train.micro_batch_size) == (5000, 64, 1)
+    assert (config.parallel.shard, config.memory.recompute) == ("optimizer", "attention")
+    assert config.data.train == "a_text_document.bin" and config.data.mix == ("b_text_document.bin=2.33333",)
+    assert (config.data.packing, config.train.eval_every, config.train.eval_samples) == ("concatenate", 1000, 640)
+    said = report(conversion, 120)
+    noted = ("4300 steps and the run takes 5000", "hidden_size 512", "num_key_value_heads 2", "checkpoint.dir: save")
+    for words in (*noted, "EXTRA=--no-rope-fusion"):
+        assert words in said, words
+
+
+def test_megatron_counts_samples() -> None:
+    base = "pretrain_gpt.py --lr 1e-4 --micro-batch-size 2 --seq-length 64 --data-path a --global-batch-size 10 "
+    _, config = _converted(base + "--train-samples 1000 --lr-warmup-samples 205")
+    assert (config.train.steps, config.optim.warmup_steps, config.optim.weight_decay) == (100, 20, 0.01)
+    _, config = _converted(base + "--train-iters 100 --lr-warmup-fraction 0.1")
+    assert config.optim.warmup(100) == 10
+    _, config = _converted(base + "--train-iters 100 --recompute-granularity full --data-path a b")
+    assert (config.memory.recompute, config.data.mix) == ("full", ("b.bin=1",))
+    conversion, config = _converted(base + "--train-iters 100 --load other --save out --finetune")
+    assert config.model.init == "checkpoint"
+    assert any("other is Megatron's checkpoint" in line for line in conversion.to_fill)
+
+
+def test_a_constant_rate_of_transformers_has_no_warm_up() -> None:
+    """get_constant_schedule takes none; Megatron's constant style does."""
+    base = "train.py --model_name_or_path m --warmup_ratio 0.03 --lr_scheduler_type "
+    assert _converted(base + "constant")[1].optim.warmup(100) == 0
+    assert _converted(base + "constant_with_warmup")[1].optim.warmup(100) == 3
+    megatron = LEAST["Megatron"] + " --lr-decay-style constant --lr-warmup-iters 5"
+    assert _converted(megatron)[1].optim.warmup(10) == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--optim adafactor", "optim adafactor has no counterpart"),
+        ("--lr_scheduler_type inverse_sqrt", "lr_scheduler_type inverse_sqrt has no counterpart"),
+        ("--neftune_noise_alpha 5", "no noise is added"),
+        ("--label_smoothing_factor 0.1", "labels are not smoothed"),
+        ("--max_train_samples 100", "shorten the file"),
+        ("--eval_steps 10", "without an eval_strategy"),
+    ],
+)
+def test_what_makes_the_run_differ_is_noted(flags: str, words: str) -> None:
+    conversion, _ = _converted(f"train.py --model_name_or_path m {flags}")
+    assert any(words in note for note in conversion.notes), conversion.notes
+
+
+PYTHON = """
+import torch
+from transformers import AutoModelForCausalLM, TrainingArguments
+from peft import LoraConfig, get_peft_model
+MODEL = "models/a"
+model = AutoModelForCausalLM.from_pretrained(MODEL, torch_dtype=torch.bfloat16, load_in_4bit=True)
+config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
+model = get_peft_model(model, config)
+args = TrainingArguments(output_dir="out", learning_rate=3e-4, num_train_epochs=2, bf16=True, max_steps=steps(),
+                         per_device_train_batch_size=4, gradient_accumulation_steps=2, optim="paged_adamw_8bit")
+"""
+
+
+def test_a_python_script_is_read_not_run(tmp_path: Path) -> None:
+    script = tmp_path / "finetune.py"
+    script.write_text(PYTHON, encoding="utf-8")
+    conversion, _ = convert(read_file(script), values=[], ranks=1)
+    config = from_yaml(to_text(conversion.options, title="test"))
+    check_config(config)
+    assert (config.model.path, config.model.dtype, config.model.base_dtype) == ("models/a", "bfloat16", "nf4")
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (4, 8.0, ("q_proj", "o_proj"))
+    assert (config.optim.lr, config.train.global_batch_size, config.train.epochs) == (3e-4, 8, 2.0)
+    assert any(line.startswith("train.steps: max_steps is <computed") for line in conversion.to_fill)
+    script.write_text("x = 1\n", encoding="utf-8")
+    with pytest.raises(UserError, match="no call of TrainingArguments"):
+        read_file(script)
+    script.write_text("def f(:\n", encoding="utf-8")
+    with pytest.raises(UserError, match="not valid Python in line 1"):
+        read_file(script)
+    script.write_text(PYTHON.replace("TrainingArguments(output_dir", "SFTConfig(output_dir"), encoding="utf-8")
+    conversion, _ = convert(read_file(script), values=[], ranks=1)
+    assert (conversion.trainer, conversion.options["data.seq_length"]) == ("TRL", 1024)
+
+
+def test_what_only_the_shell_knows_is_asked_for(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "MODEL=\"$1\"\nN=$((2 * 4))\nGPUS=$(python -c 'import torch; print(torch.cuda.device_count())')\n"
+        "torchrun --nproc_per_node $GPUS train.py --model_name_or_path $MODEL --per_device_train_batch_size $N "
+        "--learning_rate ${LR:-3e-5} --num_train_epochs $(( $E + 1 )) \\\n",
+        encoding="utf-8",
+    )
+    conversion, _ = convert(read_file(script), values=[], ranks=None)
+    assert (conversion.options["train.micro_batch_size"], conversion.options["optim.lr"]) == (8, 3e-5)
+    asked = " ".join(conversion.to_fill)
+    assert "model.path: model_name_or_path is $1" in asked and "train.epochs: num_train_epochs is" in asked
+    assert not [row.given.key for row in conversion.rows if row.kind == "unknown"]
+
+
+def test_every_default_of_a_place_is_asked_for() -> None:
+    conversion, _ = _converted("train.py --num_train_epochs 1")
+    for name in ("model.path", "data.train"):
+        assert conversion.options[name] == PLACES[name]
+        assert any(line.startswith(name) for line in conversion.to_fill)
+    assert "--ranks" in " ".join(conversion.to_fill)
+
+
+def test_the_commands_are_what_a_shell_makes_of_them() -> None:
+    """The words of a plain command line, by the standard library."""
+    command = (
+        "trl sft --model_name_or_path 'my model' --output_dir \"a b\" --lora_target_modules q_proj v_proj --use_peft"
+    )
+    given = {one.key: one.value for one in read_flags(command, "flags", Path())}
+    assert given["model_name_or_path"] == shlex.split(command)[3] == "my model"
+    assert given["lora_target_modules"] == ["q_proj", "v_proj"] and given["(program)"] == "trl sft"

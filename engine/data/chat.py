@@ -27,7 +27,9 @@ MARK = "\ufdd2"
 """A code point that Unicode sets aside as no character, so that no text contains it."""
 
 
-def assistant_spans(messages: Sequence[Message], text: str, render: Render, control: re.Pattern[str]) -> list[Span]:
+def assistant_spans(
+    messages: Sequence[Message], text: str, render: Render, *, opening: str, control: re.Pattern[str]
+) -> list[Span]:
     """The assistant's turns in a rendered conversation, each with what ends it.
 
     A turn begins where the prompt for it ends, because that much is given to the model when it generates. What the
@@ -38,6 +40,7 @@ def assistant_spans(messages: Sequence[Message], text: str, render: Render, cont
         messages: the conversation; each has a "role".
         text: all of it, rendered.
         render: renders conversations.
+        opening: of a turn, see `turn_opening`.
         control: matches each control token of the tokenizer.
 
     Returns:
@@ -46,14 +49,11 @@ def assistant_spans(messages: Sequence[Message], text: str, render: Render, cont
     Raises:
         UserError: an answer cannot be found in `text`.
     """
-    opening: str | None = None
     spans: list[Span] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before, behind, ending = _around(messages, index, render)
-        if opening is None:
-            opening = _opening(render)
         start = _common_prefix(before, text)
         if opening and before.endswith(opening):
             start = min(start, len(before) - len(opening))
@@ -89,7 +89,7 @@ def _around(messages: Sequence[Message], index: int, render: Render) -> tuple[st
     return before, behind, through
 
 
-def _opening(render: Render) -> str:
+def turn_opening(render: Render) -> str:
     """What the template writes at the beginning of a turn that it does not write in the prompt for one."""
     question = {"role": "user", "content": "?"}
     try:

@@ -10,14 +10,15 @@ a limit on what it writes keep it from hanging or filling the machine.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from engine.data import bounds
-from engine.data.chat import MARK, Message, Span, assistant_spans
+from engine.data.chat import MARK, Message, Span, assistant_spans, turn_opening
 from engine.data.named_templates import TEMPLATES
 from engine.data.training_form import BEGIN, END, training_form
 from engine.errors import UserError
@@ -29,6 +30,9 @@ Learn = Literal["answers", "last", "all"]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _RESERVED = (BEGIN, END, MARK)
+_ALWAYS = 2**20
+"""Characters that a template may write of any conversation."""
+
 _MOST_WORDS = 300
 """Characters of a template's own message that are shown."""
 
@@ -62,7 +66,8 @@ class ChatTemplate:
             UserError: the template refuses these messages, or does not come to an end.
         """
         _check_characters(messages)
-        return self._rendered(messages, prompt)
+        with self._limits():
+            return self._rendered(messages, prompt)
 
     def learnt(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The conversation as it is learnt from, and the character ranges that are learnt.
@@ -71,13 +76,16 @@ class ChatTemplate:
             UserError: as of `render`, or the assistant's turns cannot be told.
         """
         _check_characters(messages)
-        if _GENERATION.search(self.source):
-            text, spans = self._run(self.source, messages, tracked=True)
-        elif self._training_form is not None:
-            text, spans = _unmarked(self._run(self._training_form, messages)[0])
-        else:
-            text = self._rendered(messages, False)
-            return text, assistant_spans(messages, text, self._rendered, self.control)
+        with self._limits():
+            if _GENERATION.search(self.source):
+                text, spans = self._run(self.source, messages, tracked=True)
+            elif self._training_form is not None:
+                text, spans = _unmarked(self._run(self._training_form, messages)[0])
+            else:
+                text = self._rendered(messages, False)
+                return text, assistant_spans(
+                    messages, text, self._rendered, opening=self._opening, control=self.control
+                )
         if not any(start < end for start, end in spans):
             raise UserError(f"the chat template of {self.where} marks nothing of this conversation as the assistant's.")
         return text, spans
@@ -86,13 +94,18 @@ class ChatTemplate:
         """What the template writes behind an answer at the end of a conversation; None where that cannot be told."""
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
         try:
-            _, found, behind = self._rendered(chat, False).partition(MARK)
+            with self._limits():
+                _, found, behind = self._rendered(chat, False).partition(MARK)
         except UserError:  # told where a conversation of the data is refused
             return None
         return behind if found else None
 
     def _rendered(self, messages: Sequence[Message], prompt: bool) -> str:
         return self._run(self.source, messages, prompt=prompt)[0]
+
+    @cached_property
+    def _opening(self) -> str:
+        return turn_opening(self._rendered)
 
     @cached_property
     def _training_form(self) -> str | None:
@@ -126,22 +139,15 @@ class ChatTemplate:
         if self._takes_parts if parts is None else parts:
             chat = [_in_parts(message) for message in chat]
         try:
-            with bounds.bounded():
-                texts, spans = render_jinja_template(
-                    conversations=[chat],
-                    chat_template=source,
-                    add_generation_prompt=prompt,
-                    return_assistant_tokens_mask=tracked,
-                    **{**self.tokens, **self.arguments},
-                )
-                text = str(texts[0])
-                text.encode("utf-8")
-        except bounds.OutOfTime:
-            raise self._endless(f"runs for more than {bounds.SECONDS:g} s") from None
-        except MemoryError:
-            raise self._endless(f"asks for more than {bounds.EXTRA_BYTES / 2**30:g} GiB of memory") from None
-        except RecursionError:
-            raise self._endless("calls itself without end") from None
+            texts, spans = render_jinja_template(
+                conversations=[chat],
+                chat_template=source,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=tracked,
+                **{**self.tokens, **self.arguments},
+            )
+            text = str(texts[0])
+            text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UserError(
                 f"the chat template of {self.where} writes half of a surrogate pair at character {error.start}; "
@@ -161,10 +167,21 @@ class ChatTemplate:
                 f"the chat template of {self.where} refuses these messages ({_words(error)}); change the order of "
                 f"their roles or use a format that needs no template ({FORMATS_WITHOUT_TEMPLATE})."
             ) from error
-        most = 2**20 + 16 * sum(_characters(message) for message in chat)
-        if len(text) > most:
+        if len(text) > _ALWAYS and len(text) > (most := _ALWAYS + 16 * sum(map(_characters, chat))):
             raise self._endless(f"writes {len(text):,} characters, more than {most:,},")
         return text, spans[0] if tracked else []
+
+    @contextmanager
+    def _limits(self) -> Iterator[None]:
+        try:
+            with bounds.bounded():
+                yield
+        except bounds.OutOfTime:
+            raise self._endless(f"runs for more than {bounds.SECONDS:g} s") from None
+        except MemoryError:
+            raise self._endless(f"asks for more than {bounds.EXTRA_BYTES / 2**30:g} GiB of memory") from None
+        except RecursionError:
+            raise self._endless("calls itself without end") from None
 
     def _endless(self, does: str) -> UserError:
         return UserError(

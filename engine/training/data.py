@@ -50,7 +50,7 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
         )
     assert config.data.train is not None
     train = _training_set(config, config.data.train, tokenizer, decoder, log)
-    _show(config, train, tokenizer, log)
+    show_samples(config, train, tokenizer, log)
     common = loader_options(config, **place_in_data(config, launch))
     loader = DataLoader(
         train,
@@ -73,8 +73,8 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
     return RunData(tokenizer=tokenizer, train=loader, validation=validation)
 
 
-def _show(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer, log: Log) -> None:
-    """Prints the first samples."""
+def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer, log: Log) -> None:
+    """Prints the first rows of a data set, as many as data.show says."""
     if not log.enabled:
         return
     for row in range(min(config.data.show, len(dataset))):

@@ -99,6 +99,19 @@ def test_conversations(chat_model: Path, tmp_path: Path) -> None:
         assert (answer["prompt_tokens"], answer["completion_ids"]) == (len(prompt), expected)
 
 
+def test_a_chat_template_by_name(chat_model: Path, tmp_path: Path) -> None:
+    """The tokenizer's own template is not asked, and its arguments reach the other one."""
+    talk = [{"role": "user", "content": "Hello"}]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    result = run_tool(
+        "generate", "--model", chat_model, "--prompts", tmp_path / "in.jsonl", "--max-new-tokens", 2,
+        "--chat-template", "qwen3", "--chat-arguments", '{"enable_thinking": false}',
+    )  # fmt: skip
+    text = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    expected = AutoTokenizer.from_pretrained(chat_model)(text, add_special_tokens=False)["input_ids"]
+    assert json.loads(result.stdout)["prompt_tokens"] == len(expected)
+
+
 def _talk(folder: Path, lines: str, *options: str) -> tuple[list[str], str]:
     """Lines of stdout after lines of stdin, and what was said beside."""
     result = subprocess.run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,15 @@ from hypothesis import strategies as st
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from engine.config.data import DataOptions
+from engine.config.model import ModelOptions
+from engine.config.run import RunConfig
+from engine.data.dataset import TokenDataset
 from engine.data.named_templates import TEMPLATES
 from engine.data.preview import first_documents, preview
 from engine.data.tokenizer import ChatOptions, HuggingFaceTokenizer, load_tokenizer
 from engine.errors import UserError
+from engine.telemetry.log import Log
+from engine.training.data import show_samples
 from tests.commands import run_tool
 from tests.shared_data import shared
 
@@ -253,6 +259,18 @@ def test_samples_are_shown(tmp_path: Path) -> None:
     assert preview(second.tokens, second.targets, tokenizer, colour=False).endswith(
         f"x⟧ ... {len(second.tokens) - 2000:,} more tokens"
     )
+
+
+def test_a_run_shows_its_first_rows(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f"{json.dumps({'messages': CHAT})}\n" * 3, encoding="utf-8")
+    tokenizer = named("chatml")
+    dataset = TokenDataset.build(file, tokenizer=tokenizer, seq_length=256)
+    config = RunConfig(data=DataOptions(show=2), model=ModelOptions(path="x"))
+    said = StringIO()
+    show_samples(config, dataset, tokenizer, Log(0, said))
+    text = said.getvalue().replace("↵\n", "\n")
+    assert text.count(RENDERED["chatml"]) == 2 and "sample of row 2: " in text and "sample of row 3" not in text
 
 
 def test_preprocess_shows_and_writes_nothing(tmp_path: Path) -> None:

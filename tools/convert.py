@@ -25,7 +25,7 @@ from engine.checkpoint.prefetch import start_reading
 from engine.config.command_line import CommandLine, named_as
 from engine.config.conversion import command as config_conversion
 from engine.config.model import BASE_DTYPES
-from engine.config.units import read_gb
+from engine.config.units import read_gb, read_step
 from engine.errors import UserError
 from engine.telemetry.errors import run_command
 
@@ -57,7 +57,9 @@ def build_parser() -> argparse.ArgumentParser:
     exporting.add_argument("--format", required=True, choices=("peft", "hf"), help="an adapter, or a whole model")
     exporting.add_argument("--merge", action="store_true", help="with hf: put trained adapters into the weights")
     exporting.add_argument("--base", type=Path, help="the base of a run, where it has moved")
-    exporting.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest)")
+    exporting.add_argument(
+        "--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)"
+    )
     _add_model_options(exporting)
     _add_common(exporting)
 
@@ -74,7 +76,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     inspecting = commands.add_parser("inspect", help="say what a folder holds")
     inspecting.add_argument("folder", type=Path, help="a run, a checkpoint, or a model")
-    inspecting.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest)")
+    inspecting.add_argument(
+        "--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)"
+    )
     inspecting.add_argument("--verify", action="store_true", help="read every piece and check its checksum")
 
     configuring = commands.add_parser("config", help="turn another trainer's files and flags into a run's YAML")

@@ -31,7 +31,7 @@ from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import dtype_name
 from engine.checkpoint.scales import Scale
 from engine.checkpoint.source import WeightSource, open_source
-from engine.checkpoint.training_state import CHECKPOINTS, TrainingCheckpoint, list_checkpoints, open_run
+from engine.checkpoint.training_state import CHECKPOINTS, TrainingCheckpoint, best_step, list_checkpoints, open_run
 from engine.errors import UserError
 from engine.telemetry.format import format_bytes, format_count
 from engine.telemetry.log import Log
@@ -127,7 +127,7 @@ def run_export(
     form: Literal["peft", "hf"],
     merge: bool,
     base: Path | None,
-    step: int | None,
+    step: int | Literal["best"] | None,
     options: Options,
 ) -> None:
     """Writes a PEFT adapter or a Hugging Face model from a run, a checkpoint or a base.
@@ -272,7 +272,7 @@ def _say(log: Log, report: ConversionReport) -> None:
     print(text + (", read back and compared" if report.verified else ""))
 
 
-def run_inspect(folder: Path, *, step: int | None, verify: bool) -> None:
+def run_inspect(folder: Path, *, step: int | Literal["best"] | None, verify: bool) -> None:
     """Prints what a run, checkpoint or model holds; with `verify`, reads all of it."""
     rows: list[tuple[str, str]]
     pieces: PieceReader | None
@@ -324,8 +324,10 @@ def _model_rows(weights: WeightSource) -> list[tuple[str, str]]:
 def _training_rows(folder: Path, checkpoint: TrainingCheckpoint) -> list[tuple[str, str]]:
     manifest, values = checkpoint.manifest, checkpoint.trained()
     names, lora = values.tensor_names(), checkpoint.lora
-    state = ", ".join(f"{key} {value}" for key, value in checkpoint.state.items())
+    state = ", ".join(f"{key} {value}" for key, value in checkpoint.state.items() if not isinstance(value, dict))
     rows = [("kind", "training checkpoint"), ("checkpoint", str(checkpoint.folder)), ("state", state)]
+    if (best := best_step(folder)) is not None:
+        rows.append(("best step", f"{best}, with the lowest evaluation loss"))
     if len(steps := list_checkpoints(folder)) > 1:
         rows.append(("steps kept", ", ".join(str(step) for step in sorted(steps))))
     rows.append(("base", f"{checkpoint.base.get('path')} (fingerprint {checkpoint.base.get('fingerprint')})"))

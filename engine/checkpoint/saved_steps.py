@@ -8,6 +8,7 @@ holds a lock on it, which the system lets go of however the process ends.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"^step_(\d{8,})$")
 _KEPT = re.compile(r"^step_(\d{8,})\.old$")
 _LEFTOVER = re.compile(r"^step_\d{8,}(\.[0-9a-z]+-\d+)?\.(tmp|old|deleting)$")
+_BEST = "best.json"
 _UNLOCKABLE_SECONDS = 3600.0
 """Where the file system knows no locks, a temporary folder untouched for so long is nobody's."""
 
@@ -111,6 +113,37 @@ def discard(path: Path) -> None:
         shutil.rmtree(hidden)
 
 
+def mark_best(run_dir: Path, step: int, eval_loss: float) -> None:
+    """Notes that the checkpoint of `step`, which is whole, has the lowest evaluation loss so far.
+
+    Raises:
+        UserError: the disk does not take it.
+    """
+    path = run_dir / CHECKPOINTS / _BEST
+    part = path.with_name(path.name + ".part")
+    with writing(path):
+        part.write_text(json.dumps({"step": step, "eval_loss": eval_loss}) + "\n", encoding="utf-8")
+        os.replace(part, path)
+
+
+def best_step(run_dir: Path) -> int | None:
+    """The step that `mark_best` noted last; None where there is none.
+
+    Raises:
+        UserError: the note is damaged.
+    """
+    path = run_dir / CHECKPOINTS / _BEST
+    try:
+        step = json.loads(path.read_text(encoding="utf-8"))["step"]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        step = None
+    if not isinstance(step, int):
+        raise UserError(f"{path} is damaged, which says which checkpoint is the best: remove it, and name a step.")
+    return step
+
+
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run, or None. What a kill left behind is passed over.
 
@@ -143,7 +176,7 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
 
 
 def prune(run_dir: Path, keep: int, keep_every: int = 0, *, token: str | None = None) -> list[Path]:
-    """Deletes all but the newest complete checkpoints, and what killed runs left behind.
+    """Deletes all but the newest complete checkpoints and the best, and what killed runs left behind.
 
     To be called by one rank. A temporary folder in which somebody writes is left alone.
 
@@ -160,7 +193,8 @@ def prune(run_dir: Path, keep: int, keep_every: int = 0, *, token: str | None = 
     """
     folder = run_dir / CHECKPOINTS
     steps = list_checkpoints(run_dir)
-    doomed = [step for step in sorted(steps)[:-keep] if not keep_every or step % keep_every] if keep > 0 else []
+    kept = {step for step in steps if keep_every and step % keep_every == 0} | {best_step(run_dir)}
+    doomed = [step for step in sorted(steps)[:-keep] if step not in kept] if keep > 0 else []
     try:
         # What a complete checkpoint has replaced goes first, or it would stand in for it once that is deleted.
         for path in list(folder.iterdir()) if folder.is_dir() else ():

@@ -29,7 +29,7 @@ from engine.checkpoint.save_parts import (
     require_room,
     write_part,
 )
-from engine.checkpoint.saved_steps import checkpoint_folder, held, prune, staging_folder
+from engine.checkpoint.saved_steps import checkpoint_folder, held, mark_best, prune, staging_folder
 from engine.checkpoint.snapshot import Snapshot
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
@@ -94,6 +94,7 @@ def save_now(
     *,
     keep: int = 0,
     keep_every: int = 0,
+    keep_best: bool = False,
 ) -> SaveReport:
     """Saves in this thread. Rank 0 returns when the checkpoint is whole, another rank when its part is written.
 
@@ -103,6 +104,7 @@ def save_now(
         shards: this rank's tensors; those that it does not own are skipped.
         contents: the rest.
         keep, keep_every: see `prune`, which follows.
+        keep_best: mark it where the evaluation after its step had the lowest loss so far.
 
     Raises:
         UserError: nothing was saved; what was there before is as it was.
@@ -128,6 +130,9 @@ def save_now(
         raise
     problem = None
     try:
+        best = contents.state.get("best", {})
+        if keep_best and best.get("step") == contents.step:
+            mark_best(group.run_dir, contents.step, best["loss"])
         prune(group.run_dir, keep, keep_every, token=group.token)
     except UserError as error:  # the checkpoint is there all the same
         problem = str(error)
@@ -149,12 +154,15 @@ class Saver:
 
     Args:
         group: the ranks.
-        keep, keep_every: which checkpoints stay, see `prune`.
+        keep, keep_every, keep_best: which checkpoints stay, see `save_now`.
         snapshot: room for what is written while the training goes on; None has it wait instead.
     """
 
-    def __init__(self, group: SaveGroup, *, keep: int, keep_every: int, snapshot: Snapshot | None) -> None:
-        self._group, self._keep, self._keep_every, self._snapshot = group, keep, keep_every, snapshot
+    def __init__(
+        self, group: SaveGroup, *, keep: int, keep_every: int, snapshot: Snapshot | None, keep_best: bool = False
+    ) -> None:
+        self._group, self._snapshot = group, snapshot
+        self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
         self._number = 0
         self._running: _Running | None = None
         self._is_overdue = False
@@ -240,7 +248,10 @@ class Saver:
 
     def _attempt(self, shards: Sequence[NamedShard], contents: TrainingContents) -> SaveReport:
         try:
-            return save_now(self._group, self._number, shards, contents, keep=self._keep, keep_every=self._keep_every)
+            return save_now(
+                self._group, self._number, shards, contents, keep=self._keep, keep_every=self._keep_every,
+                keep_best=self._keep_best,
+            )  # fmt: skip
         except UserError as error:
             return SaveReport(step=contents.step, path=None, problem=str(error).rstrip("."))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,15 @@ from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.save_parts import RUN_CONFIG, TrainingContents, owned, text_checksum
-from engine.checkpoint.saved_steps import CHECKPOINTS, checkpoint_folder, latest_checkpoint, list_checkpoints, prune
+from engine.checkpoint.saved_steps import (
+    CHECKPOINTS,
+    best_step,
+    checkpoint_folder,
+    latest_checkpoint,
+    list_checkpoints,
+    mark_best,
+    prune,
+)
 from engine.checkpoint.saver import SaveGroup, save_now
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
@@ -32,9 +40,11 @@ __all__ = [
     "MASTER",
     "TrainedValues",
     "TrainingCheckpoint",
+    "best_step",
     "checkpoint_folder",
     "latest_checkpoint",
     "list_checkpoints",
+    "mark_best",
     "open_run",
     "prune",
     "save_training",
@@ -173,8 +183,11 @@ class TrainedValues(TensorReader):
         return self._checkpoint.view(self._stored[name], index, whole=whole)
 
 
-def open_run(path: str | Path, *, step: int | None = None) -> TrainingCheckpoint:
+def open_run(path: str | Path, *, step: int | Literal["best"] | None = None) -> TrainingCheckpoint:
     """Opens a run's newest complete checkpoint, that of `step`, or the checkpoint folder that `path` itself is.
+
+    Args:
+        step: "best" is the one with the lowest evaluation loss, of a run with checkpoint.keep_best.
 
     Raises:
         UserError: there is no such checkpoint.
@@ -189,6 +202,12 @@ def open_run(path: str | Path, *, step: int | None = None) -> TrainingCheckpoint
         raise UserError(
             f"{folder} has no complete checkpoint under {CHECKPOINTS}/: give a run's folder, or one of its checkpoints."
         )
+    if step == "best":
+        step = best_step(folder)
+        if step is None:
+            raise UserError(
+                f"{folder} has no best checkpoint: give --step a number, or train with checkpoint.keep_best true."
+            )
     if step is not None and step not in steps:
         known = ", ".join(str(known) for known in sorted(steps))
         raise UserError(f"{folder} has no checkpoint of step {step}: choose --step from {known}.")

@@ -16,6 +16,8 @@ class CheckpointOptions:
         every: Steps between checkpoints; 0 saves only at the end.
         keep: How many of the newest checkpoints to keep; 0 keeps all.
         keep_every: Checkpoints of every so many steps are kept for good, beside the newest; 0 for none.
+        keep_best: Save after each evaluation whose loss is the lowest so far, and keep that checkpoint beside those of
+            checkpoint.keep; export it with tools/convert.py export --step best.
         asynchronous: Go on training while a checkpoint is written, from a copy of what trains in host memory; false has
             training wait. The last checkpoint is waited for in any case.
         timeout: Seconds for which a save waits for the one before it, and rank 0, half as long, for the other ranks'
@@ -28,6 +30,7 @@ class CheckpointOptions:
     every: int = 0
     keep: int = 3
     keep_every: int = 0
+    keep_best: bool = False
     asynchronous: bool = True
     timeout: float = 300.0
     resume: str = "auto"

@@ -252,6 +252,23 @@ def check_evaluation(config: RunConfig) -> None:
         f"train.target_eval_loss is {target} and data.validation is not set, so that the target could never be "
         "reached: set data.validation to a file, or train.target_eval_loss to null.",
     )
+    patience = config.train.early_stopping_patience
+    require(
+        patience is None or every > 0,
+        f"train.early_stopping_patience is {patience} and train.eval_every is 0, so that there are no evaluations to "
+        "stop after: set train.eval_every to for example 50, or train.early_stopping_patience to null.",
+    )
+    require(
+        patience is not None or not config.train.early_stopping_min_delta,
+        f"train.early_stopping_min_delta is {config.train.early_stopping_min_delta:g} and "
+        "train.early_stopping_patience is null, so that nothing would stop early: set train.early_stopping_patience to "
+        "for example 3, or remove train.early_stopping_min_delta.",
+    )
+    require(
+        not config.checkpoint.keep_best or config.data.validation is not None,
+        "checkpoint.keep_best is true and data.validation is not set, so that no checkpoint is better than another: "
+        "set data.validation to a file, or checkpoint.keep_best to false.",
+    )
     require(
         config.train.eval_mean == "tokens" or not config.objective.compares_answers,
         f"train.eval_mean is rows and objective.name is {config.objective.name}, whose loss is a mean over pairs: set "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from engine.config.checks import require, require_at_least, require_choice, require_positive
+from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
 
 EvalMean = Literal["tokens", "rows"]
 LastBatch = Literal["short", "full"]
@@ -31,6 +31,9 @@ class TrainOptions:
         eval_mean: What the evaluation loss is the mean over. "tokens" weighs all learnt tokens alike; "rows" takes the
             mean of each row first and weighs all rows alike.
         target_eval_loss: Training ends as soon as an evaluation loss is at most this; null goes on to the last step.
+        early_stopping_patience: Training ends after so many evaluations in a row whose loss is not lower than before;
+            null goes on to the last step.
+        early_stopping_min_delta: By how much a loss must be lower to count as lower for early stopping.
         synthetic_steps: Steps on made-up tokens that warm the devices up before any data is read; what they change
             is put back. The data is then read after the model, so that what is wrong with it is said later.
         collective_timeout: Seconds that ranks wait for one that does not answer before the run stops; more than the
@@ -52,6 +55,8 @@ class TrainOptions:
     eval_samples: int | None = None
     eval_mean: EvalMean = "tokens"
     target_eval_loss: float | None = None
+    early_stopping_patience: int | None = None
+    early_stopping_min_delta: float = 0.0
     synthetic_steps: int = 0
     collective_timeout: float = 600.0
     hang_report_after: float | None = None
@@ -79,6 +84,13 @@ class TrainOptions:
         require_choice("train.eval_mean", self.eval_mean, get_args(EvalMean))
         if self.target_eval_loss is not None:
             require_positive("train.target_eval_loss", self.target_eval_loss, "use null to take all steps")
+        if self.early_stopping_patience is not None:
+            require_at_least(
+                "train.early_stopping_patience", self.early_stopping_patience, 1, "use null to take all steps"
+            )
+        require_not_negative(
+            "train.early_stopping_min_delta", self.early_stopping_min_delta, "use 0 for any improvement"
+        )
         require_at_least("train.synthetic_steps", self.synthetic_steps, 0, "use 0 for none")
         if self.eval_samples is not None:
             require_at_least("train.eval_samples", self.eval_samples, 1, "use null for all samples")

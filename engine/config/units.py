@@ -9,6 +9,7 @@ import re
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from math import isfinite
+from typing import Literal
 
 _BINARY = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
 _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -24,6 +25,19 @@ def read_gib(text: str) -> float:
     """
     number, unit = _split(text, r"([KMGT]?)I?B?", "a size such as 80, 80GB or 81920MiB")
     return number if not unit else number * _BINARY[unit] / _BINARY["G"]
+
+
+def read_step(text: str) -> int | Literal["best"]:
+    """Which checkpoint of a run: the number of its step, or "best" for that of the lowest evaluation loss.
+
+    Raises:
+        ArgumentTypeError: it is neither.
+    """
+    if text == "best":
+        return "best"
+    if not text.isascii() or not text.isdigit():
+        raise ArgumentTypeError(f"is {text!r}, but the number of a step or best is expected: change it.")
+    return int(text)
 
 
 def read_gb(text: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from engine.errors import UserError
 
@@ -16,7 +17,7 @@ class ModelChoice:
     Args:
         path: Hugging Face folder or partitioned base; None takes the base that the run in `adapter` records.
         adapter: PEFT adapter, run or checkpoint of one; None for the base alone.
-        step: which checkpoint of a run.
+        step: which checkpoint of a run; best is that of the lowest evaluation loss.
         tokenizer: where the tokenizer is; None for the model's own folder.
         tensor: tensor-parallel ranks; None for all that the pipeline leaves.
         pipeline: pipeline ranks.
@@ -27,7 +28,7 @@ class ModelChoice:
 
     path: Path | None
     adapter: Path | None = None
-    step: int | None = None
+    step: int | Literal["best"] | None = None
     tokenizer: Path | None = None
     tensor: int | None = None
     pipeline: int = 1

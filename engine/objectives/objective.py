@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -47,6 +47,24 @@ class Baseline(Protocol):
             sums: fp32 [2], what this rank's micro-batches add.
         """
         ...
+
+
+class Shown(Protocol):
+    """What `figures_to_show` reads of an objective."""
+
+    @property
+    def shown(self) -> tuple[str, ...]: ...
+
+
+def figures_to_show(objective: Shown, reported: Mapping[str, float]) -> dict[str, float]:
+    """What a line of progress shows of what is reported.
+
+    A model that is still its own reference has margins of exactly 0, of which an accuracy would say nothing.
+    """
+    undecided = reported.get("margin") == 0
+    return {
+        name: reported[name] for name in objective.shown if name in reported and not (undecided and name == "accuracy")
+    }
 
 
 class Objective(Protocol):

@@ -131,18 +131,11 @@ class MetricsWriter:
         if self._path is None or self._file is None:
             return 0
         self._file.close()
-        lines = self._lines()
+        lines = _lines(self._path)
         kept = [line for number, line in enumerate(lines, 1) if self._stays(line, number, len(lines), step)]
         write_durably(self._path, b"".join(line + b"\n" for line in kept))
         self._file = _open_append(self._path)
         return len(lines) - len(kept)
-
-    def evaluation_loss(self, step: int) -> float | None:
-        """The loss of an evaluation after `step` steps, as the file, whose lines are whole, has it; None if not."""
-        records = [_record(line) for line in self._lines()]
-        found = [record.get("eval_loss") for record in records if record is not None and record["step"] == step]
-        losses = [loss for loss in found if isinstance(loss, int | float)]
-        return float(losses[-1]) if losses else None
 
     def close(self) -> None:
         """Close the files; nothing can be written afterwards."""
@@ -162,12 +155,6 @@ class MetricsWriter:
             )
         return record is not None and bool(record["step"] <= step)
 
-    def _lines(self) -> list[bytes]:
-        if self._path is None:
-            return []
-        with reading(self._path, "make it readable, or move it away"):
-            return self._path.read_bytes().splitlines()
-
 
 def _record(line: bytes) -> dict[str, Any] | None:
     """What a line holds; None where that is no record with a step."""
@@ -177,6 +164,27 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     step = found.get("step") if isinstance(found, dict) else None
     return found if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+def recorded_evaluation(path: Path, step: int) -> float | None:
+    """The newest loss that a metrics file has of an evaluation after `step` steps; None without one.
+
+    Lines that are no records are passed over: `MetricsWriter.truncate_after` is who looks at them.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    if not path.is_file():
+        return None
+    records = [_record(line) for line in _lines(path)]
+    found = [record.get("eval_loss") for record in records if record is not None and record["step"] == step]
+    losses = [loss for loss in found if isinstance(loss, int | float)]
+    return float(losses[-1]) if losses else None
+
+
+def _lines(path: Path) -> list[bytes]:
+    with reading(path, "make it readable, or move it away"):
+        return path.read_bytes().splitlines()
 
 
 def _plain(value: Value) -> Value:

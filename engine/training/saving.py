@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from engine.checkpoint.saved_steps import prune
+from engine.checkpoint.manifest import MANIFEST
+from engine.checkpoint.saved_steps import checkpoint_folder, mark_best, prune
 from engine.checkpoint.saver import SaveGroup, Saver, SaveReport
 from engine.checkpoint.snapshot import Snapshot, fits_in_host_memory, snapshot_bytes
 from engine.config.run import RunConfig
@@ -18,6 +19,7 @@ from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.telemetry.format import format_bytes
 from engine.telemetry.metrics import MetricsWriter
+from engine.training.best import BestLoss
 from engine.training.build import Training
 from engine.training.state import state_contents, state_tensors
 
@@ -50,7 +52,7 @@ class StateSaver:
     ) -> None:
         self._config, self._training, self._data = config, training, data
         self._say, self._metrics, self._is_first = say, metrics, launch.rank == 0
-        self._problems = 0
+        self._run_dir, self._problems = run_dir, 0
         options = config.checkpoint
         if self._is_first:
             _remove_leftovers(run_dir, say)
@@ -69,15 +71,19 @@ class StateSaver:
             token=tokens[0],
             timeout=timeout,
         )
-        snapshot = self._make_room(tensors) if options.asynchronous and options.every else None
-        self._saver = Saver(group, keep=options.keep, keep_every=options.keep_every, snapshot=snapshot)
+        saves_on_the_way = options.every or options.keep_best
+        snapshot = self._make_room(tensors) if options.asynchronous and saves_on_the_way else None
+        self._saver = Saver(
+            group, keep=options.keep, keep_every=options.keep_every, snapshot=snapshot, keep_best=options.keep_best
+        )
 
-    def save(self, *, step: int, consumed: int, last: bool = False) -> float:
+    def save(self, *, step: int, consumed: int, best: BestLoss, last: bool = False) -> float:
         """Saves, or begins to. Every rank calls this after the same step.
 
         Args:
             step: steps taken.
             consumed: samples consumed: the data cursor.
+            best: what the evaluations so far come to.
             last: training ends here.
 
         Returns:
@@ -86,11 +92,21 @@ class StateSaver:
         Raises:
             UserError: the last checkpoint could not be saved.
         """
-        contents = state_contents(self._config, self._training, step=step, consumed=consumed, data=self._data)
+        contents = state_contents(
+            self._config, self._training, step=step, consumed=consumed, data=self._data, best=best
+        )
         try:
             return self._saver.save(state_tensors(self._training), contents, last=last)
         finally:
             self.report()
+
+    def note_best(self, step: int, loss: float) -> None:
+        """The evaluation after `step`, whose checkpoint may be there already, had the lowest loss so far."""
+        if self._is_first and (checkpoint_folder(self._run_dir, step) / MANIFEST).is_file():
+            try:
+                mark_best(self._run_dir, step, loss)
+            except UserError as error:
+                self._say(f"warning: {error}")
 
     def finish(self) -> None:
         """Waits for the save under way, where that was of the last step.

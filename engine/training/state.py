@@ -6,7 +6,7 @@ run stood; the frozen base is referred to by path and fingerprint.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from engine.files.strict_json import shown
 from engine.layers.module import shard_entries
 from engine.layers.plan import TrainingPlan
 from engine.models.describe import meta_model
+from engine.training.best import BestLoss
 from engine.training.build import Training
 from engine.training.source import ModelSource
 
@@ -33,13 +34,16 @@ def state_tensors(training: Training) -> list[NamedShard]:
     return owned(optimizer.state_shards()) if writes else []
 
 
-def state_contents(config: RunConfig, training: Training, *, step: int, consumed: int, data: str) -> TrainingContents:
+def state_contents(
+    config: RunConfig, training: Training, *, step: int, consumed: int, data: str, best: BestLoss
+) -> TrainingContents:
     """What a checkpoint holds beside tensors.
 
     Args:
         step: steps taken.
         consumed: samples consumed: the data cursor.
         data: fingerprint of the training data.
+        best: what the evaluations so far come to.
     """
     optimizer, grid = training.optimizer, training.mesh.grid
     state = {
@@ -49,6 +53,7 @@ def state_contents(config: RunConfig, training: Training, *, step: int, consumed
         "data": data,
         "updates": float(optimizer.updates),
         "skipped": float(optimizer.skipped),
+        "best": best.state(),
     }
     if (scale := optimizer.loss_scale) is not None:
         state |= {"loss_scale": float(scale.value), "good_steps": float(scale.good_steps)}
@@ -75,6 +80,7 @@ def check_state(path: Path, config: RunConfig, source: ModelSource, plan: Traini
     """
     checkpoint = TrainingCheckpoint(path)
     _check_recorded(checkpoint)
+    _check_best(checkpoint)
     if checkpoint.lora:
         # what checkpoints from before there were these options do not have
         added = {"rank_pattern": None, "alpha_pattern": None, "dora": False, "bias": False}
@@ -151,6 +157,18 @@ def _check_trained(checkpoint: TrainingCheckpoint, source: ModelSource, plan: Tr
             f"{does} trains {differing[0]}, which {does_not} does not: set lora.targets, lora.exclude, lora.layers, "
             "lora.fused and trainable as they were, or start afresh with checkpoint.resume none and another directory."
         )
+
+
+def _check_best(checkpoint: TrainingCheckpoint) -> None:
+    """Raises UserError unless what evaluations came to is of the kinds that were saved; older checkpoints have none."""
+    best = checkpoint.state.get("best", {})
+    kinds = {field.name: int if field.type == "int" else float for field in fields(BestLoss)}
+    for key, value in best.items() if isinstance(best, dict) else ((None, best),):
+        if key not in kinds or not isinstance(value, kinds[key]) or not abs(value) < 2**62:
+            raise UserError(
+                f"{checkpoint.folder / MANIFEST} is damaged: training.state.best has {key} {shown(value)}; use another "
+                "checkpoint."
+            )
 
 
 def _check_same(section: str, saved: dict[str, Any], now: dict[str, Any], path: Path, keys: tuple[str, ...]) -> None:

@@ -16,30 +16,33 @@ from engine.training.plan import fusing_lines
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """What a finished run did. Losses are means over target tokens; None where there was nothing to measure."""
+    """What a finished run did. A loss is the mean over the target tokens of its own step or evaluation."""
 
     run_dir: Path
     steps: int
-    first_loss: float | None
-    last_loss: float | None
-    first_eval_loss: float | None
-    last_eval_loss: float | None
-    tokens: int
-    seconds: float
-    memory: int
+    losses: tuple[tuple[int, float], ...] = ()
+    """Step and loss of the first and the last reported step of this start; of one, where there is but one."""
+    eval_losses: tuple[tuple[int, float], ...] = ()
+    """The same of evaluations."""
+    tokens: int = 0
+    seconds: float = 0.0
+    memory: int = 0
     data_stall: float = 0.0
     """Seconds that steps waited for data."""
     graphs: str | None = None
     """What was replayed as a graph and what was not."""
+    best: str | None = None
+    """The best evaluation loss, and which checkpoint has it."""
     stopped: str | None = None
     """What a scheduler stopped the run with, before its end."""
 
     def lines(self) -> list[str]:
         rows = [("steps", f"{self.steps}")]
-        if self.first_loss is not None and self.last_loss is not None:
-            rows.append(("training loss", f"{self.first_loss:.4f} -> {self.last_loss:.4f}"))
-        if self.first_eval_loss is not None and self.last_eval_loss is not None:
-            rows.append(("evaluation loss", f"{self.first_eval_loss:.4f} -> {self.last_eval_loss:.4f}"))
+        for name, losses in (("training loss", self.losses), ("evaluation loss", self.eval_losses)):
+            if losses:
+                rows.append((name, " -> ".join(f"{loss:.4f} (step {step})" for step, loss in losses)))
+        if self.best is not None:
+            rows.append(("best evaluation loss", self.best))
         if self.seconds > 0:
             speed = f"{format_count(self.tokens / self.seconds)} tokens/s"
             rows.append(("speed", f"{speed}, {format_duration(self.seconds)} in all"))

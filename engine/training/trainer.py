@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import torch
 
+from engine.checkpoint.saved_steps import checkpoint_folder
 from engine.config.load import to_yaml
 from engine.config.rules import check_world
 from engine.config.run import RunConfig
@@ -17,23 +17,25 @@ from engine.distributed.failures import CommunicationError
 from engine.distributed.launch import Launch, start, stop, world_size_from_environment
 from engine.errors import LostRankError, UserError
 from engine.files.durable import write_durably
+from engine.objectives.objective import figures_to_show
 from engine.objectives.stuck import StuckLoss
-from engine.optim.schedule import learning_rate
-from engine.telemetry.format import format_duration
 from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
 from engine.telemetry.memory import peak_memory_bytes
-from engine.telemetry.metrics import MetricsWriter
+from engine.telemetry.metrics import MetricsWriter, recorded_evaluation
 from engine.telemetry.progress import TrainProgress
 from engine.training.adapter_source import check_adapter
+from engine.training.best import BestLoss
 from engine.training.build import Training, build_training
+from engine.training.course import plan_course
 from engine.training.cuda_graph.static_batch import most_in_a_row
 from engine.training.data import RunData, build_data
-from engine.training.evaluate import evaluate, is_due
+from engine.training.evaluations import Evaluations
 from engine.training.forecast import MemoryForecast
 from engine.training.guards.guards import StepSeen, build_guards
 from engine.training.observation import Observation
 from engine.training.reference import know_references
+from engine.training.resuming import RunComplete, StartingPoint
 from engine.training.run_folder import CONFIG_COPY, RunFolder
 from engine.training.saving import StateSaver
 from engine.training.source import check_model, model_source
@@ -76,27 +78,26 @@ class Trainer:
         self._folder = RunFolder(config.checkpoint, launch, metrics=config.log.metrics)
         self.run_dir = self._folder.path
         resume = self._folder.resume_path()
-        if resume is not None:
-            check_state(resume, config, source, plan)
+        point = None if resume is None else StartingPoint.of(check_state(resume, config, source, plan))
+        self.step, self._consumed = (0, 0) if point is None else (point.step, point.consumed)
+        best = self._best_so_far(point)
         data = None if config.train.synthetic_steps else build_data(config, launch, source.model.decoder, log)
+        if data is not None:
+            self._know_data(data, point, best)
         documents = 1 if data is None else most_in_a_row(data.train.dataset)
         self._training: Training = build_training(config, launch, source, plan, log, documents_per_row=documents)
         warm_up(config, launch, self._training, log)
         barrier()
         listener.run_started()
-        self._data: RunData = data or build_data(config, launch, source.model.decoder, log)
-        self.step, self._consumed = 0, 0
-        self._data_fingerprint = self._data.train.dataset.fingerprint()
+        if data is None:
+            self._know_data(build_data(config, launch, source.model.decoder, log), point, best)
         if resume is not None:
-            self._load(resume)
+            load_state(resume, config, self._training)
         know_references(config, self._training, self._data, log, run_dir=self.run_dir, rank=launch.rank, resumed=resume)
-        self._total = self._total_steps()
         self._metrics = self._open_metrics(self.step if resume is not None else -1)
         self._saved = self.step
-        known = cast(float | None, broadcast_object(self._metrics.evaluation_loss(self.step)))
-        self._evaluated, self._reached = known is not None, self._is_target(known)
         self._supervision = Supervision(config.train, launch, self.run_dir)
-        self._progress = TrainProgress(log, self._total, self.step)
+        self._progress = TrainProgress(log, self._course.steps, self.step)
         self._saver = StateSaver(
             self.run_dir,
             config,
@@ -106,6 +107,14 @@ class Trainer:
             say=self._progress.info,
             metrics=self._metrics,
         )
+        self._evaluations = Evaluations(
+            config,
+            self._training,
+            self._data.validation,
+            metrics=self._metrics,
+            say=self._progress.info,
+            best=best,
+        )
         self._pending: _Record | None = None
         self._observation = Observation(config, launch, self._training, self.run_dir)
         self._guards = build_guards(config, self._training, launch, say=self._progress.info)
@@ -114,12 +123,11 @@ class Trainer:
         self._tokens, self._report_rows, self._report_tokens = 0, 0, 0
         self._paused, self._report_clock = 0.0, 0.0
         self._stalled = 0.0
-        self._losses: list[float] = []
-        self._eval_losses: list[float] = []
+        self._losses: list[tuple[int, float]] = []
         listener.data_read(
             train_samples=len(self._data.train.dataset),
             eval_samples=0 if self._data.validation is None else self._data.validation.num_samples,
-            total_steps=self._total,
+            total_steps=self._course.steps,
             accumulation=self._data.train.num_micro_batches,
         )
 
@@ -135,7 +143,7 @@ class Trainer:
         if (line := self._forecast.line()) is not None:
             self._log.info(line)
         self._log.info(f"data order: {loader.order.sentence()}")
-        self._log.info(f"run: {self._total} steps, folder {self.run_dir}")
+        self._log.info(f"run: {self._course.steps} steps, folder {self.run_dir}")
         begin = self._report_clock = self._now()
         stopped = None
         self._supervision.start(self.step)
@@ -144,7 +152,7 @@ class Trainer:
                 self._take_steps()
                 self._report(None, last=True)
                 self._guards.finish(self.step, self._consumed)
-                if not self._reached and is_due(self._config.train, self.step, ends=True):
+                if self._evaluations.ending is None and self._evaluations.is_due(self.step, ends=True):
                     self._evaluate()
             except Preempted as reason:
                 stopped = str(reason)
@@ -165,15 +173,13 @@ class Trainer:
         """The loop. Figures of a step are read while the next one already runs."""
         config, loader = self._config, self._data.train
         self._listener.block_started(self._consumed)
-        if self._is_evaluation_due():
-            self._evaluate()
-        if self._reached:
+        if self._evaluate_in_turn():
             return
         self._guards.begin(self.step, self._consumed)
         take_step = self._training.step if self._training.graphs is None else self._training.graphs
-        for batches in loader.stream(self._consumed, self._total - self.step):
+        for batches in loader.stream(self._consumed, self._course.steps - self.step):
             self._supervision.check(self.step)
-            lr = self._learning_rate()
+            lr = self._course.rate(self.step)
             targets = loader.target_count(self._consumed)
             rows = loader.order.rows(self._consumed)
             tokens = int(loader.dataset.row_lengths[rows].sum())
@@ -188,13 +194,11 @@ class Trainer:
             self._consumed += len(rows)
             self._guards.after(StepSeen(self.step, batches, targets, lr, self._consumed, result))
             self._report(_Record(self.step, result, lr, self._consumed, len(rows), tokens, self._now()))
-            self._evaluated = False
-            if self._is_evaluation_due():
-                self._evaluate()
-            if self._reached:
+            if self._evaluate_in_turn():
                 return
-            if config.checkpoint.every and self.step % config.checkpoint.every == 0:
-                self._save(last=self.step == self._total)
+            in_turn = config.checkpoint.every and self.step % config.checkpoint.every == 0
+            if in_turn or (config.checkpoint.keep_best and self._evaluations.best.step == self.step):
+                self._save(last=self.step == self._course.steps)
             self._saver.report()
 
     def _now(self) -> float:
@@ -205,10 +209,9 @@ class Trainer:
         return RunSummary(
             run_dir=self.run_dir,
             steps=self.step,
-            first_loss=self._losses[0] if self._losses else None,
-            last_loss=self._losses[-1] if self._losses else None,
-            first_eval_loss=self._eval_losses[0] if self._eval_losses else None,
-            last_eval_loss=self._eval_losses[-1] if self._eval_losses else None,
+            losses=_ends(self._losses),
+            eval_losses=_ends(self._evaluations.losses),
+            best=self._best_checkpoint(),
             tokens=self._tokens,
             seconds=seconds,
             memory=peak_memory_bytes(),
@@ -217,16 +220,13 @@ class Trainer:
             stopped=stopped,
         )
 
-    def _learning_rate(self) -> float:
-        optim = self._config.optim
-        return learning_rate(
-            self.step,
-            schedule=optim.schedule,
-            peak=optim.lr,
-            minimum=optim.min_lr,
-            warmup_steps=optim.warmup(self._total),
-            total_steps=self._total,
-        )
+    def _best_checkpoint(self) -> str | None:
+        """The best evaluation loss and its checkpoint, where that is kept."""
+        best = self._evaluations.best
+        if not self._config.checkpoint.keep_best or best.step < 0:
+            return None
+        kept = f"kept in {checkpoint_folder(self.run_dir, best.step)}" if best.step else "before training"
+        return f"{best.loss:.4f} (step {best.step}), {kept}"
 
     def _report(self, record: _Record | None, *, last: bool = False) -> None:
         """Reads and reports the step before `record`, None the newest one; where log.every leaves it out, only if it is
@@ -240,7 +240,7 @@ class Trainer:
         if ready.step % self._config.log.every and not last:
             return
         loss, norm = float(ready.result.loss), float(ready.result.grad_norm)
-        self._losses.append(loss)
+        self._losses.append((ready.step, loss))
         figures = {
             "step": ready.step,
             "loss": loss,
@@ -262,76 +262,74 @@ class Trainer:
         stalled, self._stalled = self._data.train.stalled - self._stalled, self._data.train.stalled
         more["data_stall"] = stalled
         self._metrics.train(**figures, **more, **seen)
-        self._progress.update(**figures, more={name: more[name] for name in objective.shown if name in more})
+        self._progress.update(**figures, more=figures_to_show(objective, more))
         self._listener.reported(ready.consumed, loss=loss, lr=ready.lr)
         for warning in (self._stuck.seen(loss), self._forecast.seen(figures["memory"], last=last)):
             if warning is not None:
                 self._progress.info(warning)
         self._guards.read(ready.step, loss, norm)
 
-    def _is_evaluation_due(self) -> bool:
-        """Whether this is one of the evaluations before the last."""
-        return self.step < self._total and is_due(self._config.train, self.step)
+    def _evaluate_in_turn(self) -> bool:
+        """Evaluates where it is time to, but for the last evaluation; whether the run ends with what came of it."""
+        if self.step < self._course.steps and self._evaluations.is_due(self.step):
+            self._evaluate()
+        return self._evaluations.ending is not None
 
     def _evaluate(self) -> None:
-        if self._data.validation is None or self._evaluated:
-            return
-        begin = time.monotonic()
         self._listener.block_stopped(self._consumed)
-        training = self._training
-        loss, *metrics = evaluate(training.stages, self._data.validation, training.mesh, progress=self._passed_group)
-        more = training.objective.named(metrics)
-        seconds = time.monotonic() - begin
-        self._evaluated = True
-        self._eval_losses.append(loss)
-        self._metrics.evaluation(step=self.step, eval_loss=loss, seconds=seconds, **more)
-        shown = "".join(f", {name} {more[name]:.4g}" for name in training.objective.shown if name in more)
-        self._progress.info(f"step {self.step}: evaluation loss {loss:.4f}{shown} ({format_duration(seconds)})")
-        self._paused += seconds
-        self._listener.evaluated(self._consumed, loss)
-        self._reached = self._is_target(loss)
-        if not self._reached and self.step < self._total:
+        evaluations = self._evaluations
+        self._paused += evaluations.run(self.step, lambda: self._supervision.check(self.step))
+        self._listener.evaluated(self._consumed, evaluations.losses[-1][1])
+        if self._config.checkpoint.keep_best and evaluations.best.step == self.step > 0:
+            self._saver.note_best(self.step, evaluations.best.loss)
+        if evaluations.ending is None and self.step < self._course.steps:
             self._listener.block_started(self._consumed)
-
-    def _is_target(self, loss: float | None) -> bool:
-        target = self._config.train.target_eval_loss
-        return target is not None and loss is not None and loss <= target
 
     def _status(self, stopped: str | None) -> RunStatus:
         if stopped is not None:
             return "stopped"
-        return "target" if self._reached else "end"
-
-    def _passed_group(self, _: int) -> None:
-        """An evaluation may be left between two groups of micro-batches."""
-        self._supervision.check(self.step)
+        return "target" if self._evaluations.ending == "target" else "end"
 
     def _save(self, *, last: bool) -> None:
         self._report(None)  # a run that goes on from here reports the steps after this one
         self._folder.require_own()
-        self._paused += self._saver.save(step=self.step, consumed=self._consumed, last=last)
+        self._paused += self._saver.save(
+            step=self.step, consumed=self._consumed, best=self._evaluations.best, last=last
+        )
         self._saved = self.step
 
     def leave(self) -> None:
         """Where the run ends with an error: a checkpoint that is being written may still be finished."""
         self._saver.leave(_SECONDS_FOR_A_SAVE)
 
-    def _load(self, path: Path) -> None:
-        state = load_state(path, self._config, self._training)
-        self.step, self._consumed = int(state["step"]), int(state["consumed"])
-        self._log.info(f"resuming from {path} after step {self.step}, {self._consumed} samples consumed")
-        if state["data"] != self._data_fingerprint:
-            self._log.warning(
-                f"data.train differs from what {path} was trained on; the run goes on at sample {self._consumed} of it"
-            )
+    def _best_so_far(self, point: StartingPoint | None) -> BestLoss:
+        """What evaluations came to, with one that was recorded after the checkpoint was written."""
+        if point is None:
+            return BestLoss()
+        name = self._config.log.metrics
+        recorded = None if name is None or self._launch.rank else recorded_evaluation(self.run_dir / name, point.step)
+        known = cast(float | None, broadcast_object(recorded))
+        if known is None:
+            return point.best
+        return point.best_with(known, min_delta=self._config.train.early_stopping_min_delta)
 
-    def _total_steps(self) -> int:
-        train = self._config.train
-        if train.steps is not None:
-            return train.steps
-        assert train.num_epochs is not None
-        # from the cursor, not from the step: the batch may have been another before
-        return self.step + self._data.train.order.steps_left(self._consumed, train.num_epochs)
+    def _know_data(self, data: RunData, point: StartingPoint | None, best: BestLoss) -> None:
+        """Takes the data, plans the run's course through it, and says what has changed where the run goes on.
+
+        Raises:
+            RunComplete: nothing is left to do.
+        """
+        self._data, order = data, data.train.order
+        self._data_fingerprint = data.train.dataset.fingerprint()
+        self._course = plan_course(self._config, order, step=self.step, consumed=self._consumed)
+        if point is None:
+            return
+        if (sentence := point.completion(self._config, self._course, best)) is not None:
+            self._folder.close()
+            raise RunComplete(sentence, step=self.step, run_dir=self.run_dir)
+        self._log.info(f"resuming from {point.path} after step {point.step}, {point.consumed} samples consumed")
+        for difference in point.differences(self._config, self._course, order, self._data_fingerprint):
+            self._log.warning(difference)
 
     def _open_metrics(self, known: int) -> MetricsWriter:
         """The records of steps after `known` are written again."""
@@ -370,6 +368,10 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
         if trainer is not None:
             trainer.leave()
         raise
+    except RunComplete as complete:
+        stop()
+        log.info(str(complete))
+        return RunSummary(run_dir=complete.run_dir, steps=complete.step)
     except CommunicationError as error:
         raise LostRankError(_lost_rank(error, None if trainer is None else trainer.step, config)) from error
     stop()
@@ -380,6 +382,11 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
     for line in summary.lines():
         log.info(line)
     return summary
+
+
+def _ends(losses: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The first and the last; one, where there is but one."""
+    return (losses[0], losses[-1]) if len(losses) > 1 else tuple(losses)
 
 
 def _lost_rank(error: CommunicationError, step: int | None, config: RunConfig) -> str:

@@ -74,16 +74,21 @@ def print_summary(paths: Paths, steps: Sequence[Timed], seconds: float) -> None:
     _print([(name, str(path)) for name, path in _places(paths)])
 
 
+def _course(run: dict[str, float]) -> str:
+    last = f"{run['last']:.3f} (mean of the last {LAST_STEPS} steps)"
+    return f"{run['first']:.3f} (step 1) -> {last} in {run['steps']} steps"
+
+
 def _figures(paths: Paths, result: dict) -> list[Row]:
     rows = []
     if not paths.is_own:
         base = read_metrics(paths.pretrain_run)
         rows += [
-            ("pretraining loss", f"{base['first']:.3f} -> {base['last']:.3f} in {base['steps']} steps"),
+            ("pretraining loss", _course(base)),
             ("pretraining speed", f"{base['speed']:,.0f} tokens/s"),
         ]
     lora = read_metrics(paths.lora_run)
-    rows.append(("LoRA training loss", f"{lora['first']:.3f} -> {lora['last']:.3f} in {lora['steps']} steps"))
+    rows.append(("LoRA training loss", _course(lora)))
     rows.append(("LoRA evaluation loss", f"{lora['before']:.3f} -> {lora['after']:.3f} on held-out answers"))
     rows.append(("LoRA speed", f"{lora['speed']:,.0f} tokens/s"))
     logits = result["logits"]

@@ -40,7 +40,7 @@ class SmallRuns:
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> SmallRuns:
     """Runs on a workplace of the test's own, which learns enough to see."""
     place = make_place(tmp_path / "place")
-    place.set(optim__lr=0.01, log__peak_tflops=0, checkpoint__dir=tmp_path / "run")
+    place.set(data__seq_length=20, optim__lr=0.01, log__peak_tflops=0, checkpoint__dir=tmp_path / "run")
     return SmallRuns(place, capsys)
 
 

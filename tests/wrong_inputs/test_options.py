@@ -36,6 +36,12 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         {"optim.warmup_steps": 4, "train.steps": None, "train.epochs": 1},
         "and train.epochs is 1, which is 3 steps, so",
     ),
+    ({"train.early_stopping_patience": 2}, "train.eval_every is 0, so that there are no evaluations to stop after"),
+    (
+        {"train.early_stopping_min_delta": 0.1},
+        "train.early_stopping_patience is null, so that nothing would stop early",
+    ),
+    ({"checkpoint.keep_best": "true"}, "so that no checkpoint is better than another"),
     ({"optim.backend": "apex"}, "FusedAdam runs on a GPU"),
     ({"model.dtype": "fp64"}, "model.dtype is 'fp64', but one of float32, bfloat16, float16 is expected"),
     ({"memory.cuda_graph": "step", "data.packing": "true"}, "CUDA graphs need a GPU"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.config.command_line import CommandLine, json_mapping
 from engine.config.model import BASE_DTYPES, DTYPES, KERNELS
-from engine.config.units import read_length
+from engine.config.units import read_length, read_step
 from engine.errors import UserError
 from engine.inference.options import Limits, ModelChoice, Sampling
 
@@ -28,7 +28,7 @@ def build_parser(description: str | None) -> CommandLine:
     model.add_argument(
         "--adapter", type=Path, help="folder of a PEFT adapter, of a run or of its checkpoint; it is not merged"
     )
-    model.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest)")
+    model.add_argument("--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)")
     model.add_argument("--tokenizer", type=Path, help="folder or file of the tokenizer (default: the model's)")
     model.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")
     model.add_argument("--base-dtype", choices=BASE_DTYPES, help="store the linears of the layers in fewer bits")

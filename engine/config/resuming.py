@@ -1,0 +1,121 @@
+"""Which options a run may change when it resumes, and which of these changes it says.
+
+Every option is in one of two places here: SAID, because another value changes what is trained, evaluated or kept, or
+SILENT, because it does not. What must not change at all (the adapters' shape, the base) is refused where the checkpoint
+is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+SAID: dict[str, tuple[str, ...]] = {
+    "": ("trainable",),
+    "model": ("dtype", "base_dtype"),
+    "lora": (
+        "rank", "alpha", "dropout", "targets", "exclude", "layers", "rank_pattern", "alpha_pattern", "rslora", "dora",
+        "bias", "fused_qkv",
+    ),
+    "objective": (
+        "name", "beta", "label_smoothing", "length_normalised", "margin", "desirable_weight", "undesirable_weight",
+        "reference",
+    ),
+    "data": (
+        "mix", "validation", "format", "seq_length", "packing", "overlong", "mask_prompt", "chat_template",
+        "chat_arguments", "learn_after_end",
+    ),
+    "optim": (
+        "lr", "betas", "eps", "weight_decay", "clip_grad_norm", "loss_scale_window", "schedule", "warmup_steps",
+        "warmup_ratio", "min_lr",
+    ),
+    "train": (
+        "steps", "epochs", "global_batch_size", "last_batch", "seed", "eval_every", "eval_first", "eval_samples",
+        "eval_mean", "target_eval_loss", "early_stopping_patience", "early_stopping_min_delta",
+    ),
+    "memory": ("activation_dtype",),
+    "guards": ("spike_policy", "spike_deviations", "spike_window", "non_finite_policy"),
+}  # fmt: skip
+"""By section."""
+
+SILENT: dict[str, tuple[str, ...]] = {
+    # the base is compared by fingerprint; kernels agree to rounding; weights are not drawn again
+    "model": ("path", "init", "kernels"),
+    # factors come from the checkpoint
+    "lora": ("init", "init_from"),
+    # the content of the training data is compared by fingerprint, whatever it is called and whoever tokenised it
+    "data": ("train", "tokenizer", "num_workers"),
+    # the code that computes the same update; when a run gives up; where a loss scale starts, which the checkpoint knows
+    "optim": ("backend", "max_skipped_steps", "loss_scale"),
+    # a part of the layout; bits of one layout; what leaves no trace; waiting
+    "train": ("micro_batch_size", "deterministic", "synthetic_steps", "collective_timeout", "hang_report_after"),
+    # where things are kept, not what they are
+    "memory": (
+        "recompute", "recompute_layers", "offload_activations", "offload_weights", "offload_optimizer", "cuda_graph",
+        "graph_documents",
+    ),
+    # what is watched and reported
+    "guards": ("liveness_steps", "liveness_policy", "replicas_every", "replicas_policy", "locate_non_finite"),
+    # layout, places and reports: all of them
+    "parallel": ("*",),
+    "checkpoint": ("*",),
+    "log": ("*",),
+}  # fmt: skip
+"""By section, * for all of it: what may differ without a word, and why."""
+
+_BEFORE: dict[str, Any] = {"train.last_batch": "full"}
+"""What runs did before there was the option."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An option that differs from the checkpoint's own configuration."""
+
+    option: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.option} {_shown(self.old)} -> {_shown(self.new)}"
+
+
+def is_said(option: str) -> bool:
+    """Whether another value is worth a line."""
+    section, _, name = option.rpartition(".")
+    return name in SAID.get(section, ())
+
+
+def changes(saved: str, now: str) -> list[Change]:
+    """The said options that differ between two configurations, both as `to_yaml` writes them.
+
+    Options that the saved one does not know, because it is older than they are, count as unchanged.
+    """
+    before, after = _BEFORE | _flat(saved), _flat(now)
+    return [
+        Change(option, before[option], value)
+        for option, value in after.items()
+        if is_said(option) and option in before and before[option] != value
+    ]
+
+
+def _flat(text: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in yaml.safe_load(text).items():
+        if name in _SECTIONS and isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": one for key, one in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+_SECTIONS = frozenset((SAID.keys() | SILENT.keys()) - {""})
+
+
+def _shown(value: Any) -> str:
+    """As a user writes it."""
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,51 @@
+"""The best evaluation loss of a run so far, and when there has been none better for too long."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class BestLoss:
+    """What the evaluations so far come to. It is part of a checkpoint's state.
+
+    Args:
+        loss: the lowest.
+        step: after which it was found; -1 before the first evaluation.
+        last: the newest loss.
+        seen: step of the newest evaluation; -1 before the first.
+        misses: evaluations in a row whose loss was not lower than `mark` by the margin that counts.
+        mark: the loss that they are compared with.
+    """
+
+    loss: float = float("inf")
+    step: int = -1
+    last: float = float("inf")
+    seen: int = -1
+    misses: int = 0
+    mark: float = float("inf")
+
+    def take(self, step: int, loss: float, *, min_delta: float) -> bool:
+        """Counts an evaluation; whether it is the best so far. One that was counted before is not counted again."""
+        if step <= self.seen:
+            return False
+        self.seen, self.last = step, loss if loss == loss else float("inf")  # JSON has no NaN
+        if loss < self.mark - min_delta:
+            self.mark, self.misses = loss, 0
+        else:  # NaN is no improvement either
+            self.misses += 1
+        if not loss < self.loss:
+            return False
+        self.loss, self.step = loss, step
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: numbers that JSON has; empty before the first evaluation."""
+        finite = {key: value for key, value in asdict(self).items() if abs(value) < float("inf")}
+        return finite if self.seen >= 0 else {}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any] | None) -> BestLoss:
+        """As it was saved; none is found in checkpoints that were saved before an evaluation."""
+        return cls(**(state or {}))

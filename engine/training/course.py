@@ -1,0 +1,72 @@
+"""How many steps a run takes, and which learning rate each of them has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine.config.load import from_yaml
+from engine.config.optim import OptimOptions
+from engine.config.run import RunConfig
+from engine.data.order import DataOrder
+from engine.errors import UserError
+from engine.optim.schedule import learning_rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Course:
+    """The steps of a run.
+
+    Args:
+        steps: in all.
+        optim: whose schedule they follow.
+    """
+
+    steps: int
+    optim: OptimOptions
+
+    def rate(self, step: int) -> float:
+        """Learning rate of the step after `step` others."""
+        optim = self.optim
+        return learning_rate(
+            step,
+            schedule=optim.schedule,
+            peak=optim.lr,
+            minimum=optim.min_lr,
+            warmup_steps=optim.warmup(self.steps),
+            total_steps=self.steps,
+        )
+
+
+def plan_course(config: RunConfig, order: DataOrder, *, step: int = 0, consumed: int = 0) -> Course:
+    """The course of a run that has taken `step` steps and consumed so many samples.
+
+    Epochs are counted from the samples and not from the steps, whose batch may have been another before.
+    """
+    epochs = config.train.num_epochs
+    steps = config.train.steps if epochs is None else step + order.steps_left(consumed, epochs)
+    assert steps is not None
+    return Course(steps=steps, optim=config.optim)
+
+
+def rate_change(saved: str, course: Course, order: DataOrder, *, step: int) -> str | None:
+    """Says where the learning rate after `step` steps is not what it would have been; None where it is.
+
+    Args:
+        saved: configuration of the checkpoint, as YAML.
+        course: of the run now.
+        order: of the data now.
+        step: at least 1.
+    """
+    try:
+        before = from_yaml(saved)
+    except UserError:  # another version's, with options that this one does not have
+        return None
+    train = before.train
+    old = plan_course(before, replace(order, batch=train.global_batch_size, last_batch=train.last_batch))
+    expected, now = old.rate(step), course.rate(step)
+    if abs(now - expected) <= 1e-9 * max(now, expected):
+        return None
+    return (
+        f"the learning rate of step {step + 1} is {now:.3g}, where the checkpoint's own schedule has {expected:.3g} "
+        f"(step {step} had {old.rate(step - 1):.3g}; {old.steps} steps before, {course.steps} now)"
+    )

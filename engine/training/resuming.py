@@ -1,0 +1,101 @@
+"""Where a run goes on from: what its checkpoint says, what has changed since, and whether anything is left to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.checkpoint.training_state import TrainingCheckpoint
+from engine.config.load import to_yaml
+from engine.config.resuming import changes
+from engine.config.run import RunConfig
+from engine.data.order import DataOrder
+from engine.training.best import BestLoss
+from engine.training.course import Course, rate_change
+from engine.training.evaluate import is_due
+from engine.training.evaluations import ending
+
+
+class RunComplete(Exception):
+    """There is nothing left to do; the message says why, and what to do instead."""
+
+    def __init__(self, sentence: str, *, step: int, run_dir: Path) -> None:
+        super().__init__(sentence)
+        self.step, self.run_dir = step, run_dir
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartingPoint:
+    """What a checkpoint says of the run that left it.
+
+    Args:
+        path: of the checkpoint.
+        step, consumed: steps taken and samples consumed.
+        data: fingerprint of the training data.
+        best: what its evaluations came to.
+        run_config: its configuration, as YAML.
+    """
+
+    path: Path
+    step: int
+    consumed: int
+    data: str
+    best: BestLoss
+    run_config: str
+
+    @classmethod
+    def of(cls, checkpoint: TrainingCheckpoint) -> StartingPoint:
+        """Of a checkpoint that `check_state` has looked at."""
+        state = checkpoint.state
+        return cls(
+            path=checkpoint.folder,
+            step=int(state["step"]),
+            consumed=int(state["consumed"]),
+            data=str(state["data"]),
+            best=BestLoss.of_state(state.get("best")),
+            run_config=checkpoint.run_config,
+        )
+
+    def differences(self, config: RunConfig, course: Course, order: DataOrder, data: str) -> list[str]:
+        """A sentence for everything that is not as it was and changes what comes out.
+
+        Args:
+            config, course, order, data: of the run now.
+        """
+        found = [f"changed since {self.path.name}: {change}" for change in changes(self.run_config, to_yaml(config))]
+        rate = rate_change(self.run_config, course, order, step=self.step) if self.step else None
+        if rate is not None:
+            found.append(rate)
+        if data != self.data:
+            found.append(
+                f"data.train differs from what {self.path} was trained on; the run goes on at sample {self.consumed} "
+                "of it"
+            )
+        return found
+
+    def completion(self, config: RunConfig, course: Course, best: BestLoss) -> str | None:
+        """Why nothing is left to do, in a sentence; None where something is.
+
+        Args:
+            best: what all evaluations came to.
+        """
+        train, ends = config.train, self.step >= course.steps
+        why = ending(best, target=train.target_eval_loss, patience=train.early_stopping_patience)
+        if not ends and why is None:
+            return None
+        evaluates = config.data.validation is not None and is_due(train, self.step, ends=True)
+        if why is None and evaluates and best.seen != self.step:
+            return None
+        reason = {
+            "target": f"step {self.step}, train.target_eval_loss {train.target_eval_loss} reached",
+            "patience": f"step {self.step}, early stopping after {best.misses} evaluations without improvement",
+            None: f"step {self.step} of {course.steps}",
+        }[why]
+        more = f", or raise {'train.steps' if train.steps else 'train.epochs'} to go on" if why is None else ""
+        return f"this run is complete ({reason}): nothing to do; choose another checkpoint.dir to train anew{more}"
+
+    def best_with(self, evaluated: float, *, min_delta: float) -> BestLoss:
+        """What evaluations came to, with one after `step` steps that the checkpoint may not know of."""
+        best = BestLoss.of_state(self.best.state())
+        best.take(self.step, evaluated, min_delta=min_delta)
+        return best

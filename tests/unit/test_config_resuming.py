@@ -1,0 +1,81 @@
+"""Which changes are said when a run resumes: every option is one or the other, and every said one is seen."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pytest
+import yaml
+
+from engine.config.names import option_types, sections
+from engine.config.resuming import SAID, SILENT, changes, is_said
+from engine.config.run import RunConfig
+
+
+def test_every_option_is_said_or_silent() -> None:
+    """A new option fails here until somebody has decided which it is."""
+    for option in option_types():
+        section, _, name = option.rpartition(".")
+        said, silent = name in SAID.get(section, ()), {name, "*"} & set(SILENT.get(section, ()))
+        assert said != bool(silent), f"{option} must be in one of SAID and SILENT of engine/config/resuming.py"
+    known = {section: {field.name for field in fields(kind)} for section, kind in sections().items()}
+    known[""] = {field.name for field in fields(RunConfig)} - known.keys()
+    for table in (SAID, SILENT):
+        assert all(set(names) <= known[section] | {"*"} for section, names in table.items()), "a name that is gone"
+
+
+def _defaults() -> dict[str, Any]:
+    values: dict[str, Any] = {"trainable": []}
+    for section, kind in sections().items():
+        values[section] = {
+            field.name: list(field.default) if isinstance(field.default, tuple) else field.default
+            for field in fields(kind)
+            if field.name != "path"
+        }
+    values["model"]["path"] = "model"
+    return values
+
+
+def _another(kind: Any, value: Any) -> Any:
+    """A value of the type that is not `value`."""
+    if get_origin(kind) in (Union, UnionType):
+        return _another(next(one for one in get_args(kind) if one is not type(None)), value)
+    if get_origin(kind) is Literal:
+        return next(one for one in get_args(kind) if one != value)
+    if get_origin(kind) is tuple:
+        return [0.5, 0.25] if get_args(kind)[0] is float else ["other"]
+    if get_origin(kind) is dict:
+        return {"other": 3}
+    if kind is bool:
+        return not value
+    return {int: 77, float: 0.77, str: "other"}[kind]
+
+
+@pytest.mark.parametrize("option", option_types())
+def test_a_change_is_seen_where_it_is_said(option: str) -> None:
+    before = _defaults()
+    section, _, name = option.rpartition(".")
+    after = yaml.safe_load(yaml.safe_dump(before))
+    place = after[section] if section else after
+    place[name] = _another(option_types()[option], place[name])
+    found = changes(yaml.safe_dump(before), yaml.safe_dump(after))
+    assert [change.option for change in found] == ([option] if is_said(option) else [])
+    if found:
+        assert str(found[0]).startswith(f"{option} ") and " -> " in str(found[0])
+
+
+def test_what_an_older_checkpoint_does_not_know() -> None:
+    before, after = _defaults(), _defaults()
+    del before["optim"]["clip_grad_norm"], before["train"]["last_batch"], before["guards"]
+    assert [str(change) for change in changes(yaml.safe_dump(before), yaml.safe_dump(after))] == [
+        "train.last_batch full -> short"
+    ]
+
+
+def test_in_the_users_words() -> None:
+    before, after = _defaults(), _defaults()
+    after["optim"]["lr"], after["lora"]["dora"], after["train"]["steps"] = 1e-5, True, 30
+    found = [str(change) for change in changes(yaml.safe_dump(before), yaml.safe_dump(after))]
+    assert found == ["lora.dora false -> true", "optim.lr 0.0002 -> 1e-05", "train.steps null -> 30"]

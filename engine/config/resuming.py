@@ -46,8 +46,8 @@ SILENT: dict[str, tuple[str, ...]] = {
     "model": ("path", "init", "kernels"),
     # factors come from the checkpoint
     "lora": ("init", "init_from"),
-    # the content of the training data is compared by fingerprint, whatever it is called and whoever tokenised it
-    "data": ("train", "tokenizer", "num_workers"),
+    # the content of the training data is compared by fingerprint, whatever it is called; what is shown of it
+    "data": ("train", "tokenizer", "num_workers", "show"),
     # the code that computes the same update; when a run gives up; where a loss scale starts, which the checkpoint knows
     "optim": ("backend", "max_skipped_steps", "loss_scale"),
     # a part of the layout; bits of one layout; what leaves no trace; waiting

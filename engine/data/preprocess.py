@@ -27,6 +27,7 @@ import numpy as np
 from engine.data.dataset import CHUNK
 from engine.data.formats import parse_record
 from engine.data.store import DTYPES, FORMAT, MANIFEST, VERSION, tokenizer_fingerprint
+from engine.data.template import RunawayTemplate
 from engine.data.tokenize import Document, tokenize_samples
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.data.units import Unit, plan_units, unit_records
@@ -301,7 +302,7 @@ def _documents(
 
 
 def _note(error: UserError, request: Request, skipped: list[dict[str, str]]) -> None:
-    if not request.skip_bad_records:
+    if not request.skip_bad_records or isinstance(error, RunawayTemplate):
         raise error
     skipped.append({"record": str(error).partition(": ")[0], "reason": str(error).partition(": ")[2]})
 

@@ -37,6 +37,10 @@ _MOST_WORDS = 300
 """Characters of a template's own message that are shown."""
 
 
+class RunawayTemplate(UserError):
+    """A template came to its limits. It would again with the next conversation, so nothing is tried after it."""
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """A template.
@@ -173,6 +177,8 @@ class ChatTemplate:
 
     @contextmanager
     def _limits(self) -> Iterator[None]:
+        import transformers.utils.chat_template_utils  # noqa: F401 - takes seconds, which are not the template's
+
         try:
             with bounds.bounded():
                 yield
@@ -183,8 +189,8 @@ class ChatTemplate:
         except RecursionError:
             raise self._endless("calls itself without end") from None
 
-    def _endless(self, does: str) -> UserError:
-        return UserError(
+    def _endless(self, does: str) -> RunawayTemplate:
+        return RunawayTemplate(
             f"the chat template of {self.where} {does} for one conversation; correct the template, or give another one "
             "with data.chat_template."
         )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from engine.data.files import Place
 from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample, TokenSample
+from engine.data.template import RunawayTemplate
 from engine.data.tokenizer import Learn, Tokenizer
 from engine.errors import UserError
 
@@ -104,6 +105,8 @@ def _texts(sample: Sample) -> tuple[str, ...]:
 def _apply_chat(sample: ChatSample, tokenizer: Tokenizer, learn: Learn) -> tuple[list[int], list[bool]]:
     try:
         return tokenizer.apply_chat(sample.messages, learn=learn)
+    except RunawayTemplate:
+        raise
     except UserError as error:
         raise sample.place.error(str(error)) from error
 

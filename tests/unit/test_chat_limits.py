@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from engine.data import bounds
+from engine.data.preprocess import Request, preprocess
 from engine.data.template import ChatTemplate
+from engine.data.tokenizer import ChatOptions
 from engine.errors import UserError
+from tests.shared_data import shared
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 HOSTILE = {
@@ -57,6 +62,22 @@ def test_hostile_templates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(message) < 700 and time.process_time() - started < 20 * bounds.SECONDS
     assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)) == before
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_records_are_not_skipped_one_by_one_for_a_template_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "SECONDS", 0.3)
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n" * 500)
+    (tmp_path / "t.jinja").write_text(HOSTILE["nested ranges"][0])
+    request = Request(
+        files=(tmp_path / "a.jsonl",), tokenizer=shared("tokenizers/minimind"), skip_bad_records=True,
+        chat=ChatOptions(template=str(tmp_path / "t.jinja")),
+    )  # fmt: skip
+    started = time.process_time()
+    with pytest.raises(UserError, match="runs for more than 0.3 s"):
+        preprocess(request, tmp_path / "store")
+    assert time.process_time() - started < 30 * bounds.SECONDS
 
 
 def test_a_long_conversation_is_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 
 import torch
 
@@ -37,6 +38,7 @@ class Wanted:
         config: sizes of the batch and what trains; its parallel and memory sections are not read.
         devices: how many there are.
         capacity: bytes of a device that may be used.
+        host_capacity: bytes of host memory that a rank may use.
         recompute: the levels to try; all by default.
         offload: what may wait in host memory: "weights", "optimizer" and "activations".
         stored: the dtypes to try for activations that are kept; None is their own.
@@ -45,9 +47,14 @@ class Wanted:
     config: RunConfig
     devices: int
     capacity: float
+    host_capacity: float = inf
     recompute: tuple[Level, ...] = RECOMPUTE_LEVELS
     offload: tuple[str, ...] = ()
     stored: tuple[torch.dtype | None, ...] = (None,)
+
+    def holds(self, candidate: Candidate) -> bool:
+        """Whether there is room for it on the device and in host memory."""
+        return candidate.estimate.peak <= self.capacity and candidate.host <= self.host_capacity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +74,11 @@ class Candidate:
     estimate: PeakEstimate
     estimates: tuple[PeakEstimate, ...]
     time: StepTime | None = None
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory of the pipeline rank that takes most."""
+        return max(estimate.host for estimate in self.estimates)
 
     def label(self) -> str:
         """Layout and recomputation in a few words."""
@@ -126,7 +138,7 @@ def search(wanted: Wanted, workload: Workload, machine: Machine) -> Found:
             continue
         timed: list[Candidate] = []
         for candidate in tried:
-            if candidate.estimate.peak > wanted.capacity:
+            if not wanted.holds(candidate):
                 too_large.append(candidate)
                 continue
             time = predict_time(candidate.workload, candidate.layout, candidate.memory, machine, shapes)
@@ -236,12 +248,12 @@ def _least_sharding(wanted: Wanted, workload: Workload, layout: Layout, shapes: 
         plain, *places = _places(wanted, workload, own)
         tried += _least_recomputation(wanted, plain, own, shapes)
         others += [(own, place) for place in places]
-        if any(one.memory.recompute in _LIGHT and one.estimate.peak <= wanted.capacity for one in tried):
+        if any(one.memory.recompute in _LIGHT and wanted.holds(one) for one in tried):
             break
     else:
         for own, place in others:
             tried += _least_recomputation(wanted, place, own, shapes)
-    fitting = [one for one in tried if one.estimate.peak <= wanted.capacity]
+    fitting = [one for one in tried if wanted.holds(one)]
     return fitting or [min(tried, key=lambda one: one.estimate.peak)]
 
 
@@ -261,7 +273,7 @@ def _least_recomputation(wanted: Wanted, place: _Place, layout: Layout, shapes: 
         return Candidate(layout=layout, workload=place.workload, memory=memory, estimate=worst, estimates=estimates)
 
     tried = [candidate(level) for level in _LIGHT if level in wanted.recompute]
-    fitting = [one for one in tried if one.estimate.peak <= wanted.capacity]
+    fitting = [one for one in tried if wanted.holds(one)]
     if fitting and not place.offload:
         return fitting
     num_layers = place.workload.decoder.num_layers
@@ -269,7 +281,7 @@ def _least_recomputation(wanted: Wanted, place: _Place, layout: Layout, shapes: 
         if level not in wanted.recompute:
             continue
         tried.append(candidate(level))
-        if tried[-1].estimate.peak > wanted.capacity:
+        if not wanted.holds(tried[-1]):
             continue
         fewest = _fewest_layers(wanted, num_layers, tried[-1], candidate)
         fitting.append(fewest)
@@ -294,7 +306,7 @@ def _fewest_layers(
     while low < high:
         middle = (low + high) // 2
         found = candidate(whole.memory.recompute, middle)
-        if found.estimate.peak <= wanted.capacity:
+        if wanted.holds(found):
             best, high = found, middle
         else:
             low = middle + 1

@@ -27,13 +27,14 @@ from engine.planning.stage import StageRange, kept_bytes
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What something takes, in seconds: of computing, and of links that nothing hides."""
+    """What something takes, in seconds: of computing, of links that nothing hides, and of links behind computing."""
 
     compute: float = 0.0
     links: float = 0.0
+    hidden: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.compute + other.compute, self.links + other.links)
+        return Work(self.compute + other.compute, self.links + other.links, self.hidden + other.hidden)
 
     @property
     def seconds(self) -> float:
@@ -48,7 +49,8 @@ class StepTime:
         step: of a whole step.
         pipeline: of it, all forwards and backwards, with the bubble.
         bubble: share of the ranks' time in the pipeline that is idle.
-        links: of it, what the busiest rank waits for links between tensor and context ranks.
+        links: of it, what the busiest rank waits for links between ranks and to host memory.
+        hidden_links: what links are busy with meanwhile, behind its arithmetic.
         gradients: sums of gradients that no backward hides, and the update.
         tokens_per_second: over all ranks.
     """
@@ -57,6 +59,7 @@ class StepTime:
     pipeline: float
     bubble: float
     links: float
+    hidden_links: float
     gradients: float
     tokens_per_second: float
 
@@ -164,7 +167,7 @@ class _Times:
         compute = products * self._tokens * length * layer.width / (self._machine.products * 1e12)
         sent = sum(step[0] for step in self._context.steps) * 2 * layer.kv_width * self._item
         links = sent * (1 if products == 2 else 2) / self._context_wire
-        return Work(compute, max(0.0, links - compute))
+        return Work(compute, max(0.0, links - compute), min(links, compute))
 
     def attention_block(self, layer: LayerShape, *, last: bool = True) -> Work:
         """Norm, q, k, v, rotation, attention and the output projection, which a second run leaves out."""
@@ -236,13 +239,14 @@ class _Times:
 
     def _behind(self, nbytes: float, work: Work) -> Work:
         """What is waited for of a transfer that `work` hides."""
-        return Work(0.0, max(0.0, nbytes / (self._machine.host * 1e9) - work.seconds))
+        seconds = nbytes / (self._machine.host * 1e9)
+        return Work(0.0, max(0.0, seconds - work.seconds), min(seconds, work.seconds))
 
     def gathered(self, layer: LayerShape, work: Work) -> Work:
         """`work` of a layer whose weights come from the ranks that keep them, behind the layer before it."""
         elements = sum(linear.outputs * (linear.inputs + linear.extra) for linear in layer.linears)
         seconds = self._weight_bytes(layer, elements) * (self._gathers - 1) / self._gathers / self._gather_wire
-        return work + Work(0.0, max(0.0, seconds - work.seconds))
+        return work + Work(0.0, max(0.0, seconds - work.seconds), min(seconds, work.seconds))
 
     def _weight_bytes(self, layer: LayerShape, elements: int) -> int:
         encoded = self._parameters(layer).encoded
@@ -270,7 +274,7 @@ def predict_time(
     plan = pipeline_plan(workload.decoder, shape, layout.parallel, microbatches)
     check_encoding(machine, workload.base_dtype)
     times = _Times(workload, layout, shape, machine, memory)
-    costs, links = _costs(times, workload, layout, memory, machine, shape, plan)
+    costs, links, hidden = _costs(times, workload, layout, memory, machine, shape, plan)
     simulation = simulate(plan.schedule, costs)
     gradients = _gradients(workload, layout, machine, shape, plan, max(costs.input_grad))
     step = simulation.makespan + gradients
@@ -282,6 +286,7 @@ def predict_time(
         pipeline=simulation.makespan,
         bubble=simulation.bubble,
         links=links * microbatches,
+        hidden_links=hidden * microbatches,
         gradients=gradients,
         tokens_per_second=workload.global_batch * workload.seq_length / step,
     )
@@ -290,16 +295,17 @@ def predict_time(
 def _costs(
     times: _Times, workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine, shape: ModelShape,
     plan: PipelinePlan,
-) -> tuple[Costs, float]:  # fmt: skip
-    """Seconds of the stages' actions, and the most that one rank waits for links in a micro-batch."""
+) -> tuple[Costs, float, float]:  # fmt: skip
+    """Seconds of the stages' actions; of the rank that waits longest for links in a micro-batch, how long that is, and
+    how long its links are busy behind its arithmetic."""
     stages = {number: stage for rank in range(plan.schedule.num_ranks) for number, stage in plan.stages(rank).items()}
     columns: list[tuple[float, float, float]] = []
-    waits = [0.0] * plan.schedule.num_ranks
+    waits = [Work()] * plan.schedule.num_ranks
     first = plan.schedule.first_trainable_stage
     for number in range(len(stages)):
         forward, backward, weights = _stage(times, memory, shape, stages[number], trains=number >= first)
         columns.append((forward.seconds, backward.seconds, weights))
-        waits[plan.schedule.stage_rank[number]] += forward.links + backward.links
+        waits[plan.schedule.stage_rank[number]] += forward + backward
     local = workload.micro_batch * workload.seq_length // layout.parallel.context
     local //= layout.parallel.tensor if layout.parallel.sequence_parallel else 1
     message = local * shape.hidden * workload.dtype.itemsize
@@ -311,7 +317,8 @@ def _costs(
         activation=(1.0,) * len(columns),
         transfer=message / (machine.wire(neighbours) * 1e9),
     )
-    return costs, max(waits)
+    busiest = max(waits, key=lambda work: (work.links, work.hidden))
+    return costs, busiest.links, busiest.hidden
 
 
 def _stage(

@@ -1,10 +1,11 @@
-"""The memory figure of a report: the most this process has held so far.
+"""The memory figure of a report, the most this process has held so far; and what the machine has.
 
 On a GPU it is torch's count of allocated bytes on the current device; elsewhere the process's resident set.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 
@@ -18,3 +19,8 @@ def peak_memory_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts in KiB, macOS in bytes.
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def total_memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +152,47 @@ def test_the_mix_that_fits_and_is_fastest() -> None:
     assert "recompute selective; activations kept in float8" in labels
     for one in found.fitting:
         assert one.estimate.peak <= answer.capacity
+
+
+def test_host_memory_has_a_limit() -> None:
+    """The layers' weights are 80 x 855,638,016 bytes in FP8: 63.75 GiB, of which 94 percent of 67 GiB hold no copy."""
+    config = replace(_config(8192), model=replace(_config(8192).model, base_dtype="fp8"))
+    allowed = Allowed(offload=("weights",))
+    for host_memory, there in ((67.0, False), (72.0, True), (None, True)):
+        answer = answer_for(
+            LLAMA_2_70B, config, devices=1, gpu_memory=139, reserve=6, host_memory=host_memory, allowed=allowed
+        )
+        assert any(one.workload.offload_weights for one in answer.found.fitting) == there, host_memory
+
+
+def test_a_no_is_followed_by_what_would_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each proposal, added to the command, gives a yes."""
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(LLAMA_2_70B))
+    command = ["--model", str(model), "--gpus", "1", "--gpu-memory", "139GB", "--seq-length", "8k", "--top", "1"]
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+    memory.run(parser.parse_args(command))
+    printed = capsys.readouterr().out
+    assert "No layout fits" in printed
+    _, _, proposals = printed.partition("It fits with one of these added to the command:\n")
+    rows = [re.findall(r"--\S+ \S+", line) for line in proposals.strip().splitlines()]
+    assert [row[0] for row in rows] == ["--base-dtype fp8", "--base-dtype int8", "--base-dtype nf4"]
+    for flags in rows:
+        memory.run(parser.parse_args([*command, *(word for flag in flags for word in flag.split())]))
+        assert "Yes. Fastest that fits" in capsys.readouterr().out
+
+
+def test_weights_that_are_gathered_keep_links_busy() -> None:
+    """Two ranks gather the other's half of each layer's weights, 2 bytes a number, in forward and in backward, but for
+    the first backward: at 100 GB/s. All of it is hidden or waited for."""
+    layout = Layout(parallel=ParallelOptions(shard="parameters"), data=2)
+    slow = replace(FREE, link=100.0, products=1e-3)  # arithmetic takes longer than any gather
+    time = predict_time(_encoded(None), layout, MemoryPlan(), slow)
+    shared = predict_time(_encoded(None), replace(layout, parallel=ParallelOptions()), MemoryPlan(), slow)
+    assert shared.hidden_links == 0 and time.links == shared.links == 0
+    once = 80 * 855_638_016 * 2 / 2 / 100e9
+    assert time.hidden_links == pytest.approx(2 * once * 4, rel=0.01)  # 8 rows on 2 ranks
 
 
 def test_every_mix_is_a_configuration_that_runs(tmp_path: Path) -> None:

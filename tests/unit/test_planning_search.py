@@ -203,7 +203,7 @@ def test_the_command_with_a_probe(tmp_path: Path) -> None:
         "--machine", "cpu", "--probe",
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Fastest that fits: tensor 1, data 1; recompute" in done.stdout
+    assert "Yes. Fastest that fits: tensor 1, data 1; recompute" in done.stdout
     assert f"path: {tmp_path}" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("2  ", "4  ", "a layer"))]
     assert [row[0] for row in rows] == ["2", "4", "a"]

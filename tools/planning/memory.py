@@ -3,10 +3,10 @@
 Predicts the peak memory of a rank by part (weights, adapters, fp32 masters, gradients and optimizer state, activations
 under each recompute policy, logits, buffers of collectives, temporary tensors) and the time of a step, for every layout
 of the GPUs. Prints the fastest that fits with its table, the next ones, why the rest do not fit, and the sections of a
-configuration for tools/pretrain_lora.py. --offload and --activation-dtype let it put things into host memory, or keep
-them in fewer bits. --config predicts for one configuration as it is, and with --measure takes its steps on this device,
-with drawn weights. Nothing is measured unless --probe or --measure is given; --examples answers for some well known
-models and machines.
+configuration for tools/pretrain_lora.py; where nothing fits, what to add to the command so that it does. --offload and
+--activation-dtype let it put things into host memory, or keep them in fewer bits. --config predicts for one
+configuration as it is, and with --measure takes its steps on this device, with drawn weights. Nothing is measured
+unless --probe or --measure is given; --examples answers for some well known models and machines.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many (default 1)")
     parser.add_argument(
         "--gpu-memory", type=read_gib, default=80.0, metavar="GIB", help="of each, as 80 or 80GB (default 80)"
+    )
+    parser.add_argument(
+        "--host-memory",
+        type=read_gib,
+        metavar="GIB",
+        help="of a machine, which up to 8 GPUs share; what --offload may fill (default: this machine's)",
     )
     parser.add_argument(
         "--reserve", type=float, default=6.0, metavar="PERCENT",
@@ -89,7 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
         UserError: options that do not go together, or a model that cannot be read.
     """
     from . import memory_config, memory_examples, memory_probe, memory_report
-    from .memory_question import ask
+    from .memory_question import ask, easier
 
     if arguments.examples:
         print(memory_examples.report())
@@ -103,6 +109,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--model is not given: name the folder of a model or its config.json, or ask for --examples.")
     answer = ask(arguments)
     print(memory_report.report(answer, top=arguments.top))
+    if not answer.found.fitting:
+        print("\n" + memory_report.alternatives(easier(arguments)))
     if arguments.probe:
         print()
         print(memory_probe.report(answer))

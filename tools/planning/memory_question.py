@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from engine.planning.layout import Workload
 from engine.planning.machine import MACHINES, Machine, machine_for
 from engine.planning.predict import workload_of
 from engine.planning.search import Found, Wanted, search
+from engine.telemetry.memory import total_memory_bytes
 from engine.training.plan import training_plan
 
 GIB = 2**30
@@ -56,6 +58,7 @@ class Answer:
     devices: int
     gpu_memory: float
     capacity: float
+    host_memory: float | None
     found: Found
 
 
@@ -99,6 +102,7 @@ def ask(arguments: argparse.Namespace) -> Answer:
         devices=arguments.gpus,
         gpu_memory=arguments.gpu_memory,
         reserve=arguments.reserve,
+        host_memory=arguments.host_memory or total_memory_bytes() / GIB,
         machine=arguments.machine,
         allowed=Allowed(
             recompute=_levels(arguments.recompute),
@@ -109,6 +113,36 @@ def ask(arguments: argparse.Namespace) -> Answer:
     )
 
 
+EASIER = (
+    {"base_dtype": "fp8"},
+    {"base_dtype": "int8"},
+    {"base_dtype": "nf4"},
+    {"offload": "weights"},
+    {"offload": "weights,optimizer"},
+    {"offload": "weights,optimizer,activations", "activation_dtype": "float8"},
+    {"base_dtype": "nf4", "offload": "weights,optimizer,activations", "activation_dtype": "float8"},
+)
+"""What to add to a question whose answer is no, by how much it changes: fewer bits first, then host memory."""
+_ENOUGH = 3
+
+
+def easier(arguments: argparse.Namespace) -> list[tuple[dict[str, str], Answer]]:
+    """What could be added to the question so that something fits, and the answers then: the first few."""
+    found: list[tuple[dict[str, str], Answer]] = []
+    for added in EASIER:
+        if any(getattr(arguments, name) for name in added):
+            continue
+        try:
+            answer = ask(argparse.Namespace(**{**vars(arguments), **added}))
+        except UserError:  # the machine or what is trained does not allow it
+            continue
+        if answer.found.fitting:
+            found.append((added, answer))
+        if len(found) == _ENOUGH:
+            break
+    return found
+
+
 def answer_for(
     hf_config: dict[str, Any],
     config: RunConfig,
@@ -116,6 +150,7 @@ def answer_for(
     devices: int,
     gpu_memory: float,
     reserve: float,
+    host_memory: float | None = None,
     folder: str | None = None,
     machine: str | None = None,
     allowed: Allowed | None = None,
@@ -128,6 +163,7 @@ def answer_for(
         config: what is trained; its layout is not read.
         gpu_memory: GiB of a device.
         reserve: percent of it that stay free.
+        host_memory: GiB of a machine, shared by the devices in it; None for no limit.
         allowed: what may be tried to make room.
         beside: frozen parameters of other parts than the decoder.
 
@@ -140,15 +176,18 @@ def answer_for(
     chosen = measured_cpu(gpu_memory) if machine == "cpu" else machine_for(machine, gpu_memory)
     workload = workload_of(config, decoder, plan, device_type="cpu" if machine == "cpu" else "cuda")
     workload = replace(workload, beside=beside)
-    capacity = gpu_memory * GIB * (1 - reserve / 100)
+    usable = GIB * (1 - reserve / 100)
+    capacity = gpu_memory * usable
     allowed = allowed or Allowed()
     wanted = Wanted(
-        config=config, devices=devices, capacity=capacity, recompute=allowed.recompute, offload=allowed.offload,
+        config=config, devices=devices, capacity=capacity,
+        host_capacity=inf if host_memory is None else host_memory * usable / min(devices, chosen.node_size),
+        recompute=allowed.recompute, offload=allowed.offload,
         stored=(None, *(STORED[name] for name in allowed.stored)),
     )  # fmt: skip
     return Answer(
         hf_config=hf_config, folder=folder, decoder=decoder, config=config, plan=plan, workload=workload,
-        machine=chosen, devices=devices, gpu_memory=gpu_memory, capacity=capacity,
+        machine=chosen, devices=devices, gpu_memory=gpu_memory, capacity=capacity, host_memory=host_memory,
         found=search(wanted, workload, chosen),
     )  # fmt: skip
 

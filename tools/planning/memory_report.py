@@ -15,10 +15,12 @@ from engine.layers.rounding import FLOAT8
 from engine.models.describe import num_parameters
 from engine.planning.ledger import PARTS
 from engine.planning.search import Candidate
-from engine.telemetry.format import format_columns, format_count
+from engine.telemetry.format import format_columns, format_parameters
 
 from .memory_question import GIB, Answer
 
+_SHOWN_GIB = 0.005
+"""What is not 0.00 in a table."""
 _PER_LAYER_LIMIT = 8
 """Pipeline ranks that get a column of their own."""
 
@@ -53,29 +55,55 @@ def _question(answer: Answer) -> str:
     if config.trainable:
         trained += (" and " if trained else "") + f"{', '.join(config.trainable)} in full"
     return (
-        f"{config.model.path}: {format_count(num_parameters(decoder))} parameters, {trained}, {config.model.dtype}"
+        f"{config.model.path}: {format_parameters(num_parameters(decoder))} parameters, {trained}, {config.model.dtype}"
         f"{f', base {config.model.base_dtype}' if config.model.base_dtype else ''}{_beside(answer)}\n"
-        f"{config.train.global_batch_size} rows of {config.row_length} tokens a step, "
-        f"{config.train.micro_batch_size} a micro-batch; kernels {answer.workload.kernels.name}\n"
-        f"{answer.devices} x {answer.gpu_memory:g} GiB, of which {answer.capacity / GIB:.1f} may be used; speeds of "
-        f"{answer.machine.name}\n"
+        f"{config.train.global_batch_size} rows of {config.row_length} tokens in a step, "
+        f"{config.train.micro_batch_size} in a micro-batch; kernels {answer.workload.kernels.name}\n"
+        f"{answer.devices} x {answer.gpu_memory:g} GiB, of which {answer.capacity / GIB:.1f} GiB each may be used; "
+        f"speeds of {answer.machine.name}\n"
         "All figures are predictions; bytes are those of tensors."
     )
 
 
 def _beside(answer: Answer) -> str:
     count = answer.workload.beside
-    return f"; {format_count(count)} frozen parameters beside it, whose work is not counted" if count else ""
+    return f"; {format_parameters(count)} frozen parameters beside it, whose work is not counted" if count else ""
 
 
 def _chosen(answer: Answer, best: Candidate) -> str:
     time = best.time
     assert time is not None
     return (
-        f"Fastest that fits: {best.label()}\n"
-        f"step {time.step:.3g} s, {time.tokens_per_second / answer.devices:,.0f} tokens/s a GPU; "
-        f"bubble {time.bubble:.1%}, links {time.links:.3g} s, sums of gradients and update {time.gradients:.3g} s"
+        f"Yes. Fastest that fits: {best.label()}\n"
+        f"step {time.step:.3g} s, {time.tokens_per_second / answer.devices:,.0f} tokens/s per GPU; "
+        f"pipeline bubble {time.bubble:.1%}\n"
+        f"links: {time.links:.3g} s waited for, {time.hidden_links:.3g} s hidden "
+        f"behind arithmetic; sums of gradients and update {time.gradients:.2g} s{_host(answer, best)}"
     )
+
+
+def _host(answer: Answer, best: Candidate) -> str:
+    """What a machine must have beside its devices."""
+    if not best.host:
+        return ""
+    ranks = min(answer.devices, answer.machine.node_size)
+    limit = "" if answer.host_memory is None else f" of {answer.host_memory:,.0f}"
+    machine = f"each machine of {ranks} GPUs" if ranks > 1 else "the machine"
+    return f"\n{best.host * ranks / GIB:,.1f}{limit} GiB of host memory on {machine}"
+
+
+def alternatives(found: Sequence[tuple[dict[str, str], Answer]]) -> str:
+    """What to add to a command under which nothing fits."""
+    if not found:
+        return "Neither a smaller base, nor host memory, nor more recomputation makes room: take more or larger GPUs."
+    rows = []
+    for added, answer in found:
+        best = answer.found.fitting[0]
+        assert best.time is not None
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in added.items())
+        room = f"{best.estimate.peak / GIB:.1f} GiB on a GPU"
+        rows.append((flags, room, f"{best.time.tokens_per_second / answer.devices:,.0f} tokens/s per GPU"))
+    return "It fits with one of these added to the command:\n" + table([(f"  {row[0]}", *row[1:]) for row in rows])
 
 
 def part_table(candidate: Candidate) -> str:
@@ -83,10 +111,10 @@ def part_table(candidate: Candidate) -> str:
     shown = candidate.estimates if len(candidate.estimates) <= _PER_LAYER_LIMIT else (candidate.estimate,)
     rows = [("GiB at the peak", *(f"rank {one.pipeline_rank}" if len(shown) > 1 else "a rank" for one in shown))]
     for part in PARTS:
-        if any(one.parts[part] for one in shown):
+        if any(one.parts[part] >= _SHOWN_GIB * GIB for one in shown):
             rows.append((part, *(f"{one.parts[part] / GIB:.2f}" for one in shown)))
     rows.append(("sum", *(f"{one.step / GIB:.2f}" for one in shown)))
-    rows.append(("which is in", *(one.moment for one in shown)))
+    rows.append(("the peak is in", *(one.moment for one in shown)))
     rows.append(("while loading", *(f"{one.load / GIB:.2f}" for one in shown)))
     rows.append(("while saving", *(f"{one.save / GIB:.2f}" for one in shown)))
     if any(one.host for one in shown):
@@ -116,12 +144,13 @@ def _nothing_fits(answer: Answer) -> str:
         return "No layout is possible."
     smallest = answer.found.too_large[0]
     lacks = (smallest.estimate.peak - answer.capacity) / GIB
-    title = f"No layout fits. The smallest, {smallest.label()}, lacks {lacks:.1f} GiB on a GPU:"
-    return f"{title}\n\n{part_table(smallest)}"
+    where = f"lacks {lacks:.1f} GiB on a GPU" if lacks > 0 else "lacks host memory"
+    title = f"No layout fits. The smallest, {smallest.label()}, {where}:"
+    return f"{title}{_host(answer, smallest)}\n\n{part_table(smallest)}"
 
 
 def _too_large(answer: Answer, top: int) -> str:
-    """However much is made again."""
+    """What no recomputation makes room for."""
     large = answer.found.too_large
     rows = [("does not fit", "GiB", "largest part", "GiB")]
     for one in large[:top]:

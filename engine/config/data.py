@@ -24,6 +24,8 @@ class DataOptions:
         mix: Further training data, as PATH=WEIGHT. data.train has weight 1; an epoch goes through every one of them at
             least once, and repeats those that are small for their weight.
         validation: File with the samples that are evaluated; null evaluates nothing.
+        validation_split: Share of the rows of data.train that is held out of training and evaluated instead of
+            data.validation, such as 0.05; which ones is decided by train.seed. null holds none out.
         format: Shape of a record. "text" has text; "completion" has prompt and completion; "alpaca" has
             instruction, input and output; "sharegpt" has conversations; "messages" has messages with roles, which go
             through the tokenizer's chat template; "tokens" has input_ids and, where not all of them are learnt, labels.
@@ -51,6 +53,7 @@ class DataOptions:
     train: str | None = None
     mix: tuple[str, ...] = ()
     validation: str | None = None
+    validation_split: float | None = None
     format: Format = "auto"
     seq_length: int = 2048
     packing: Packing = False
@@ -64,6 +67,11 @@ class DataOptions:
     tokenizer: str | None = None
 
     @property
+    def evaluates(self) -> bool:
+        """Whether there is validation data."""
+        return self.validation is not None or self.validation_split is not None
+
+    @property
     def fills_rows(self) -> bool:
         """Whether rows are filled with several samples, in either way, and not one each."""
         return self.packing is not False
@@ -72,6 +80,17 @@ class DataOptions:
         require_choice("data.format", self.format, FORMATS)
         require_choice("data.overlong", self.overlong, OVERLONG)
         require_at_least("data.seq_length", self.seq_length, 2, "use for example 2048")
+        if self.validation_split is not None:
+            require(
+                0 < self.validation_split < 1,
+                f"data.validation_split is {self.validation_split}, but a share above 0 and below 1 is expected: use "
+                "for example 0.05, or null for none.",
+            )
+            require(
+                self.validation is None,
+                f"data.validation is {self.validation} and data.validation_split is {self.validation_split:g}, but "
+                "only one of them can say what is evaluated: remove one of the two.",
+            )
         require_at_least("data.show", self.show, 0, "use for example 3")
         require_at_least("data.num_workers", self.num_workers, 0, "use for example 1")
         paths = {"train": self.train, "validation": self.validation, "tokenizer": self.tokenizer}

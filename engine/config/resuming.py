@@ -25,8 +25,8 @@ SAID: dict[str, tuple[str, ...]] = {
         "reference",
     ),
     "data": (
-        "mix", "validation", "format", "seq_length", "packing", "overlong", "mask_prompt", "chat_template",
-        "chat_arguments", "learn_after_end",
+        "mix", "validation", "validation_split", "format", "seq_length", "packing", "overlong", "mask_prompt",
+        "chat_template", "chat_arguments", "learn_after_end",
     ),
     "optim": (
         "lr", "betas", "eps", "weight_decay", "clip_grad_norm", "loss_scale_window", "schedule", "warmup_steps",

@@ -235,42 +235,41 @@ def check_warmup(config: RunConfig, epoch_steps: int | None = None) -> None:
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """Evaluations need samples."""
-    require(
-        config.train.eval_every == 0 or config.data.validation is not None,
-        f"train.eval_every is {config.train.eval_every} and data.validation is not set, so there is nothing to "
-        "evaluate: set data.validation to a file, or train.eval_every to 0.",
-    )
-    first, every, target = config.train.eval_first, config.train.eval_every, config.train.target_eval_loss
+    """Evaluations need samples, and what ends a run or is kept by their loss needs evaluations."""
+    train, evaluates = config.train, config.data.evaluates
+    first, every, target, patience = (
+        train.eval_first, train.eval_every, train.target_eval_loss, train.early_stopping_patience,
+    )  # fmt: skip
+    for given, wanted, what, instead in (
+        (f"train.eval_every is {every}", every > 0, "so there is nothing to evaluate", "train.eval_every to 0"),
+        (f"train.target_eval_loss is {target}", target is not None, "so that the target could never be reached",
+         "train.target_eval_loss to null"),
+        ("checkpoint.keep_best is true", config.checkpoint.keep_best, "so that no checkpoint is better than another",
+         "checkpoint.keep_best to false"),
+    ):  # fmt: skip
+        require(
+            evaluates or not wanted,
+            f"{given} and data.validation is not set, {what}: set data.validation to a file, or data.validation_split "
+            f"to a share of the training data, or {instead}.",
+        )
     require(
         first is None or (every > 0 and first % every == 0),
         f"train.eval_first is {first} and train.eval_every is {every}, but the first evaluation is one of those of "
         f"train.eval_every: set train.eval_first to {f'a multiple of {every}' if every else 'null'}.",
     )
     require(
-        target is None or config.data.validation is not None,
-        f"train.target_eval_loss is {target} and data.validation is not set, so that the target could never be "
-        "reached: set data.validation to a file, or train.target_eval_loss to null.",
-    )
-    patience = config.train.early_stopping_patience
-    require(
         patience is None or every > 0,
         f"train.early_stopping_patience is {patience} and train.eval_every is 0, so that there are no evaluations to "
         "stop after: set train.eval_every to for example 50, or train.early_stopping_patience to null.",
     )
     require(
-        patience is not None or not config.train.early_stopping_min_delta,
-        f"train.early_stopping_min_delta is {config.train.early_stopping_min_delta:g} and "
-        "train.early_stopping_patience is null, so that nothing would stop early: set train.early_stopping_patience to "
-        "for example 3, or remove train.early_stopping_min_delta.",
+        patience is not None or not train.early_stopping_min_delta,
+        f"train.early_stopping_min_delta is {train.early_stopping_min_delta:g} and train.early_stopping_patience is "
+        "null, so that nothing would stop early: set train.early_stopping_patience to for example 3, or remove "
+        "train.early_stopping_min_delta.",
     )
     require(
-        not config.checkpoint.keep_best or config.data.validation is not None,
-        "checkpoint.keep_best is true and data.validation is not set, so that no checkpoint is better than another: "
-        "set data.validation to a file, or checkpoint.keep_best to false.",
-    )
-    require(
-        config.train.eval_mean == "tokens" or not config.objective.compares_answers,
+        train.eval_mean == "tokens" or not config.objective.compares_answers,
         f"train.eval_mean is rows and objective.name is {config.objective.name}, whose loss is a mean over pairs: set "
         "train.eval_mean to tokens.",
     )

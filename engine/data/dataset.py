@@ -143,8 +143,8 @@ class TokenDataset:
             limit=seq_length // group,
             documents=report.documents or len(together),
             rows=len(self.rows),
-            tokens=int(lengths.sum()),
-            target_tokens=int(stored.targets.sum()),
+            tokens=int(self.row_lengths.sum()),
+            target_tokens=int(in_row_order.sum()),
             packing_efficiency=int(self.row_lengths.sum()) / max(len(packs) * seq_length, 1) if packing else None,
         )
 

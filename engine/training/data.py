@@ -9,11 +9,12 @@ from engine.config.rules import check_warmup, data_parallel_size
 from engine.config.run import RunConfig
 from engine.data.blend import blend
 from engine.data.dataset import TokenDataset
+from engine.data.hold_out import hold_out
 from engine.data.judged import build_judged
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.preference import build_pairs
 from engine.data.preview import preview
-from engine.data.report import context_warning
+from engine.data.report import context_warning, counted
 from engine.data.row_means import RowMeanLoader
 from engine.data.store import is_store
 from engine.data.stored import stored_dataset
@@ -49,7 +50,7 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
             "model's vocabulary will be refused."
         )
     assert config.data.train is not None
-    train = _training_set(config, config.data.train, tokenizer, decoder, log)
+    train, held_out = _training_set(config, config.data.train, tokenizer, decoder, log)
     show_samples(config, train, tokenizer, log)
     common = loader_options(config, **place_in_data(config, launch))
     loader = DataLoader(
@@ -63,11 +64,12 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
     )
     if config.train.num_epochs is not None:
         check_warmup(config, loader.order.steps_left(0, config.train.num_epochs))
-    validation = None
     if config.data.validation is not None:
-        rows = _dataset(config, config.data.validation, tokenizer, decoder, log, "validation")
+        held_out = _dataset(config, config.data.validation, tokenizer, decoder, log, "validation")
+    validation = None
+    if held_out is not None:
         kind = RowMeanLoader if config.train.eval_mean == "rows" else EvalLoader
-        validation = kind(rows, max_samples=config.train.eval_samples, **common)
+        validation = kind(held_out, max_samples=config.train.eval_samples, **common)
     if (warning := context_warning(config.data.seq_length, train.lengths, decoder.context_length)) is not None:
         log.warning(warning)
     return RunData(tokenizer=tokenizer, train=loader, validation=validation)
@@ -114,16 +116,25 @@ def loader_options(config: RunConfig, *, data_rank: int, data_size: int, context
     }
 
 
-def _training_set(config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log) -> TokenDataset:
-    """data.train, with what data.mix adds to it."""
-    whole = _dataset(config, path, tokenizer, decoder, log, "training")
+def _training_set(
+    config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log
+) -> tuple[TokenDataset, TokenDataset | None]:
+    """data.train with what data.mix adds to it, and what data.validation_split holds out of data.train."""
+    whole, held_out = _dataset(config, path, tokenizer, decoder, log, "training"), None
+    share, seed = config.data.validation_split, config.train.seed
+    if share is not None:
+        whole, held_out = hold_out(whole, share, seed)
+        log.info(
+            f"validation data: {counted(len(held_out), 'row')} of data.train, {held_out.report.target_tokens:,} tokens "
+            f"learnt, held out (data.validation_split {share:g}, train.seed {seed}); {len(whole):,} to train on"
+        )
     if not config.data.mix:
-        return whole
+        return whole, held_out
     entries = [split_mix(entry) for entry in config.data.mix]
     parts = [whole, *(_dataset(config, path, tokenizer, decoder, log, f"training ({path})") for path, _ in entries)]
     mixed = blend(parts, [1.0, *(weight for _, weight in entries)])
     log.info(f"mixed training data: {len(mixed):,} rows an epoch")
-    return mixed
+    return mixed, held_out
 
 
 def _dataset(

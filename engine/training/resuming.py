@@ -83,7 +83,7 @@ class StartingPoint:
         why = ending(best, target=train.target_eval_loss, patience=train.early_stopping_patience)
         if not ends and why is None:
             return None
-        evaluates = config.data.validation is not None and is_due(train, self.step, ends=True)
+        evaluates = config.data.evaluates and is_due(train, self.step, ends=True)
         if why is None and evaluates and best.seen != self.step:
             return None
         reason = {

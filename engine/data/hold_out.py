@@ -1,0 +1,62 @@
+"""Part of a data set held out for evaluation: rows drawn by a seed, the same on every layout and at every start."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.dataset import Stored, TokenDataset
+from engine.data.order import permutation
+from engine.data.packing import Packs
+from engine.data.report import DatasetReport, counted
+from engine.errors import UserError
+
+_DRAW = 2**64 - 1
+"""In place of an epoch, so that what is held out has nothing to do with the order of training."""
+
+
+def hold_out(dataset: TokenDataset, share: float, seed: int) -> tuple[TokenDataset, TokenDataset]:
+    """The rows to train on and the rows to evaluate, each row in one of them and in its old order.
+
+    Args:
+        dataset: all rows.
+        share: of the rows that are held out, rounded, and at least one.
+        seed: which ones.
+
+    Raises:
+        UserError: no row would be left to train on.
+    """
+    count = len(dataset)
+    held = max(1, round(share * count))
+    if held >= count:
+        raise UserError(
+            f"data.validation_split {share:g} holds {held} of {counted(count, 'row')} out, which leaves none to train "
+            "on: lower it, or give data.validation a file."
+        )
+    order = permutation(seed, _DRAW, count)
+    return _rows(dataset, np.sort(order[held:])), _rows(dataset, np.sort(order[:held]))
+
+
+def _rows(dataset: TokenDataset, rows: NDArray[np.int64]) -> TokenDataset:
+    """A data set with some rows of another, on the same documents."""
+    group = dataset.group
+    documents = [dataset.rows.row(row)[::group] // group for row in rows.tolist()]
+    offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    return TokenDataset(
+        dataset.tokens,
+        dataset.targets,
+        dataset.starts,
+        seq_length=dataset.seq_length,
+        packing=dataset.packing,
+        group=group,
+        signs=dataset.signs if dataset.compares else None,
+        mismatched=None if dataset.mismatched is None else _rows(dataset.mismatched, rows),
+        report=DatasetReport(unit=dataset.report.unit, documents=int(offsets[-1])),
+        stored=Stored(
+            lengths=dataset.lengths,
+            targets=dataset.document_targets,
+            max_token=dataset.max_token,
+            identity=dataset.fingerprint(),
+            rows=Packs(offsets=offsets, documents=np.concatenate(documents)),
+        ),
+    )

@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from pathlib import Path
 from engine.checkpoint.folder import stats_of
 from engine.checkpoint.manifest import MANIFEST
 from engine.errors import UserError
-from engine.files.durable import sync_folder
+from engine.files.durable import delete_folder, sync_folder, write_durably
 from engine.files.refusals import writing
 
 CHECKPOINTS = "checkpoints"
@@ -29,6 +28,7 @@ _STEP = re.compile(r"^step_(\d{8,})$")
 _KEPT = re.compile(r"^step_(\d{8,})\.old$")
 _LEFTOVER = re.compile(r"^step_\d{8,}(\.[0-9a-z]+-\d+)?\.(tmp|old|deleting)$")
 _BEST = "best.json"
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _UNLOCKABLE_SECONDS = 3600.0
 """Where the file system knows no locks, a temporary folder untouched for so long is nobody's."""
 
@@ -52,7 +52,7 @@ def held(staging: Path) -> Iterator[None]:
     """
     with writing(staging):
         staging.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(staging, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(staging, _FOLDER_FLAGS)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -67,8 +67,8 @@ def held(staging: Path) -> Iterator[None]:
 
 def _is_in_use(staging: Path) -> bool:
     try:
-        descriptor = os.open(staging, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        descriptor = os.open(staging, _FOLDER_FLAGS)
+    except (FileNotFoundError, NotADirectoryError):  # a link is nobody's either
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,7 +90,7 @@ def move_into_place(staging: Path, out: Path) -> None:
     """
     old = out.with_name(out.name + ".old")
     with writing(out):
-        if out.exists():
+        if os.path.lexists(out):
             # Between the two renames only the ".old" one is there; latest_checkpoint knows that name.
             discard(old)
             os.rename(out, old)
@@ -106,11 +106,10 @@ def discard(path: Path) -> None:
         OSError: the system does not allow it.
     """
     hidden = path.with_name(path.name.partition(".")[0] + ".deleting")
-    if hidden.exists():
-        shutil.rmtree(hidden)
-    if path.exists():
+    delete_folder(hidden)
+    if os.path.lexists(path):
         os.rename(path, hidden)
-        shutil.rmtree(hidden)
+        delete_folder(hidden)
 
 
 def mark_best(run_dir: Path, step: int, eval_loss: float) -> None:
@@ -119,11 +118,7 @@ def mark_best(run_dir: Path, step: int, eval_loss: float) -> None:
     Raises:
         UserError: the disk does not take it.
     """
-    path = run_dir / CHECKPOINTS / _BEST
-    part = path.with_name(path.name + ".part")
-    with writing(path):
-        part.write_text(json.dumps({"step": step, "eval_loss": eval_loss}) + "\n", encoding="utf-8")
-        os.replace(part, path)
+    write_durably(run_dir / CHECKPOINTS / _BEST, json.dumps({"step": step, "eval_loss": eval_loss}) + "\n")
 
 
 def best_step(run_dir: Path) -> int | None:

@@ -173,7 +173,7 @@ class Sweep:
 
     def undisturbed(self) -> list[str]:
         """Runs the command once; sets what is expected, and gives its operations."""
-        ended = self._run("count", 0)
+        ended = self.run("count", 0)
         assert ended.status == 0, ended.stderr
         self._expected = dict(self.command.results(self.folder))
         return ended.operations
@@ -184,18 +184,24 @@ class Sweep:
         able = {"no space": _ALLOCATING, "forbidden": _BY_NAME, "short": ("write",)}
         return [(how, at) for how in hows for at, kind in enumerate(kinds, 1) if kind in able.get(how, (kind,))]
 
-    def _run(self, how: str, at: int) -> Ended:
+    def prepare(self) -> None:
+        """Brings the folder to its state before the command."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
         self.command.before(self.folder)
-        return self._again(how, at)
 
-    def _again(self, how: str = "count", at: int = 0) -> Ended:
+    def run(self, how: str, at: int) -> Ended:
+        """The command's first run."""
+        self.prepare()
+        return self.run_again(how, at)
+
+    def run_again(self, how: str = "count", at: int = 0) -> Ended:
+        """The command on whatever is in the folder."""
         return self.server.run(self.command.tool, self.command.arguments(self.folder), self.folder, how=how, at=at)
 
     def judge(self, how: str, at: int) -> str:
         """Runs the command with the disturbance, and once more without."""
-        first = self._run(how, at)
+        first = self.run(how, at)
         hit = first.operations[at - 1] if len(first.operations) >= at else "(not reached)"
         outcome, problem = self._outcome(first, how)
         self.counts[how, outcome] = self.counts.get((how, outcome), 0) + 1
@@ -216,7 +222,7 @@ class Sweep:
         if first.status == 0:
             difference = self._difference()
             return ("wrong", f"status 0: {difference}") if difference else ("right at once", None)
-        second = self._again()
+        second = self.run_again()
         if second.status == 2 and self.command.finished is not None and re.search(self.command.finished, second.stderr):
             difference = self._difference()
             return ("wrong", f"finished: {difference}") if difference else ("was finished", None)

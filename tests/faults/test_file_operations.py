@@ -72,7 +72,7 @@ def _trained(folder: Path) -> Mapping[str, str]:
     return found | {f"step {record['step']}": str(record["loss"]) for record in records if "loss" in record}
 
 
-def _cases(inputs: Path) -> dict[str, Command]:
+def commands(inputs: Path) -> dict[str, Command]:
     out = "--out"
     importing: Sequence[object] = ("import", "--source", inputs / "model", "--tensor", 2, "--threads", 1)
     made = {
@@ -142,7 +142,7 @@ NAMES = (
 
 def _sweep(server: Faults, inputs: Path, name: str, folder: Path) -> Sweep:
     (folder / "work").mkdir()
-    return Sweep(server, _cases(inputs)[name], folder / "work")
+    return Sweep(server, commands(inputs)[name], folder / "work")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -145,11 +145,12 @@ def test_tensorboard_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         MetricsWriter(None, tmp_path)
 
 
-def test_a_full_disk_is_a_sentence() -> None:
+def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
-    metrics = MetricsWriter(Path("/dev/full"))
-    with pytest.raises(UserError, match=r"/dev/full cannot be written \(No space left on device\): make room"):
+    monkeypatch.setattr("engine.telemetry.metrics.open_append", lambda path: open("/dev/full", "a"))
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be written \(No space left on device\): make room"):
         metrics.evaluation(step=1, eval_loss=1.0)
     metrics.evaluation(step=2, eval_loss=1.0)  # nowhere, and no second sentence
     metrics.close()

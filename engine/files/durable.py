@@ -30,10 +30,11 @@ def open_append(path: Path) -> IO[str]:
     """The text file at `path`, made where it is missing, to be written behind what it has.
 
     Raises:
-        OSError: the system does not allow it, or what has that name is no file: opening a pipe would wait for a reader.
+        OSError: the system does not allow it, or what has that name is no file: a pipe would make us wait for a
+            reader, and a link could lead anywhere.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     file = open(os.open(path, flags, 0o666), "a", encoding="utf-8")  # noqa: SIM115 - the caller's
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

@@ -87,7 +87,8 @@ def commands(inputs: Path) -> dict[str, Command]:
             finished="holds a finished token store already",
         ),
         "train": Command(
-            name="train", tool="pretrain_lora", arguments=lambda w: _training(inputs, w / "run"), results=_trained
+            name="train", tool="pretrain_lora", arguments=lambda w: _training(inputs, w / "run"), results=_trained,
+            left=r"run\.lock$|\.deleting", linkable=("run", "run/checkpoints", "run/telemetry"),
         ),
         "report": Command(
             name="report", tool="report", arguments=lambda w: [inputs / "run", out, w / "report.html"], results=digests
@@ -96,6 +97,7 @@ def commands(inputs: Path) -> dict[str, Command]:
             name="generate", tool="generate", results=digests,
             arguments=lambda w: ["--model", inputs / "model", "--prompts", inputs / "prompts.jsonl",
                                  "--max-new-tokens", 3, out, w / "answers.jsonl"],
+            linkable=("answers.jsonl",),
         ),
     }  # fmt: skip
     conversions: dict[str, list[object]] = {

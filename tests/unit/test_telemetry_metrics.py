@@ -148,7 +148,7 @@ def test_tensorboard_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
-    monkeypatch.setattr("engine.telemetry.metrics.open_append", lambda path: Path("/dev/full").open("a"))
+    monkeypatch.setattr("engine.telemetry.metrics.open_append", lambda path: Path("/dev/full").open("a"))  # noqa: SIM115
     metrics = MetricsWriter(tmp_path / "metrics.jsonl")
     with pytest.raises(UserError, match=r"metrics.jsonl cannot be written \(No space left on device\): make room"):
         metrics.evaluation(step=1, eval_loss=1.0)

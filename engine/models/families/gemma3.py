@@ -20,15 +20,28 @@ _DEFAULTS = {
 
 def _ropes(hf: dict[str, Any]) -> tuple[Rope, Rope]:
     """Of layers that see everything, and of those with a window; transformers 4's keys or 5's `rope_parameters`."""
-    both = hf.get("rope_parameters") or {}
-    if "full_attention" in both:
-        parts = [{"rope_parameters": both["full_attention"]}, {"rope_parameters": both["sliding_attention"]}]
-    else:
-        parts = [
-            {"rope_theta": hf.get("rope_theta", 1e6), "rope_scaling": hf.get("rope_scaling")},
-            {"rope_theta": hf.get("rope_local_base_freq", 1e4)},
-        ]
-    everything, window = (Rope(theta=theta, scaling=scaling) for theta, scaling in map(rope_from_hf, parts))
+    both, older = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    if "type" in older and "rope_type" not in older:
+        raise UserError(
+            f"config.json has rope_scaling of type {older['type']!r} under the key type, which transformers passes "
+            "over in a Gemma 3 model: call it rope_type."
+        )
+    share = hf.get("partial_rotary_factor")
+    parts = (
+        {
+            "rope_theta": hf.get("rope_theta") or 1e6,
+            "partial_rotary_factor": share,
+            **(both.get("full_attention") or {}),
+            **older,
+        },
+        {
+            "rope_theta": hf.get("rope_local_base_freq") or 1e4,
+            "partial_rotary_factor": share,
+            **(both.get("sliding_attention") or {}),
+        },
+    )
+    ropes = [rope_from_hf({"rope_parameters": part}) for part in parts]
+    everything, window = (Rope(theta=theta, scaling=scaling) for theta, scaling in ropes)
     return everything, window
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from engine.errors import UserError
 from engine.models.config import DecoderConfig, LayerKind, RopeScaling
 from engine.models.families.checking import rope_value
-from engine.models.families.reading import check_activation, decoder_config, rope_from_hf
+from engine.models.families.reading import check_activation, decoder_config, original_length, rope_from_hf
 from engine.models.names import GATE_UP, QKV
 
 FUSED = (QKV, GATE_UP)
@@ -22,8 +22,9 @@ _DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "ma
 
 
 def _longrope(scaling: dict[str, Any], hf: dict[str, Any]) -> tuple[RopeScaling, int]:
-    """The scaling of sequences up to a length, and that length."""
-    length = int(scaling.get("original_max_position_embeddings") or hf["original_max_position_embeddings"])
+    """The scaling of sequences up to a length, and that length: 4096 where the config itself, not its `rope_scaling`,
+    does not say, as in transformers."""
+    length = original_length(scaling, hf, "longrope")
     factor = scaling.get("factor") or int(hf["max_position_embeddings"]) / length
     table_scale = scaling.get("attention_factor")
     if table_scale is None:
@@ -51,6 +52,11 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         scaling, limit = _longrope(rope, hf)
     else:
         (theta, scaling), limit = rope_from_hf(hf), None
+        if scaling is not None:
+            raise UserError(
+                f"config.json has a rotary embedding of type {scaling.kind}, which a Phi-3 model does not have: use "
+                "one with default or longrope."
+            )
     window = hf.get("sliding_window")
     config = decoder_config(
         hf,

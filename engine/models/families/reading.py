@@ -41,14 +41,22 @@ NAMES = NameMap(layer_modules=PRE_NORM_MODULES)
 def rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling, from transformers 4's `rope_theta` + `rope_scaling` or 5's `rope_parameters`.
 
+    A length of pretraining beside the mapping counts before the one inside, as in transformers 5.
+
     Raises:
-        UserError: the scaling is of a kind that the decoder does not have, or lacks a value.
+        UserError: the scaling is of a kind that the decoder does not have, lacks a value, or is of parts of heads.
     """
     scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     theta = float(scaling.get("rope_theta") or hf.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return theta, None
+    share = scaling.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if share != 1.0:
+        raise UserError(
+            f"config.json has partial_rotary_factor {share:g} beside a rotary embedding of type {kind}, which the "
+            "decoder has for whole heads alone: use a model without it."
+        )
     if kind == "linear":
         return theta, RopeScaling(kind="linear", factor=float(rope_value(scaling, kind, "factor")))
     if kind == "llama3":
@@ -57,9 +65,19 @@ def rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             factor=float(rope_value(scaling, kind, "factor")),
             low_freq_factor=float(rope_value(scaling, kind, "low_freq_factor")),
             high_freq_factor=float(rope_value(scaling, kind, "high_freq_factor")),
-            original_length=int(rope_value(scaling, kind, "original_max_position_embeddings")),
+            original_length=original_length(scaling, hf, kind),
         )
     raise UserError(f"rope type {kind!r} in config.json is not supported: use a model with default, linear or llama3.")
+
+
+def original_length(scaling: Mapping[str, Any], hf: Mapping[str, Any], kind: str) -> int:
+    """The length of pretraining: the config's own `original_max_position_embeddings`, else the rotary embedding's.
+
+    Raises:
+        UserError: neither has one.
+    """
+    key = "original_max_position_embeddings"
+    return int(hf[key] if hf.get(key) is not None else rope_value(scaling, kind, key))
 
 
 def windows_from_hf(hf: Mapping[str, Any], types: list[str]) -> tuple[LayerKind, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import struct
 import subprocess
@@ -21,6 +22,7 @@ from engine.data.stored import cut_spans, stored_dataset
 from engine.data.tokenizer import load_tokenizer
 from engine.data.units import plan_units
 from engine.errors import UserError
+from engine.files.staging import staged_folder
 from tests.commands import REPOSITORY
 
 
@@ -138,6 +140,15 @@ def test_killed_and_gone_on(tmp_path: Path, tokenizer_dir: Path) -> None:
     assert (tmp_path / "store" / "tokens.bin").read_bytes() == (tmp_path / "whole" / "tokens.bin").read_bytes()
     with pytest.raises(UserError, match="holds a finished token store already"):
         preprocess(Request(files=(records,), tokenizer=tokenizer_dir), tmp_path / "store")
+
+
+def test_one_call_at_a_time(tmp_path: Path, tokenizer_dir: Path) -> None:
+    request = Request(files=(_lines(tmp_path / "a.jsonl", [{"text": "a text"}]),), tokenizer=tokenizer_dir)
+    refused = pytest.raises(UserError, match=rf"store is being written by process {os.getpid()} on .* since")
+    with staged_folder(tmp_path / "store", check=lambda: None, plan="another"), refused:  # as a call in progress
+        preprocess(request, tmp_path / "store")
+    preprocess(request, tmp_path / "store")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "store"}
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path, data_dir: Path, tokenizer_dir: Path) -> None:

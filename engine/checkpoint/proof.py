@@ -163,7 +163,10 @@ def _stock_logits(folder: Path, dtype: torch.dtype, tokens: Tensor, adapter: Pat
     from transformers import AutoModelForCausalLM
 
     with _quiet():
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        # the family's own arithmetic: some versions take SDPA for Gemma 2, which leaves out the soft cap on its scores
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
+        )
         _refuse_misfits(folder.name, info)
         if adapter is not None:
             model = _with_adapter(model, adapter)

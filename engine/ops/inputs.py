@@ -271,7 +271,8 @@ class KeptInput(_MadeFirst):
         self._source = source
         self._making = True
         self._x: Tensor | None = None
-        self._node: Any = None
+        self._held: Tensor | None = None
+        """The output of the node that holds x: an older torch lets a node go with its last output."""
 
     def features(self, u: Tensor) -> int:
         return self._source.features(u)
@@ -280,9 +281,10 @@ class KeptInput(_MadeFirst):
         return self._source.leaves()
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
-        if self._node is not None:
-            (x,) = self._node.saved_tensors
-            self._node = None  # nobody else reads it, and the graph lives on until backward has ended
+        if self._held is not None:
+            node: Any = self._held.grad_fn
+            (x,) = node.saved_tensors
+            self._held = None  # nobody else reads it, and the graph lives on until backward has ended
             return x, None
         x, statistics = self._source.make(u, out, kernels)
         if self._making:
@@ -298,7 +300,7 @@ class KeptInput(_MadeFirst):
     def keep(self) -> None:
         """Keeps x, which may lie in a buffer that the linear went on writing to until now."""
         assert self._x is not None
-        self._node = _Keep.apply(torch.empty(0, requires_grad=True), self._x).grad_fn
+        self._held = _Keep.apply(torch.empty(0, requires_grad=True), self._x)
         self._making, self._x = False, None
 
     def gives_a(self, kernels: Kernels) -> bool:
@@ -308,7 +310,7 @@ class KeptInput(_MadeFirst):
     def accumulate_a(
         self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Mask | None, low_rank: LowRank, kernels: Kernels
     ) -> None:
-        self._node = None
+        self._held = None
         self._source.accumulate_a(dh, u, statistics, mask, low_rank, kernels)
 
     def gradient(
@@ -324,5 +326,5 @@ class KeptInput(_MadeFirst):
         self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Mask | None, low_rank: LowRank,
         kernels: Kernels,
     ) -> Tensor:  # fmt: skip
-        self._node = None
+        self._held = None
         return self._source.gradient_and_a(dx, u, update, dh, mask, low_rank, kernels)

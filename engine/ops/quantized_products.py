@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -185,8 +186,23 @@ def _scaled_product(
     """a b in fp32, scaled, rounded to `dtype`; `fast` lets a GPU sum with fewer bits, as is usual in forward."""
     if a_TK.shape[0] == 0:
         return torch.empty(0, b_KN.shape[1], dtype=dtype, device=a_TK.device)  # torch refuses scales of no rows
-    by_row_on_gpu = scale_a.dim() == 2 and a_TK.device.type == "cuda"
-    out_dtype = torch.bfloat16 if by_row_on_gpu else dtype
+    by_row, on_gpu = scale_a.dim() == 2, a_TK.device.type == "cuda"
+    if by_row and not on_gpu and not _scales_rows_on_cpu():
+        one = torch.ones(())
+        y = torch._scaled_mm(a_TK, b_KN, scale_a=one, scale_b=one, out_dtype=torch.float32)
+        return y.mul_(scale_a).mul_(scale_b).to(dtype)
+    out_dtype = torch.bfloat16 if by_row and on_gpu else dtype
     scale_b = scale_b.contiguous()
     y = torch._scaled_mm(a_TK, b_KN, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=fast)
     return y.to(dtype)
+
+
+@cache
+def _scales_rows_on_cpu() -> bool:
+    """Whether torch's product takes a scale for each row on a CPU, where older versions take one for the whole."""
+    codes, scale = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(codes, codes.t(), scale_a=scale, scale_b=scale.t().contiguous(), out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -18,6 +19,7 @@ from engine.checkpoint.merge import MergedSource
 from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.peft_read import AdapterSource
 from engine.checkpoint.peft_write import export_peft
+from engine.checkpoint.proof import prove_model
 from engine.checkpoint.source import open_source
 from engine.checkpoint.training_state import open_run
 from engine.errors import UserError
@@ -40,6 +42,11 @@ def _logits(built: Built) -> Tensor:
 def _stock_logits(model: torch.nn.Module) -> Tensor:
     with torch.no_grad():
         return stock_losses(model, batch_of())[0]
+
+
+def _stock(folder: Path) -> torch.nn.Module:
+    """Stock transformers with the family's own attention: its default may leave out a soft cap on scores."""
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 
 def _export(tmp_path: Path, base: Path, tensors: dict[str, Tensor], *, rslora: bool = False) -> None:
@@ -68,13 +75,22 @@ def test_adapter_and_merged_model_give_the_live_models_logits(name: str, tmp_pat
     for key, value in tensors.items():
         assert torch.equal(source.read_whole(key), value), key
     if name not in NOT_STOCK:
-        merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+        merged, info = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "merged", attn_implementation="eager", output_loading_info=True
+        )
         assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         torch.testing.assert_close(_stock_logits(merged.eval()), live, rtol=0, atol=1e-4)
-        peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), tmp_path / "adapter")
+        peft = PeftModel.from_pretrained(_stock(tmp_path / "hf"), tmp_path / "adapter")
         info = peft.load_adapter(tmp_path / "adapter", "again")
         assert not info.unexpected_keys and not [key for key in info.missing_keys if "again" in key]
         torch.testing.assert_close(_stock_logits(peft.eval()), live, rtol=0, atol=1e-4)
+
+
+def test_a_soft_cap_is_not_lost_in_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """transformers 5.17 takes SDPA for Gemma 2 unless told otherwise, and drops the soft cap; 5.23 refuses the pair."""
+    make_model("gemma2", tmp_path / "hf")
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    assert "by transformers differ" in prove_model(tmp_path / "hf", open_source(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -84,7 +100,7 @@ def test_some_parts_of_a_fused_matrix(rslora: bool, tmp_path: Path):
     built = engine_model(tmp_path / "hf", trained="", adapters=r"layers\..*\.(q_proj|v_proj|up_proj)")
     tensors = built.parameters()
     _export(tmp_path, tmp_path / "hf", tensors, rslora=rslora)
-    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), tmp_path / "adapter")
+    peft = PeftModel.from_pretrained(_stock(tmp_path / "hf"), tmp_path / "adapter")
     torch.testing.assert_close(_stock_logits(peft.eval()), _logits(built), rtol=0, atol=1e-4)
     base = open_model(tmp_path / "hf")
     source = AdapterSource(tmp_path / "adapter", names=base.names, decoder=base.decoder)

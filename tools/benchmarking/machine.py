@@ -41,7 +41,7 @@ def describe(device: torch.device, packages: tuple[str, ...]) -> dict[str, str]:
     if device.type == "cuda":
         facts["GPU"] = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     facts["Python"] = platform.python_version()
-    return facts | {name: _version(name) for name in ("torch", *packages)}
+    return facts | {"torch": torch.__version__} | {name: _version(name) for name in packages}
 
 
 def _version(package: str) -> str:

@@ -80,7 +80,8 @@ def _start(operation: str, primitive: Callable[..., Any], axis: Axis, *arguments
         raise_if_lost(error, operation, axis=axis.name, group=axis.group)
         raise
     if begun is not None:
-        work = METER.watched(work, begun, f"{axis.name} {operation}", sent_bytes(operation, arguments, axis.size))
+        sent = sent_bytes(operation, arguments, axis.size)
+        work = METER.watched(work, begun, f"{axis.name} {operation}", sent, arguments)
     return Handle((work, operation, axis, None, number))
 
 
@@ -118,12 +119,14 @@ def _watched_transfers(
     works: Sequence[Any], begun: Any, operations: Sequence[tuple[bool, Tensor, int]], axis: Axis
 ) -> list[Any]:
     """The works, measured; the bytes of a receive are those that come."""
-    sizes = [tensor.numel() * tensor.element_size() for _, tensor, _ in operations]
+    tensors = [tensor for _, tensor, _ in operations]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if len(works) != len(operations):
         name = f"{axis.name} send and receive"
-        return [METER.watched(work, begun, name, sum(sizes) / len(works)) for work in works]
+        return [METER.watched(work, begun, name, sum(sizes) / len(works), tensors) for work in works]
     names = [f"{axis.name} {_transfer(is_send)}" for is_send, _, _ in operations]
-    return [METER.watched(work, begun, name, size) for work, name, size in zip(works, names, sizes, strict=True)]
+    facts = zip(works, names, sizes, tensors, strict=True)
+    return [METER.watched(work, begun, name, size, [tensor]) for work, name, size, tensor in facts]
 
 
 def _transfer(is_send: bool) -> str:
@@ -175,8 +178,8 @@ def exchange_async(
     """Sends `tensor` to rank `to` of the axis and receives one of shape `received` from rank `source`.
 
     What is empty is not sent: both ends know the size. The caller keeps `tensor`, which must be contiguous, as it is
-    until the handle is waited for, and every rank of the axis starts its exchanges in the same order. NCCL makes a
-    group's communicator in its first collective, which therefore must not be an exchange that some rank leaves out.
+    until the handle is waited for, and every rank of the axis starts its exchanges in the same order. A rank may leave
+    one out, because the axis has been through a collective of all its ranks (`build_mesh`).
     """
     if axis.size == 1:
         return tensor, Handle()

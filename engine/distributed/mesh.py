@@ -1,8 +1,8 @@
 """The mesh: one process group per axis, handed out explicitly.
 
 Built once at launch. Layers receive the `Axis` they communicate on as an argument; there is no module-level group
-state. Each group is made with the default group's timeout, which torch does not do by itself, and is described to the
-backend by its axis, which is what NCCL's watchdog prints.
+state. Each group is made with the default group's timeout, which torch does not do by itself, is described to the
+backend by its axis, which is what NCCL's watchdog prints, and is connected before anything else uses it.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ def build_mesh(grid: RankGrid, *, device_type: str, num_kv_heads: int) -> Mesh:
     timeout = _default_timeout(device_type)
     with communicating("making the process groups"):
         axes = {name: _axis(name, sets, timeout) for name, sets in groups.items()}
+        for axis in axes.values():
+            _connect(axis, device_type)
     return Mesh(grid=grid, **axes)
 
 
@@ -115,6 +117,17 @@ def _default_timeout(device_type: str) -> timedelta | None:
     """Of the default group; None where its backend has none, as the fake one."""
     options = dist.group.WORLD._get_backend(torch.device(device_type)).options
     return None if options is None else options._timeout
+
+
+def _connect(axis: Axis, device_type: str) -> None:
+    """Takes all ranks of an axis through a collective.
+
+    NCCL makes a group's communicator in its first operation, to which all ranks must come. In training that may be an
+    exchange that one rank has no part in, because nobody needs its keys: the others would wait for it, and it for them
+    in the next axis's operation.
+    """
+    if axis.size > 1:
+        dist.all_reduce(torch.zeros(1, device=device_type), group=axis.group)
 
 
 def _kv_groups(grid: RankGrid, num_kv_heads: int) -> list[list[int]]:

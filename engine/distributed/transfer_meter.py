@@ -2,6 +2,8 @@
 
 A GPU's own clock is read by events: one before the collective on the stream that launches it, one behind it on a side
 stream of the axis. They are looked at when totals are asked for; those that are not yet done wait for the next time.
+The side stream's wait is the first one for the collective, and torch keeps a collective's tensors alive until then. The
+computing stream, to which their memory belongs, waits later: until its own wait the meter holds them.
 With Gloo the host's clock is read when a collective begins and when its wait returns; one that was over before somebody
 waited for it ended at an unknown moment, and counts with its bytes, but not in the bandwidth.
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +74,7 @@ class TransferMeter:
             return None
         return _event(torch.cuda.current_stream(first.device))
 
-    def watched(self, work: Any, begun: _Moment | None, name: str, sent: float) -> Any:
+    def watched(self, work: Any, begun: _Moment | None, name: str, sent: float, tensors: Sequence[Any]) -> Any:
         """`work`, or something that can be waited for like it, which is measured.
 
         Args:
@@ -79,6 +82,7 @@ class TransferMeter:
             begun: what `moment` gave.
             name: axis and operation.
             sent: bytes that this rank sends.
+            tensors: all that the collective reads and writes; what is no tensor is passed over.
         """
         if begun is None:
             return work
@@ -87,11 +91,17 @@ class TransferMeter:
         moved.sent += sent
         if isinstance(begun, float):
             return _Watched(work, begun, moved, sent)
-        stream = self._streams.setdefault(name.partition(" ")[0], torch.cuda.Stream())
+        stream = self._stream(name.partition(" ")[0])
         with torch.cuda.stream(stream):
             work.wait()
         self._open.append((name, sent, begun, _event(stream)))
-        return work
+        return _Held(work, [one for one in tensors if isinstance(one, Tensor)])
+
+    def _stream(self, axis: str) -> torch.cuda.Stream:
+        """Of one axis: what ends on it ends in order, and does not wait for what is under way on others."""
+        if axis not in self._streams:
+            self._streams[axis] = torch.cuda.Stream()
+        return self._streams[axis]
 
     def totals(self) -> dict[str, Moved]:
         """By axis and operation, since the last call."""
@@ -124,6 +134,23 @@ class _Watched:
         if not over:
             self._moved.timed += self._sent
             self._moved.seconds += time.perf_counter() - self._begun
+        return result
+
+
+class _Held:
+    """Work whose tensors live until the stream that computes has waited for it."""
+
+    __slots__ = ("_tensors", "_work")
+
+    def __init__(self, work: Any, tensors: list[Tensor]) -> None:
+        self._work, self._tensors = work, tensors
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> Any:
+        result = self._work.wait()
+        self._tensors.clear()
         return result
 
 

@@ -65,9 +65,6 @@ class InferenceStage:
                 slots=slots,
                 device=device,
             )
-        if pp.size > 1:
-            # makes the communicator, which NCCL does in the first collective of all
-            all_reduce(torch.zeros(1, device=device), pp)
 
     @torch.inference_mode()
     def begin(self, prompts: Sequence[Sequence[int]], slots: Sequence[int], rows: Sequence[int]) -> list[int]:

@@ -46,8 +46,7 @@ class CopyAll:
         self._masters = [slot.view(master) for slot in slots]
 
     def start(self) -> None:
-        if self._weights:
-            torch._foreach_copy_(self._weights, self._masters)
+        _copy(self._weights, self._masters)
 
     def finish(self) -> None:
         pass
@@ -83,7 +82,7 @@ class _Arrival:
         assert self._sent is not None
         _, whole, handle = self._sent
         handle.wait()
-        torch._foreach_copy_(self.weights, [slot.view(whole, self._bucket.start) for slot in self._bucket.slots])
+        _copy(self.weights, [slot.view(whole, self._bucket.start) for slot in self._bucket.slots])
         self._is_due, self._sent = False, None
 
     def release(self) -> None:
@@ -166,12 +165,16 @@ class SendToKeepers:
         sizes = {"sent": self._sent_sizes, "received": self._received_sizes}
         received = all_to_all(sent.to(self._dtype), self._weights.axis, **sizes)
         parts = received.split([target.numel() for target in self._targets])
-        torch._foreach_copy_(
-            self._targets, [part.view(target.shape) for part, target in zip(parts, self._targets, strict=True)]
-        )
+        _copy(self._targets, [part.view(target.shape) for part, target in zip(parts, self._targets, strict=True)])
 
     def finish(self) -> None:
         pass
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target; a rank whose layers train nothing has none, which torch refuses."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def home(slot: Slot, weights: SpreadWeights | None) -> Tensor:

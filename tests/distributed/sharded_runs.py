@@ -56,6 +56,9 @@ CASES = {
     "tied": Case(config=replace(SMALL, tied_embeddings=True), trained=".*"),
     "head and adapters": Case(config=SMALL, adapters=r"layers\.1\..*_proj|embed_tokens", trained="lm_head|norm"),
     "upper adapters": Case(config=SMALL, adapters=r"layers\.1\..*_proj"),
+    "deep, last adapters": Case(config=small_config(num_layers=4), adapters=r"layers\.3\..*_proj"),
+    "deep, last layer": Case(config=small_config(num_layers=4), trained=r"layers\.3\..*|norm|lm_head"),
+    "deep, first adapters": Case(config=small_config(num_layers=4), adapters=r"layers\.0\..*_proj"),
     "deep, adapters": Case(config=small_config(num_layers=4), adapters=EVERY_LINEAR),
     "deep, layers": Case(config=small_config(num_layers=4), adapters=r"layers\..*_proj"),
     "deep, everything": Case(config=small_config(num_layers=4), trained=".*"),
@@ -75,6 +78,7 @@ class Layout:
         case: a key of CASES.
         layers: of each pipeline stage.
         schedule: of a pipeline.
+        first: the first stage that trains anything; those below have no backward.
         accumulation: micro-batches a step.
         recompute: what backward makes again.
         dtype: of the weights that the model computes with.
@@ -88,6 +92,7 @@ class Layout:
     grid: RankGrid
     layers: tuple[int, ...] = (2,)
     schedule: str = "1f1b"
+    first: int = 0
     sequence: bool = False
     accumulation: int = 2
     dropout: float = 0.1
@@ -139,7 +144,9 @@ class Run:
         case = replace(case, sequence_parallel=layout.sequence, dropout=layout.dropout)
         self.layout, self.mesh, self.case = layout, mesh, case
         virtual = len(layout.layers) // mesh.pp.size
-        choice = ScheduleChoice(name=layout.schedule, num_ranks=mesh.pp.size, virtual=virtual)
+        choice = ScheduleChoice(
+            name=layout.schedule, num_ranks=mesh.pp.size, virtual=virtual, first_trainable_stage=layout.first
+        )
         stage_rank = choice.schedule(layout.accumulation).stage_rank
         tensors = TensorLayout(
             tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,
@@ -181,8 +188,10 @@ class Run:
                 embedding_weight=embedding, weights=self.kept, memory=memory,
             )  # fmt: skip
             embedding = model.embedding.weight if model.embedding is not None else embedding
-            gives_gradient = number > 0
-            stages[number] = ModelStage(model, LanguageModeling(), CPU, gives_gradient=gives_gradient, step=step)
+            stages[number] = ModelStage(
+                model, LanguageModeling(), CPU, trains=number >= layout.first, gives_gradient=number > layout.first,
+                step=step,
+            )  # fmt: skip
         return stages
 
     def _fill_weights(self) -> None:

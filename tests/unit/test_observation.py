@@ -79,8 +79,8 @@ def test_what_ended_unseen_has_no_time() -> None:
     assert meter.moment([torch.ones(1)]) is None
     meter.start()
     begun = meter.moment([torch.ones(1)])
-    seen = meter.watched(_Work(0.03), begun, "dp all_reduce", 10.0)
-    unseen = meter.watched(_Work(0.0), begun, "dp all_reduce", 5.0)
+    seen = meter.watched(_Work(0.03), begun, "dp all_reduce", 10.0, ())
+    unseen = meter.watched(_Work(0.0), begun, "dp all_reduce", 5.0, ())
     assert seen.wait() and unseen.wait()
     moved = meter.totals()["dp all_reduce"]
     assert (moved.calls, moved.sent, moved.timed) == (2, 15.0, 10.0)

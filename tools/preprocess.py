@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from engine.config.command_line import CommandLine, json_mapping, named_as
 from engine.config.data import FORMATS
+from engine.config.paths import path_text
 from engine.telemetry.errors import run_command
 from engine.telemetry.processors import available_processors
 
@@ -36,7 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
             "data.chat_template": "--chat-template",
         },
     )
-    parser.add_argument("files", nargs="+", help=".jsonl, .json, .parquet or .txt files, or patterns with *")
+    parser.add_argument(
+        "files", nargs="+", type=path_text, help=".jsonl, .json, .parquet or .txt files, or patterns with *"
+    )
     parser.add_argument("--tokenizer", required=True, type=Path, help="folder or sentencepiece .model file")
     parser.add_argument("--out", type=Path, help="the store's folder")
     parser.add_argument(
@@ -44,7 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--format", default="auto", choices=FORMATS, help="of the records (default: by their fields)")
     parser.add_argument("--no-mask-prompt", action="store_true", help="learn questions too, not only answers")
-    parser.add_argument("--chat-template", metavar="T", help="name or file, as of --data.chat_template in training")
+    parser.add_argument(
+        "--chat-template", type=path_text, metavar="T", help="name or file, as of --data.chat_template in training"
+    )
     parser.add_argument(
         "--chat-arguments", type=json_mapping, default={}, metavar="JSON", help='for it: {"enable_thinking": false}'
     )

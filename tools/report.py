@@ -16,6 +16,7 @@ from reporting.page import page
 from reporting.reading import read_runs
 
 from engine.config.command_line import CommandLine
+from engine.config.run_files import REPORT
 from engine.files.durable import write_durably
 from engine.files.refusals import writing
 from engine.telemetry.errors import run_command
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run")
     parser.add_argument("--out", type=Path, help="HTML file (default: report.html in the first run's folder)")
     arguments = parser.parse_args()
-    out = arguments.out or arguments.runs[0] / "report.html"
+    out = arguments.out or arguments.runs[0] / REPORT
     text = page(read_runs(arguments.runs))
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -18,11 +18,10 @@ from pathlib import Path
 
 from engine.checkpoint.folder import stats_of
 from engine.checkpoint.manifest import MANIFEST
+from engine.config.run_files import CHECKPOINTS
 from engine.errors import UserError
 from engine.files.durable import delete_folder, sync_folder, write_durably
 from engine.files.refusals import writing
-
-CHECKPOINTS = "checkpoints"
 
 _STEP = re.compile(r"^step_(\d{8,})$")
 _KEPT = re.compile(r"^step_(\d{8,})\.old$")

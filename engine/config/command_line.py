@@ -11,8 +11,10 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
+from engine.config.paths import path
 from engine.config.suggestions import closest, meant_options, meant_value
 from engine.errors import UserError
 
@@ -31,6 +33,7 @@ class CommandLine(argparse.ArgumentParser):
         arguments.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         arguments.setdefault("allow_abbrev", False)  # --base is no short form of --base-dtype
         super().__init__(**arguments)
+        self.register("type", Path, path)
         self.stands_for = dict(stands_for or {})
         self.set_defaults(stands_for=self.stands_for)  # the subcommand's, where there is one
 

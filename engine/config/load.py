@@ -22,6 +22,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from engine.config.keys import check_argument_names, check_file, check_text
 from engine.config.names import option_types, sections
+from engine.config.paths import PATH_OPTIONS, at_home
 from engine.config.rules import check_config, check_files
 from engine.config.run import RunConfig
 from engine.config.suggestions import meant_value
@@ -131,12 +132,20 @@ def _field_docs(kind: type) -> dict[str, str]:
 
 def _build(values: Namespace) -> RunConfig:
     # The parser takes null for an option that was not given, so that null where a value is needed gets through it.
+    for name in PATH_OPTIONS:
+        values[name] = _at_home(name, values[name])
     for name, kind in option_types().items():
         if values[name] is None and type(None) not in get_args(kind):
             raise UserError(_wrong_type(name, "is null"))
     built = {name: kind(**values[name].as_dict()) for name, kind in sections().items()}
     plain = {name: values[name] for name in option_types() if "." not in name}
     return RunConfig(**built, **plain)
+
+
+def _at_home(option: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return at_home(option, value)
+    return value if value is None else tuple(at_home(option, entry) for entry in value)
 
 
 def _split_lists(arguments: list[str]) -> list[str]:
@@ -165,7 +174,7 @@ def _as_json_list(value: str, kind: Any) -> str:
 def _config_files(arguments: list[str]) -> list[str]:
     joined = [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
     apart = [value for option, value in pairwise(arguments) if option == "--config"]
-    return joined + apart
+    return [at_home("--config", path) for path in joined + apart]
 
 
 def _sentence(message: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config.checks import require, require_at_least, require_not_negative
+from engine.config.run_files import is_taken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,11 @@ class LogOptions:
             self.metrics is None or (self.metrics not in ("", ".", "..") and "/" not in self.metrics),
             f"log.metrics is {self.metrics!r}, but a file name inside the run's folder is expected: "
             "use for example metrics.jsonl, or null for none.",
+        )
+        require(
+            self.metrics is None or not is_taken(self.metrics),
+            f"log.metrics is {self.metrics!r}, a name that the run's folder needs for something else: use for example "
+            "metrics.jsonl, or null for none.",
         )
         for step in self.profile_steps:
             require_at_least("log.profile_steps", step, 1, "steps are counted from 1")

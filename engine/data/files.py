@@ -45,7 +45,7 @@ def expand_paths(paths: str | Path | list[str] | tuple[str, ...]) -> list[Path]:
     """
     files: list[Path] = []
     for name in [paths] if isinstance(paths, str | Path) else paths:
-        path = Path(name).expanduser()
+        path = Path(name)
         if path.is_file():
             files.append(path)
             continue

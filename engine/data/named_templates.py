@@ -263,7 +263,7 @@ def template_text(name: str) -> str:
     """
     if name in TEMPLATES:
         return TEMPLATES[name]
-    path = Path(name).expanduser()
+    path = Path(name)
     known = ", ".join(TEMPLATES)
     if not path.is_file():
         raise UserError(

@@ -234,7 +234,7 @@ def load_tokenizer(path: str | Path, chat: ChatOptions | None = None) -> Tokeniz
     Raises:
         UserError: nothing there, or nothing that opens.
     """
-    source = Path(path).expanduser()
+    source = Path(path)
     if source.is_dir():
         if (source / "tokenizer.json").is_file():
             return _load_fast(source, chat)

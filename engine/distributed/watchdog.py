@@ -21,11 +21,10 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from engine.config.run_files import HANGS
 from engine.distributed.hang import RankState, explain
 from engine.distributed.operations import LOG, Noted
 
-FOLDER = "hangs"
-"""In the run's folder: what each rank did when nothing went on."""
 _ANSWER_SECONDS = 2.0
 """How long a report waits for the other ranks; to that comes twice the time between two looks."""
 
@@ -61,7 +60,7 @@ class Watchdog:
         polls: Sequence[Poll] = (),
     ) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._folder, self._report_after, self._say, self._polls = folder / FOLDER, report_after, say, polls
+        self._folder, self._report_after, self._say, self._polls = folder / HANGS, report_after, say, polls
         self._pause = seconds_between_looks(world_size)
         self._host, self._main = socket.gethostname(), threading.main_thread().ident or 0
         self.step = 0

@@ -212,6 +212,19 @@ class _LayerTensors(AbstractContextManager[None]):
         return kept.stored.flat().as_strided(kept.shape, kept.stride, kept.offset)
 
 
+def check_offload(device: torch.device) -> None:
+    """Whether tensors can be moved off `device` into host memory.
+
+    Raises:
+        UserError: its memory is the host's.
+    """
+    if device.type != "cuda":
+        raise UserError(
+            f"memory.offload_activations is true and the device is {device.type}, whose memory is the host's already: "
+            "set memory.offload_activations to false, or train on a GPU."
+        )
+
+
 class SavedTensors:
     """Keeps what the layers of a model leave for backward as its plan says.
 
@@ -231,11 +244,7 @@ class SavedTensors:
         self.stored_dtype, self.shapes = plan.stored_dtype, shapes
         self._transfer = transfer if plan.offload else None
         if plan.offload and transfer is None and device.type != "meta":
-            if device.type != "cuda":
-                raise UserError(
-                    f"memory.offload_activations is true and the device is {device.type}, whose memory is the host's "
-                    "already: set memory.offload_activations to false, or train on a GPU."
-                )
+            check_offload(device)
             self._transfer = CudaTransfer(device)
         self._parameters: frozenset[int] | None = None
         self._report = RoundingReport(plan.stored_dtype) if plan.stored_dtype is not None else None

@@ -28,7 +28,7 @@ EXIT_UNREAD = 141
 """The reader of the results left before it had them all: what a shell reports of a program that SIGPIPE ended."""
 EXIT_STOPPED = 75
 """A scheduler stopped the run, which has saved and can go on: "temporary failure, try again" in sysexits.h. Not 0,
-which schedulers take for the end of the work."""
+which schedulers take for the end of the work. torchrun turns it, as any status of its ranks, into 1."""
 _WAIT_SECONDS = 2.0
 """For torchrun to see that the rank that has spoken, or that was lost, has ended: it takes the first for the cause."""
 

@@ -1,8 +1,8 @@
 """The metrics file: one JSON object per line, numbers exactly as they were computed.
 
 A training record has step, loss, grad_norm, lr, tokens, seconds, tokens_per_second and memory; an evaluation has step
-and eval_loss; a checkpoint has step, save_pause_seconds and save_seconds, and comes when it is whole. Only one rank
-writes. A run that resumes at step s first drops the records after s, which it will write again.
+and eval_loss; a checkpoint has step, save_pause_seconds and save_seconds, and comes when it is whole; a note has step
+and note. Only one rank writes. A run that resumes at step s first drops the records after s, which it will write again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from engine.errors import UserError
 from engine.files.durable import open_append, write_durably
 from engine.files.refusals import reading
 from engine.files.strict_json import JsonFlaw, parse_json
+from engine.telemetry.output import is_unread
 
 Value = int | float | str | bool | None
 
@@ -41,7 +42,7 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path | None, tensorboard_dir: Path | None = None) -> None:
-        self._path = path
+        self._path, self._is_alone = path, False
         self._file: IO[str] | None = None if path is None else _open_append(path)
         self._tensorboard = None if tensorboard_dir is None else _open_tensorboard(tensorboard_dir)
 
@@ -82,6 +83,9 @@ class MetricsWriter:
                 **more,
             }
         )
+        if is_unread() and not self._is_alone:
+            self._is_alone = True
+            self.write({"step": step, "note": "nobody reads stderr any more; the run and this file go on"})
 
     def evaluation(self, *, step: int, eval_loss: float, **more: Value) -> None:
         """Write the record of an evaluation after `step` steps; `more` are further figures of it."""

@@ -14,23 +14,20 @@ from typing import Any
 from engine.errors import UserError
 from engine.files.durable import open_append
 
-FOLDER = "telemetry"
-"""In the run's folder."""
-
 
 class RankFile:
     """Of one rank.
 
     Args:
-        run_dir: the run's folder.
+        folder: for the files of all ranks.
         rank: of this process.
 
     Raises:
         UserError: the file cannot be written.
     """
 
-    def __init__(self, run_dir: Path, rank: int) -> None:
-        self._path = run_dir / FOLDER / f"rank_{rank:05d}.jsonl"
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / f"rank_{rank:05d}.jsonl"
         try:
             self._file = open_append(self._path)
         except OSError as error:

@@ -24,18 +24,16 @@ from engine.models.describe import meta_model
 from engine.models.plain_torch import plain_torch_parts
 from engine.objectives.build import build_objective
 from engine.objectives.objective import Objective
-from engine.ops.attention_blocks import REFERENCE_BLOCKS, choose_attention_blocks
-from engine.ops.backends import choose_kernels
-from engine.ops.varlen_attention import choose_attention
 from engine.optim.adamw import FlatAdamW
-from engine.optim.backends import OptimizerBackend, choose_backend
+from engine.optim.backends import OptimizerBackend
 from engine.optim.flat import FlatParameters
 from engine.optim.loss_scale import LossScale
 from engine.optim.reduce import GradientReducer
 from engine.optim.sharding import Sharding
 from engine.telemetry.log import Log
-from engine.training.base_encoding import base_encoding, fill_base
-from engine.training.cuda_graph.build import Graphs, build_graphs, check_graphs, graphs_sentence
+from engine.training.base_encoding import fill_base
+from engine.training.cuda_graph.build import Graphs, build_graphs, graphs_sentence
+from engine.training.device_choices import DTYPES, DeviceChoices, choose_for_device
 from engine.training.host_places import host_places, host_sentence
 from engine.training.partition import Partition, plan_partition
 from engine.training.source import ModelSource
@@ -44,7 +42,6 @@ from engine.training.stages import Stages
 from engine.training.step import TrainStep
 from engine.training.weights import fill_parameters
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float8": FLOAT8}
 
 
@@ -92,9 +89,8 @@ def build_training(
     decoder = source.model.decoder
     partition = plan_partition(config, source.model, plan, launch.world_size)
     mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=decoder.num_kv_heads)
-    backend, choice = choose_backend(config.optim.backend, device=launch.device)  # refused before a weight is read
-    layout = _layout(config, launch, mesh, partition, decoder, log)
-    log.info(choice)
+    choices = choose_for_device(config, launch.device, decoder)
+    layout = _layout(config, mesh, partition, decoder, choices, log)
     places = host_places(config.memory, launch.device)
     weights = SpreadWeights(mesh.dp_cp if config.parallel.shard == "parameters" else Axis("dp_cp"), host=places.weights)
     objective = build_objective(config.objective, cp=mesh.cp, dp=mesh.dp)
@@ -106,7 +102,7 @@ def build_training(
         log.info(sentence)
     fill_parameters(config, source, plan, entries, flat, weights, log)
     fill_base(config, source.model, source.weights, stages.models(), weights, log)
-    optimizer = _optimizer(config.optim, flat, mesh, backend, loss_scale)
+    optimizer = _optimizer(config.optim, flat, mesh, choices.optimizer, loss_scale)
     reducer = GradientReducer(flat, mesh, bucket_bytes=_bucket_bytes(config))
     step = TrainStep(stages, reducer, optimizer, mesh)
     graphs = _graphs(config, launch, mesh, stages, step, documents_per_row, log)
@@ -192,23 +188,13 @@ def _sharding(config: RunConfig, mesh: Mesh, weights: SpreadWeights, log: Log) -
 
 
 def _layout(
-    config: RunConfig, launch: Launch, mesh: Mesh, partition: Partition, decoder: DecoderConfig, log: Log
+    config: RunConfig, mesh: Mesh, partition: Partition, decoder: DecoderConfig, choices: DeviceChoices, log: Log
 ) -> TensorLayout:
     """How this rank's tensors lie, and the arithmetic behind the layers."""
-    dtype = DTYPES[config.model.dtype]
-    kernels, choice = choose_kernels(config.model.kernels, device=launch.device, dtype=dtype)
-    log.info(choice)
-    # also where a row is cut out of samples end to end: a graph wants its boundaries read on the device all the same
-    packed = config.data.fills_rows or config.objective.compares_pairs
-    attention = choose_attention(kernels, device=launch.device, dtype=dtype, head_dim=decoder.head_dim, packed=packed)
-    check_graphs(config, launch.device, attention, decoder)
-    log.info(attention.sentence)
+    for sentence in choices.sentences:
+        log.info(sentence)
     if (sentence := plain_torch_parts(decoder)) is not None:
         log.warning(sentence)
-    blocks = REFERENCE_BLOCKS
-    if mesh.cp.size > 1:
-        blocks = choose_attention_blocks("auto", device=launch.device, dtype=dtype, head_dim=decoder.head_dim)
-        log.info(f"context parallelism: {config.parallel.context_method} attention, blocks by {blocks.name}")
     # in a V the first and the last stage are on one rank and share one tensor
     ends_meet = partition.stage_rank[0] == partition.stage_rank[-1]
     return TensorLayout(
@@ -217,11 +203,11 @@ def _layout(
         pp_ends=Axis("pp_ends") if ends_meet else mesh.pp_ends,
         sequence_parallel=config.parallel.sequence_parallel,
         joint_reduce=config.parallel.lora_reduce == "joint",
-        kernels=attention.kernels,
+        kernels=choices.attention.kernels,
         cp=mesh.cp,
         context_method=config.parallel.context_method,
-        attention_blocks=blocks,
-        base=base_encoding(config, launch.device),
+        attention_blocks=choices.blocks,
+        base=choices.base,
     )
 
 

@@ -32,6 +32,7 @@ from engine.models.initialise import fill_normal
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
 from engine.training.data import build_data
+from engine.training.device_choices import choose_for_device
 from engine.training.reference import compute_references
 from engine.training.source import check_model, model_source
 
@@ -64,6 +65,7 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
     entries = shard_entries(meta_model(source.model.decoder, plan=plan))
     trained = sum(math.prod(entry.spec.global_shape) for entry in entries if entry.sink is not None)
     config = certificate_config(config, trained)
+    choose_for_device(config, launch.device, source.model.decoder)
     loader = build_data(config, launch, source.model.decoder, log).train
     training = build_training(config, launch, source, plan, log)
     _know_references(config, training, loader.dataset, log)

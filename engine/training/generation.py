@@ -38,7 +38,7 @@ from engine.pipeline.partition import LayerWeights, split_layers
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.base_encoding import base_encoding, check_base, fill_base
-from engine.training.build import DTYPES
+from engine.training.device_choices import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

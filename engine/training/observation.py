@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from engine.config.run import RunConfig
+from engine.config.run_files import ENVIRONMENT, TELEMETRY, TRACES
 from engine.distributed.launch import Launch
 from engine.distributed.transfer_meter import METER
 from engine.files.durable import write_durably
@@ -26,12 +27,10 @@ from engine.models.describe import meta_model, num_parameters
 from engine.models.flops import step_flops, trained_work
 from engine.telemetry.memory import peak_memory_bytes
 from engine.telemetry.rank_file import RankFile
-from engine.training.build import DTYPES, Training
+from engine.training.build import Training
 from engine.training.ceiling import measure_products
+from engine.training.device_choices import DTYPES
 from engine.training.trace import StepTraces
-
-ENVIRONMENT = "environment.json"
-"""In the run's folder."""
 
 
 class Observation:
@@ -47,8 +46,8 @@ class Observation:
 
     def __init__(self, config: RunConfig, launch: Launch, training: Training, run_dir: Path) -> None:
         self._config, self._launch, self._training = config, launch, training
-        self._file = RankFile(run_dir, launch.rank) if config.log.metrics else None
-        self._traces = StepTraces(config.log.profile_steps, run_dir / "traces", launch.rank)
+        self._file = RankFile(run_dir / TELEMETRY, launch.rank) if config.log.metrics else None
+        self._traces = StepTraces(config.log.profile_steps, run_dir / TRACES, launch.rank)
         self._ceiling = self._measured_ceiling()
         whole = shard_entries(meta_model(training.source.model.decoder, plan=training.plan))
         shapes = {entry.name: tuple(entry.spec.global_shape) for entry in whole if entry.sink is not None}

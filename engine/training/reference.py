@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from engine.config.run import RunConfig
+from engine.config.run_files import REFERENCE
 from engine.data.dataset import TokenDataset
 from engine.data.loader import EvalLoader
 from engine.distributed.collectives import all_reduce, barrier, broadcast_object
@@ -58,7 +59,7 @@ def know_references(
         if dataset.mismatched is not None:
             sets[f"{name}-mismatched"] = dataset.mismatched
     for name, dataset in sets.items():
-        path = run_dir / f"reference-{name}.safetensors"
+        path = run_dir / f"{REFERENCE}{name}.safetensors"
         if resumed is None:
             dataset.reference_logps = compute_references(config, training, dataset, log, name)
         else:

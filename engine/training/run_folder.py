@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
-from engine.checkpoint.training_state import CHECKPOINTS, latest_checkpoint, open_run
+from engine.checkpoint.training_state import latest_checkpoint, open_run
 from engine.config.checkpoint import CheckpointOptions
+from engine.config.run_files import FILES, FOLDERS
 from engine.distributed.collectives import broadcast_object
 from engine.distributed.launch import Launch, Launcher
 from engine.errors import UserError
@@ -15,9 +17,6 @@ from engine.training.run_lock import RunLock
 
 RUNS = Path("runs")
 """Where folders are made for runs that are given none."""
-
-CONFIG_COPY = "config.yaml"
-"""The resolved configuration, in the run's folder."""
 
 
 class RunFolder:
@@ -39,9 +38,9 @@ class RunFolder:
             _check_name_is_found_again(self._launcher)
             name = str(broadcast_object(str(_own_name(self._launcher))))
         self.path = Path(name)
-        self._lock = RunLock(self.path, say) if launch.rank == 0 else None
         if launch.rank == 0:
             _check_places(self.path, metrics)
+        self._lock = RunLock(self.path, say) if launch.rank == 0 else None
 
     def resume_path(self) -> Path | None:
         """The checkpoint to go on from; None to start from the beginning.
@@ -80,13 +79,16 @@ class RunFolder:
 
 def _check_places(folder: Path, metrics: str | None) -> None:
     """Raises UserError where something else has a name that the run will want."""
-    for name in (CONFIG_COPY, metrics):
-        if name is not None and (folder / name).is_dir():
+    for name in (*FILES, *([] if metrics is None else [metrics])):
+        if os.path.isdir(folder / name):  # false where the system cannot say, which taking the lock will
             raise UserError(
                 f"{folder / name} is a folder, but the run writes a file there: give another checkpoint.dir."
             )
-    if (folder / CHECKPOINTS).exists() and not (folder / CHECKPOINTS).is_dir():
-        raise UserError(f"{folder / CHECKPOINTS} is a file, but the run saves in it: give another checkpoint.dir.")
+    for name in FOLDERS:
+        if os.path.isfile(folder / name):
+            raise UserError(
+                f"{folder / name} is a file, but the run needs a folder there: give another checkpoint.dir."
+            )
 
 
 def _check_name_is_found_again(launcher: Launcher | None) -> None:

@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from engine.config.run_files import LOCK
 from engine.errors import UserError
 from engine.files.holder import MAX_BYTES, Holder, take_system_lock
 
-NAME = "run.lock"
 TOUCH_SECONDS = 5.0
 WATCH_SECONDS = 4 * TOUCH_SECONDS
 _SETTLE_SECONDS = 0.5
@@ -41,7 +41,7 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self._folder, self._path, self._say = folder, folder / NAME, say
+        self._folder, self._path, self._say = folder, folder / LOCK, say
         self._me = Holder.of_this_process()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ class RunLock:
 
     def _replace(self) -> int | None:
         """This process's name in the place of one that is gone; None where another was quicker."""
-        own = self._path.with_name(f".{NAME}.{self._me.token}")
+        own = self._path.with_name(f".{LOCK}.{self._me.token}")
         file = self._fill(os.open(own, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644))
         os.replace(own, self._path)
         time.sleep(_SETTLE_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,6 +13,7 @@ from engine.checkpoint.saved_steps import checkpoint_folder
 from engine.config.load import to_yaml
 from engine.config.rules import check_world
 from engine.config.run import RunConfig
+from engine.config.run_files import CONFIG, TENSORBOARD
 from engine.distributed.collectives import barrier, broadcast_object
 from engine.distributed.failures import CommunicationError
 from engine.distributed.launch import Launch, start, stop, world_size_from_environment
@@ -30,13 +32,14 @@ from engine.training.build import Training, build_training
 from engine.training.course import plan_course
 from engine.training.cuda_graph.static_batch import most_in_a_row
 from engine.training.data import RunData, build_data
+from engine.training.device_choices import choose_for_device
 from engine.training.evaluations import Evaluations
 from engine.training.forecast import MemoryForecast
 from engine.training.guards.guards import StepSeen, build_guards
 from engine.training.observation import Observation
 from engine.training.reference import know_references
 from engine.training.resuming import RunComplete, StartingPoint
-from engine.training.run_folder import CONFIG_COPY, RunFolder
+from engine.training.run_folder import RunFolder
 from engine.training.saving import StateSaver
 from engine.training.source import check_model, model_source
 from engine.training.state import check_state, load_state
@@ -67,7 +70,7 @@ class _Record:
 class Trainer:
     """Drives one run on this rank."""
 
-    def __init__(self, config: RunConfig, launch: Launch, log: Log, listener: RunListener) -> None:
+    def __init__(self, config: RunConfig, launch: Launch, log: Log, listener: RunListener, leaving: ExitStack) -> None:
         self._config, self._launch, self._log, self._listener = config, launch, log, listener
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -75,7 +78,9 @@ class Trainer:
         source = model_source(config)
         plan = check_model(config, source.model, launch.world_size)
         check_adapter(config, source, plan)
+        choose_for_device(config, launch.device, source.model.decoder)
         self._folder = RunFolder(config.checkpoint, launch, metrics=config.log.metrics)
+        leaving.callback(self._folder.close)
         self.run_dir = self._folder.path
         resume = self._folder.resume_path()
         point = None if resume is None else StartingPoint.of(check_state(resume, config, source, plan))
@@ -166,7 +171,6 @@ class Trainer:
         self._progress.close()
         self._metrics.close()
         self._observation.close()
-        self._folder.close()
         return self._summary(seconds, stopped)
 
     def _take_steps(self) -> None:
@@ -325,7 +329,6 @@ class Trainer:
         if point is None:
             return
         if (sentence := point.completion(self._config, self._course, best)) is not None:
-            self._folder.close()
             raise RunComplete(sentence, step=self.step, run_dir=self.run_dir)
         self._log.info(f"resuming from {point.path} after step {point.step}, {point.consumed} samples consumed")
         for difference in point.differences(self._config, self._course, order, self._data_fingerprint):
@@ -335,11 +338,11 @@ class Trainer:
         """The records of steps after `known` are written again."""
         if self._launch.rank != 0:
             return MetricsWriter(None)
-        write_durably(self.run_dir / CONFIG_COPY, to_yaml(self._config))
+        write_durably(self.run_dir / CONFIG, to_yaml(self._config))
         options = self._config.log
         metrics = MetricsWriter(
             self.run_dir / options.metrics if options.metrics else None,
-            self.run_dir / "tensorboard" if options.tensorboard else None,
+            self.run_dir / TENSORBOARD if options.tensorboard else None,
         )
         metrics.truncate_after(known)
         return metrics
@@ -359,21 +362,22 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
     """
     check_world(config, world_size_from_environment())
     trainer = None
-    try:
-        launch = start(config.train.collective_timeout)
-        log = Log(launch.rank)
-        trainer = Trainer(config, launch, log, listener or RunListener())
-        summary = trainer.train()
-    except (UserError, KeyboardInterrupt):
-        if trainer is not None:
-            trainer.leave()
-        raise
-    except RunComplete as complete:
-        stop()
-        log.info(str(complete))
-        return RunSummary(run_dir=complete.run_dir, steps=complete.step)
-    except CommunicationError as error:
-        raise LostRankError(_lost_rank(error, None if trainer is None else trainer.step, config)) from error
+    with ExitStack() as leaving:  # however the run ends, its folder is given up
+        try:
+            launch = start(config.train.collective_timeout)
+            log = Log(launch.rank)
+            trainer = Trainer(config, launch, log, listener or RunListener(), leaving)
+            summary = trainer.train()
+        except (UserError, KeyboardInterrupt):
+            if trainer is not None:
+                trainer.leave()
+            raise
+        except RunComplete as complete:
+            stop()
+            log.info(str(complete))
+            return RunSummary(run_dir=complete.run_dir, steps=complete.step)
+        except CommunicationError as error:
+            raise LostRankError(_lost_rank(error, None if trainer is None else trainer.step, config)) from error
     stop()
     if summary.stopped is None:
         log.info("done")

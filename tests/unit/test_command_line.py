@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 from engine.config.command_line import CommandLine, in_flags, named_as
-from engine.config.names import option_types
+from engine.config.load import parse_config, to_yaml
+from engine.config.names import option_types, sections
+from engine.config.paths import PATH_OPTIONS, path_text
+from engine.config.run import RunConfig
 from engine.config.units import read_count, read_gb, read_gib, read_length
 from engine.errors import UserError
 
@@ -72,6 +75,62 @@ def test_flags_stand_for_options_that_exist() -> None:
             assert flag in parser._option_string_actions, (parser.prog, flag)
 
 
+_A_PATH = re.compile(r"\b(files?|folders?|FILE|FOLDER|DIR|RUN_DIR|PATH)\b")
+_NO_PATH = ("convert.py config --flags",)
+
+
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_tilde_is_the_home_in_every_path_of_a_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    home, seen = _home(monkeypatch, tmp_path), 0
+    for parser in _parsers().values():
+        for action in parser._actions:
+            name = f"{parser.prog} {action.option_strings[-1] if action.option_strings else action.dest}"
+            if action.nargs == 0 or action.choices is not None:
+                continue
+            is_path = action.type in (Path, path_text)
+            if not is_path:
+                told = f"{action.help} {action.metavar}"
+                speaks_of_one = action.type is None and _A_PATH.search(told) and name not in _NO_PATH
+                assert not speaks_of_one, f"{name} is a path, by what it says: {told}"
+                continue
+            seen += 1
+            assert str(parser._get_value(action, "~/x")) == str(home / "x"), name
+            with pytest.raises(argparse.ArgumentError, match="is ~nobody-here/x, but there is no home ~nobody-here: "):
+                parser._get_value(action, "~nobody-here/x")
+    assert seen >= 20
+
+
+def test_a_tilde_is_the_home_in_every_path_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Given on the command line or in a file; what has no such home is refused, not made here."""
+    home = _home(monkeypatch, tmp_path)
+    given = dict.fromkeys(PATH_OPTIONS, "~/x") | {"data.mix": "~/x=0.5", "data.train": "~/a.jsonl"}
+    config = parse_config([f"--{name}={value}" for name, value in given.items()])
+    assert "~" not in to_yaml(config) and to_yaml(config).count(str(home)) == len(PATH_OPTIONS)
+    (home / "run.yaml").write_text("model: {path: ~/x}\ncheckpoint: {dir: ~/run}\n", encoding="utf-8")
+    assert parse_config(["--config=~/run.yaml"]).checkpoint.dir == str(home / "run")
+    for name, value in given.items():
+        with pytest.raises(UserError, match=rf"^{name} is ~nobody-here/.*, but there is no home ~nobody-here: "):
+            parse_config(["--model.path", "x", f"--{name}={value.replace('~', '~nobody-here')}"])
+    assert parse_config(["--model.path", "./~x"]).model.path == "./~x"
+
+
+def test_no_path_of_a_run_is_forgotten() -> None:
+    """Options of text whose explanation speaks of a folder or a file."""
+    texts = {name for name, kind in option_types().items() if "str" in str(kind) and "Literal" not in str(kind)}
+    told = {name for name in texts if re.search(r"\b([Ff]older|[Ff]ile|[Pp]ath)\b", _explained(name))}
+    assert told - {"log.metrics"} <= set(PATH_OPTIONS) <= texts, told
+
+
+def _explained(option: str) -> str:
+    section, _, name = option.rpartition(".")
+    kind = sections()[section] if section else RunConfig
+    return re.split(r"\n        \w+: ", (kind.__doc__ or "").partition(f"        {name}: ")[2])[0]
+
+
 def _mistakes() -> Iterator[tuple[CommandLine, list[str], str]]:
     """What anybody may type wrongly, for each option of each tool: the words, and what the sentence must name."""
     for parser in _parsers().values():
@@ -87,7 +146,7 @@ def _mistakes() -> Iterator[tuple[CommandLine, list[str], str]]:
             yield parser, [flag], f"{flag} has no value"
             if action.choices is not None:
                 yield parser, [flag, "fnord"], f"{flag} is 'fnord', but it must be one of"
-            elif action.type not in (None, str, Path):
+            elif action.type not in (None, str, Path, path_text):
                 yield parser, [flag, "fnord"], f"{flag} is 'fnord', but "
         required = [action for action in parser._actions if action.required]
         if required:

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.config.run_files import LOCK
 from engine.errors import UserError
 from engine.files.holder import Holder
 from engine.training import run_lock
-from engine.training.run_lock import NAME, RunLock
+from engine.training.run_lock import RunLock
 from tests.commands import REPOSITORY
 
 SCRIPT = """
@@ -71,7 +72,7 @@ def test_in_one_process(tmp_path: Path) -> None:
 
 def _foreign(tmp_path: Path) -> Path:
     """A lock from a host that this one knows nothing about."""
-    path = tmp_path / NAME
+    path = tmp_path / LOCK
     holder = replace(Holder.of_this_process(), token="theirs", host="far", machine="far 1", pid=4)
     path.write_text(json.dumps({name: getattr(holder, name) for name in Holder.__dataclass_fields__}))
     return path
@@ -110,9 +111,9 @@ def test_another_host_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_holder_touches_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "TOUCH_SECONDS", 0.1)
     lock = RunLock(tmp_path, print)
-    before = (tmp_path / NAME).stat().st_mtime_ns
+    before = (tmp_path / LOCK).stat().st_mtime_ns
     time.sleep(0.5)
-    assert (tmp_path / NAME).stat().st_mtime_ns > before
+    assert (tmp_path / LOCK).stat().st_mtime_ns > before
     lock.release()
 
 
@@ -140,7 +141,7 @@ def test_a_lock_that_was_taken_over_is_noticed(tmp_path: Path) -> None:
 )
 def test_a_lock_that_names_no_holder(record: bytes, tmp_path: Path) -> None:
     """Cut off while it was written, or not ours at all."""
-    (tmp_path / NAME).write_bytes(record)
+    (tmp_path / LOCK).write_bytes(record)
     said: list[str] = []
     RunLock(tmp_path, said.append).release()
     assert len(said) == 1 and "names no holder" in said[0]
@@ -148,7 +149,7 @@ def test_a_lock_that_names_no_holder(record: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plant", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_file_is_refused(plant: Callable[[Path], None], tmp_path: Path) -> None:
-    plant(tmp_path / NAME)
+    plant(tmp_path / LOCK)
     with pytest.raises(UserError, match="cannot be written .*: give another checkpoint.dir"):
         RunLock(tmp_path, print)
 
@@ -168,7 +169,7 @@ def test_a_process_number_that_is_used_again(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(run_lock, "take_system_lock", lambda file: None)
     mine = Holder.of_this_process()
     holder = replace(mine, token="theirs", started=mine.started - 1)
-    (tmp_path / NAME).write_text(json.dumps({name: getattr(holder, name) for name in Holder.__dataclass_fields__}))
+    (tmp_path / LOCK).write_text(json.dumps({name: getattr(holder, name) for name in Holder.__dataclass_fields__}))
     RunLock(tmp_path, print).release()
 
 

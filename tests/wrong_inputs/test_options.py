@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config.run_files import FILES, FOLDERS, REFERENCE, REPORT
+from tests.commands import REPOSITORY
 from tests.wrong_inputs.workplace import Workplace
 
 Refused = Callable[..., None]
@@ -42,10 +45,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         "train.early_stopping_patience is null, so that nothing would stop early",
     ),
     ({"checkpoint.keep_best": "true"}, "so that no checkpoint is better than another"),
-    ({"optim.backend": "apex"}, "FusedAdam runs on a GPU"),
     ({"model.dtype": "fp64"}, "model.dtype is 'fp64', but one of float32, bfloat16, float16 is expected"),
-    ({"memory.cuda_graph": "step", "data.packing": "true"}, "CUDA graphs need a GPU"),
-    ({"memory.offload_activations": "true"}, "whose memory is the host's already"),
     ({"checkpoint.resume": "nowhere"}, "checkpoint.resume is nowhere, which is not a folder"),
     ({"checkpoint.resume": "/"}, "has no complete checkpoint under checkpoints/"),
     ({"data.packing": "concatenate", "objective.name": "dpo"}, "which would tear"),
@@ -60,6 +60,43 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 def test_options(options: dict[str, Any], words: str, place: Workplace, refused: Refused):
     place.options |= options
     refused(words)
+
+
+DEVICE: list[tuple[dict[str, Any], str]] = [
+    ({"optim.backend": "apex"}, "FusedAdam runs on a GPU"),
+    ({"memory.cuda_graph": "step", "data.packing": "true"}, "CUDA graphs need a GPU"),
+    ({"memory.offload_activations": "true"}, "whose memory is the host's already"),
+    ({"model.kernels": "triton"}, "TRITON_INTERPRET=1"),
+    ({"model.kernels": "triton", "model.dtype": "bfloat16"}, "is right in float32, not in torch.bfloat16"),
+    ({"model.kernels": "apex"}, "apex runs on a GPU, not on cpu"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU could do some of it")
+@pytest.mark.parametrize(("options", "words"), DEVICE, ids=lambda value: str(value)[:60])
+def test_what_the_device_cannot_do(
+    options: dict[str, Any], words: str, place: Workplace, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before the data, which may take hours to read, is opened at all."""
+    monkeypatch.setattr("engine.training.trainer.build_data", lambda *_: pytest.fail("data was read first"))
+    place.options |= options
+    refused(words)
+
+
+def test_the_metrics_file_may_not_be_another(place: Workplace, refused: Refused) -> None:
+    """Every name that a run uses in its folder, and what a file system may take for it."""
+    names = [*FILES, *FOLDERS, REPORT, "Run.Lock", "CHECKPOINTS", "run.lock.", "config.yaml.tmp", ".run.lock.x"]
+    for name in [*names, f"{REFERENCE}train.safetensors"]:
+        place.set(log__metrics=name)
+        refused(f"log.metrics is {name!r}, a name that the run's folder needs for something else")
+
+
+def test_names_in_the_folder_are_written_in_one_place() -> None:
+    """So that the list of them, which the test above goes through, cannot lack one that is in use."""
+    for path in (REPOSITORY / "engine").rglob("*.py"):
+        if path.name != "run_files.py" and {"training", "telemetry", "distributed", "checkpoint"} & {*path.parts}:
+            written = re.findall(r"[\"/]([a-z_]+(?:\.[a-z]+)?)\"", path.read_text(encoding="utf-8"))
+            assert not {*written} & {*FILES, *FOLDERS, REPORT}, path
 
 
 YAML: list[tuple[bytes, str]] = [
@@ -208,7 +245,7 @@ def test_places_that_are_taken(place: Workplace, refused: Refused):
     (place.folder / "other").mkdir()
     (place.folder / "other" / "checkpoints").write_text("")
     place.set(checkpoint__dir=place.folder / "other")
-    refused("checkpoints is a file, but the run saves in it")
+    refused("checkpoints is a file, but the run needs a folder there")
 
 
 def test_a_full_disk(place: Workplace, refused: Refused, monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.config.command_line import CommandLine, json_mapping
 from engine.config.model import BASE_DTYPES, DTYPES, KERNELS
+from engine.config.paths import path_text
 from engine.config.units import read_length, read_step
 from engine.errors import UserError
 from engine.inference.options import Limits, ModelChoice, Sampling
@@ -49,7 +50,9 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--out", type=Path, help="JSONL file for the answers to --prompts (default: stdout)")
     prompts.add_argument("--ids", action="store_true", help="token ids in the answers too")
     prompts.add_argument("--chat", action="store_true", help="a text is what a user says, in the chat template")
-    prompts.add_argument("--chat-template", metavar="T", help="name or file, as of --data.chat_template in training")
+    prompts.add_argument(
+        "--chat-template", type=path_text, metavar="T", help="name or file, as of --data.chat_template in training"
+    )
     prompts.add_argument(
         "--chat-arguments", type=json_mapping, default={}, metavar="JSON", help='for it: {"enable_thinking": false}'
     )

@@ -15,6 +15,7 @@ import argparse
 
 from engine.config.memory import RECOMPUTE_LEVELS
 from engine.config.model import DTYPES
+from engine.config.paths import path_text
 from engine.config.units import read_count, read_gib, read_length
 from engine.errors import UserError
 
@@ -30,7 +31,9 @@ STANDS_FOR = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command."""
-    parser.add_argument("--model", metavar="PATH", help="folder of a model, or its config.json under any name")
+    parser.add_argument(
+        "--model", type=path_text, metavar="PATH", help="folder of a model, or its config.json under any name"
+    )
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many (default 1)")
     parser.add_argument(
         "--gpu-memory", type=read_gib, default=80.0, metavar="GIB", help="of each, as 80 or 80GB (default 80)"
@@ -81,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--activation-dtype", metavar="NAME,..",
         help="what activations may be kept in beside their own dtype: bfloat16, float8 (default none)",
     )  # fmt: skip
-    parser.add_argument("--config", metavar="FILE", help="predict for this configuration, on --gpus ranks, not search")
+    parser.add_argument(
+        "--config", type=path_text, metavar="FILE", help="predict for this configuration, on --gpus ranks, not search"
+    )
     parser.add_argument("--measure", action="store_true", help="with --config: take its steps on this device")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="alternatives to show (default 5)")
     parser.add_argument("--probe", action="store_true", help="take real steps of 2 and of 4 layers on this device")

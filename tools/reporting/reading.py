@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from engine.config.run_files import CONFIG, ENVIRONMENT, TELEMETRY
 from engine.errors import UserError
 
 _LARGEST = 1e100
@@ -140,12 +141,12 @@ def _read(path: Path, name: str) -> Run:
     if not path.is_dir():
         raise UserError(f"{path} is not a folder: give the folder of a run, which has metrics.jsonl and config.yaml.")
     notes: list[str] = []
-    config = _tree(path / "config.yaml", yaml.safe_load, notes)
+    config = _tree(path / CONFIG, yaml.safe_load, notes)
     metrics = _metrics_name(config, notes)
-    if not any((path / found).exists() for found in (metrics, "config.yaml", "environment.json", "telemetry")):
+    if not any((path / found).exists() for found in (metrics, CONFIG, ENVIRONMENT, TELEMETRY)):
         raise UserError(f"{path} has neither {metrics} nor config.yaml: give the folder of a run.")
     records = _records(path / metrics, notes)
-    found = ((re.fullmatch(r"rank_([0-9]{1,9})", file.stem), file) for file in (path / "telemetry").glob("*.jsonl"))
+    found = ((re.fullmatch(r"rank_([0-9]{1,9})", file.stem), file) for file in (path / TELEMETRY).glob("*.jsonl"))
     return Run(
         path=path,
         name=name,
@@ -155,7 +156,7 @@ def _read(path: Path, name: str) -> Run:
             int(match[1]): _newest([record for record, _ in _records(file, notes)]) for match, file in found if match
         },
         config=config,
-        environment=_tree(path / "environment.json", json.loads, notes) if (path / "environment.json").exists() else {},
+        environment=_tree(path / ENVIRONMENT, json.loads, notes) if (path / ENVIRONMENT).exists() else {},
         notes=notes,
     )
 

@@ -1,0 +1,59 @@
+"""Paths as people give them: ~ is a home, in every option of a run and of every tool.
+
+A shell expands ~ at the beginning of a word only, neither in --option=~/x nor in a file of options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from engine.errors import UserError
+
+PATH_OPTIONS = (
+    "model.path",
+    "lora.init_from",
+    "data.train",
+    "data.validation",
+    "data.mix",
+    "data.tokenizer",
+    "data.chat_template",
+    "checkpoint.dir",
+    "checkpoint.resume",
+)
+"""Options of a run that are paths, or lists of entries that begin with one."""
+
+
+def at_home(option: str, path: str) -> str:
+    """`path` with the home that a ~ or ~user in front stands for.
+
+    Raises:
+        UserError: `option` names the home of nobody.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise UserError(f"{option} {_flaw(path)}")
+    return expanded
+
+
+def path_text(text: str) -> str:
+    """The type of a tool's option that is a path and stays text.
+
+    Raises:
+        argparse.ArgumentTypeError: it names the home of nobody.
+    """
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        raise argparse.ArgumentTypeError(_flaw(text))
+    return expanded
+
+
+def path(text: str) -> Path:
+    """As `path_text`, a Path."""
+    return Path(path_text(text))
+
+
+def _flaw(path: str) -> str:
+    user = path.partition("/")[0]
+    return f"is {path}, but there is no home {user}: give a whole path, or ./{path} for what has this name here."

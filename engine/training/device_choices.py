@@ -1,0 +1,69 @@
+"""What computes a run on this device: kernels, attention, AdamW, products of an encoded base.
+
+Nothing here needs data or weights, so a run looks at it first: what the device cannot do is refused before anything is
+read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config.run import RunConfig
+from engine.layers.saved import check_offload
+from engine.models.config import DecoderConfig
+from engine.ops.attention_blocks import REFERENCE_BLOCKS, AttentionBlocks, choose_attention_blocks
+from engine.ops.backends import choose_kernels
+from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.varlen_attention import AttentionChoice, choose_attention
+from engine.optim.backends import OptimizerBackend, choose_backend
+from engine.training.base_encoding import base_encoding
+from engine.training.cuda_graph.build import check_graphs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceChoices:
+    """What was chosen.
+
+    Args:
+        optimizer, attention, blocks, base: as the functions that choose them give them.
+        sentences: which they are and why, for the log.
+    """
+
+    optimizer: OptimizerBackend
+    attention: AttentionChoice
+    blocks: AttentionBlocks
+    base: BaseEncoding | None
+    sentences: tuple[str, ...]
+
+
+def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderConfig) -> DeviceChoices:
+    """Chooses for `decoder` on `device`.
+
+    Raises:
+        UserError: something was asked for by name that this device, or what is installed for it, cannot do.
+    """
+    dtype = DTYPES[config.model.dtype]
+    optimizer, which_optimizer = choose_backend(config.optim.backend, device=device)
+    kernels, which_kernels = choose_kernels(config.model.kernels, device=device, dtype=dtype)
+    # also where a row is cut out of samples end to end: a graph wants its boundaries read on the device all the same
+    packed = config.data.fills_rows or config.objective.compares_pairs
+    attention = choose_attention(kernels, device=device, dtype=dtype, head_dim=decoder.head_dim, packed=packed)
+    check_graphs(config, device, attention, decoder)
+    if config.memory.offload_activations:
+        check_offload(device)
+    sentences = [which_optimizer, which_kernels, attention.sentence]
+    blocks = REFERENCE_BLOCKS
+    if config.parallel.context > 1:
+        blocks = choose_attention_blocks("auto", device=device, dtype=dtype, head_dim=decoder.head_dim)
+        sentences.append(f"context parallelism: {config.parallel.context_method} attention, blocks by {blocks.name}")
+    return DeviceChoices(
+        optimizer=optimizer,
+        attention=attention,
+        blocks=blocks,
+        base=base_encoding(config, device),
+        sentences=tuple(sentences),
+    )

@@ -169,7 +169,7 @@ def test_traces_of_chosen_steps(tmp_path: Path) -> None:
 def test_a_rank_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "telemetry").write_text("a file", encoding="utf-8")
     with pytest.raises(UserError, match="where a rank writes what it sees"):
-        RankFile(tmp_path, 0)
+        RankFile(tmp_path / "telemetry", 0)
 
 
 @pytest.mark.parametrize("values", [{"profile_steps": (0,)}, {"peak_tflops": -1.0}])

@@ -67,9 +67,11 @@ setup(
         # what writes and checks the log of an MLPerf run; its rules change from version to version
         "mlperf": ["mlperf-logging==4.1.68"],
         "peft": ["peft"],
+        "mlflow": ["mlflow"],
         "tensorboard": ["tensorboard"],
         # CUDA builds of torch bring their own; this is for running kernels through the interpreter on a CPU.
         "triton": ["triton>=3.6; platform_system == 'Linux'"],
+        "wandb": ["wandb"],
         "test": [
             "triton>=3.6; platform_system == 'Linux'",
             "hypothesis",

@@ -16,6 +16,10 @@ class LogOptions:
         every: Steps between reports, on the terminal and in the metrics file.
         metrics: Name of the JSON-lines metrics file inside the run's folder; null writes none.
         tensorboard: Write TensorBoard event files into the run's folder as well (needs the tensorboard extra).
+        wandb_project: Project of Weights & Biases that gets the figures as well (needs the wandb extra); without a
+            connection set WANDB_MODE=offline. null tells none.
+        mlflow_experiment: Experiment of MLflow that gets the figures as well (needs the mlflow extra), where
+            MLFLOW_TRACKING_URI says, else in the run's folder. null tells none.
         communication: Measure what each kind of collective moves and how long it takes, without waiting for the
             device; each rank writes it into its file of the run's folder telemetry.
         profile_steps: Steps, counted from 1, of which torch's profiler writes a trace into the run's folder traces, for
@@ -27,6 +31,8 @@ class LogOptions:
     every: int = 1
     metrics: str | None = "metrics.jsonl"
     tensorboard: bool = False
+    wandb_project: str | None = None
+    mlflow_experiment: str | None = None
     communication: bool = False
     profile_steps: tuple[int, ...] = ()
     peak_tflops: float | None = None
@@ -43,6 +49,8 @@ class LogOptions:
             f"log.metrics is {self.metrics!r}, a name that the run's folder needs for something else: use for example "
             "metrics.jsonl, or null for none.",
         )
+        for name, value in (("wandb_project", self.wandb_project), ("mlflow_experiment", self.mlflow_experiment)):
+            require(value != "", f"log.{name} is empty, but a name is expected: give one, or null for none.")
         for step in self.profile_steps:
             require_at_least("log.profile_steps", step, 1, "steps are counted from 1")
         if self.peak_tflops is not None:

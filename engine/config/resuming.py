@@ -93,7 +93,7 @@ def changes(saved: str, now: str) -> list[Change]:
 
     Options that the saved one does not know, because it is older than they are, count as unchanged.
     """
-    before, after = _BEFORE | _flat(saved), _flat(now)
+    before, after = _BEFORE | flat_options(saved), flat_options(now)
     return [
         Change(option, before[option], value)
         for option, value in after.items()
@@ -101,7 +101,8 @@ def changes(saved: str, now: str) -> list[Change]:
     ]
 
 
-def _flat(text: str) -> dict[str, Any]:
+def flat_options(text: str) -> dict[str, Any]:
+    """A configuration in YAML as options by their names, such as {"optim.lr": 2e-4}."""
     flat: dict[str, Any] = {}
     for name, value in yaml.safe_load(text).items():
         if name in _SECTIONS and isinstance(value, Mapping):

@@ -7,7 +7,11 @@ CONFIG = "config.yaml"
 """The resolved configuration."""
 ENVIRONMENT = "environment.json"
 """Versions, machine and layout."""
-FILES = (LOCK, CONFIG, ENVIRONMENT)
+TRACKERS = "trackers.json"
+"""What trackers call the run, so that it goes on there when it resumes."""
+MLFLOW = "mlflow.db"
+"""MLflow's database, where no other place was given."""
+FILES = (LOCK, CONFIG, ENVIRONMENT, TRACKERS, MLFLOW)
 
 CHECKPOINTS = "checkpoints"
 TELEMETRY = "telemetry"
@@ -17,7 +21,9 @@ HANGS = "hangs"
 TRACES = "traces"
 """Of torch's profiler."""
 TENSORBOARD = "tensorboard"
-FOLDERS = (CHECKPOINTS, TELEMETRY, HANGS, TRACES, TENSORBOARD)
+WANDB = "wandb"
+"""What Weights & Biases keeps, which gives the folder its name."""
+FOLDERS = (CHECKPOINTS, TELEMETRY, HANGS, TRACES, TENSORBOARD, WANDB)
 
 REFERENCE = "reference-"
 """Files with the reference's likelihoods begin with this."""

@@ -11,40 +11,33 @@ import json
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from engine.errors import UserError
 from engine.files.durable import open_append, write_durably
 from engine.files.refusals import reading
 from engine.files.strict_json import JsonFlaw, parse_json
 from engine.telemetry.output import is_unread
+from engine.telemetry.trackers import Ending, Trackers
 
 Value = int | float | str | bool | None
 
 
-class _EventWriter(Protocol):
-    """What is used of torch's SummaryWriter."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class MetricsWriter:
-    """Appends records to a JSON-lines file and, if wanted, to TensorBoard events.
+    """Appends records to a JSON-lines file, and tells trackers of them.
 
     Args:
         path: the file; its folder is made. None writes no file.
-        tensorboard_dir: folder for TensorBoard event files. None writes none.
+        trackers: that get the figures too.
 
     Raises:
-        UserError: the file cannot be written, or TensorBoard is wanted and not installed.
+        UserError: the file cannot be written.
     """
 
-    def __init__(self, path: Path | None, tensorboard_dir: Path | None = None) -> None:
+    def __init__(self, path: Path | None, trackers: Trackers | None = None) -> None:
         self._path, self._is_alone = path, False
         self._file: IO[str] | None = None if path is None else _open_append(path)
-        self._tensorboard = None if tensorboard_dir is None else _open_tensorboard(tensorboard_dir)
+        self._trackers = trackers or Trackers()
 
     def train(
         self,
@@ -112,13 +105,16 @@ class MetricsWriter:
                     f"The metrics file {self._path} cannot be written ({error.strerror}): make room there, or set "
                     "log.metrics to null, and start the run again to go on from its last checkpoint."
                 ) from None
-        if self._tensorboard is not None:
-            step = int(record["step"] or 0)
-            for key, value in record.items():
-                if key != "step" and isinstance(value, int | float):
-                    group = "eval" if "eval_loss" in record else "train"
-                    self._tensorboard.add_scalar(f"{group}/{key}", float(value), step)
-            self._tensorboard.flush()
+        group = "eval" if "eval_loss" in record else "train"
+        figures = {f"{group}/{key}": float(value) for key, value in record.items() if isinstance(value, int | float)}
+        figures.pop(f"{group}/step")
+        if figures:
+            self._trackers.figures(int(record["step"] or 0), figures)
+
+    def text(self, *, step: int, name: str, text: str) -> None:
+        """Write a text that belongs to `step`."""
+        self.write({"step": step, name: text})
+        self._trackers.text(step, name, text)
 
     def truncate_after(self, step: int) -> int:
         """Drop the records of later steps, and a last line that was cut off; the file is replaced in one move.
@@ -141,14 +137,12 @@ class MetricsWriter:
         self._file = _open_append(self._path)
         return len(lines) - len(kept)
 
-    def close(self) -> None:
-        """Close the files; nothing can be written afterwards."""
+    def close(self, ending: Ending = "finished") -> None:
+        """Close the files and tell trackers how the run ended; nothing can be written afterwards."""
         if self._file is not None:
             self._file.close()
             self._file = None
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
+        self._trackers.close(ending)
 
     def _stays(self, line: bytes, number: int, count: int, step: int) -> bool:
         record = _record(line)
@@ -206,15 +200,3 @@ def _open_append(path: Path) -> IO[str]:
             f"The metrics file {path} cannot be written ({error.strerror}): "
             "change checkpoint.dir or log.metrics, or set log.metrics to null."
         ) from None
-
-
-def _open_tensorboard(folder: Path) -> _EventWriter:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UserError(
-            "log.tensorboard is true, but the tensorboard package is not installed: "
-            "install the tensorboard extra (pip install tensorboard), or set log.tensorboard to false."
-        ) from None
-    writer: _EventWriter = SummaryWriter(str(folder))
-    return writer

@@ -10,22 +10,20 @@ from typing import cast
 import torch
 
 from engine.checkpoint.saved_steps import checkpoint_folder
-from engine.config.load import to_yaml
 from engine.config.rules import check_world
 from engine.config.run import RunConfig
-from engine.config.run_files import CONFIG, TENSORBOARD
 from engine.distributed.collectives import barrier, broadcast_object
 from engine.distributed.failures import CommunicationError
 from engine.distributed.launch import Launch, start, stop, world_size_from_environment
 from engine.errors import LostRankError, UserError
-from engine.files.durable import write_durably
 from engine.objectives.objective import figures_to_show
 from engine.objectives.stuck import StuckLoss
 from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
 from engine.telemetry.memory import peak_memory_bytes
-from engine.telemetry.metrics import MetricsWriter, recorded_evaluation
+from engine.telemetry.metrics import recorded_evaluation
 from engine.telemetry.progress import TrainProgress
+from engine.telemetry.trackers import check_trackers
 from engine.training.adapter_source import check_adapter
 from engine.training.best import BestLoss
 from engine.training.build import Training, build_training
@@ -38,6 +36,7 @@ from engine.training.forecast import MemoryForecast
 from engine.training.guards.guards import StepSeen, build_guards
 from engine.training.observation import Observation
 from engine.training.reference import know_references
+from engine.training.reporting import open_metrics, open_run_trackers, tracker_choice
 from engine.training.resuming import RunComplete, StartingPoint
 from engine.training.run_folder import RunFolder
 from engine.training.saving import StateSaver
@@ -75,6 +74,7 @@ class Trainer:
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
         # everything that can be refused without reading data or weights comes first
+        check_trackers(tracker_choice(config.log))
         source = model_source(config)
         plan = check_model(config, source.model, launch.world_size)
         check_adapter(config, source, plan)
@@ -89,6 +89,7 @@ class Trainer:
         data = None if config.train.synthetic_steps else build_data(config, launch, source.model.decoder, log)
         if data is not None:
             self._know_data(data, point, best)
+        trackers = open_run_trackers(config, self.run_dir, log)
         documents = 1 if data is None else most_in_a_row(data.train.dataset)
         self._training: Training = build_training(config, launch, source, plan, log, documents_per_row=documents)
         warm_up(config, launch, self._training, log)
@@ -99,7 +100,8 @@ class Trainer:
         if resume is not None:
             load_state(resume, config, self._training)
         know_references(config, self._training, self._data, log, run_dir=self.run_dir, rank=launch.rank, resumed=resume)
-        self._metrics = self._open_metrics(self.step if resume is not None else -1)
+        known = self.step if resume is not None else -1
+        self._metrics = open_metrics(config, self.run_dir, log, trackers, known=known)
         self._saved = self.step
         self._supervision = Supervision(config.train, launch, self.run_dir)
         self._progress = TrainProgress(log, self._course.steps, self.step)
@@ -169,7 +171,7 @@ class Trainer:
         finally:
             self._supervision.close()
         self._progress.close()
-        self._metrics.close()
+        self._metrics.close("finished" if stopped is None else "stopped")
         self._observation.close()
         return self._summary(seconds, stopped)
 
@@ -305,6 +307,7 @@ class Trainer:
     def leave(self) -> None:
         """Where the run ends with an error: a checkpoint that is being written may still be finished."""
         self._saver.leave(_SECONDS_FOR_A_SAVE)
+        self._metrics.close("failed")
 
     def _best_so_far(self, point: StartingPoint | None) -> BestLoss:
         """What evaluations came to, with one that was recorded after the checkpoint was written."""
@@ -333,19 +336,6 @@ class Trainer:
         self._log.info(f"resuming from {point.path} after step {point.step}, {point.consumed} samples consumed")
         for difference in point.differences(self._config, self._course, order, self._data_fingerprint):
             self._log.warning(difference)
-
-    def _open_metrics(self, known: int) -> MetricsWriter:
-        """The records of steps after `known` are written again."""
-        if self._launch.rank != 0:
-            return MetricsWriter(None)
-        write_durably(self.run_dir / CONFIG, to_yaml(self._config))
-        options = self._config.log
-        metrics = MetricsWriter(
-            self.run_dir / options.metrics if options.metrics else None,
-            self.run_dir / TENSORBOARD if options.tensorboard else None,
-        )
-        metrics.truncate_after(known)
-        return metrics
 
 
 def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:

@@ -123,28 +123,6 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
         MetricsWriter(tmp_path / "file" / "m.jsonl")
 
 
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    writer = MetricsWriter(None, tmp_path)
-    writer.train(step=3, loss=1.5, grad_norm=0.25, lr=1e-4, tokens=8, seconds=2.0, memory=10)
-    writer.evaluation(step=3, eval_loss=1.25)
-    writer.close()
-    events = accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    (loss,) = events.Scalars("train/loss")
-    (evaluation,) = events.Scalars("eval/eval_loss")
-    assert (loss.step, loss.value, evaluation.value) == (3, 1.5, 1.25)
-    assert events.Scalars("train/tokens_per_second")[0].value == 4.0
-
-
-def test_tensorboard_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("torch.utils.tensorboard", "tensorboard"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(UserError, match="tensorboard package is not installed"):
-        MetricsWriter(None, tmp_path)
-
-
 def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")

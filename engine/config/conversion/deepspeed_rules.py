@@ -165,7 +165,7 @@ RULES: dict[str, Rule] = {
     "gradient_predivide_factor": dropped("gradients are divided by the global batch's tokens"),
     "prescale_gradients": dropped("gradients are divided by the global batch's tokens"),
     "sparse_gradients": dropped("there are none"),
-    "wandb.enabled": dropped("there is no client for it: log.metrics, log.tensorboard"),
+    "wandb.enabled": dropped("log.wandb_project and log.mlflow_experiment name where figures go"),
 }
 
 _BUCKET_KEYS = (

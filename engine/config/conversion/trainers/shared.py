@@ -18,7 +18,7 @@ from engine.config.conversion.conversion import (
 from engine.config.conversion.given import Given
 from engine.errors import UserError
 
-CLIENT = "there is no client for it: log.metrics, log.tensorboard"
+CLIENT = "log.wandb_project and log.mlflow_experiment name where figures go"
 HUB = "nothing is uploaded"
 LOCAL = "models and data are local files"
 ALWAYS = "always so"

@@ -120,8 +120,8 @@ class Wandb:
             )  # fmt: skip
         except self.errors as error:
             raise UserError(
-                f"log.wandb_project is {project}, but Weights & Biases cannot start ({_first_line(error)}): run wandb login, set "
-                "WANDB_MODE=offline to keep the figures here, or set log.wandb_project to null."
+                f"log.wandb_project is {project}, but Weights & Biases cannot start ({_first_line(error)}): run wandb "
+                "login, set WANDB_MODE=offline to keep the figures here, or set log.wandb_project to null."
             ) from None
         _remember(run.names, _WANDB, str(self._run.id))
         # not wandb's own count, which only rises: a run that goes on from a checkpoint takes steps a second time
@@ -161,8 +161,8 @@ class Mlflow:
             self._id = self._begin(run, experiment)
         except self.errors as error:
             raise UserError(
-                f"log.mlflow_experiment is {experiment}, but MLflow cannot start ({_first_line(error)}): look at MLFLOW_TRACKING_URI, or set "
-                "log.mlflow_experiment to null."
+                f"log.mlflow_experiment is {experiment}, but MLflow cannot start ({_first_line(error)}): look at "
+                "MLFLOW_TRACKING_URI, or set log.mlflow_experiment to null."
             ) from None
         _remember(run.names, _MLFLOW, self._id)
 

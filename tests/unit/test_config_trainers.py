@@ -14,7 +14,8 @@ import yaml
 from engine.config.conversion import launcher_rules
 from engine.config.conversion.command import convert, report, to_text
 from engine.config.conversion.conversion import Conversion
-from engine.config.conversion.finish import PLACES
+from engine.config.conversion.finish import PLACES, finish
+from engine.config.conversion.given import Given
 from engine.config.conversion.reading import read_file, read_flags
 from engine.config.conversion.trainer import Default, Ours, Trainer, engine_default
 from engine.config.conversion.trainers import TRAINERS, recognise
@@ -404,3 +405,28 @@ def test_the_commands_are_what_a_shell_makes_of_them() -> None:
     given = {one.key: one.value for one in read_flags(command, "flags", Path())}
     assert given["model_name_or_path"] == shlex.split(command)[3] == "my model"
     assert given["lora_target_modules"] == ["q_proj", "v_proj"] and given["(program)"] == "trl sft"
+
+
+STRANGE: tuple[Any, ...] = (
+    None, True, False, "", "x", "auto", "1e999", "nan", "a,b", -1, 0, 3, 2.5, float("inf"), [], ["a"], [1, 2], [None],
+    [{"path": None}], [{"path": ["a.jsonl"], "type": {"a": 1}}], "$(date)", "x" * 400, "\x1b[31m",
+)  # fmt: skip
+
+
+def test_no_value_is_a_traceback() -> None:
+    """Each rule with values of every kind: a sentence, or the text of a run's file."""
+    seen: set[int] = set()
+    for trainer in TRAINERS:
+        for key, rule in {**launcher_rules.RULES, **trainer.rules}.items():
+            if id(rule) in seen or rule.apply.__qualname__.startswith("dropped"):
+                continue
+            seen.add(id(rule))
+            for value in STRANGE:
+                conversion = Conversion(trainer=trainer.name)
+                try:
+                    rule.apply(conversion, Given(source="file", key=key.replace("*", "x"), value=value))
+                    finish(conversion, trainer, None)
+                    assert report(conversion, 80).replace("\n", "").isprintable()
+                except UserError as error:
+                    assert str(error).endswith((".", "?")), (key, value, error)
+    assert len(seen) > 200

@@ -177,3 +177,12 @@ RULES |= {
         "main_process_ip", "num_nodes", "HOST_FILE_PATH", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK",
     )
 }  # fmt: skip
+RULES |= {
+    key: dropped("the scheduler's own option, where the run is started by one")
+    for key in (
+        "container_image", "container_mounts", "container_workdir", "job_name", "nodes", "ntasks", "ntasks_per_node",
+        "account", "partition", "gpus_per_task", "gpus_per_node", "gpus", "mem", "time", "uid", "error", "output",
+        "cpus_per_task", "l", "u", "lu",
+        "gres", "qos", "exclusive", "kill_on_bad_exit", "mpi", "wait",
+    )
+}  # fmt: skip

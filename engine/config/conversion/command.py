@@ -161,7 +161,7 @@ def report(conversion: Conversion, width: int) -> str:
         lines.append(f"warning: not known and left out: {', '.join(unknown)}")
     lines += [f"note: {sentence}" for sentence in dict.fromkeys(conversion.notes)]
     lines += [f"still to say: {sentence}" for sentence in dict.fromkeys(conversion.to_fill)]
-    return "\n".join(line for line in lines if line is not None)
+    return "\n".join(_visible(line) for line in lines if line is not None)
 
 
 def _line(key: str, value: str, became: str, first: int, second: int, width: int) -> str:
@@ -171,6 +171,11 @@ def _line(key: str, value: str, became: str, first: int, second: int, width: int
     return textwrap.fill(
         became, width, initial_indent=start, subsequent_indent=" " * (first + second + 6), break_long_words=False
     )
+
+
+def _visible(line: str) -> str:
+    """A file of somebody else's may hold characters that move a terminal's cursor."""
+    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in line)
 
 
 def _short(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from engine.config.conversion.given import Given
@@ -161,9 +162,12 @@ def dropped(why: str) -> Rule:
 def number(given: Given) -> float:
     """Raises: UserError: it is none."""
     try:
-        return float(given.value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        value = float(given.value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
         raise _wrong(given, "a number") from None
+    if isinstance(given.value, bool) or not isfinite(value):
+        raise _wrong(given, "a finite number")
+    return value
 
 
 def whole(given: Given) -> int:
@@ -179,6 +183,16 @@ def names(given: Given) -> list[str]:
     if isinstance(given.value, list):
         return [str(name).strip() for name in given.value]
     return [name for name in str(given.value).replace(",", " ").split() if name]
+
+
+def whole_numbers(given: Given) -> list[int]:
+    """A list of whole numbers, or one of them.
+
+    Raises:
+        UserError: one of them is none.
+    """
+    found = given.value if isinstance(given.value, list) else names(given)
+    return [whole(Given(source=given.source, key=given.key, value=one)) for one in found]
 
 
 def text(given: Given) -> str:

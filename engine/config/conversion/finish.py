@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from engine.config.conversion import launcher_rules
 from engine.config.conversion.conversion import Conversion
 from engine.config.conversion.given import Given
@@ -36,6 +38,8 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
         facts.get("processes_per_node") and facts["processes_per_node"] * facts.get("machines", 1)
     )
     processes = ranks or said or _model_ranks(conversion)
+    if processes < 1 or int(facts.get("accumulation", 1)) < 1:
+        raise UserError("a number of processes or of accumulated passes is below 1: correct it there.")
     if not (ranks or said) and processes > 1 and "train.global_batch_size" in conversion.options:
         conversion.to_fill.append(
             f"--ranks: nothing says how many processes there are; {processes} hold one copy of the model"
@@ -129,9 +133,16 @@ def _lowest_rate(conversion: Conversion) -> None:
 
 
 def _model_ranks(conversion: Conversion) -> int:
-    """Ranks that hold one copy of the model."""
-    sizes = [int(conversion.options.get(f"parallel.{name}", 1)) for name in ("tensor", "pipeline", "context")]
-    return sizes[0] * sizes[1] * sizes[2]
+    """Ranks that hold one copy of the model.
+
+    Raises:
+        UserError: one of the sizes is below 1.
+    """
+    sizes = {name: int(conversion.options.get(f"parallel.{name}", 1)) for name in ("tensor", "pipeline", "context")}
+    for name, size in sizes.items():
+        if size < 1:
+            raise UserError(f"parallel.{name} would be {size}, but at least 1 rank is expected: correct it there.")
+    return prod(sizes.values())
 
 
 def _batch(conversion: Conversion, trainer: Trainer, processes: int, *, said: bool) -> None:

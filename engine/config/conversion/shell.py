@@ -28,7 +28,9 @@ _ARRAY = re.compile(r"^[ \t]*(?:(?:export|local|declare|readonly)[ \t]+(?:-\w+[ 
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _BEFORE = ("export", "exec", "eval", "nohup", "local", "readonly", "srun", "time", "then", "else", "do")
 _BRANCH, _END = ("if", "elif", "else", "case"), ("fi", "esac")
-_NO_COMMANDS = ("echo", "set", "cd", "source", "mkdir", "printf", "for", "while", "done", "[", "[[", *_BRANCH, *_END)
+_NO_COMMANDS = (
+    "echo", "rsync", "set", "cd", "source", "mkdir", "printf", "for", "while", "done", "[", "[[", *_BRANCH, *_END,
+)  # fmt: skip
 _PROGRAMS = ("trl", "axolotl", "llamafactory-cli", "lmf")
 _FLAG = re.compile(r"--?[A-Za-z]")
 
@@ -44,7 +46,9 @@ class _Script:
     depth: int = 0
 
     def assign(self, name: str, value: str, *, append: bool = False) -> None:
-        value = f"{self.variables.get(name, '')} {value}".strip() if append else value
+        earlier = self.variables.get(name, "")
+        value = f"{earlier} {value}".strip() if append else value
+        value = re.sub(rf"\$(?:{name}\b|\{{{name}(?:\[[@*]\])?\}})", lambda _: earlier, value) if earlier else value
         if self.depth and not append and not value.startswith("${" + name):
             self.branches.setdefault(name, []).append(value)
         self.variables[name] = value
@@ -65,6 +69,8 @@ def read_shell(text: str, source: str) -> list[Given]:
             continue
         joined = " ".join(map(_quoted, words))
         expanded = _words(_expand(joined, script.variables, script.used), source)
+        inner = [word for word in expanded if " --" in word and ".py" in word]  # what bash -c is given
+        expanded = _words(inner[0], source) if inner else expanded
         if sum(word.startswith("--") for word in expanded) > sum(word.startswith("--") for word in best):
             best = expanded
     if not best:  # nothing is started, or a variable holds all of the command
@@ -123,7 +129,8 @@ def read_words(words: list[str], source: str) -> list[Given]:
         while not equals and position < len(words) and not _FLAG.match(words[position]):
             if words[position].endswith(".py") and (values or not name.startswith("train_script")):
                 break
-            values.append(words[position])
+            if not (values and _VARIABLE.fullmatch(words[position])):  # flags that the script may have there
+                values.append(words[position])
             position += 1
         found: Value = True if not values else plain(values[0]) if len(values) == 1 else [*map(plain, values)]
         given.append(Given(source=source, key=name.replace("-", "_"), value=found))
@@ -218,14 +225,16 @@ def _words(text: str, source: str, *, keep_newlines: bool = False) -> list[str]:
         raise UserError(f"{source} cannot be taken apart ({error}): close every quote.") from None
 
 
-def _expand(text: str, variables: Mapping[str, str], used: set[str], depth: int = 0) -> str:
+def _expand(text: str, variables: Mapping[str, str], used: set[str], inside: frozenset[str] = frozenset()) -> str:
+    """`text` with the values of variables, and of variables in these; `inside` are those that it is the value of."""
+
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[3]
+        if name in inside:
+            return match[0]
         used.add(name)
         found = variables.get(name, match[2] if match[2] is not None else match[0])
-        # a variable may hold others, but not itself
-        inside = found != match[0] and f"${name}" not in found and "${" + name not in found
-        return _expand(found, variables, used, depth + 1) if inside and depth < 20 else found
+        return found if found == match[0] else _expand(found, variables, used, inside | {name})
 
     return _ARITHMETIC.sub(_calculated, _VARIABLE.sub(value, text))
 

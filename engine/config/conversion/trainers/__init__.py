@@ -41,7 +41,7 @@ _KEYS: tuple[tuple[Trainer, frozenset[str]], ...] = (
     (MINIMIND, frozenset({"accumulation_steps", "from_weight", "save_weight", "lora_name"})),
     (TRL, frozenset({"use_peft", "dataset_train_split", "dataset_mixture", "dataset_mixer", "max_prompt_length",
                      "lora_task_type", "assistant_only_loss", "dataset_kwargs", "simpo_gamma", "gamma_beta_ratio",
-                     "loss_type"})),
+                     "loss_type", "chat_template", "eos_token", "dataset_num_proc"})),
     (HUGGING_FACE, frozenset({"per_device_train_batch_size", "num_train_epochs", "output_dir", "model_name_or_path",
                               "learning_rate", "lora_r", "lora_target_modules", "max_steps"})),
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine.config.conversion.conversion import (
     Conversion,
     Rule,
@@ -51,10 +53,17 @@ def adapter(conversion: Conversion, given: Given) -> None:
         conversion.lack(given, "adapters are LoRA's")
 
 
+def as_list(given: Given) -> list[Any]:
+    """The values of a key that has one or several."""
+    if isinstance(given.value, list):
+        return given.value
+    return [] if given.value in (None, "") else [given.value]
+
+
 @sets("data.train", "data.mix", "data.validation", "data.format")
 def datasets(conversion: Conversion, given: Given) -> None:
     """A list of datasets; files become data.train and data.mix, names of the hub are told."""
-    entries = [one if isinstance(one, dict) else {"path": str(one)} for one in given.value or []]  # type: ignore[union-attr]
+    entries = [one if isinstance(one, dict) else {"path": str(one)} for one in as_list(given)]
     which = "data.validation" if given.key == "test_datasets" else "data.train"
     files: list[str] = []
     for entry in entries:
@@ -112,7 +121,7 @@ def rl(conversion: Conversion, given: Given) -> None:
 
 @sets("trainable")
 def unfrozen(conversion: Conversion, given: Given) -> None:
-    found = [str(one) for one in given.value or []]  # type: ignore[union-attr]
+    found = [str(one) for one in as_list(given)]
     conversion.drop(given, "expressions over parameters' names")
     conversion.to_fill.append(f"trainable: {', '.join(found)}; name these modules, with * as a wildcard")
 
@@ -223,6 +232,16 @@ _OWN: dict[str, Rule] = {
     "otel_*": dropped(shared.CLIENT),
     "use_otel_metrics": dropped(shared.CLIENT),
     "auto_resume_from_checkpoints": shared.resume,
+    "peft.*": shared.off_or_lack("adapters start as PEFT's do: lora.init"),
+    "optim_args.eps": option("optim.eps", number),
+    "optim_args.*": shared.off_or_lack("optim.betas, optim.eps and optim.weight_decay are all there is"),
+    "log_sweep_*": shared.off_or_lack("optim.schedule is constant, linear or cosine"),
+    "lr_div_factor": shared.off_or_lack("the warm-up begins at 0"),
+    "rl_adapter_ref_model": dropped("the reference is the model without its adapter: objective.reference"),
+    "max_memory": dropped(shared.SPEED),
+    "device_map.*": dropped(shared.SPEED),
+    "dataset_shard_idx": dropped("all of data.train is read"),
+    "eval_table_max_new_tokens": dropped("evaluations give the loss"),
     "tokens": shared.off_or_lack("the tokenizer's own files say which tokens there are"),
     "save_first_step": dropped("checkpoint.every says when"),
     "moe_*": dropped("models with experts are not supported"),

@@ -9,12 +9,12 @@ from engine.config.conversion.conversion import (
     dtype_switch,
     fact,
     named_file,
-    names,
     number,
     option,
     text,
     truth,
     whole,
+    whole_numbers,
 )
 from engine.config.conversion.trainer import Default, Ours, Trainer
 from engine.config.conversion.trainers import shared
@@ -91,6 +91,9 @@ RULES: dict[str, Rule] = {
     "lora_target_modules": shared.targets,
     "target_modules": shared.targets,
     "lora_modules": shared.targets,
+    "trainable": shared.targets,
+    "load_in_kbits": shared.quantization_bits,
+    "train_file_path": shared.dataset,
     "lora_modules_to_save": shared.modules_to_save,
     "modules_to_save": shared.modules_to_save,
     "use_rslora": option("lora.rslora", truth),
@@ -98,7 +101,7 @@ RULES: dict[str, Rule] = {
     "lora_bias": shared.only("none", "biases of the base stay frozen"),
     "lora_init_weights": shared.only(True, "lora.init is kaiming, or gaussian"),
     "lora_weight_path": shared.off_or_lack("name the folder of the adapter in lora.init_from"),
-    "layers_to_transform": option("lora.layers", lambda given: [int(name) for name in names(given)]),
+    "layers_to_transform": option("lora.layers", whole_numbers),
     "max_steps": shared.steps,
     "num_train_epochs": option("train.epochs", number),
     "num_epochs": option("train.epochs", number),
@@ -239,6 +242,28 @@ RULES |= shared.every(
     max_new_tokens do_sample top_p top_k temperature num_beams repetition_penalty
     """,
     why="for generating text, not for training",
+)
+RULES |= shared.every(
+    """
+    mm_* image_* vision_* tune_mm_* pretrain_mm_* tune_mm_mlp_adapter freeze_mm_mlp_adapter pretrain_mm_mlp_adapter
+    group_by_modality_length unfreeze_mm_vision_tower
+    """,
+    why="the language model is trained; images are not read",
+)
+RULES |= shared.every("version prompt_template prompt_template_name", why="the model's own chat template is used")
+RULES |= shared.every("validation_split_percentage val_set_size", why="data.validation is a file of its own")
+RULES |= shared.every("data_cache_dir", why=shared.LOCAL)
+RULES |= {
+    key: shared.off_or_lack("adapters start as PEFT's do: lora.init")
+    for key in ("eva_config", "loftq_config", "corda_config", "lora_ga_config", "monteclora_config", "kasa_config")
+}
+RULES |= {
+    key: shared.off_or_lack("adapters are LoRA's or DoRA's")
+    for key in ("alora_invocation_tokens", "use_qalora", "arrow_config", "use_bdlora", "trainable_token_indices")
+}
+RULES |= shared.every(
+    "llm_int8_threshold llm_int8_has_fp16_weight llm_int8_skip_modules qalora_group_size runtime_config",
+    why=shared.SPEED,
 )
 RULES |= shared.every("wandb_project_name project_name swanlab_*", why=shared.CLIENT)
 RULES |= shared.every("trust_remote_code", why="no code of a checkpoint is run")

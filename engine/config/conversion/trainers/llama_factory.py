@@ -179,6 +179,9 @@ RULES |= {
     "mode": dropped(shared.SPEED),
     "calculate_per_token_loss": dropped(shared.ALWAYS),
     "reward_model_type": dropped("there is no PPO"),
+    "global_batch_size": option("train.global_batch_size", whole),
+    "train_mm_proj_only": dropped("the language model is trained; images are not read"),
+    **shared.every("messages formatting role_tag content_tag user_tag assistant_tag", why="data.format says it"),
 }
 
 

@@ -123,6 +123,9 @@ RULES: dict[str, Rule] = {
     "train_samples": _samples("steps"),
     "lr_warmup_samples": _samples("warmup"),
     "lr_decay_samples": _samples("decay"),
+    "train_tokens": fact("steps_tokens", whole, "train.steps"),
+    "lr_warmup_tokens": fact("warmup_tokens", whole, "optim.warmup_steps"),
+    "lr_decay_tokens": fact("decay_tokens", whole, became="the schedule ends with the run"),
     "micro_batch_size": option("train.micro_batch_size", whole),
     "global_batch_size": option("train.global_batch_size", whole),
     "rampup_batch_size": shared.off_or_lack("the batch keeps its size"),
@@ -193,6 +196,8 @@ RULES: dict[str, Rule] = {
     "recompute_activations": recompute,
     "recompute_granularity": recompute,
     "checkpoint_activations": recompute,
+    "deepspeed_activation_checkpointing": recompute,
+    "activations_checkpoint_method": dropped("each layer is recomputed by itself"),
     "recompute_num_layers": fact("recompute_layers", whole, "memory.recompute_layers"),
     "recompute_method": fact("recompute_method", text, "memory.recompute_layers"),
     "optimizer_cpu_offload": option("memory.offload_optimizer", truth),
@@ -211,6 +216,13 @@ RULES: dict[str, Rule] = {
     "mtp_num_layers": shared.off_or_lack("the model predicts the next token"),
     "decoupled_lr": shared.off_or_lack("one learning rate for all"),
     "decoupled_min_lr": shared.off_or_lack("one learning rate for all"),
+    "mos": shared.off_or_lack("the loss is the cross-entropy"),
+    "kd": shared.off_or_lack("the loss is the cross-entropy"),
+    "kd_*": dropped("part of what has no counterpart"),
+    "curriculum_*": shared.off_or_lack("each sample is read as often as the others"),
+    "data_efficiency_*": shared.off_or_lack("each sample is read as often as the others"),
+    "random_ltd": shared.off_or_lack("each layer sees every token"),
+    "topk": dropped("models with experts are not supported"),
     "disable_bias_linear": dropped("the model's config.json says it"),
     "exit_duration_in_mins": dropped("a scheduler's SIGTERM saves and stops the run"),
     "profile": dropped("log.profile_steps says which steps are traced"),
@@ -300,6 +312,15 @@ def _finish(conversion: Conversion) -> None:
             conversion.imply("derived", name.replace("_", " "), became, max(0, facts[name] // batch), "over the batch")
         elif name in facts:
             conversion.to_fill.append(f"{became}: {facts[name]} samples over a global batch that was not given")
+    row = options.get("data.seq_length")
+    if batch and row:  # the fork of DeepSpeed counts tokens, and ends at what comes first
+        if "steps_tokens" in facts:
+            steps = facts["steps_tokens"] // (batch * row)
+            options["train.steps"] = min(steps, options.get("train.steps", steps))
+        if "warmup_tokens" in facts:
+            conversion.imply("derived", "tokens", "optim.warmup_steps", facts["warmup_tokens"] // (batch * row))
+        if "decay_tokens" in facts:
+            facts["decay_steps"] = facts["decay_tokens"] // (batch * row)
     steps = options.get("train.steps")
     decay = facts.get("decay_steps") or (
         facts["decay_samples"] // batch if batch and "decay_samples" in facts else None

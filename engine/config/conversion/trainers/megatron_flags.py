@@ -33,9 +33,10 @@ NO_COUNTERPART |= shared.every(
 )
 NO_COUNTERPART |= shared.every(
     """
-    moe_* moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_grouped_gemm
-    moe_token_dispatcher_type moe_ffn_hidden_size moe_permute_fusion moe_router_dtype moe_z_loss_coeff
-    moe_layer_freq moe_shared_expert_intermediate_size expert_tensor_parallel_size moe_router_fusion
+    moe_* moe_router_topk create_moe_param_group mlp_type disable_moe_token_dropping
+    moe_router_load_balancing_type moe_aux_loss_coeff moe_grouped_gemm moe_token_dispatcher_type
+    moe_ffn_hidden_size moe_permute_fusion moe_router_dtype moe_z_loss_coeff moe_layer_freq
+    moe_shared_expert_intermediate_size expert_tensor_parallel_size moe_router_fusion
     overlap_moe_expert_parallel_comm moe_router_pre_softmax moe_enable_deepep moe_expert_capacity_factor
     enable_expert_parallel moe_router_score_function moe_flex_dispatcher_backend moe_router_group_topk
     moe_router_num_groups moe_router_topk_scaling_factor moe_router_bias_update_rate
@@ -54,7 +55,8 @@ NO_COUNTERPART |= shared.every(
 NO_COUNTERPART |= shared.every(
     """
     use_mcore_models use_legacy_models transformer_impl attention_backend use_flash_attn overlap_grad_reduce
-    overlap_param_gather overlap_param_gather_with_optimizer_step tp_comm_overlap no_masked_softmax_fusion
+    overlap_param_gather overlap_param_gather_with_optimizer_step defer_embedding_wgrad_compute
+    wgrad_deferral_limit overlap_p2p_communication_warmup_flush tp_comm_overlap no_masked_softmax_fusion
     no_bias_gelu_fusion no_bias_swiglu_fusion no_bias_dropout_fusion no_gradient_accumulation_fusion
     no_rope_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl apply_rope_fusion
     empty_unused_memory_level ddp_bucket_size ddp_average_in_collective ddp_num_buckets
@@ -62,14 +64,15 @@ NO_COUNTERPART |= shared.every(
     no_create_attention_mask_in_dataloader manual_gc manual_gc_interval no_mmap_bin_files enable_cuda_graph
     cuda_graph_impl cuda_graph_scope external_cuda_graph delay_wgrad_compute use_precision_aware_optimizer
     exp_avg_dtype exp_avg_sq_dtype main_grads_dtype main_params_dtype fp8_format fp8_recipe fp8_amax_history_len
-    fp8_amax_compute_algo fp8_param_gather fp8_hybrid fp8_e4m3 fsdp_manual_registration first_last_layers_bf16
-    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_margin fp8_interval use_megatron_fsdp
-    calculate_per_token_loss use_tp_pp_dp_mapping init_model_with_meta_device fsdp_double_buffer use_nccl_ub
-    gradient_reduce_div_fusion no_check_for_nan_in_loss_and_grad account_for_embedding_in_pipeline_split
-    account_for_loss_in_pipeline_split high_priority_stream_groups decoder_first_pipeline_num_layers
-    decoder_last_pipeline_num_layers use_cpu_initialization dataloader_type data_cache_path dataloader_save
-    distributed_backend use_ring_exchange_p2p align_grad_reduce use_fused_rmsnorm use_te recompute_modules
-    keep_fp8_transpose_cache cpu_offloading_num_layers optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+    fp8_amax_compute_algo fp8_param_gather fp8_hybrid hysteresis deepspeed no_pipeline_parallel membind fp8_e4m3
+    fsdp_manual_registration first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+    fp8_margin fp8_interval use_megatron_fsdp calculate_per_token_loss use_tp_pp_dp_mapping
+    init_model_with_meta_device fsdp_double_buffer use_nccl_ub gradient_reduce_div_fusion
+    no_check_for_nan_in_loss_and_grad account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    high_priority_stream_groups decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    use_cpu_initialization dataloader_type data_cache_path dataloader_save distributed_backend
+    use_ring_exchange_p2p align_grad_reduce use_fused_rmsnorm use_te recompute_modules keep_fp8_transpose_cache
+    cpu_offloading_num_layers optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
     use_torch_optimizer_for_cpu_offload pin_cpu_params pin_cpu_grads te_rng_tracker offload_optimizer_states
     DDP_impl vocab_path distribute_saved_activations no_async_tensor_model_parallel_allreduce
     attention_dropout_fusion
@@ -90,8 +93,10 @@ NO_COUNTERPART |= shared.every(
 )
 NO_COUNTERPART |= shared.every(
     """
-    log_* log_throughput log_params_norm log_num_zeros_in_grad log_timers_to_tensorboard log_progress
-    log_memory_to_tensorboard log_validation_ppl_to_tensorboard log_batch_size_to_tensorboard timing_log_option
+    log_* log_throughput no_log_loss_scale_to_tensorboard no_log_learnig_rate_to_tensorboard s trace
+    force_overwrite capture_range capture_range_end exit_signal_handler trigger_path log_params_norm
+    log_num_zeros_in_grad log_timers_to_tensorboard log_progress log_memory_to_tensorboard
+    log_validation_ppl_to_tensorboard log_batch_size_to_tensorboard timing_log_option
     log_optimizer_states_to_tensorboard log_energy log_loss_scale_to_tensorboard log_straggler
     log_world_size_to_tensorboard tensorboard_queue_size tensorboard_log_interval timing_log_level
     profile_step_start profile_step_end profile_ranks logging_level print_interval use_pytorch_profiler

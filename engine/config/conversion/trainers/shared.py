@@ -240,8 +240,8 @@ def quantize(base: str) -> Rule:
 @sets("model.base_dtype")
 def quantization_bits(conversion: Conversion, given: Given) -> None:
     bits = {4: "nf4", 8: "int8"}
-    if given.value in bits:
-        conversion.take(given, "model.base_dtype", bits[given.value])  # type: ignore[index]
+    if isinstance(given.value, int) and given.value in bits:
+        conversion.take(given, "model.base_dtype", bits[given.value])
     elif given.value in (None, 16, 32, "none"):
         conversion.drop(given, "not quantized")
     else:

@@ -144,16 +144,20 @@ def end_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start(timeout_seconds: float = 600.0) -> Launch:
+def start(timeout_seconds: float = 600.0, *, deterministic: bool = False) -> Launch:
     """Chooses the device; with more than one rank, joins the default process group (NCCL on GPUs, Gloo on CPUs).
 
     Args:
         timeout_seconds: how long a collective waits for a missing rank, in this group and in those of the mesh.
+        deterministic: operations are to give the same bits each time, for which cuBLAS needs a workspace of its own for
+            each stream; it reads that when the device is first used.
 
     Raises:
         CommunicationError: the other ranks did not come.
     """
     end_with_launcher()
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world_size = world_size_from_environment()
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -64,7 +64,7 @@ class Watchdog:
         self._pause = seconds_between_looks(world_size)
         self._host, self._main = socket.gethostname(), threading.main_thread().ident or 0
         self.step = 0
-        """Steps begun or finished; written by the main thread."""
+        self._places = 0
         self._seen: tuple[int, int] = (-1, -1)
         self._since = time.monotonic()
         self._report = 0
@@ -76,6 +76,14 @@ class Watchdog:
         """Begins to watch; to be called when the first step is about to begin."""
         self._since = time.monotonic()
         self._thread.start()
+
+    def passed(self, step: int) -> None:
+        """The main thread has come to another place, after `step` steps.
+
+        With one rank, in a long evaluation, nothing else shows that it goes on.
+        """
+        self.step = step
+        self._places += 1
 
     def close(self) -> None:
         """Ends the thread; before the store goes."""
@@ -115,7 +123,7 @@ class Watchdog:
         self._silent_until_progress = True
 
     def _watch_progress(self) -> None:
-        seen = LOG.total, self.step
+        seen = LOG.total, self._places
         if seen != self._seen:
             if self._silent_until_progress and self._seen != (-1, -1):
                 self._say(f"rank {self._rank} goes on after {time.monotonic() - self._since:.0f} s")

@@ -56,7 +56,7 @@ class Supervision:
             CommunicationError: it should stop, and a rank does not answer.
         """
         assert self._watchdog is not None
-        self._watchdog.step = step
+        self._watchdog.passed(step)
         if self._preemption.tick():
             raise Preempted(self._preemption.reason)
 

@@ -354,7 +354,7 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
     trainer = None
     with ExitStack() as leaving:  # however the run ends, its folder is given up
         try:
-            launch = start(config.train.collective_timeout)
+            launch = start(config.train.collective_timeout, deterministic=config.train.deterministic)
             log = Log(launch.rank)
             trainer = Trainer(config, launch, log, listener or RunListener(), leaving)
             summary = trainer.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from engine.distributed.hang import RankState, explain
 from engine.distributed.mesh import build_mesh
 from engine.distributed.operations import RECENT, Noted, OperationLog
 from engine.distributed.ranks import RankGrid
-from engine.distributed.watchdog import place
+from engine.distributed.watchdog import Watchdog, place
 
 
 def _tp(number: int, operation: str = "all_reduce", seconds: float = 9.0) -> Noted:
@@ -139,3 +140,24 @@ def test_waits_belong_to_threads_and_old_operations_go() -> None:
 def test_place_is_the_engines_own() -> None:
     assert place(sys._getframe()).endswith("test_hang.test_place_is_the_engines_own")
     assert place(None) == "no function"
+
+
+def test_places_in_one_step_are_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank by itself starts no operations, and an evaluation may take long: each of its groups is a sign of life."""
+    now, said = [0.0], list[str]()
+    monkeypatch.setattr("engine.distributed.watchdog.time.monotonic", lambda: now[0])
+    watchdog = Watchdog(None, rank=0, world_size=1, folder=tmp_path, report_after=10.0, say=said.append)
+
+    def look(after: float) -> None:
+        now[0] += after
+        watchdog._watch_progress()
+        if watchdog._is_late():
+            watchdog._tell_alone()
+
+    for _ in range(9):
+        watchdog.passed(7)
+        look(4.0)
+    assert said == []
+    for _ in range(9):
+        look(4.0)
+    assert len(said) == 1 and said[0].startswith("warning: nothing has happened for 10 s: ")

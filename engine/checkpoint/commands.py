@@ -33,6 +33,7 @@ from engine.checkpoint.scales import Scale
 from engine.checkpoint.source import WeightSource, open_source
 from engine.checkpoint.training_state import CHECKPOINTS, TrainingCheckpoint, best_step, list_checkpoints, open_run
 from engine.errors import UserError
+from engine.printable import printable
 from engine.telemetry.format import format_bytes, format_count
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
@@ -269,7 +270,7 @@ def _say(log: Log, report: ConversionReport) -> None:
         text += f", {format_bytes(report.kept_bytes)} of them by an earlier call and compared"
     if report.seconds:
         text += f", {format_bytes(report.num_bytes / report.seconds)}/s"
-    print(text + (", read back and compared" if report.verified else ""))
+    print(printable(text) + (", read back and compared" if report.verified else ""))
 
 
 def run_inspect(folder: Path, *, step: int | Literal["best"] | None, verify: bool) -> None:
@@ -285,7 +286,7 @@ def run_inspect(folder: Path, *, step: int | Literal["best"] | None, verify: boo
         model = weights.model
         pieces = None if model.manifest is None else PieceReader(folder, model.manifest, always_verify=True)
     for key, value in rows:
-        print(f"{key:<14} {value}")
+        print(printable(f"{key:<14} {value}"))
     if verify:
         _verify(folder, pieces)
 

@@ -17,8 +17,9 @@ from typing import NoReturn
 
 from engine.errors import LostRankError, UserError
 from engine.files.refusals import sentence_of
+from engine.printable import printable
 from engine.telemetry.ending import end, end_at_once, has_joined
-from engine.telemetry.output import give_up, has_reader, outliving_the_reader, printable, say
+from engine.telemetry.output import give_up, has_reader, outliving_the_reader, say
 from engine.telemetry.torchrun import claim_once, is_rank, leave_reason
 
 EXIT_DEFECT = 1

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
+from engine.printable import printable
 from engine.telemetry.format import format_bytes, format_count, format_duration
 from engine.telemetry.log import Log
-from engine.telemetry.output import printable
 
 _LIVE_SECONDS = 0.1
 _PLAIN_SECONDS = 1.0

@@ -17,6 +17,7 @@ LEVELS = {
     "engine.errors": 1,
     "engine.batch": 1,
     "engine.files": 1,
+    "engine.printable": 1,
     "engine.zigzag": 1,
     "engine.config": 1,
     "engine.telemetry": 1,
@@ -37,7 +38,7 @@ LEVELS = {
     "examples": 9,
     "tests": 10,
 }
-FOR_ALL = ("engine.errors", "engine.batch", "engine.files", "engine.zigzag")
+FOR_ALL = ("engine.errors", "engine.batch", "engine.files", "engine.printable", "engine.zigzag")
 """Records and helpers that every part of the engine may name, also on their own level."""
 
 SOURCES = sorted(

@@ -128,6 +128,15 @@ def test_no_control_character_reaches_the_terminal(capsys: pytest.CaptureFixture
     assert not set(printed) & set("\x1b\x07\x9b\r\u2028\u202e\ud800")
 
 
+def test_no_control_character_of_a_file_is_among_results(tmp_path: Path) -> None:
+    (tmp_path / "hostile.yaml").write_text('"lora_\\e[31mr": 3\nlora_r: 8\n', encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "tools/convert.py", "config", tmp_path / "hostile.yaml", "--out", tmp_path / "run.yaml"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert "lora_\\x1b[31mr" in done.stdout and "\x1b" not in done.stdout + done.stderr
+
+
 def _ranks(folder: Path, count: int = 3) -> list[dict[str, str]]:
     """What torchrun sets for each rank of a machine."""
     paths = [folder / "attempt_0" / str(rank) / "error.json" for rank in range(count)]

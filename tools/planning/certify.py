@@ -17,13 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import UserError
+from engine.telemetry.output import say
 
 if TYPE_CHECKING:
     from engine.config.run import RunConfig
@@ -164,4 +164,4 @@ def _limit(config: RunConfig) -> float:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line)

@@ -21,6 +21,7 @@ from engine.config.conversion.trainers import recognise
 from engine.config.load import from_yaml
 from engine.config.rules import check_config
 from engine.errors import UserError
+from engine.printable import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{arguments.out} cannot be written ({error.strerror}): give another --out.") from None
-    print(report(conversion, shutil.get_terminal_size((120, 24)).columns))
+    print(printable(report(conversion, shutil.get_terminal_size((120, 24)).columns)))
     print(f"\nwritten: {arguments.out}\nstart it: {_launch(arguments.out, ranks)}")
 
 

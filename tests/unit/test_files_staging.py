@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -135,15 +137,15 @@ def test_one_process_at_a_time(has_locks: bool, tmp_path: Path, monkeypatch: pyt
     if child == 0:
         with staged_folder(out, check=allow, plan="plan"):
             (tmp_path / "held").touch()
-            while not (tmp_path / "release").exists():
-                pass
-            os._exit(0)
-    while not (tmp_path / "held").exists():
-        pass
-    with pytest.raises(UserError, match=rf"out is being written by process {child} on .* since .*: wait until"):
-        make(out)
-    (tmp_path / "release").touch()
-    os.waitpid(child, 0)
+            signal.pause()
+    try:
+        while not (tmp_path / "held").exists():
+            time.sleep(0.01)
+        with pytest.raises(UserError, match=rf"out is being written by process {child} on .* since .*: wait until"):
+            make(out)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     make(out)  # what it left is taken over
     assert (out / "config.json").exists()
 

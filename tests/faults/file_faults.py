@@ -188,6 +188,13 @@ class Sweep:
         able = {"no space": _ALLOCATING, "forbidden": _BY_NAME, "short": ("write",)}
         return [(how, at) for how in hows for at, kind in enumerate(kinds, 1) if kind in able.get(how, (kind,))]
 
+    def different_points(self, operations: Sequence[str], hows: Sequence[str]) -> list[tuple[str, int]]:
+        """Of `points` the first and the last of the same kind on the same file."""
+        found: dict[tuple[str, str], list[tuple[str, int]]] = {}
+        for how, at in self.points(operations, hows):
+            found.setdefault((how, operations[at - 1]), []).append((how, at))
+        return [point for same in found.values() for point in dict.fromkeys((same[0], same[-1]))]
+
     def prepare(self) -> None:
         """Brings the folder to its state before the command."""
         shutil.rmtree(self.folder, ignore_errors=True)

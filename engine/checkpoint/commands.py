@@ -31,7 +31,14 @@ from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import dtype_name
 from engine.checkpoint.scales import Scale
 from engine.checkpoint.source import WeightSource, open_source
-from engine.checkpoint.training_state import CHECKPOINTS, TrainingCheckpoint, best_step, list_checkpoints, open_run
+from engine.checkpoint.training_state import (
+    CHECKPOINTS,
+    TrainingCheckpoint,
+    best_step,
+    expect_base,
+    list_checkpoints,
+    open_run,
+)
 from engine.errors import UserError
 from engine.printable import printable
 from engine.telemetry.format import format_bytes, format_count
@@ -140,7 +147,7 @@ def run_export(
     if not _is_training(source):
         _export_base(source, out, form, merge or base is not None or step is not None, options, log)
         return
-    trained = open_trained(open_run(source, step=step), base)
+    trained = open_trained(open_run(source, step=step), base, log)
     values = trained.checkpoint.trained()
     if form == "peft":
         if merge:
@@ -236,7 +243,7 @@ def _is_training(folder: Path) -> bool:
     return (folder / CHECKPOINTS).is_dir()
 
 
-def open_trained(checkpoint: TrainingCheckpoint, base: Path | None = None) -> TrainedModel:
+def open_trained(checkpoint: TrainingCheckpoint, base: Path | None, log: Log) -> TrainedModel:
     """Finds the base of a training checkpoint, at its recorded path or at `base`.
 
     Raises:
@@ -256,6 +263,7 @@ def open_trained(checkpoint: TrainingCheckpoint, base: Path | None = None) -> Tr
             f"{folder} has fingerprint {found}, but {checkpoint.folder} was trained on {fingerprint} ({recorded}): "
             "give that model with --base."
         )
+    expect_base(checkpoint, weights, log.info)
     return TrainedModel(checkpoint, weights.model, weights)
 
 
@@ -284,7 +292,7 @@ def run_inspect(folder: Path, *, step: int | Literal["best"] | None, verify: boo
         weights = open_source(folder)
         rows = _model_rows(weights)
         model = weights.model
-        pieces = None if model.manifest is None else PieceReader(folder, model.manifest, always_verify=True)
+        pieces = None if model.manifest is None else PieceReader(folder, model.manifest)
     for key, value in rows:
         print(printable(f"{key:<14} {value}"))
     if verify:

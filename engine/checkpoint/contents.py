@@ -12,17 +12,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
 
-from engine.checkpoint.checksum import Checksum
 from engine.checkpoint.direct_io import BLOCK_BYTES, RunReader, Scratch
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box, Copy, box_spec, plan_copies
 from engine.checkpoint.safetensors_file import raw_bytes
 from engine.errors import UserError
+from engine.ops.checksum import Checksum
 
 
 class Content(ABC):
@@ -47,12 +47,14 @@ class Run(NamedTuple):
 
     Args:
         checksum: of exactly these bytes, where it is on record.
+        refuse: raises about (found, recorded) checksums that differ, in the words of whose bytes these are.
     """
 
     path: Path
     offset: int
     length: int
     checksum: str | None = None
+    refuse: Callable[[str, str], NoReturn] | None = None
 
 
 class StoredBytes(Content):
@@ -73,6 +75,14 @@ class StoredBytes(Content):
             with CheckedRun(run) as reading:
                 for first in range(0, run.length, size):
                     yield reading.read(min(size, run.length - first), scratch.block("read", size))
+
+
+def content_checksum(content: Content, scratch: Scratch) -> str:
+    """Of all bytes of a content, which are read for it."""
+    found = Checksum()
+    for block in content.blocks(scratch):
+        found.update(block)
+    return found.text()
 
 
 class CheckedRun:
@@ -103,6 +113,8 @@ class CheckedRun:
         self._reader.close()
         run = self.run
         if kind is None and run.checksum is not None and self._found.text() != run.checksum:
+            if run.refuse is not None:
+                run.refuse(self._found.text(), run.checksum)
             raise UserError(
                 f"{run.path} is damaged: the piece at byte {run.offset} has checksum {self._found.text()}, "
                 f"but {run.checksum} was written; use another checkpoint."

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from engine.checkpoint.contents import Content, Joined
+from engine.checkpoint.contents import Content, Joined, content_checksum
+from engine.checkpoint.direct_io import Scratch
+from engine.checkpoint.exchange import whole_checksum
 from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.hf_tensors import INDEX, SINGLE, HfTensors
 from engine.checkpoint.manifest import ENGINE_VERSION, Manifest, PieceRecord, write_manifest
@@ -127,7 +129,7 @@ def import_checkpoint(
             engine_version=ENGINE_VERSION,
             model=_model_record(source),
             layout={"tensor": tensor},
-            tensors=join_records(_records(source, specs, names, streamed.written)),
+            tensors=join_records(_records(source, specs, files, streamed.written)),
             files={name: (staging / name).stat().st_size for name in names},
             fingerprint=source.fingerprint(),
         )
@@ -193,21 +195,29 @@ def _outside_piece(source: WeightSource, name: str, prefix: str = "") -> Piece:
 def _records(
     source: WeightSource,
     specs: list[dict[str, ShardSpec]],
-    files: list[str],
+    files: list[PlannedFile],
     written: dict[tuple[str, str], Written],
 ) -> list[WrittenTensor]:
-    records = []
-    for file, rank_specs in zip(files, specs, strict=True):
-        for name in source.tensor_names():
-            pieces = [
-                PieceRecord(box=piece.box, file=file, key=piece.key, checksum=written[file, piece.key].checksum)
-                for piece in plan_pieces(name, rank_specs[name])
+    records, known = [], source.sums() or {}
+    contents = {(file.name, piece.key): piece.content for file in files for piece in file.pieces}
+    for name in source.tensor_names():
+        own = [
+            [
+                PieceRecord(box=part.box, file=file.name, key=part.key, checksum=written[file.name, part.key].checksum)
+                for part in plan_pieces(name, rank_specs[name])
             ]
+            for file, rank_specs in zip(files, specs, strict=True)
+        ]
+        parts = [(piece.box, piece.checksum, contents[piece.file, piece.key]) for pieces in own for piece in pieces]
+        whole = known.get(name) or whole_checksum(source.shape(name), source.dtype(name), parts)
+        if whole is None:  # an earlier call has written most of it
+            whole = content_checksum(source.content(name, Box()), Scratch())
+        for rank_specs, pieces in zip(specs, own, strict=True):
             if pieces:
-                records.append(written_tensor(name, rank_specs[name], source.dtype(name), pieces))
+                records.append(written_tensor(name, rank_specs[name], source.dtype(name), pieces, whole))
     for name in source.outside_names():
         view, key = source.read_outside(name), OUTSIDE + name
-        piece = PieceRecord(box=Box(), file=files[0], key=key, checksum=written[files[0], key].checksum)
+        piece = PieceRecord(box=Box(), file=files[0].name, key=key, checksum=written[files[0].name, key].checksum)
         records.append(written_tensor(key, box_spec(tuple(view.shape), Box()), view.dtype, [piece]))
     return records
 

@@ -69,10 +69,10 @@ class DecodedSource(WeightSource):
     def boxes(self, name: str) -> Sequence[Box]:
         return (Box(),) if name in self._names else self.base.boxes(name)
 
-    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
+    def view(self, name: str, index: int) -> Tensor:
         """Decoded weights are fp32 [rows, columns], made anew each time."""
         if name not in self._names:
-            return self.base.view(name, index, whole=whole)
+            return self.base.view(name, index)
         out = torch.empty(self.shape(name), dtype=torch.float32)
         for first, last in row_blocks(self.shape(name), out.itemsize):
             self._decode(name, first, last, out[first:last])

@@ -19,6 +19,7 @@ from engine.checkpoint.contents import BLOCK_BYTES, CheckedRun, Content, Run, bl
 from engine.checkpoint.direct_io import Scratch
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import raw_bytes
+from engine.ops.checksum import Checksum, joined_checksum
 
 _Ranges = tuple[tuple[int, int], ...]
 
@@ -52,6 +53,8 @@ class Exchange:
         self._shape, self._dtype = shape or (1,), dtype
         self._stored = [(_ranges(piece.box, shape), piece.run) for piece in stored]
         self._wanted = [_ranges(box, shape) for box in wanted]
+        self.checksum: str | None = None
+        """Of the whole tensor, once all of it has been read."""
 
     def part(self, index: int) -> ExchangedPart:
         """Content of a wanted part."""
@@ -66,6 +69,7 @@ class Exchange:
             UserError: a piece is damaged.
         """
         used = [each for each in self._stored if any(_meet(each[0], self._wanted[part]) for part in parts)]
+        is_whole, whole = len(used) == len(self._stored), Checksum()
         with ExitStack() as stack:
             runs = [stack.enter_context(CheckedRun(run)) for _, run in used]
             for first, last in self._row_blocks([ranges for ranges, _ in used], parts):
@@ -73,9 +77,13 @@ class Exchange:
                     (ranges, run) for (ranges, _), run in zip(used, runs, strict=True) if _covers(ranges, first, last)
                 ]
                 rows = self._read_rows(present, first, last, scratch)
+                if is_whole:
+                    whole.update(raw_bytes(rows))
                 for part in parts:
                     if _covers(self._wanted[part], first, last):
                         yield part, raw_bytes(self._part_of(rows, self._wanted[part], scratch))
+        if is_whole:
+            self.checksum = whole.text()
 
     def _row_blocks(self, used: Sequence[_Ranges], parts: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Rows (first, last) that each piece and each part has either all or none of, in blocks."""
@@ -123,6 +131,24 @@ class ExchangedPart(Content):
     def blocks(self, scratch: Scratch, unit: int = 1) -> Iterator[memoryview]:
         for _, block in self.exchange.blocks((self.index,), scratch):
             yield block
+
+
+def whole_checksum(shape: tuple[int, ...], dtype: torch.dtype, parts: Sequence[tuple[Box, str, Content]]) -> str | None:
+    """The checksum of a tensor from those of its parts, or from the exchange that they were made by.
+
+    Args:
+        parts: box, checksum and content of each; together they are the tensor.
+
+    Returns:
+        None where the parts do not lie one after another and no exchange has read all of the tensor.
+    """
+    for _, _, content in parts:
+        if isinstance(content, ExchangedPart) and content.exchange.checksum is not None:
+            return content.exchange.checksum
+    if any(box.dim not in (None, 0) or box.others for box, _, _ in parts):
+        return None
+    rows = sorted((box.offset, math.prod(box.shape(shape)) * dtype.itemsize, found) for box, found, _ in parts)
+    return joined_checksum((found, num_bytes) for _, num_bytes, found in rows)
 
 
 def _ranges(box: Box, shape: tuple[int, ...]) -> _Ranges:

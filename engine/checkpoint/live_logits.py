@@ -57,8 +57,8 @@ class Overlay(TensorReader):
     def boxes(self, name: str) -> Sequence[Box]:
         return self._of(name).boxes(name)
 
-    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
-        return self._of(name).view(name, index, whole=whole)
+    def view(self, name: str, index: int) -> Tensor:
+        return self._of(name).view(name, index)
 
     def _of(self, name: str) -> TensorReader:
         return self._front if self._back is None or name in self._front else self._back

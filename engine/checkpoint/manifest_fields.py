@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from engine.checkpoint.checksum import ALGORITHM
 from engine.checkpoint.manifest_records import FORMAT, VERSION, Kind, Manifest, PieceRecord, TensorRecord
 from engine.checkpoint.reshard import Box, find_flaw, find_gap
 from engine.checkpoint.safetensors_file import dtype_from_name
 from engine.errors import UserError
 from engine.files.strict_json import shown
+from engine.ops.checksum import ALGORITHM
 
 _MAX_ELEMENTS = 1 << 48
 _MAX_DIMS = 16
@@ -145,7 +145,14 @@ class _Fields:
             raise self.fail(f"{name} has {len(data['pieces'])} pieces, more than {_MAX_PIECES}")
         pieces = tuple(self.piece(name, shape, piece, files) for piece in data["pieces"])
         self.coverage(name, shape, pieces)
-        return TensorRecord(shape=shape, dtype=dtype, encoding=encoding, pieces=pieces)
+        whole = self.checksum(data, name) if "checksum" in data else None
+        return TensorRecord(shape=shape, dtype=dtype, encoding=encoding, pieces=pieces, checksum=whole)
+
+    def checksum(self, data: Mapping[str, Any], of: str) -> str:
+        text = self.text(data, "checksum")
+        if not _CHECKSUM.fullmatch(text):
+            raise self.fail(f"{of} has checksum {shown(text)} where eight digits were expected")
+        return text
 
     def piece(self, name: str, shape: tuple[int, ...], data: object, files: Mapping[str, Any]) -> PieceRecord:
         if not isinstance(data, dict):
@@ -167,9 +174,7 @@ class _Fields:
         file = self.file_name(self.text(data, "file"))
         if file not in files:
             raise self.fail(f"a piece of {name} lies in {file}, which files does not list")
-        checksum = self.text(data, "checksum")
-        if not _CHECKSUM.fullmatch(checksum):
-            raise self.fail(f"a piece of {name} has checksum {shown(checksum)} where eight digits were expected")
+        checksum = self.checksum(data, f"a piece of {name}")
         return PieceRecord(box=box, file=file, key=self.name(self.text(data, "key")), checksum=checksum)
 
     def run(self, name: str, shape: tuple[int, ...], values: tuple[object, ...]) -> tuple[int, int, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine.checkpoint.checksum import ALGORITHM
 from engine.checkpoint.reshard import Box
+from engine.ops.checksum import ALGORITHM
 
 FORMAT = "engine-checkpoint"
 VERSION = 2
@@ -39,16 +39,20 @@ class TensorRecord:
         dtype: the safetensors name, such as BF16.
         encoding: how the bytes mean numbers; "plain" today.
         pieces: cover the tensor exactly.
+        checksum: of the whole tensor, row-major: the same however it is partitioned. None where it is not known, in
+            training checkpoints and in bases from before there was one.
     """
 
     shape: tuple[int, ...]
     dtype: str
     encoding: str = "plain"
     pieces: tuple[PieceRecord, ...]
+    checksum: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         pieces = [piece.to_json() for piece in self.pieces]
-        return {"shape": list(self.shape), "dtype": self.dtype, "encoding": self.encoding, "pieces": pieces}
+        whole = {} if self.checksum is None else {"checksum": self.checksum}
+        return {"shape": list(self.shape), "dtype": self.dtype, "encoding": self.encoding, **whole, "pieces": pieces}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

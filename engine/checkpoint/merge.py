@@ -150,7 +150,7 @@ class MergedSource(WeightSource):
     def boxes(self, name: str) -> Sequence[Box]:
         return (Box(),)
 
-    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
+    def view(self, name: str, index: int) -> Tensor:
         base_name = self._base_name(name)
         if base_name in self._full:
             value = self.trained.read_whole(base_name)

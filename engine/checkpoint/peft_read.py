@@ -188,7 +188,7 @@ class AdapterSource(TensorReader):
         rows = fused_rows(self._decoder, name.rpartition(".")[0]).values()
         return tuple(Box(0, part.start, part.stop - part.start) for part in rows)
 
-    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
+    def view(self, name: str, index: int) -> Tensor:
         return self._view(self._places[name][index])
 
     def _view(self, place: _Place) -> Tensor:

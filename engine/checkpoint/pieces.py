@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from torch import Tensor
 from engine.checkpoint.manifest import Manifest, PieceRecord, TensorRecord, read_manifest
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box, boxes_of
-from engine.checkpoint.safetensors_file import SafetensorsReader, checksum, dtype_from_name, dtype_name
+from engine.checkpoint.safetensors_file import SafetensorsReader, dtype_from_name, dtype_name
+from engine.checkpoint.verification import Piece, PieceChecks
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 
@@ -37,6 +38,7 @@ class WrittenTensor(NamedTuple):
     dtype: str
     encoding: str
     pieces: tuple[PieceRecord, ...]
+    checksum: str | None = None
 
 
 def plan_pieces(name: str, spec: ShardSpec) -> list[PlannedPiece]:
@@ -56,9 +58,15 @@ def plan_pieces(name: str, spec: ShardSpec) -> list[PlannedPiece]:
     return planned
 
 
-def written_tensor(name: str, spec: ShardSpec, dtype: torch.dtype, pieces: Iterable[PieceRecord]) -> WrittenTensor:
-    """The contribution of a rank that has written `pieces` of the tensor that `spec` describes."""
-    return WrittenTensor(name, spec.global_shape, dtype_name(dtype), spec.encoding, tuple(pieces))
+def written_tensor(
+    name: str, spec: ShardSpec, dtype: torch.dtype, pieces: Iterable[PieceRecord], checksum: str | None = None
+) -> WrittenTensor:
+    """The contribution of a rank that has written `pieces` of the tensor that `spec` describes.
+
+    Args:
+        checksum: of the whole tensor, where it is known.
+    """
+    return WrittenTensor(name, spec.global_shape, dtype_name(dtype), spec.encoding, tuple(pieces), checksum)
 
 
 def join_records(contributions: Iterable[WrittenTensor]) -> dict[str, TensorRecord]:
@@ -73,28 +81,26 @@ def join_records(contributions: Iterable[WrittenTensor]) -> dict[str, TensorReco
             shape=part.shape,
             dtype=part.dtype,
             encoding=part.encoding,
+            checksum=part.checksum,
             pieces=tuple(sorted(pieces, key=lambda piece: piece.box.ranges(part.shape))),
         )
     return records
 
 
 class PieceReader(TensorReader):
-    """The tensors of a checkpoint directory.
+    """The tensors of a checkpoint directory; every piece is compared with its checksum before any of it is used.
 
     Args:
         folder: the directory.
         manifest: its validated manifest; None reads it.
-        always_verify: check a piece's checksum before any of it is used, which reads all of it. Otherwise it is
-            checked where the whole piece is read anyway, so that reading at another layout stays cheap.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None, *, always_verify: bool) -> None:
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder) if manifest is None else manifest
-        self._always_verify = always_verify
+        self.checks = PieceChecks(self)
         self._files: dict[str, SafetensorsReader] = {}
         self._listed: dict[str, set[str]] = {}
-        self._verified: set[tuple[str, str]] = set()
 
     @property
     def label(self) -> str:
@@ -117,13 +123,25 @@ class PieceReader(TensorReader):
     def boxes(self, name: str) -> Sequence[Box]:
         return [piece.box for piece in self._record(name).pieces]
 
-    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
+    def view(self, name: str, index: int) -> Tensor:
+        return self.checks.view(name, index)
+
+    def pieces(self) -> list[Piece]:
+        return [(name, index) for name in self.tensor_names() for index in range(len(self.boxes(name)))]
+
+    def stored_view(self, name: str, index: int) -> Tensor:
         record = self._record(name)
-        piece = record.pieces[index]
-        tensor = self._open(piece, record)
-        if whole or self._always_verify:
-            self._verify(piece, tensor)
-        return tensor
+        return self._open(record.pieces[index], record)
+
+    def recorded_sum(self, name: str, index: int) -> str:
+        return self._record(name).pieces[index].checksum
+
+    def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
+        piece = self._record(name).pieces[index]
+        raise UserError(
+            f"{self.folder / piece.file} is damaged: {piece.key} has checksum {found}, but {expected} was written; "
+            "use another checkpoint."
+        )
 
     def stored_at(self, name: str, index: int) -> tuple[Path, int]:
         """The file of piece `index`, and where in it the piece's bytes begin."""
@@ -134,9 +152,8 @@ class PieceReader(TensorReader):
 
     def verify_all(self) -> Iterator[int]:
         """Checks every piece's checksum; yields the bytes checked after each piece."""
-        for name in self.tensor_names():
-            for index in range(len(self.boxes(name))):
-                yield self.view(name, index, whole=True).nbytes
+        for piece in self.pieces():
+            yield self.view(*piece).nbytes
 
     def _record(self, name: str) -> TensorRecord:
         record = self.manifest.tensors.get(name)
@@ -168,13 +185,3 @@ class PieceReader(TensorReader):
         if strange := sorted(set(reader.names()) - self._listed[file]):
             raise UserError(f"{reader.path} has {strange[0]}, of which the manifest says nothing: use another copy.")
         return reader
-
-    def _verify(self, piece: PieceRecord, tensor: Tensor) -> None:
-        if (piece.file, piece.key) in self._verified:
-            return
-        if (found := checksum(tensor)) != piece.checksum:
-            raise UserError(
-                f"{self.folder / piece.file} is damaged: {piece.key} has checksum {found}, but {piece.checksum} was "
-                "written; use another checkpoint."
-            )
-        self._verified.add((piece.file, piece.key))

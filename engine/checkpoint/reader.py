@@ -6,7 +6,6 @@ is then the same for all of them, whatever the layout on either side. Subclasses
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -48,15 +47,15 @@ class TensorReader(ABC):
         """The stored pieces; together they cover the tensor."""
 
     @abstractmethod
-    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
-        """Piece `index` as stored, by preference without reading it.
+    def view(self, name: str, index: int) -> Tensor:
+        """Piece `index` as stored; where it has a recorded checksum, all of it has been checked before it is used.
 
-        Args:
-            whole: the caller will look at all of it, so that checking its checksum costs no extra reading.
+        Raises:
+            UserError: it is damaged.
         """
 
     def read(self, name: str, spec: ShardSpec, out: Tensor | None = None) -> Tensor:
-        """A rank's part of a tensor, reading only the byte ranges that it needs.
+        """A rank's part of a tensor.
 
         Args:
             name: logical name.
@@ -67,7 +66,7 @@ class TensorReader(ABC):
             `out`, or the new tensor.
 
         Raises:
-            UserError: there is no such tensor here, or its shape is another.
+            UserError: there is no such tensor here, its shape is another, or it is damaged.
         """
         self.require(name, spec.global_shape)
         if out is None:
@@ -78,15 +77,13 @@ class TensorReader(ABC):
             if spec.is_padded:
                 out.zero_()
             for copy in plan_copies(spec, boxes):
-                whole = copy.num_elements == math.prod(boxes[copy.source].shape(spec.global_shape))
-                stored = self.view(name, copy.source, whole=whole)
-                out[copy.local_slices].copy_(stored[copy.source_slices])
+                out[copy.local_slices].copy_(self.view(name, copy.source)[copy.source_slices])
         return out
 
     def read_whole(self, name: str) -> Tensor:
         """The whole tensor; a view of the file where it is stored in one piece."""
         if len(self.boxes(name)) == 1:
-            return self.view(name, 0, whole=True)
+            return self.view(name, 0)
         return self.read(name, box_spec(self.shape(name), Box()))
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:

@@ -20,11 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.checkpoint.checksum import Checksum
 from engine.checkpoint.safetensors_header import read_header, refuse
 from engine.errors import UserError
 from engine.files.durable import open_new
 from engine.files.refusals import writing
+from engine.ops.checksum import Checksum
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",

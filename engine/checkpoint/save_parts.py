@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.checksum import Checksum
 from engine.checkpoint.folder import stats_of
 from engine.checkpoint.manifest import (
     ENGINE_VERSION,
@@ -33,6 +32,7 @@ from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.files.durable import sync_folder, write_durably
 from engine.files.refusals import writing
+from engine.ops.checksum import Checksum
 
 RUN_CONFIG = "run.yaml"
 _ROOM_BESIDE, _SHARE_BESIDE = 64 << 10, 16

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.checksum import Checksum
 from engine.checkpoint.contents import Content
 from engine.checkpoint.direct_io import RunWriter, open_direct
 from engine.checkpoint.resumable import Written
 from engine.checkpoint.safetensors_file import file_header, num_bytes, write_at
+from engine.ops.checksum import Checksum
 
 SCANNED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The types in which values are looked at."""

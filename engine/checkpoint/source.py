@@ -8,9 +8,10 @@ under their own names.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.stored import StoredTensors
+from engine.checkpoint.verification import Piece, PieceChecks
 from engine.errors import UserError
 from engine.models.names import nest
 
@@ -99,7 +101,7 @@ class WeightSource(StoredTensors):
         """Identity of the model: equal for a Hugging Face folder and every partitioned import of it.
 
         Covers the config (without what only says who wrote it) and of each tensor its name, shape, dtype and the
-        first 4 KiB of its first and last row. It tells models apart; the checksums tell damage.
+        first 4 KiB of its first and last row. It tells models apart before any weight is read; `sums` cover all bytes.
         """
         if self._fingerprint is None:
             self._fingerprint = self.computed_fingerprint()
@@ -107,7 +109,29 @@ class WeightSource(StoredTensors):
 
     def computed_fingerprint(self) -> str:
         """The fingerprint, from the tensors themselves."""
-        return fingerprint_of(self, self.model.hf_config)
+        with self.checks.glancing():
+            return fingerprint_of(self, self.model.hf_config)
+
+    @property
+    def checks(self) -> PieceChecks:
+        """Of what is stored: each piece is summed before its first use where a sum is on record."""
+        raise NotImplementedError
+
+    def sums(self) -> dict[str, str] | None:
+        """Logical name -> checksum of the whole tensor, row-major, and so the same for a Hugging Face folder and every
+        partitioned import of it; None where they are not known."""
+        return None
+
+    def expect(self, sums: Mapping[str, str], recorded_by: str) -> None:
+        """Takes sums of whole tensors that this model had before; from now on nothing else is read as one of them.
+
+        Args:
+            recorded_by: the checkpoint that has them, for sentences.
+
+        Raises:
+            UserError: the model is known to have other ones.
+        """
+        raise NotImplementedError
 
 
 class HfSource(WeightSource):
@@ -123,6 +147,9 @@ class HfSource(WeightSource):
         self._shapes = model.expected_shapes()
         self._locations = {name: names.to_hf(name) for name in self._shapes}
         super().__init__(model, has_tied_head=self._check_tied_head(model))
+        self._checks = PieceChecks(self)
+        self._expected: Mapping[str, str] = {}
+        self._recorded_by = ""
         self._outside = self._check_names(nested)
         for name in self._shapes:
             self._check_shape(name)
@@ -143,7 +170,48 @@ class HfSource(WeightSource):
     def boxes(self, name: str) -> Sequence[Box]:
         return (Box(),)
 
-    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
+    def view(self, name: str, index: int) -> Tensor:
+        return self._checks.view(name, index)
+
+    @property
+    def checks(self) -> PieceChecks:
+        return self._checks
+
+    def sums(self) -> dict[str, str] | None:
+        found = self._checks.sums
+        return {name: found[name, 0] for name in self._shapes} if len(found) == len(self._shapes) else None
+
+    def expect(self, sums: Mapping[str, str], recorded_by: str) -> None:
+        self._expected, self._recorded_by = sums, recorded_by
+        for (name, index), found in self._checks.sums.items():
+            if (expected := self._expected.get(name, found)) != found:
+                self.refuse_piece(name, index, found, expected)
+
+    def pieces(self) -> list[Piece]:
+        return [(name, 0) for name in self._shapes]
+
+    def recorded_sum(self, name: str, index: int) -> str | None:
+        return self._expected.get(name)
+
+    def piece_checksum(self, name: str, index: int) -> str | None:
+        return self._expected.get(name)
+
+    def check_piece(self, name: str, index: int) -> None:
+        self._checks.view(name, index)
+
+    def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
+        file, own = self.stored_at(name, index)[0], self._locations[name].name
+        if name not in self._expected:
+            raise UserError(
+                f"{file} is not the same on all machines of the run: {own} has checksum {found} on one and {expected} "
+                "on another; copy the model again."
+            )
+        raise UserError(
+            f"{file} has changed: {own} has checksum {found}, but had {expected} when {self._recorded_by} was written; "
+            "give the model as it was then."
+        )
+
+    def stored_view(self, name: str, index: int) -> Tensor:
         location = self._locations[name]
         tensor = self._tensors.view(location.name)
         if location.num_rows is None:
@@ -238,7 +306,7 @@ class PartitionedSource(WeightSource):
     def __init__(self, model: ModelFolder) -> None:
         assert model.manifest is not None
         super().__init__(model, has_tied_head=bool(model.manifest.model["has_tied_head"]))
-        self.pieces = PieceReader(model.path, model.manifest, always_verify=False)
+        self.pieces = PieceReader(model.path, model.manifest)
         self._shapes = model.expected_shapes()
         for name, shape in self._shapes.items():
             self.pieces.require(name, shape)
@@ -258,22 +326,43 @@ class PartitionedSource(WeightSource):
     def boxes(self, name: str) -> Sequence[Box]:
         return self.pieces.boxes(name)
 
-    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
-        return self.pieces.view(name, index, whole=whole)
+    def view(self, name: str, index: int) -> Tensor:
+        return self.pieces.view(name, index)
 
     def stored_at(self, name: str, index: int) -> tuple[Path, int]:
         return self.pieces.stored_at(name, index)
 
     def piece_checksum(self, name: str, index: int) -> str:
-        return self.pieces.manifest.tensors[name].pieces[index].checksum
+        return self.pieces.recorded_sum(name, index)
+
+    def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
+        self.pieces.refuse_piece(name, index, found, expected)
 
     def check_piece(self, name: str, index: int) -> None:
-        self.pieces.view(name, index, whole=True)
+        self.pieces.view(name, index)
+
+    @property
+    def checks(self) -> PieceChecks:
+        return self.pieces.checks
+
+    def sums(self) -> dict[str, str] | None:
+        records = {name: self.pieces.manifest.tensors[name].checksum for name in self._shapes}
+        known = {name: found for name, found in records.items() if found is not None}
+        return known if len(known) == len(records) else None
+
+    def expect(self, sums: Mapping[str, str], recorded_by: str) -> None:
+        for name, found in (self.sums() or {}).items():
+            if (expected := sums.get(name, found)) != found:
+                raise UserError(
+                    f"{self.label} is not the model that {recorded_by} was trained on: {name} has checksum {found}, "
+                    f"but {expected} is recorded; give the model as it was then."
+                )
 
     def outside_content(self, name: str) -> Content:
         stored = OUTSIDE + name
-        run = Run(*self.pieces.stored_at(stored, 0), self.read_outside(name).nbytes, self.piece_checksum(stored, 0))
-        return StoredBytes([run])
+        place, size = self.pieces.stored_at(stored, 0), self.read_outside(name).nbytes
+        refuse = partial(self.pieces.refuse_piece, stored, 0)
+        return StoredBytes([Run(*place, size, self.piece_checksum(stored, 0), refuse)])
 
     def outside_names(self) -> list[str]:
         return [name.removeprefix(OUTSIDE) for name in self.pieces.tensor_names() if name.startswith(OUTSIDE)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from engine.checkpoint.contents import Content, GatheredRows, Run, StoredBytes, contiguous_copies, touched
 from engine.checkpoint.direct_io import read_ahead
@@ -24,6 +26,10 @@ class StoredTensors(TensorReader):
     def piece_checksum(self, name: str, index: int) -> str | None:
         """The recorded checksum of a piece, where there is one."""
         return None
+
+    def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
+        """Raises UserError about a piece that does not have its recorded checksum."""
+        raise NotImplementedError
 
     def check_piece(self, name: str, index: int) -> None:
         """Raises UserError where a piece does not have its recorded checksum."""
@@ -57,7 +63,8 @@ class StoredTensors(TensorReader):
             if place is None:
                 return None
             size = num_bytes(self.dtype(name), box.shape(self.shape(name)))
-            found.append(StoredPiece(box=box, run=Run(*place, size, self.piece_checksum(name, index))))
+            refuse = partial(self.refuse_piece, name, index)
+            found.append(StoredPiece(box=box, run=Run(*place, size, self.piece_checksum(name, index), refuse)))
         return found
 
     def _runs(self, name: str, box: Box, stored: Sequence[StoredPiece]) -> list[Run] | None:

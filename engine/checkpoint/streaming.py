@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.checksum import Checksum
-from engine.checkpoint.contents import Content, Run, StoredBytes
+from engine.checkpoint.contents import Content, Run, StoredBytes, content_checksum
 from engine.checkpoint.direct_io import Scratch, ThreadScratch, forget
 from engine.checkpoint.exchange import ExchangedPart
 from engine.checkpoint.resumable import Journal, Written
@@ -195,10 +194,7 @@ def _blocks(contents: Sequence[Content], scratch: Scratch) -> Iterator[tuple[int
 
 
 def _checksum_of(path: Path, offset: int, length: int, scratch: Scratch) -> str:
-    found = Checksum()
-    for block in StoredBytes([Run(path, offset, length)]).blocks(scratch):
-        found.update(block)
-    return found.text()
+    return content_checksum(StoredBytes([Run(path, offset, length)]), scratch)
 
 
 def compare_files(

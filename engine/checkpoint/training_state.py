@@ -9,7 +9,7 @@ Where they lie is `saved_steps`' to say, and how they are written `saver`'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from engine.checkpoint.saved_steps import (
     prune,
 )
 from engine.checkpoint.saver import SaveGroup, save_now
+from engine.checkpoint.source import WeightSource
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 
@@ -114,7 +115,7 @@ class TrainingCheckpoint(PieceReader):
                 raise UserError(f"{folder / MANIFEST} is damaged: training.{key} is missing; use another checkpoint.")
         self.run_config = _read_config(folder / RUN_CONFIG, manifest.training.get("run_config_checksum"))
         """The resolved YAML of the run."""
-        super().__init__(folder, manifest, always_verify=True)
+        super().__init__(folder, manifest)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -179,8 +180,38 @@ class TrainedValues(TensorReader):
     def boxes(self, name: str) -> Sequence[Box]:
         return self._checkpoint.boxes(self._stored[name])
 
-    def view(self, name: str, index: int, *, whole: bool) -> Tensor:
-        return self._checkpoint.view(self._stored[name], index, whole=whole)
+    def view(self, name: str, index: int) -> Tensor:
+        return self._checkpoint.view(self._stored[name], index)
+
+
+def expect_base(
+    checkpoint: TrainingCheckpoint, weights: WeightSource | None, say: Callable[[str], None] | None = None
+) -> None:
+    """Holds every tensor of a base, from now on, against what was read of it when the checkpoint was trained.
+
+    Args:
+        say: gets a line where that cannot be: checkpoints and partitioned bases from before there were checksums of
+            whole tensors have none.
+
+    Raises:
+        UserError: the base is known to be another one, or the checkpoint is damaged.
+    """
+    if weights is None:
+        return
+    sums = checkpoint.base.get("sums")
+    if sums is None or (weights.sums() is None and weights.kind == "partitioned"):
+        if say is not None:
+            old = checkpoint.folder if sums is None else weights.label
+            say(
+                f"note: {old} has no checksums of the base's whole tensors, so that only the first and last row of "
+                f"each tensor of {weights.label} were compared with what {checkpoint.folder} was trained on"
+            )
+        return
+    if not isinstance(sums, dict) or not all(isinstance(value, str) for value in sums.values()):
+        raise UserError(
+            f"{checkpoint.folder / MANIFEST} is damaged: training.base.sums is no list of sums; use another checkpoint."
+        )
+    weights.expect(sums, str(checkpoint.folder))
 
 
 def open_run(path: str | Path, *, step: int | Literal["best"] | None = None) -> TrainingCheckpoint:

@@ -59,6 +59,12 @@ class Mesh:
         """Whether this is global rank 0, the one that prints and writes shared files."""
         return all(axis.rank == 0 for axis in (self.tp, self.cp, self.dp, self.pp))
 
+    @property
+    def world(self) -> Axis:
+        """All ranks."""
+        place = {axis.name: axis.rank for axis in (self.tp, self.cp, self.dp, self.pp)}
+        return Axis("world", self.grid.world_size, self.grid.rank(**place))
+
     def axis(self, name: str) -> Axis:
         """The axis called `name`, as a ShardSpec names it."""
         axes = (self.tp, self.cp, self.dp, self.pp, self.kv_replica, self.pp_ends)

@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from engine.checkpoint.verification import checked_together
 from engine.config.optim import OptimOptions
 from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
@@ -100,8 +101,9 @@ def build_training(
     flat = FlatParameters(entries, launch.device, sharding=_sharding(config, mesh, weights, log), host=places.state)
     if (sentence := host_sentence(places, weights, flat)) is not None:
         log.info(sentence)
-    fill_parameters(config, source, plan, entries, flat, weights, log)
-    fill_base(config, source.model, source.weights, stages.models(), weights, log)
+    with checked_together([] if source.weights is None else [source.weights.checks], mesh.world, learn=True):
+        fill_parameters(config, source, plan, entries, flat, weights, log)
+        fill_base(config, source.model, source.weights, stages.models(), weights, log)
     optimizer = _optimizer(config.optim, flat, mesh, choices.optimizer, loss_scale)
     reducer = GradientReducer(flat, mesh, bucket_bytes=_bucket_bytes(config))
     step = TrainStep(stages, reducer, optimizer, mesh)

@@ -16,6 +16,7 @@ from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.scales import Scale
 from engine.checkpoint.source import WeightSource, open_source
 from engine.checkpoint.training_state import open_run
+from engine.checkpoint.verification import checked_together
 from engine.config.model import ModelOptions
 from engine.config.parallel import ParallelOptions
 from engine.config.run import RunConfig
@@ -97,9 +98,10 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log) -> Opened
         part=part_of[mesh.pp.rank],
     )
     shards = [entry.shard for entry in shard_entries(decoder)]
-    with Progress(log, "reading weights", sum(shard.tensor.nbytes for shard in shards), "bytes") as progress:
-        load_parameters(shards, live.tensors, progress=progress.advance)
-    fill_base(options, source.model, live.tensors, (decoder,), SpreadWeights(Axis("dp_cp")), log)
+    with checked_together([source.checks], mesh.world):
+        with Progress(log, "reading weights", sum(shard.tensor.nbytes for shard in shards), "bytes") as progress:
+            load_parameters(shards, live.tensors, progress=progress.advance)
+        fill_base(options, source.model, live.tensors, (decoder,), SpreadWeights(Axis("dp_cp")), log)
     return OpenedModel(decoder=decoder, config=live.config, mesh=mesh, folder=source.model.path)
 
 
@@ -109,7 +111,7 @@ def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live]:
         assert choice.path is not None
         source = open_source(choice.path)
         return source, Live(source.model.decoder, source, TrainingPlan())
-    source, trained, scale, encoded = _adapter(choice)
+    source, trained, scale, encoded = _adapter(choice, log)
     if encoded is not None and encoded != choice.base_dtype:
         log.warning(
             f"the adapter was trained beside a base in {encoded}, and --base-dtype is "
@@ -123,7 +125,7 @@ def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live]:
     return source, live
 
 
-def _adapter(choice: ModelChoice) -> tuple[WeightSource, TensorReader, Scale, str | None]:
+def _adapter(choice: ModelChoice, log: Log) -> tuple[WeightSource, TensorReader, Scale, str | None]:
     """Base, trained values and their scale, and the encoding of the base that they were trained beside, if known."""
     folder = choice.adapter
     assert folder is not None
@@ -139,7 +141,7 @@ def _adapter(choice: ModelChoice) -> tuple[WeightSource, TensorReader, Scale, st
         adapter.require_base(base)
         return base, adapter, adapter.scale, None
     checkpoint = open_run(folder, step=choice.step)
-    trained = open_trained(checkpoint, choice.path)
+    trained = open_trained(checkpoint, choice.path, log)
     if trained.weights is None:
         raise UserError(
             f"the run in {folder} began with random weights and is no adapter: export it with tools/convert.py export "

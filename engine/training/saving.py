@@ -56,6 +56,7 @@ class StateSaver:
         options = config.checkpoint
         if self._is_first:
             _remove_leftovers(run_dir, say)
+            training.source.fingerprint()  # now, rather than while training waits for the first save
         tensors = state_tensors(training)
         mine = sum(shard.tensor.nbytes for shard in tensors), secrets.token_hex(4)
         everyone = gather_objects(mine, Axis("world", launch.world_size, launch.rank))

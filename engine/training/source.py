@@ -31,6 +31,10 @@ class ModelSource:
         """Of the weights; None when there are none."""
         return self.weights.fingerprint() if self.weights is not None else None
 
+    def sums(self) -> dict[str, str] | None:
+        """Checksums of the whole tensors, once all ranks have read the weights; None when there are none."""
+        return self.weights.sums() if self.weights is not None else None
+
 
 def model_source(config: RunConfig) -> ModelSource:
     """Opens `model.path`; reads no weights yet.

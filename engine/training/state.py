@@ -6,13 +6,15 @@ run stood; the frozen base is referred to by path and fingerprint.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.save_parts import TrainingContents, owned
-from engine.checkpoint.training_state import TrainingCheckpoint
+from engine.checkpoint.training_state import TrainingCheckpoint, expect_base
+from engine.checkpoint.verification import checked_together
 from engine.config.load import to_yaml
 from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
@@ -37,7 +39,7 @@ def state_tensors(training: Training) -> list[NamedShard]:
 def state_contents(
     config: RunConfig, training: Training, *, step: int, consumed: int, data: str, best: BestLoss
 ) -> TrainingContents:
-    """What a checkpoint holds beside tensors.
+    """What a checkpoint holds beside tensors; all but the step is for the rank that writes it down.
 
     Args:
         step: steps taken.
@@ -45,6 +47,8 @@ def state_contents(
         data: fingerprint of the training data.
         best: what the evaluations so far come to.
     """
+    if not training.mesh.is_writer:
+        return TrainingContents(step=step, state={}, run_config="", base={}, lora={}, layout={})
     optimizer, grid = training.optimizer, training.mesh.grid
     state = {
         "step": step,
@@ -60,6 +64,7 @@ def state_contents(
     base = {
         "path": str(Path(config.model.path).resolve()),
         "fingerprint": training.source.fingerprint(),  # of the weights as they were read, not as they are stored
+        "sums": training.source.sums(),
         "dtype": config.model.base_dtype,
     }
     return TrainingContents(
@@ -72,8 +77,17 @@ def state_contents(
     )
 
 
-def check_state(path: Path, config: RunConfig, source: ModelSource, plan: TrainingPlan) -> TrainingCheckpoint:
+def check_state(
+    path: Path,
+    config: RunConfig,
+    source: ModelSource,
+    plan: TrainingPlan,
+    say: Callable[[str], None] | None = None,
+) -> TrainingCheckpoint:
     """Opens a checkpoint to go on from; reads no tensor of it.
+
+    Args:
+        say: gets a line where the base cannot be compared with all of what the checkpoint was trained on.
 
     Raises:
         UserError: the checkpoint is damaged, or belongs to another base or to other parameters that train.
@@ -93,6 +107,7 @@ def check_state(path: Path, config: RunConfig, source: ModelSource, plan: Traini
             f"{path} was trained on a base with fingerprint {checkpoint.base['fingerprint']}, but model.path "
             f"{config.model.path} has {fingerprint}: give the base it was trained on ({checkpoint.base['path']})."
         )
+    expect_base(checkpoint, source.weights, say)
     # checkpoints from before there was a choice have none
     _check_same("model", {"base_dtype": checkpoint.base.get("dtype")}, asdict(config.model), path, ("base_dtype",))
     return checkpoint
@@ -109,8 +124,9 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
     """
     checkpoint = check_state(path, config, training.source, training.plan)
     optimizer = training.optimizer
-    for name, tensor, spec in optimizer.state_shards():
-        checkpoint.read(name, spec, out=tensor)
+    with checked_together([checkpoint.checks], training.mesh.world):
+        for name, tensor, spec in optimizer.state_shards():
+            checkpoint.read(name, spec, out=tensor)
     optimizer.flat.publish()
     state = checkpoint.state
     optimizer.updates.fill_(state["updates"])

@@ -83,7 +83,7 @@ class Trainer:
         leaving.callback(self._folder.close)
         self.run_dir = self._folder.path
         resume = self._folder.resume_path()
-        point = None if resume is None else StartingPoint.of(check_state(resume, config, source, plan))
+        point = None if resume is None else StartingPoint.of(check_state(resume, config, source, plan, log.info))
         self.step, self._consumed = (0, 0) if point is None else (point.step, point.consumed)
         best = self._best_so_far(point)
         data = None if config.train.synthetic_steps else build_data(config, launch, source.model.decoder, log)

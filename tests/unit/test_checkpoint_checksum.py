@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as tensorboards
 
-from engine.checkpoint.checksum import Checksum, crc32c, crc32c_by_numpy
+from engine.ops.checksum import Checksum, crc32c, crc32c_by_numpy
 from engine.ops.native import checksum as native
 from engine.ops.native.loader import native_status
 

@@ -1,4 +1,4 @@
-"""CRC-32C, the checksum of every stored piece: by the compiled code where there is any, else by numpy.
+"""CRC-32C, the checksum of everything that is stored: by the compiled code where there is any, else by numpy.
 
 Both give the same digits, so what one machine wrote another verifies. The compiled code runs about as fast as memory is
 read; numpy's way is slower by more than an order of magnitude and holds the interpreter's lock between its operations.
@@ -6,6 +6,7 @@ read; numpy's way is slower by more than an order of magnitude and holds the int
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
 import numpy as np
@@ -48,6 +49,34 @@ class Checksum:
     def text(self) -> str:
         """Of all so far, eight hexadecimal digits, as manifests have it."""
         return f"{self._value:08x}"
+
+
+def joined_checksum(parts: Iterable[tuple[str, int]]) -> str:
+    """The checksum of bytes that lie one after another, from (checksum, number of bytes) of each part."""
+    value = 0
+    for text, num_bytes in parts:
+        for power in range(num_bytes.bit_length()):
+            if num_bytes >> power & 1:
+                value = _times(_zero_bytes(power), value)
+        value ^= int(text, 16)
+    return f"{value:08x}"
+
+
+@cache
+def _zero_bytes(power: int) -> tuple[int, ...]:
+    """What 2**power zero bytes make of each bit of a register: a 32x32 matrix over two elements."""
+    if power == 0:
+        return tuple(int(_after_zero_bytes(np.array([1 << bit], dtype=np.uint32), 1)[0]) for bit in range(32))
+    half = _zero_bytes(power - 1)
+    return tuple(_times(half, column) for column in half)
+
+
+def _times(matrix: tuple[int, ...], register: int) -> int:
+    result = 0
+    for bit, column in enumerate(matrix):
+        if register >> bit & 1:
+            result ^= column
+    return result
 
 
 def crc32c_by_numpy(data: memoryview, value: int = 0) -> int:

@@ -1,0 +1,158 @@
+"""Whether stored bytes are those that were written: every piece is summed as a whole where any of it is read.
+
+A reader hands out its pieces through a `PieceChecks`. A process that reads alone sums each piece before its first use.
+Ranks that read parts of the same pieces would each sum all of them, so `checked_together` puts the sums off to the end
+of the reading and has the ranks of each machine share them: what any of them read is summed once a machine, since each
+machine may hold a copy of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NoReturn, Protocol, cast
+
+import numpy as np
+from torch import Tensor
+
+from engine.checkpoint.safetensors_file import checksum
+from engine.checkpoint.streaming import default_threads
+from engine.distributed.collectives import gather_objects
+from engine.distributed.launch import this_machine
+from engine.distributed.mesh import Axis
+
+Piece = tuple[str, int]
+"""Tensor and index of a stored piece."""
+
+
+class CheckedReader(Protocol):
+    """What a reader tells about its pieces."""
+
+    def pieces(self) -> list[Piece]:
+        """All of them, in the same order on every rank."""
+
+    def stored_view(self, name: str, index: int) -> Tensor:
+        """A piece as it lies in its file, unchecked."""
+
+    def recorded_sum(self, name: str, index: int) -> str | None:
+        """The checksum that a piece must have; None where none is on record."""
+
+    def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
+        """Raises UserError about a piece that has another checksum."""
+
+
+class PieceChecks:
+    """The sums of one reader's pieces.
+
+    Args:
+        reader: whose pieces they are.
+    """
+
+    def __init__(self, reader: CheckedReader) -> None:
+        self._reader = reader
+        self.sums: dict[Piece, str] = {}
+        """Of the pieces that were summed; all of them have their recorded checksums."""
+        self._learns = False
+        self._put_off: set[Piece] | None = None
+        self._is_off = False
+
+    def view(self, name: str, index: int) -> Tensor:
+        """A piece, once it is known to be what was written.
+
+        Raises:
+            UserError: it is not.
+        """
+        tensor, piece = self._reader.stored_view(name, index), (name, index)
+        if self._is_off or piece in self.sums:
+            return tensor
+        if not self._learns and self._reader.recorded_sum(*piece) is None:
+            return tensor
+        if self._put_off is None:
+            self.settle(piece, checksum(tensor))
+        else:
+            self._put_off.add(piece)
+        return tensor
+
+    def settle(self, piece: Piece, found: str) -> None:
+        """Takes note of a piece's sum; raises UserError where another one is on record, or was found elsewhere."""
+        expected = self._reader.recorded_sum(*piece) or self.sums.get(piece)
+        if expected is not None and found != expected:
+            self._reader.refuse_piece(*piece, found, expected)
+        self.sums[piece] = found
+
+    @contextmanager
+    def glancing(self) -> Iterator[None]:
+        """Inside, pieces are handed out unchecked, to who looks at a few rows and computes nothing with them."""
+        self._is_off = True
+        try:
+            yield
+        finally:
+            self._is_off = False
+
+    def begin(self, *, together: bool, learn: bool) -> None:
+        """See `checked_together`."""
+        self._learns, self._put_off = learn, set() if together else None
+
+    def end(self) -> set[Piece]:
+        """The pieces that were put off since `begin`."""
+        found, self._learns, self._put_off = self._put_off or set(), False, None
+        return found
+
+    def share(self, put_off: set[Piece], axis: Axis, *, learn: bool) -> None:
+        """Sums what the ranks of this machine have put off, each its share; the outcome is the same on all ranks."""
+        pieces = self._reader.pieces()
+        mine = np.array([place for place, piece in enumerate(pieces) if piece in put_off], dtype=np.uint32)
+        everyone = cast(list[tuple[str, np.ndarray]], gather_objects((this_machine(), mine), axis))
+        neighbours = [rank for rank, (machine, _) in enumerate(everyone) if machine == everyone[axis.rank][0]]
+        read = np.unique(np.concatenate([everyone[rank][1] for rank in neighbours])).tolist()
+        views = {place: self._reader.stored_view(*pieces[place]) for place in read}
+        own = _own_share(views, neighbours.index(axis.rank), len(neighbours))
+        with ThreadPoolExecutor(default_threads(), thread_name_prefix="check") as pool:
+            found = dict(zip(own, pool.map(checksum, own.values()), strict=True))
+        told = {
+            place: value
+            for place, value in found.items()
+            if learn or value != self._reader.recorded_sum(*pieces[place])
+        }
+        for sums in cast(list[dict[int, str]], gather_objects(told, axis)):
+            for place, value in sums.items():
+                self.settle(pieces[place], value)
+        for place in read:
+            self.sums.setdefault(pieces[place], self._reader.recorded_sum(*pieces[place]) or "")
+
+
+def _own_share(views: dict[int, Tensor], rank: int, ranks: int) -> dict[int, Tensor]:
+    """Neighbouring pieces of about as many bytes as the other ranks get."""
+    total, before, own = sum(view.nbytes for view in views.values()), 0, {}
+    for place, view in views.items():
+        if before * ranks // max(1, total) == rank:
+            own[place] = view
+        before += view.nbytes
+    return own
+
+
+@contextmanager
+def checked_together(checks: Sequence[PieceChecks], axis: Axis, *, learn: bool = False) -> Iterator[None]:
+    """Inside, all ranks of the axis read; on leaving, all that they have read is what was written. Collective.
+
+    Nothing may be done with what was read before that.
+
+    Args:
+        checks: of the readers.
+        axis: the ranks.
+        learn: sum pieces without a recorded checksum too, and let all ranks know the sums of all pieces.
+
+    Raises:
+        UserError: a piece is not what was written; the same on all ranks.
+    """
+    for one in checks:
+        one.begin(together=axis.size > 1, learn=learn)
+    put_off: list[set[Piece]] = []
+    try:
+        yield
+    finally:
+        put_off += [one.end() for one in checks]
+    if axis.size > 1:
+        for one, pieces in zip(checks, put_off, strict=True):
+            one.share(pieces, axis, learn=learn)

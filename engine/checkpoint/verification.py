@@ -19,8 +19,8 @@ from torch import Tensor
 from engine.checkpoint.safetensors_file import checksum
 from engine.checkpoint.streaming import default_threads
 from engine.distributed.collectives import gather_objects
-from engine.distributed.launch import this_machine
 from engine.distributed.mesh import Axis
+from engine.files.holder import this_machine
 
 Piece = tuple[str, int]
 """Tensor and index of a stored piece."""
@@ -126,7 +126,7 @@ def _own_share(views: dict[int, Tensor], rank: int, ranks: int) -> dict[int, Ten
     """Neighbouring pieces of about as many bytes as the other ranks get."""
     total, before, own = sum(view.nbytes for view in views.values()), 0, {}
     for place, view in views.items():
-        if before * ranks // max(1, total) == rank:
+        if min(before * ranks // max(1, total), ranks - 1) == rank:
             own[place] = view
         before += view.nbytes
     return own

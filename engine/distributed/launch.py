@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import sys
 import zlib
 from dataclasses import dataclass
@@ -47,17 +46,6 @@ def world_size_from_environment() -> int:
 def rank_from_environment() -> int:
     """This process's global rank; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
-
-
-def this_machine() -> str:
-    """A name that processes share where process ids mean the same: one boot of one system, seen from one container."""
-    parts = [socket.gethostname()]
-    try:
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    except OSError:
-        parts.append("unknown")
-    return " ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,7 @@ class Holder:
         return cls(
             token=uuid.uuid4().hex,
             host=socket.gethostname(),
-            machine=_machine(),
+            machine=this_machine(),
             pid=os.getpid(),
             started=process_start(os.getpid()),
             since=time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -69,7 +69,7 @@ class Holder:
 
     def is_near(self) -> bool:
         """Whether `lives` can tell: the process is, or was, one of this machine."""
-        return self.machine == _machine() and self.started >= 0
+        return self.machine == this_machine() and self.started >= 0
 
     def lives(self) -> bool:
         """Whether a process of this machine has the number and start time. Only after `is_near`."""
@@ -91,7 +91,8 @@ def _process_fields(pid: int) -> list[str] | None:
         return None
 
 
-def _machine() -> str:
+def this_machine() -> str:
+    """The same where process ids mean the same."""
     parts = [socket.gethostname()]
     try:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())

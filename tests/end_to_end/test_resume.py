@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
 from tests.commands import losses, options, run_tool
+from tests.distributed.test_shared_checks import flip_a_bit_of
 from tests.shared_data import write_plays
 
 STEPS, STOP = 12, 5
@@ -125,3 +126,18 @@ def test_files_of_a_rank_hold_only_its_part(settings: dict[str, object], tmp_pat
             if "layers.0.attention.q_proj.lora_B" in key and key.startswith("master/")
         )
         assert rows == whole[0] // 2
+
+
+def test_a_base_that_changed_in_the_middle_is_refused(
+    settings: dict[str, object], whole_run: Path, stories_dir: Path, tmp_path: Path
+) -> None:
+    """One bit in the middle of one matrix, which neither its first nor its last row shows; on two ranks."""
+    changed = tmp_path / "base"
+    shutil.copytree(stories_dir, changed)
+    path = flip_a_bit_of(changed, "model.layers.1.mlp.up_proj.weight")
+    resumed = _stopped_copy(whole_run, tmp_path / "run")
+    layout = {"model.path": changed, "checkpoint.dir": resumed, "parallel.tensor": 2}
+    result = run_tool("pretrain_lora", *options({**settings, **layout}), ranks=2, status=1)
+    sentences = [line for line in result.stderr.splitlines() if "error: " in line]
+    assert any(f"{path} has changed: model.layers.1.mlp.up_proj.weight has checksum" in line for line in sentences)
+    assert not any((resumed / "checkpoints").glob(f"step_{2 * STOP:08d}"))

@@ -11,28 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.checkpoint import source as source_module
-from engine.checkpoint import verification
 from engine.checkpoint.convert import export_hf, import_checkpoint
 from engine.checkpoint.decoded import DecodedSource, encoded_names
 from engine.checkpoint.live_logits import live_logits, proof_tokens
 from engine.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from engine.checkpoint.merge import MergedSource
-from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.safetensors_file import checksum
 from engine.checkpoint.source import open_source
 from engine.checkpoint.training_state import TrainingCheckpoint, open_run, save_training
-from engine.checkpoint.verification import checked_together
-from engine.distributed.mesh import Axis
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec, replicated_spec
 from engine.errors import UserError
 from engine.models.describe import parameter_specs
-from tests.spawning import spawn
-from tests.unit.checkpoint_models import hf_name, tiny_llama
+from tests.distributed.test_shared_checks import flip_a_bit_of, own_sums
+from tests.unit.checkpoint_models import tiny_llama
 from tests.unit.test_checkpoint_peft import BLOCK, RANK, factors, trained_run
 from tests.unit.test_checkpoint_training import save_together, shards
 
@@ -202,75 +196,8 @@ def test_training_checkpoints(tmp_path: Path, saved: int) -> None:
     _sweep(tmp_path / "checkpoints" / "step_00000050", readers, seed=saved, flips=6 * FLIPS)
 
 
-def _flip(folder: Path, key: str) -> Path:
-    """Flips a bit in the middle of the second row of the matrix `key`."""
-    for path in sorted(folder.glob("*.safetensors")):
-        data = bytearray(path.read_bytes())
-        start = 8 + struct.unpack("<Q", data[:8])[0]
-        found = re.search(re.escape(key).encode() + rb'":\{[^}]*?"data_offsets":\[(\d+),(\d+)\]', bytes(data[:start]))
-        if found:
-            data[start + (int(found[1]) + int(found[2])) // 2] ^= 64
-            path.write_bytes(data)
-            return path
-    raise AssertionError(key)
-
-
-Reading = tuple[str, int, dict[str, str] | None]
-
-
-def _read_together(folders: list[Path], sums: dict[str, str] | None) -> list[Reading]:
-    """Of each base the error, the bytes summed, and the sums, of a rank of two that reads at tensor 2."""
-    return [_read_one_together(folder, sums) for folder in folders]
-
-
-def _read_one_together(folder: Path, sums: dict[str, str] | None) -> Reading:
-    source, summed = open_source(folder), 0
-    if sums is not None:
-        source.expect(sums, "the run")
-
-    def counting(tensor: Tensor) -> str:
-        nonlocal summed
-        summed += tensor.nbytes
-        return checksum(tensor)
-
-    verification.checksum = counting
-    axis = Axis("world", dist.get_world_size(), dist.get_rank())
-    specs = parameter_specs(source.model.decoder, tensor_rank=axis.rank, tensor_size=axis.size)
-    try:
-        with checked_together([source.checks], axis, learn=True):
-            for name, spec in specs.items():
-                source.read(name, spec)
-    except UserError as error:
-        return str(error), summed, None
-    return "", summed, source.sums()
-
-
-def _own_sums(reader: TensorReader) -> dict[str, str]:
-    return {name: checksum(reader.read_whole(name).contiguous()) for name in reader.tensor_names()}
-
-
-@pytest.mark.distributed
-def test_ranks_share_the_check(tmp_path: Path) -> None:
-    """Each of two ranks sums half of what both read, knows all sums, and refuses what is damaged for the other."""
-    folders = [tmp_path / "hf", tmp_path / "tp1"]
-    tiny_llama(tmp_path / "hf")
-    import_checkpoint(open_source(tmp_path / "hf"), tmp_path / "tp1", tensor=1)
-    total = open_source(tmp_path / "hf").total_bytes()
-    expected = _own_sums(open_source(tmp_path / "hf"))
-    for found in zip(*spawn(_read_together, world=2, args=(folders, None)), strict=True):
-        assert [error for error, _, _ in found] == ["", ""] and [sums for _, _, sums in found] == [expected, expected]
-        assert sum(summed for _, summed, _ in found) == total and max(summed for _, summed, _ in found) < 0.7 * total
-    key = "layers.1.mlp.down_proj.weight"
-    paths = [_flip(folder, name) for folder, name in zip(folders, (hf_name(key), key), strict=True)]
-    for path, found in zip(
-        paths, zip(*spawn(_read_together, world=2, args=(folders, expected)), strict=True), strict=True
-    ):
-        errors = [error for error, _, _ in found]
-        assert errors[0] == errors[1] and str(path) in errors[0] and "mlp.down_proj.weight has checksum" in errors[0]
-
-
 def test_sums_of_whole_tensors_do_not_depend_on_the_layout(bases: dict[str, Path]) -> None:
-    expected = _own_sums(open_source(bases["tp1"].parent / "hf"))
+    expected = own_sums(open_source(bases["tp1"].parent / "hf"))
     assert [open_source(bases[name]).sums() for name in ("tp1", "tp2", "tp4", "old")] == [expected] * 3 + [None]
     again = bases["tp1"].parent / "again"
     import_checkpoint(open_source(bases["old"]), again, tensor=4, overwrite=True)
@@ -281,12 +208,12 @@ def test_a_base_that_changed_in_the_middle_is_not_trained_on(tmp_path: Path) -> 
     """Whatever reads it: conversions, generation's loader, a base that was imported after the change."""
     tiny_llama(tmp_path / "hf")
     base = open_source(tmp_path / "hf")
-    sums = _own_sums(base)
+    sums = own_sums(base)
     run = trained_run(tmp_path / "run", factors(BLOCK), tmp_path / "hf")
     tensors = [NamedShard("master/x.lora_A", torch.ones(2, 2), replicated_spec((2, 2), rank=0, size=1))]
     recorded = {"path": str(tmp_path / "hf"), "fingerprint": base.fingerprint(), "sums": sums}
     save_training(run, step=2, tensors=tensors, state={}, run_config="", base=recorded, lora={}, layout={})
-    path = _flip(tmp_path / "hf", "model.layers.0.mlp.up_proj.weight")
+    path = flip_a_bit_of(tmp_path / "hf", "model.layers.0.mlp.up_proj.weight")
     assert open_source(tmp_path / "hf").fingerprint() == base.fingerprint(), "the fingerprint reads the ends of tensors"
     import_checkpoint(open_source(tmp_path / "hf"), tmp_path / "tp2", tensor=2)
     with pytest.raises(

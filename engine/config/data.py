@@ -19,8 +19,9 @@ class DataOptions:
     """Data: which text, and how it becomes rows of tokens.
 
     Args:
-        train: File with the training samples: .jsonl, .json or .txt; or a folder that tools/preprocess.py wrote, or the
-            .bin of Megatron's indexed data, which are mapped and not read.
+        train: File with the training samples: .jsonl, .json or .txt; or a folder that tools/preprocess.py wrote, or
+            Megatron's indexed data, as its .bin or as what the names of .bin and .idx begin with, which are mapped and
+            not read.
         mix: Further training data, as PATH=WEIGHT. data.train has weight 1; an epoch goes through every one of them at
             least once, and repeats those that are small for their weight.
         validation: File with the samples that are evaluated; null evaluates nothing.

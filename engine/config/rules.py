@@ -395,7 +395,10 @@ def _require_folder(option: str, path: str, what: str) -> None:
 
 def _require_file(option: str, path: str | None) -> None:
     require(
-        path is None or Path(path).is_file() or (Path(path) / "manifest.json").is_file(),
-        f"{option} is {path}, which is not a file: give the path of a .jsonl, .json or .txt file, or the folder of a "
-        "token store.",
+        path is None
+        or Path(path).is_file()
+        or (Path(path) / "manifest.json").is_file()
+        or all(Path(f"{path}{suffix}").is_file() for suffix in (".bin", ".idx")),
+        f"{option} is {path}, which is not a file: give the path of a .jsonl, .json or .txt file, the folder of a "
+        "token store, or a .bin that has its .idx beside it (with or without the ending).",
     )

@@ -23,10 +23,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from engine.data.checked_file import BlockSums, file_checksum
 from engine.data.dataset import CHUNK
 from engine.data.formats import parse_record
-from engine.data.store import DTYPES, FORMAT, MANIFEST, VERSION, tokenizer_fingerprint
+from engine.data.store import tokenizer_fingerprint
+from engine.data.store_manifest import BLOCKS, DTYPES, MANIFEST, OFFSETS, VERSION, StoreManifest, manifest_text
 from engine.data.template import RunawayTemplate
 from engine.data.tokenize import Document, tokenize_samples
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
@@ -35,8 +38,7 @@ from engine.errors import UserError
 from engine.files.durable import delete_folder, open_new, write_durably
 from engine.files.refusals import Unfinished, reading, writing
 from engine.files.staging import staged_folder
-from engine.ops.native.checksum import crc32c
-from engine.ops.native.loader import native_status
+from engine.ops.checksum import Checksum
 
 _COPY_BYTES = 16 * 2**20
 _PARTS, _SUMMARY = "parts", ".summary"
@@ -341,50 +343,44 @@ def _join(out: Path, parts: Path, units: list[_Done], dtype: str, request: Reque
     kinds = ["tokens"] if everywhere else ["tokens", "targets"]
     numbers = range(len(units))
     with writing(out):
-        checksums = {
-            f"{kind}.bin": _concatenate((_part(parts, number, kind) for number in numbers), out / f"{kind}.bin")
-            for kind in kinds
-        }
+        checksums, blocks = {}, []
+        for kind in kinds:
+            target = out / f"{kind}.bin"
+            checksums[target.name], sums = _concatenate((_part(parts, number, kind) for number in numbers), target)
+            blocks.append(sums)
         lengths = np.concatenate([np.fromfile(_part(parts, number, "lengths"), np.int64) for number in numbers])
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        with _new(out / "offsets.bin") as file:
-            file.write(offsets.data)
-        checksums["offsets.bin"] = _checksum(memoryview(offsets.view(np.uint8)))
+        arrays = {
+            OFFSETS: np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
+            BLOCKS: np.concatenate(blocks),
+        }
+        for name, array in arrays.items():
+            with _new(out / name) as file:
+                file.write(array.data)
+            checksums[name] = file_checksum(array)
         if any(done.skipped for done in units):
             with _new(out / "skipped.jsonl") as report:
                 for number in numbers:
                     if _part(parts, number, "skipped").exists():
                         report.write(_part(parts, number, "skipped").read_bytes())
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "dtype": dtype,
-            "tokens": tokens,
-            "documents": len(lengths),
-            "max_token": max(done.max_token for done in units),
-            "tokenizer": tokenizer_fingerprint(tokenizer),
-            "checksums": checksums,
-            "sources": [file.name for file in request.files],
-        }
-        write_durably(out / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        manifest = StoreManifest(
+            dtype=dtype,
+            tokens=tokens,
+            documents=len(lengths),
+            max_token=max(done.max_token for done in units),
+            tokenizer=tokenizer_fingerprint(tokenizer),
+            checksums=checksums,
+        )
+        write_durably(out / MANIFEST, manifest_text(manifest, [file.name for file in request.files]))
 
 
-def _concatenate(sources: Iterable[Path], target: Path) -> str:
-    """Writes the files end to end; returns their checksum."""
-    value = 0
+def _concatenate(sources: Iterable[Path], target: Path) -> tuple[str, NDArray[np.uint32]]:
+    """Writes the files end to end; returns the checksums of all and of each block."""
+    whole, blocks = Checksum(), BlockSums()
     with _new(target) as file:
         for source in sources:
             with source.open("rb") as part:
                 while block := part.read(_COPY_BYTES):
                     file.write(block)
-                    value = _added(memoryview(block), value)
-    return f"{value:08x}"
-
-
-def _checksum(data: memoryview) -> str:
-    return f"{_added(data, 0):08x}"
-
-
-def _added(data: memoryview, value: int) -> int:
-    """CRC-32C where the compiled code is there, else 0: pure Python would take longer than everything else."""
-    return crc32c(data, value) if native_status().available else 0
+                    whole.update(memoryview(block))
+                    blocks.update(memoryview(block))
+    return whole.text(), blocks.finish()

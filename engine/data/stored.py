@@ -95,11 +95,11 @@ def stored_dataset(
 
 def _concatenated(store: TokenStore, seq_length: int) -> TokenDataset:
     """Documents end to end in rows; read into memory."""
-    targets = store.targets
+    targets = None if store.targets is None else store.targets.whole()
     if targets is None:
         targets = np.ones(len(store.tokens), dtype=bool)
         targets[store.offsets[:-1]] = False
-    tokens, learnt, offsets, left_over = concatenate(np.asarray(store.tokens), targets, store.offsets, seq_length)
+    tokens, learnt, offsets, left_over = concatenate(store.tokens.whole(), targets, store.offsets, seq_length)
     report = DatasetReport(documents=len(store.offsets) - 1, left_over=left_over)
     return TokenDataset(tokens, learnt, offsets, seq_length=seq_length, packing=True, report=report)
 
@@ -121,13 +121,12 @@ def _target_counts(store: TokenStore, starts: NDArray[np.int64], lengths: NDArra
     if store.targets is None or not len(starts):
         return lengths - 1
     counts = np.empty(len(starts), dtype=np.int64)
-    flags = store.targets.view(np.uint8)
     first = 0
     while first < len(starts):
         end = max(first + 1, int(np.searchsorted(starts, starts[first] + _CHUNK)))
         low, high = int(starts[first]), int((starts[first:end] + lengths[first:end]).max())
         sums = np.zeros(high - low + 1, dtype=np.int64)
-        np.cumsum(flags[low:high], out=sums[1:])
+        np.cumsum(store.targets[low:high].view(np.uint8), out=sums[1:])
         at, until = starts[first:end] - low, starts[first:end] + lengths[first:end] - low
         counts[first:end] = sums[until] - sums[at + 1]
         first = end

@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.data.checked_file import CheckedFile
 from engine.data.collate import build_batch
 from engine.data.dataset import TokenDataset
 from engine.data.preprocess import Request, preprocess
-from engine.data.store import MANIFEST, open_store
+from engine.data.store import open_store
+from engine.data.store_manifest import MANIFEST
 from engine.data.stored import cut_spans, stored_dataset
 from engine.data.tokenizer import load_tokenizer
 from engine.data.units import plan_units
@@ -57,7 +59,7 @@ def test_store_gives_the_rows_of_the_records(
     settings = {"tokenizer": tokenizer, "seq_length": 96, "packing": packing, "overlong": overlong}
     stored, read = stored_dataset(tmp_path / "store", **settings), TokenDataset.build(records, **settings)
     _same(stored, read)
-    assert isinstance(stored.tokens, np.memmap) and isinstance(stored.targets, np.memmap)
+    assert isinstance(stored.tokens, CheckedFile) and isinstance(stored.targets, CheckedFile)
     assert stored.report.target_tokens == read.report.target_tokens
     batch, other = (build_batch(data, [0, 3, None], range(3), length=96, pad_token=0) for data in (stored, read))
     assert batch.tokens_BS.equal(other.tokens_BS) and batch.labels_BS.equal(other.labels_BS)
@@ -79,7 +81,7 @@ def test_store_does_not_depend_on_workers_or_units(
     monkeypatch.setattr("engine.data.units.UNIT_BYTES", 2000)
     assert len(plan_units([records])) > 5
     preprocess(Request(**request, workers=2), tmp_path / "many")
-    for name in ("tokens.bin", "offsets.bin", MANIFEST):
+    for name in ("tokens.bin", "offsets.bin", "blocks.bin", MANIFEST):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes()
     assert not (tmp_path / "one" / "targets.bin").exists(), "every token of a text is learnt"
     assert not (tmp_path / "one" / "parts").exists()

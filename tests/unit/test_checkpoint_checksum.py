@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as tensorboards
 
-from engine.ops.checksum import Checksum, crc32c, crc32c_by_numpy
+from engine.ops.checksum import Checksum, crc32c, crc32c_by_numpy, joined_checksum
 from engine.ops.native import checksum as native
 from engine.ops.native.loader import native_status
 
@@ -63,3 +64,14 @@ def test_more_than_numpy_takes_at_once() -> None:
     for first in range(0, len(data), 100_003):  # in other parts than numpy's
         expected = crc32c(data[first : first + 100_003], expected)
     assert crc32c_by_numpy(data) == expected == tensorboards(bytes(data))
+
+
+def test_checksums_of_parts_make_that_of_all() -> None:
+    data = np.random.default_rng(1).bytes(100_003)
+    for cuts in ([], [0], [1], [50_000], [7, 4096, 4097, 99_999], [100_003]):
+        edges = [0, *cuts, len(data)]
+        parts = [data[a:b] for a, b in pairwise(edges)]
+        assert (
+            joined_checksum((f"{tensorboards(part):08x}", len(part)) for part in parts) == f"{tensorboards(data):08x}"
+        )
+    assert joined_checksum([]) == "00000000"

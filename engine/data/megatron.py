@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from engine.data.checked_file import CheckedFile, mapped
 from engine.errors import UserError
+from engine.files.documents import open_file
 from engine.files.refusals import reading
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -59,8 +60,8 @@ def open_indexed(data: Path, index: Path) -> Indexed:
     for file, other in ((index, data), (data, index)):
         if not file.is_file():
             raise UserError(f"{file} is missing, which belongs to {other}: put it beside the other one.")
-    with reading(index, "use another copy"):
-        head = index.read_bytes()
+    with open_file(index, "use another copy") as file:
+        head = file.read()
     dtype, lengths, pointers, boundaries = _parts(index, head)
     with reading(data, "use another copy"):
         size = data.stat().st_size

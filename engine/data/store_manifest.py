@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from engine.errors import UserError
-from engine.files.refusals import reading
+from engine.files.documents import read_json
+from engine.files.strict_json import shown
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "token-store", 2
@@ -23,7 +24,6 @@ _OLDEST = 1
 """Without block checksums and digest."""
 _KEYS = {"format", "version", "dtype", "tokens", "documents", "max_token", "tokenizer", "checksums", "sources"}
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
-_MAX_BYTES = 16 << 20
 _MOST = 1 << 48
 
 
@@ -89,13 +89,8 @@ def read_store_manifest(folder: Path) -> StoreManifest:
         UserError: it is not that of a token store, of another version, or damaged.
     """
     path = folder / MANIFEST
-    with reading(path, "tokenise the data again"), path.open("rb") as file:
-        text = file.read(_MAX_BYTES)
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
-        raise UserError(f"{path} is not JSON ({error}): tokenise the data again.") from error
-    version = data.get("version") if isinstance(data, dict) and data.get("format") == FORMAT else None
+    data = read_json(path, "copy it again, or tokenise the data again")
+    version = data.get("version") if data.get("format") == FORMAT else None
     if not isinstance(version, int) or isinstance(version, bool) or not _OLDEST <= version <= VERSION:
         raise UserError(f"{path} is not that of a token store of version {_OLDEST} to {VERSION}: tokenise again.")
     if version > _OLDEST:
@@ -104,7 +99,7 @@ def read_store_manifest(folder: Path) -> StoreManifest:
             raise UserError(f"{path} is damaged: it has other values than were written; tokenise the data again.")
     if data.keys() != _KEYS:
         odd = sorted(data.keys() ^ _KEYS)[0]
-        raise UserError(f"{path} {'lacks' if odd in _KEYS else 'has the unknown key'} {odd!r:.80}: tokenise again.")
+        raise UserError(f"{path} {'lacks' if odd in _KEYS else 'has the unknown key'} {shown(odd)}: tokenise again.")
     return _Fields(path, data).manifest(has_blocks=version > _OLDEST)
 
 
@@ -147,10 +142,10 @@ class _Fields:
         if missing := sorted(needed - found.keys()):
             raise UserError(f"{self._path} has no checksum of {missing[0]}: copy it again, or tokenise the data again.")
         if strange := sorted(found.keys() - needed):
-            raise UserError(f"{self._path} has a checksum of {strange[0]!r:.80}, no file of a store: tokenise again.")
+            raise UserError(f"{self._path} has a checksum of {shown(strange[0])}, no file of a store: tokenise again.")
         if set(found.values()) == {"0" * 8}:  # written without compiled code, once
             raise UserError(f"{self._path} has no checksums, so nothing can be checked: tokenise the data again.")
         return found
 
     def _fail(self, key: str, expected: str) -> UserError:
-        return UserError(f"{self._path} has {key} {self._data[key]!r:.80}, expected {expected}: tokenise again.")
+        return UserError(f"{self._path} has {key} {shown(self._data[key])}, expected {expected}: tokenise again.")

@@ -24,12 +24,16 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def differences(ours: list[float], theirs: list[float]) -> list[float]:
-    assert theirs[-2] < theirs[0] - 0.01, "nothing is learnt, so that agreement says little"
+    assert theirs[-2] < theirs[0] - 1e-3, "nothing is learnt, so that agreement says little"
     return [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
 
 
 STOCK = [name for name in FAMILIES if name != "llama fused"]  # PEFT finds no fused matrices in transformers' Llama
-QUICK = {(name, "lora") for name in STOCK} | {("qwen2", "dora"), ("phi3", "dora"), ("phi3", "biases")}
+QUICK = {(name, "lora") for name in STOCK if " " not in name} | {
+    ("qwen2", "dora"),
+    ("phi3", "dora"),
+    ("phi3", "biases"),
+}
 
 
 @pytest.mark.parametrize(
@@ -75,8 +79,8 @@ def test_weight_decay_is_that_of_hugging_faces_trainer(name: str, kind: str, tmp
         model, given = make_model(name, tmp_path / "hf"), {"lora.rank": 0, "trainable": "*"}
     else:
         theirs, ours = KINDS[kind]
-        model = peft_start(name, tmp_path, modules_to_save=["input_layernorm", "model.norm"], **theirs)
-        given = {"lora.rank": 3, "lora.alpha": 5, "trainable": "*.input_norm,norm", **ours}
+        model = peft_start(name, tmp_path, modules_to_save=["post_attention_layernorm", "model.norm"], **theirs)
+        given = {"lora.rank": 3, "lora.alpha": 5, "trainable": "post_attention_layernorm,model.norm", **ours}
     decayed = decayed_names(model)
     expected = {_leaf(key): key in decayed for key, value in model.named_parameters() if value.requires_grad}
     training, _ = build(tmp_path, given, ALONE)

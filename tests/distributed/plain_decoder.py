@@ -8,6 +8,7 @@ Legend: T tokens, H heads, D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,17 @@ class PlainDecoder:
             y = y + bias
         return y + self._low_rank(x, name, batch, step, site)
 
+    def _linears(
+        self, x: Tensor, prefix: str, names: Sequence[str], fused: str, batch: Batch, step: int, site: int
+    ) -> list[Tensor]:
+        """Linears on one input, with an adapter each or one that stands over all of them."""
+        outputs = [self._linear(x, f"{prefix}.{name}", batch, step, site) for name in names]
+        together = self._low_rank(x, f"{prefix}.{fused}", batch, step, site)
+        if isinstance(together, Tensor):
+            parts = together.split([output.shape[1] for output in outputs], dim=1)
+            outputs = [output + part for output, part in zip(outputs, parts, strict=True)]
+        return outputs
+
     def _norm(self, x: Tensor, name: str) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean_square = (wide * wide).mean(-1, keepdim=True)
@@ -74,11 +86,7 @@ class PlainDecoder:
 
     def _attention(self, x: Tensor, prefix: str, batch: Batch, step: int, site: int) -> Tensor:
         config = self.config
-        q, k, v = (self._linear(x, f"{prefix}.{name}_proj", batch, step, site) for name in "qkv")
-        fused = self._low_rank(x, f"{prefix}.qkv_proj", batch, step, site)
-        if isinstance(fused, Tensor):
-            dq, dk, dv = fused.split([q.shape[1], k.shape[1], v.shape[1]], dim=1)
-            q, k, v = q + dq, k + dk, v + dv
+        q, k, v = self._linears(x, prefix, ("q_proj", "k_proj", "v_proj"), "qkv_proj", batch, step, site)
         q, k, v = (part.unflatten(1, (-1, config.head_dim)) for part in (q, k, v))
         if config.qk_norm:
             q, k = self._norm(q, f"{prefix}.q_norm"), self._norm(k, f"{prefix}.k_norm")
@@ -96,8 +104,7 @@ class PlainDecoder:
         return self._linear(out, f"{prefix}.o_proj", batch, step, site + 1)
 
     def _mlp(self, x: Tensor, prefix: str, batch: Batch, step: int, site: int) -> Tensor:
-        gate = self._linear(x, f"{prefix}.gate_proj", batch, step, site)
-        up = self._linear(x, f"{prefix}.up_proj", batch, step, site)
+        gate, up = self._linears(x, prefix, ("gate_proj", "up_proj"), "gate_up_proj", batch, step, site)
         return self._linear(gate * torch.sigmoid(gate) * up, f"{prefix}.down_proj", batch, step, site + 1)
 
     def logits(self, batch: Batch, step: int) -> Tensor:

@@ -68,6 +68,7 @@ class Case:
     length: int = 512
     rank: int = 8
     targets: str = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]"
+    fused: str = "auto"
     dropout: float = 0.0
     trainable: str = "[]"
     dtype: str = "float32"
@@ -92,7 +93,8 @@ class Case:
         return from_yaml(
             f"model: {{path: '{folder}', dtype: {self.dtype}, init: random, kernels: reference,"
             f" base_dtype: {self.base}}}\n"
-            f"lora: {{rank: {self.rank}, dropout: {self.dropout}, targets: {self.targets}}}\n"
+            f"lora: {{rank: {self.rank}, dropout: {self.dropout}, targets: {self.targets},"
+            f" fused: {self.fused}}}\n"
             f"trainable: {self.trainable}\n"
             f"data: {{seq_length: {self.length}}}\n"
             f"train: {{micro_batch_size: {self.rows}, global_batch_size: {self.rows * self.micro_batches}}}\n"
@@ -109,6 +111,7 @@ CASES = {
     "lora, two rows": Case(rows=2, length=256),
     "lora, accumulation": Case(micro_batches=3),
     "lora, dropout": Case(dropout=0.1),
+    "lora, one for q, k and v and one for gate and up": Case(fused="all", dropout=0.1),
     "lora, bf16": Case(dtype="bfloat16"),
     "lora, bf16, dropout": Case(dtype="bfloat16", dropout=0.1),
     "lora, large vocabulary": Case(vocab=20000, length=1024),

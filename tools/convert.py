@@ -58,6 +58,11 @@ def build_parser() -> argparse.ArgumentParser:
     exporting.add_argument("--merge", action="store_true", help="with hf: put trained adapters into the weights")
     exporting.add_argument("--base", type=Path, help="the base of a run, where it has moved")
     exporting.add_argument(
+        "--base-name",
+        metavar="NAME",
+        help="with peft: what the adapter calls its base, as on a hub",
+    )
+    exporting.add_argument(
         "--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)"
     )
     _add_model_options(exporting)
@@ -162,6 +167,7 @@ def _carry_out(arguments: argparse.Namespace) -> None:
             base=arguments.base,
             step=arguments.step,
             options=options,
+            base_name=arguments.base_name,
         )
 
 

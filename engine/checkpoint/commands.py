@@ -22,6 +22,7 @@ from engine.checkpoint.decoded import DecodedSource, encoded_names
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.merge import MergedSource, adapted_modules, fully_trained, recorded_scale
 from engine.checkpoint.merging import summary
+from engine.checkpoint.model_card import training_facts
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.peft_read import AdapterSource
 from engine.checkpoint.peft_write import export_peft
@@ -31,6 +32,7 @@ from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import dtype_name
 from engine.checkpoint.scales import Scale
 from engine.checkpoint.source import WeightSource, open_source
+from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
 from engine.checkpoint.training_state import (
     CHECKPOINTS,
     TrainingCheckpoint,
@@ -137,18 +139,25 @@ def run_export(
     base: Path | None,
     step: int | Literal["best"] | None,
     options: Options,
+    base_name: str | None = None,
 ) -> None:
     """Writes a PEFT adapter or a Hugging Face model from a run, a checkpoint or a base.
+
+    Args:
+        base_name: what an adapter calls its base, such as its name on the Hugging Face hub.
 
     Raises:
         UserError: the options do not fit what `source` is.
     """
     log = Log()
+    if base_name is not None and form == "hf":
+        raise UserError("--base-name is written into an adapter, and --format hf writes a whole model: leave it out.")
     if not _is_training(source):
         _export_base(source, out, form, merge or base is not None or step is not None, options, log)
         return
     trained = open_trained(open_run(source, step=step), base, log)
     values = trained.checkpoint.trained()
+    tokenizer = trained_tokenizer(trained.checkpoint.state, trained.checkpoint.folder / MANIFEST)
     if form == "peft":
         if merge:
             raise UserError("--format peft writes the adapter by itself, and --merge asks for a whole model: use one.")
@@ -163,6 +172,9 @@ def run_export(
             proof=partial(prove_adapter, base=weights, trained=values, scale=trained.scale)
             if options.proof and weights is not None
             else None,
+            tokenizer=tokenizer,
+            base_name=base_name,
+            facts=training_facts(trained.checkpoint),
         )
         _say(log, report)
         return
@@ -174,7 +186,7 @@ def run_export(
     base_dtype = trained.checkpoint.base.get("dtype")
     weights = _as_trained(trained.weights, base_dtype, values.tensor_names(), options, log)
     merged = MergedSource(trained.model, weights, values, scale=trained.scale)
-    _export_weights(merged, trained.checkpoint.folder, out, options, log)
+    _export_weights(merged, trained.checkpoint.folder, out, options, log, tokenizer)
 
 
 def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, options: Options) -> None:
@@ -192,7 +204,7 @@ def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, o
     factors.require_base(weights)
     seen = _as_trained(weights, base_dtype, factors.tensor_names(), options, log)
     merged = MergedSource(weights.model, seen, factors, scale=factors.scale)
-    _export_weights(merged, adapter, out, options, log)
+    _export_weights(merged, adapter, out, options, log, adapter_template(adapter))
 
 
 def _as_trained(
@@ -212,7 +224,14 @@ def _as_trained(
     return DecodedSource(weights, base_dtype, names)
 
 
-def _export_weights(weights: WeightSource, read: Path, out: Path, options: Options, log: Log) -> None:
+def _export_weights(
+    weights: WeightSource,
+    read: Path,
+    out: Path,
+    options: Options,
+    log: Log,
+    tokenizer: TrainedTokenizer = BASES_OWN,
+) -> None:
     with options.work(log, f"exporting {read}", weights) as work:
         report = export_hf(
             weights,
@@ -222,6 +241,7 @@ def _export_weights(weights: WeightSource, read: Path, out: Path, options: Optio
             fusing=options.fusing,
             work=work,
             proof=partial(prove_model, source=weights) if options.proof else None,
+            tokenizer=tokenizer,
         )
     _say(log, report)
 

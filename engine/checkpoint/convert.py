@@ -27,6 +27,7 @@ from engine.checkpoint.resumable import Written, resumable_folder
 from engine.checkpoint.sinks import Piece, PlannedFile
 from engine.checkpoint.source import OUTSIDE, WeightSource, open_source
 from engine.checkpoint.streaming import Streaming, compare_files, write_files
+from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 from engine.files.durable import write_durably
@@ -246,6 +247,7 @@ def export_hf(
     fusing: Fusing = "keep",
     work: Work | None = None,
     proof: Proof | None = None,
+    tokenizer: TrainedTokenizer = BASES_OWN,
 ) -> ConversionReport:
     """Writes a Hugging Face folder: the tensors under their family's names, config and tokenizer files beside them.
 
@@ -259,6 +261,7 @@ def export_hf(
             value as one matrix ("qkv"), or both ("all").
         work: how.
         proof: tries the folder before it takes its name.
+        tokenizer: what was trained with.
 
     Raises:
         UserError: `out` cannot be used, a value is not finite, or a changed matrix is all zero.
@@ -267,7 +270,7 @@ def export_hf(
     parts = _hf_parts(source, hf_names(source.model, fusing))
     files = _planned_shards(source, parts, max_shard_bytes)
     plan = {"export": [[file.name, [piece.key for piece in file.pieces]] for file in files], **source.identity()}
-    companions = source.model.companions()
+    companions = tokenizer.companions(source.model.companions(), with_model=True)
     total = sum(file.num_bytes for file in files)
     inputs = (source.model.path, *inputs)
     room = total + companions.num_bytes
@@ -282,6 +285,7 @@ def export_hf(
         if len(files) > 1:
             _write_index(staging / INDEX, files, total)
         companions.copy_to(staging)
+        tokenizer.write_template(staging)
         if source.changed_config is not None:
             write_durably(staging / CONFIG, json.dumps(source.changed_config, indent=2, sort_keys=True) + "\n")
         _check_names(staging, source, files)

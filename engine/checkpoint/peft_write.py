@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,12 +26,14 @@ from engine.checkpoint.merge import (
     read_adapter,
     split_adapter,
 )
+from engine.checkpoint.model_card import CARD, model_card
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.peft_config import patterns
 from engine.checkpoint.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.checkpoint.scales import recorded_alpha
+from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, complete_settings
 from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.files.staging import staged_folder
@@ -47,8 +50,11 @@ def export_peft(
     overwrite: bool = False,
     inputs: Sequence[Path] = (),
     proof: Proof | None = None,
+    tokenizer: TrainedTokenizer = BASES_OWN,
+    base_name: str | None = None,
+    facts: Mapping[str, str] = MappingProxyType({}),
 ) -> ConversionReport:
-    """Writes adapter_model.safetensors and adapter_config.json.
+    """Writes adapter_model.safetensors and adapter_config.json, with the tokenizer and a model card beside them.
 
     One adapter over several modules becomes one for each, which share A; where the base itself stores them as one
     matrix, it stays one, and adapters of its parts become one with a block for each. All of that is exact. Modules
@@ -62,6 +68,9 @@ def export_peft(
         overwrite: replace an existing adapter at `out`.
         inputs: folders that are read meanwhile.
         proof: tries the folder before it takes its name.
+        tokenizer: what was trained with.
+        base_name: what the adapter calls its base; None for the folder it is in here.
+        facts: what else the model card says of the training, name -> value.
 
     Raises:
         UserError: there are no adapters, PEFT cannot express what was trained, a value is not finite, or a factor that
@@ -81,11 +90,19 @@ def export_peft(
     tensors, adapters = _tensors(trained, modules, model, alphas, rslora=bool(lora["rslora"]))
     config = _adapter_config(lora, _target_modules(parts, model), saved, model)
     config |= patterns(adapters, rank=config["r"], alpha=config["lora_alpha"])
-    notes = [*_notes(modules, parts, saved, model, config), *_refuse_zeros(trained, modules)]
+    if base_name is not None:
+        config["base_model_name_or_path"] = base_name
+    companions = tokenizer.companions(model.companions(), with_model=False)
+    notes = [*_notes(modules, parts, saved, model, config, base_name), *companions.left_out]
+    notes += _refuse_zeros(trained, modules)
     check = partial(check_output, out.absolute(), overwrite, [model.path, *inputs])
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    with staged_folder(out, check=check, num_bytes=num_bytes) as staging:
+    with staged_folder(out, check=check, num_bytes=num_bytes + companions.num_bytes) as staging:
         _write(staging, tensors, config)
+        companions.copy_to(staging)
+        tokenizer.write_template(staging)
+        complete_settings(staging)
+        write_durably(staging / CARD, model_card(config, facts))
         _verify(staging, tensors)
         if proof is not None:
             notes.append(proof(staging))
@@ -272,7 +289,12 @@ def _refuse_zeros(trained: TensorReader, modules: list[str]) -> list[str]:
 
 
 def _notes(
-    modules: list[str], parts: list[str], saved: list[str], model: ModelFolder, config: Mapping[str, Any]
+    modules: list[str],
+    parts: list[str],
+    saved: list[str],
+    model: ModelFolder,
+    config: Mapping[str, Any],
+    base_name: str | None,
 ) -> list[str]:
     notes = []
     if config.keys() & {"rank_pattern", "alpha_pattern"}:
@@ -301,10 +323,10 @@ def _notes(
             "modules trained in full are in modules_to_save, which PEFT reads and vLLM and SGLang do not: "
             "for them merge with --format hf --merge"
         )
-    if model.manifest is not None and model.hf_path == model.path:
+    if base_name is None and model.manifest is not None and model.hf_path == model.path:
         notes.append(
             "base_model_name_or_path is a partitioned checkpoint, which other tools cannot open: "
-            "give them the Hugging Face folder"
+            "give them the Hugging Face folder, or the base's name with --base-name"
         )
     return notes
 

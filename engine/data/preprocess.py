@@ -369,6 +369,7 @@ def _join(out: Path, parts: Path, units: list[_Done], dtype: str, request: Reque
             max_token=max(done.max_token for done in units),
             tokenizer=tokenizer_fingerprint(tokenizer),
             checksums=checksums,
+            chat_template=tokenizer.chat_template,
         )
         write_durably(out / MANIFEST, manifest_text(manifest, [file.name for file in request.files]))
 

@@ -56,6 +56,7 @@ class TokenStore:
         identity: changes with the content.
         max_token: the largest id.
         tokenizer: fingerprint of the tokenizer; None where it is not known.
+        chat_template: that conversations were rendered with; None where there is none, or it is not known.
     """
 
     path: Path
@@ -65,6 +66,7 @@ class TokenStore:
     identity: str
     max_token: int
     tokenizer: str | None = None
+    chat_template: str | None = None
 
     def require_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Refuses a tokenizer that gives other ids than the store has.
@@ -137,6 +139,7 @@ def _open_folder(path: Path) -> TokenStore:
         identity=manifest.identity,
         max_token=manifest.max_token,
         tokenizer=manifest.tokenizer,
+        chat_template=manifest.chat_template,
     )
 
 

@@ -23,6 +23,8 @@ TOKENS, TARGETS, OFFSETS, BLOCKS = "tokens.bin", "targets.bin", "offsets.bin", "
 _OLDEST = 1
 """Without block checksums and digest."""
 _KEYS = {"format", "version", "dtype", "tokens", "documents", "max_token", "tokenizer", "checksums", "sources"}
+_TEMPLATE = "chat_template"
+"""A key that may be missing."""
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 _MOST = 1 << 48
 
@@ -37,6 +39,7 @@ class StoreManifest:
         max_token: the largest id.
         tokenizer: fingerprint of the tokenizer.
         checksums: CRC-32C of each file.
+        chat_template: that conversations were rendered with; None where there is none, or it was not written down.
     """
 
     dtype: str
@@ -45,6 +48,7 @@ class StoreManifest:
     max_token: int
     tokenizer: str
     checksums: dict[str, str]
+    chat_template: str | None = None
 
     @property
     def has_blocks(self) -> bool:
@@ -75,6 +79,8 @@ def manifest_text(manifest: StoreManifest, sources: list[str]) -> str:
         "checksums": manifest.checksums,
         "sources": sources,
     }
+    if manifest.chat_template is not None:
+        data[_TEMPLATE] = manifest.chat_template
     return json.dumps({**data, "digest": _digest(data)}, indent=2) + "\n"
 
 
@@ -97,8 +103,8 @@ def read_store_manifest(folder: Path) -> StoreManifest:
         digest = data.pop("digest", None)
         if digest != _digest(data):
             raise UserError(f"{path} is damaged: it has other values than were written; tokenise the data again.")
-    if data.keys() != _KEYS:
-        odd = sorted(data.keys() ^ _KEYS)[0]
+    if odds := data.keys() - {_TEMPLATE} ^ _KEYS:
+        odd = sorted(odds)[0]
         raise UserError(f"{path} {'lacks' if odd in _KEYS else 'has the unknown key'} {shown(odd)}: tokenise again.")
     return _Fields(path, data).manifest(has_blocks=version > _OLDEST)
 
@@ -115,6 +121,9 @@ class _Fields:
             raise self._fail("dtype", f"one of {', '.join(DTYPES)}")
         if not isinstance(tokenizer, str):
             raise self._fail("tokenizer", "a text")
+        template = self._data.get(_TEMPLATE)
+        if template is not None and not isinstance(template, str):
+            raise self._fail(_TEMPLATE, "a text")
         return StoreManifest(
             dtype=dtype,
             tokens=self._number("tokens", 1, _MOST),
@@ -122,6 +131,7 @@ class _Fields:
             max_token=self._number("max_token", 0, int(np.iinfo(DTYPES[dtype]).max)),
             tokenizer=tokenizer,
             checksums=self._checksums(has_blocks),
+            chat_template=template,
         )
 
     def _number(self, key: str, least: int, most: int) -> int:

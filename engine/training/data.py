@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.data import split_mix
 from engine.config.rules import check_warmup, data_parallel_size
 from engine.config.run import RunConfig
@@ -16,7 +18,7 @@ from engine.data.preference import build_pairs
 from engine.data.preview import preview
 from engine.data.report import context_warning, counted
 from engine.data.row_means import RowMeanLoader
-from engine.data.store import is_store
+from engine.data.store import is_store, open_store
 from engine.data.stored import stored_dataset
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.distributed.launch import Launch
@@ -91,6 +93,17 @@ def chat_options(config: RunConfig) -> ChatOptions:
     return ChatOptions(
         template=data.chat_template, arguments=data.chat_arguments or {}, learn_after_end=data.learn_after_end
     )
+
+
+def trained_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> TrainedTokenizer:
+    """What of the run's tokenizer is not its base's own, for exports."""
+    data, template = config.data, None
+    if data.chat_template is not None:
+        template = tokenizer.chat_template
+    elif data.train is not None and is_store(data.train):  # of which the template may have been chosen
+        stored = open_store(data.train).chat_template
+        template = None if stored == tokenizer.chat_template else stored
+    return TrainedTokenizer(None if data.tokenizer is None else Path(data.tokenizer).expanduser().resolve(), template)
 
 
 def place_in_data(config: RunConfig, launch: Launch) -> dict[str, int]:

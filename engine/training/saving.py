@@ -11,6 +11,7 @@ from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.saved_steps import checkpoint_folder, mark_best, prune
 from engine.checkpoint.saver import SaveGroup, Saver, SaveReport
 from engine.checkpoint.snapshot import Snapshot, fits_in_host_memory, snapshot_bytes
+from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.run import RunConfig
 from engine.distributed.collectives import gather_objects
 from engine.distributed.launch import Launch
@@ -35,6 +36,7 @@ class StateSaver:
         training: what is saved.
         launch: this rank.
         data: fingerprint of the training data.
+        tokenizer: what the data was tokenised with.
         say: prints a line on rank 0.
         metrics: gets a record of each checkpoint.
     """
@@ -47,10 +49,12 @@ class StateSaver:
         launch: Launch,
         *,
         data: str,
+        tokenizer: TrainedTokenizer,
         say: Callable[[str], None],
         metrics: MetricsWriter,
     ) -> None:
         self._config, self._training, self._data = config, training, data
+        self._tokenizer = tokenizer
         self._say, self._metrics, self._is_first = say, metrics, launch.rank == 0
         self._run_dir, self._problems = run_dir, 0
         options = config.checkpoint
@@ -94,7 +98,13 @@ class StateSaver:
             UserError: the last checkpoint could not be saved.
         """
         contents = state_contents(
-            self._config, self._training, step=step, consumed=consumed, data=self._data, best=best
+            self._config,
+            self._training,
+            step=step,
+            consumed=consumed,
+            data=self._data,
+            tokenizer=self._tokenizer,
+            best=best,
         )
         try:
             return self._saver.save(state_tensors(self._training), contents, last=last)

@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.save_parts import TrainingContents, owned
+from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.checkpoint.training_state import TrainingCheckpoint, expect_base
 from engine.checkpoint.verification import checked_together
 from engine.config.load import to_yaml
@@ -37,7 +38,14 @@ def state_tensors(training: Training) -> list[NamedShard]:
 
 
 def state_contents(
-    config: RunConfig, training: Training, *, step: int, consumed: int, data: str, best: BestLoss
+    config: RunConfig,
+    training: Training,
+    *,
+    step: int,
+    consumed: int,
+    data: str,
+    tokenizer: TrainedTokenizer,
+    best: BestLoss,
 ) -> TrainingContents:
     """What a checkpoint holds beside tensors; all but the step is for the rank that writes it down.
 
@@ -45,6 +53,7 @@ def state_contents(
         step: steps taken.
         consumed: samples consumed: the data cursor.
         data: fingerprint of the training data.
+        tokenizer: what the data was tokenised with.
         best: what the evaluations so far come to.
     """
     if not training.mesh.is_writer:
@@ -58,6 +67,7 @@ def state_contents(
         "updates": float(optimizer.updates),
         "skipped": float(optimizer.skipped),
         "best": best.state(),
+        "tokenizer": tokenizer.record(),
     }
     if (scale := optimizer.loss_scale) is not None:
         state |= {"loss_scale": float(scale.value), "good_steps": float(scale.good_steps)}

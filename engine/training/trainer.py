@@ -29,7 +29,7 @@ from engine.training.best import BestLoss
 from engine.training.build import Training, build_training
 from engine.training.course import plan_course
 from engine.training.cuda_graph.static_batch import most_in_a_row
-from engine.training.data import RunData, build_data
+from engine.training.data import RunData, build_data, trained_tokenizer
 from engine.training.device_choices import choose_for_device
 from engine.training.evaluations import Evaluations
 from engine.training.forecast import MemoryForecast
@@ -111,6 +111,7 @@ class Trainer:
             self._training,
             launch,
             data=self._data_fingerprint,
+            tokenizer=trained_tokenizer(config, self._data.tokenizer),
             say=self._progress.info,
             metrics=self._metrics,
         )

@@ -1,0 +1,113 @@
+"""The tokenizer beside exported weights: that of the run, with the chat template that was trained with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.checkpoint.folder import Companion, Companions, find_companions
+from engine.errors import UserError
+from engine.files.documents import read_json, read_text
+from engine.files.durable import write_durably
+
+CHAT_TEMPLATE = "chat_template.jinja"
+SETTINGS = "tokenizer_config.json"
+_FAST, _SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+_STARTS = ("tokenizer", "tokenization_", "special_tokens_map", "added_tokens", "vocab", "merges", "chat_template")
+_SUFFIXES = (".model", ".tiktoken")
+
+
+class TrainedTokenizer(NamedTuple):
+    """What a run tokenised its data with.
+
+    Args:
+        path: of the tokenizer, where it was not the base's own; None otherwise.
+        chat_template: that conversations were rendered with, where it was not the tokenizer's own; None otherwise.
+    """
+
+    path: Path | None = None
+    chat_template: str | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As a checkpoint has it."""
+        return {"path": None if self.path is None else str(self.path), "chat_template": self.chat_template}
+
+    def companions(self, base: Companions, *, with_model: bool) -> Companions:
+        """The files to be copied beside weights.
+
+        Args:
+            base: those of the base's folder.
+            with_model: all of them, or else the tokenizer's alone.
+        """
+        own = tuple(file for file in base.files if is_tokenizer_file(file.name))
+        rest = tuple(file for file in base.files if file not in own) if with_model else ()
+        left_out = base.left_out if with_model else ()
+        if self.path is None:
+            return Companions(rest + own, left_out)
+        if not self.path.exists():
+            reason = f"the run's tokenizer was at {self.path}, which is gone: the base's is copied instead"
+            return Companions(rest + own, (*left_out, reason))
+        found = _companions_at(self.path)
+        return Companions(rest + found.files, (*left_out, *found.left_out))
+
+    def write_template(self, folder: Path) -> None:
+        """Puts the chat template beside a tokenizer's files; one in its settings would be another."""
+        if self.chat_template is None:
+            return
+        write_durably(folder / CHAT_TEMPLATE, self.chat_template)
+        if (settings := folder / SETTINGS).is_file() and "chat_template" in (found := read_json(settings)):
+            _write_json(settings, found | {"chat_template": self.chat_template})
+
+
+BASES_OWN = TrainedTokenizer()
+
+
+def trained_tokenizer(state: Mapping[str, Any], place: Path) -> TrainedTokenizer:
+    """What a checkpoint's state says; checkpoints that say nothing were trained with the base's own.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    record = state.get("tokenizer") or {}
+    values = [record.get(key) for key in ("path", "chat_template")] if isinstance(record, dict) else [0]
+    if not all(value is None or isinstance(value, str) for value in values):
+        raise UserError(f"{place} is damaged: state.tokenizer is not what is saved there; use another checkpoint.")
+    path, template = values
+    return TrainedTokenizer(None if path is None else Path(path), template)
+
+
+def adapter_template(adapter: Path) -> TrainedTokenizer:
+    """The chat template that a PEFT folder carries."""
+    file = adapter / CHAT_TEMPLATE
+    return TrainedTokenizer(None, read_text(file) if file.is_file() and not file.is_symlink() else None)
+
+
+def complete_settings(folder: Path) -> None:
+    """Names the tokenizer's class where only a model's config.json does, for a folder without one."""
+    settings = folder / SETTINGS
+    if not (folder / _FAST).is_file():
+        return
+    found = read_json(settings) if settings.is_file() else {}
+    if not found.get("tokenizer_class"):
+        _write_json(settings, found | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a file beside a model is its tokenizer's."""
+    return name.startswith(_STARTS) or name.endswith(_SUFFIXES)
+
+
+def _companions_at(path: Path) -> Companions:
+    if path.is_dir():
+        found = find_companions(path)
+        return Companions(tuple(file for file in found.files if is_tokenizer_file(file.name)), ())
+    if path.name != _FAST and path.suffix != ".model":
+        return Companions((), (f"{path} is not copied: it is no tokenizer.json and no sentencepiece .model file",))
+    name = _FAST if path.name == _FAST else _SENTENCEPIECE
+    return Companions((Companion(name, path, path.stat().st_size),), ())
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_durably(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -41,6 +41,7 @@ from engine.checkpoint.training_state import (
     list_checkpoints,
     open_run,
 )
+from engine.config.hub import instead_of
 from engine.errors import UserError
 from engine.printable import printable
 from engine.telemetry.format import format_bytes, format_count
@@ -257,7 +258,8 @@ def _export_base(source: Path, out: Path, form: str, has_run_options: bool, opti
 def _is_training(folder: Path) -> bool:
     """Whether a folder is a run or one of its checkpoints, rather than a model."""
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: expected a run, a checkpoint or a model, mend the path.")
+        advice = instead_of(folder, "expected a run, a checkpoint or a model, correct the path")
+        raise UserError(f"{folder} is not a folder{advice}.")
     if (folder / MANIFEST).is_file():
         return read_manifest(folder).kind == "training"
     return (folder / CHECKPOINTS).is_dir()

@@ -10,6 +10,7 @@ import torch
 
 from engine.checkpoint.folder import CONFIG, Companions, find_companions
 from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from engine.config.hub import instead_of
 from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.models.config import DecoderConfig
@@ -69,7 +70,8 @@ def open_model(path: str | Path) -> ModelFolder:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: expected a Hugging Face model or a checkpoint, mend the path.")
+        advice = instead_of(folder, "expected a Hugging Face model or a checkpoint, correct the path")
+        raise UserError(f"{folder} is not a folder{advice}.")
     manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
     if manifest is not None and manifest.kind != "base":
         raise UserError(

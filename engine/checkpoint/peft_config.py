@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.checkpoint.folder import ADAPTER_CONFIG
+from engine.config.hub import instead_of, looks_like_hub_name
 from engine.config.lora import adapter_scale
 from engine.config.patterns import NamePattern, PatternFlaw, name_pattern
 from engine.errors import UserError
@@ -95,6 +96,8 @@ def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
         UserError: it is not that of a LoRA adapter, is malformed, or asks for what is not supported.
     """
     path = folder / ADAPTER_CONFIG
+    if looks_like_hub_name(folder):
+        raise UserError(f"{folder} is not a folder{instead_of(folder, '')}.")
     if not path.is_file():
         raise UserError(f"{folder} has no {ADAPTER_CONFIG}: expected the folder of a PEFT LoRA adapter, mend the path.")
     config = read_json(path)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from engine.config.checks import require
 from engine.config.data import split_mix
+from engine.config.hub import instead_of
 from engine.config.matching import matches_target
 from engine.config.run import RunConfig
+from engine.errors import UserError
 
 
 def check_config(config: RunConfig) -> None:
@@ -63,12 +65,10 @@ def check_files(config: RunConfig) -> None:
     _require_file("data.validation", config.data.validation)
     for entry in config.data.mix:
         _require_file("a path of data.mix", split_mix(entry)[0])
-    if config.data.tokenizer is not None:
-        require(
-            Path(config.data.tokenizer).exists(),
-            f"data.tokenizer is {config.data.tokenizer}, which does not exist: give the folder or .model file of a "
-            "tokenizer, or null to take the one in model.path.",
-        )
+    tokenizer = config.data.tokenizer
+    if tokenizer is not None and not Path(tokenizer).exists():
+        kind = "give the folder or .model file of a tokenizer, or null to take the one in model.path"
+        raise UserError(f"data.tokenizer is {tokenizer}, which does not exist{instead_of(tokenizer, kind)}.")
     if config.lora.init_from is not None:
         _require_folder("lora.init_from", config.lora.init_from, "a PEFT adapter")
     if config.checkpoint.resume_path is not None:
@@ -390,15 +390,17 @@ def check_batch(config: RunConfig, world_size: int) -> None:
 
 
 def _require_folder(option: str, path: str, what: str) -> None:
-    require(Path(path).is_dir(), f"{option} is {path}, which is not a folder: give the folder of {what}.")
+    advice = "" if Path(path).is_dir() else instead_of(path, f"give the folder of {what}")
+    require(Path(path).is_dir(), f"{option} is {path}, which is not a folder{advice}.")
 
 
 def _require_file(option: str, path: str | None) -> None:
-    require(
-        path is None
-        or Path(path).is_file()
-        or (Path(path) / "manifest.json").is_file()
-        or all(Path(f"{path}{suffix}").is_file() for suffix in (".bin", ".idx")),
-        f"{option} is {path}, which is not a file: give the path of a .jsonl, .json or .txt file, the folder of a "
-        "token store, or a .bin that has its .idx beside it (with or without the ending).",
+    if path is None or Path(path).is_file() or (Path(path) / "manifest.json").is_file():
+        return
+    if all(Path(f"{path}{suffix}").is_file() for suffix in (".bin", ".idx")):
+        return
+    files = (
+        "give the path of a .jsonl, .json or .txt file, the folder of a token store, or a .bin that has its .idx "
+        "beside it (with or without the ending)"
     )
+    raise UserError(f"{option} is {path}, which is not a file{instead_of(path, files, 'dataset')}.")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from engine.config.hub import instead_of
 from engine.errors import UserError
 from engine.files.documents import open_file
 
@@ -52,7 +53,8 @@ def expand_paths(paths: str | Path | list[str] | tuple[str, ...]) -> list[Path]:
         matches = sorted(match for match in path.parent.glob(path.name) if match.is_file()) if "*" in path.name else []
         if not matches:
             given = "is a folder" if path.is_dir() else "does not exist"
-            raise UserError(f"the data file {path} {given}; give a .txt, .json or .jsonl file or a pattern with *.")
+            advice = instead_of(path, "give a .txt, .json or .jsonl file or a pattern with *", "dataset")
+            raise UserError(f"the data file {path} {given}{advice}.")
         files.extend(matches)
     return files
 

@@ -17,6 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.config.hub import instead_of
 from engine.data.chat import Message, covered_tokens, without_tail
 from engine.data.named_templates import template_text
 from engine.data.sentencepiece_model import SentencePieceTokenizer, with_special
@@ -247,8 +248,9 @@ def load_tokenizer(path: str | Path, chat: ChatOptions | None = None) -> Tokeniz
         )
     if not source.is_file():
         raise UserError(
-            f"there is no tokenizer at {source}; set data.tokenizer to a folder with tokenizer.json or to a .model "
-            "file."
+            f"there is no tokenizer at {source}"
+            + instead_of(source, "set data.tokenizer to a folder with tokenizer.json or to a .model file")
+            + "."
         )
     return _load_fast(source, chat) if source.suffix == ".json" else _load_sentencepiece(source, chat)
 

@@ -17,6 +17,7 @@ from engine.checkpoint.scales import Scale
 from engine.checkpoint.source import WeightSource, open_source
 from engine.checkpoint.training_state import open_run
 from engine.checkpoint.verification import checked_together
+from engine.config.hub import instead_of
 from engine.config.model import ModelOptions
 from engine.config.parallel import ParallelOptions
 from engine.config.run import RunConfig
@@ -130,7 +131,8 @@ def _adapter(choice: ModelChoice, log: Log) -> tuple[WeightSource, TensorReader,
     folder = choice.adapter
     assert folder is not None
     if not folder.is_dir():
-        raise UserError(f"--adapter {folder} is not a folder: give that of a PEFT adapter, or of a run.")
+        advice = instead_of(folder, "give that of a PEFT adapter, or of a run")
+        raise UserError(f"--adapter {folder} is not a folder{advice}.")
     if (folder / ADAPTER_CONFIG).is_file():
         if choice.path is None:
             raise UserError(f"--adapter {folder} is a PEFT adapter, which holds no base: give its base with --model.")

@@ -13,6 +13,7 @@ import torch
 
 from engine.checkpoint.model_folder import open_model
 from engine.config.data import DataOptions
+from engine.config.hub import instead_of
 from engine.config.lora import LoraOptions
 from engine.config.matching import BLOCK_LINEARS
 from engine.config.memory import RECOMPUTE_LEVELS
@@ -202,7 +203,8 @@ def read_config(path: str) -> tuple[dict[str, Any], str | None]:
     if place.is_dir():
         return open_model(place).hf_config, path
     if not place.is_file():
-        raise UserError(f"--model is {path}, which is neither a folder nor a file: give a model or its config.json.")
+        advice = instead_of(path, "give a model or its config.json")
+        raise UserError(f"--model is {path}, which is neither a folder nor a file{advice}.")
     return read_json(place, "give a model's config.json as --model"), None
 
 

@@ -1,0 +1,73 @@
+"""A name on the Hugging Face hub where a path was expected: every tool says how to download it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.config.hub import instead_of, looks_like_hub_name
+from tests.wrong_inputs.workplace import Workplace, make_place, run_here
+
+MODEL, DATA = "meta-llama/Llama-3.1-8B", "tatsu-lab/alpaca"
+LOAD_MODEL = f"download it with `hf download {MODEL} --local-dir Llama-3.1-8B` and give Llama-3.1-8B."
+LOAD_DATA = f"download it with `hf download --repo-type dataset {DATA} --local-dir alpaca`"
+OUT = ["--out", "made"]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    return make_place(tmp_path / "place")
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        ("pretrain_lora", ["--model.path", MODEL, "--data.train", "{train}"]),
+        ("pretrain_lora", ["--model.path", "{model}", "--data.train", "{train}", "--lora.init_from", MODEL]),
+        ("pretrain_lora", ["--model.path", "{model}", "--data.train", "{train}", "--data.tokenizer", MODEL]),
+        ("convert", ["import", "--source", MODEL, *OUT]),
+        ("convert", ["reshard", "--source", MODEL, "--tensor", "2", *OUT]),
+        ("convert", ["export", "--source", MODEL, "--format", "hf", *OUT]),
+        ("convert", ["merge", "--base", MODEL, "--adapter", "{adapter}", *OUT]),
+        ("convert", ["merge", "--base", "{model}", "--adapter", MODEL, *OUT]),
+        ("convert", ["inspect", MODEL]),
+        ("generate", ["--model", MODEL, "--prompt", "a"]),
+        ("generate", ["--model", "{model}", "--adapter", MODEL, "--prompt", "a"]),
+        ("plan", ["memory", "--model", MODEL, "--gpus", "1", "--gpu-memory", "80", "--seq-length", "128"]),
+        ("preprocess", ["{train}", "--tokenizer", MODEL, *OUT]),
+    ],
+)
+def test_models(tool: str, words: list[str], place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = {"model": place.model, "train": place.train, "adapter": place.adapter}
+    seen = run_here(tool, [word.format(**paths) for word in words], capsys)
+    assert seen.status == 2 and MODEL in seen.sentence and seen.sentence.endswith(LOAD_MODEL), seen.printed
+    assert not Path("made").exists()
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        ("pretrain_lora", ["--model.path", "{model}", "--data.train", DATA]),
+        ("pretrain_lora", ["--model.path", "{model}", "--data.train", "{train}", "--data.validation", DATA]),
+        ("preprocess", [DATA, "--tokenizer", "{model}", *OUT]),
+    ],
+)
+def test_data(tool: str, words: list[str], place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = run_here(tool, [word.format(model=place.model, train=place.train) for word in words], capsys)
+    assert seen.status == 2 and LOAD_DATA in seen.sentence, seen.printed
+
+
+def test_what_was_downloaded_before_is_named(place: Workplace, tmp_path: Path) -> None:
+    snapshot = tmp_path / "cache" / "models--meta-llama--Llama-3.1-8B" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    assert instead_of(MODEL, "").endswith(f"downloaded before: give {snapshot}")
+
+
+def test_paths_are_no_names(place: Workplace) -> None:
+    Path("models").mkdir()
+    for path in ("models/mine", "./org/name", "/org/name", "../name", "a/b/c", "name", "~/name", "d/train.jsonl", "a/"):
+        assert not looks_like_hub_name(path), path
+    assert instead_of("models/mine", "correct the path") == ": correct the path"

@@ -182,7 +182,7 @@ def test_weights(case: str, place: Workplace, refused: Refused):
     ("path", "words"),
     [
         ("nowhere", "model.path is nowhere, which is not a folder"),
-        ("meta-llama/Llama-2-7b-hf", "which is not a folder: give the folder of a Hugging Face"),
+        ("meta-llama/Llama-2-7b-hf", "hf download meta-llama/Llama-2-7b-hf --local-dir Llama-2-7b-hf"),
         ("", "model.path is empty"),
     ],
 )

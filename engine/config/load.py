@@ -151,6 +151,8 @@ def _at_home(option: str, value: Any) -> Any:
 def _split_lists(arguments: list[str]) -> list[str]:
     """Arguments in which lists written as `a,b` for options that take lists have become JSON."""
     lists = {f"--{name}": kind for name, kind in option_types().items() if get_origin(kind) is tuple}
+    for name in _TEXTS:
+        lists[f"--{name}"] = None
     result: list[str] = []
     for position, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
@@ -163,10 +165,17 @@ def _split_lists(arguments: list[str]) -> list[str]:
     return result
 
 
+_TEXTS = ("train.sample_prompts",)
+"""Lists of texts, which have commas of their own: one that is no list in brackets is one text."""
+
+
 def _as_json_list(value: str, kind: Any) -> str:
+    """The value of an option as a list; `kind` is the option's type, None of texts."""
     # An opening bracket is a YAML or JSON list; a regular expression that starts with one has to stand in such a list.
     if value.startswith("["):
         return value
+    if kind is None:
+        return json.dumps([value])
     items = [item.strip() for item in value.split(",") if item.strip()]
     return json.dumps(items) if get_args(kind)[0] is str else f"[{', '.join(items)}]"
 

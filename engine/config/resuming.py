@@ -50,8 +50,11 @@ SILENT: dict[str, tuple[str, ...]] = {
     "data": ("train", "tokenizer", "num_workers", "show"),
     # the code that computes the same update; when a run gives up; where a loss scale starts, which the checkpoint knows
     "optim": ("backend", "max_skipped_steps", "loss_scale"),
-    # a part of the layout; bits of one layout; what leaves no trace; waiting
-    "train": ("micro_batch_size", "deterministic", "synthetic_steps", "collective_timeout", "hang_report_after"),
+    # a part of the layout; bits of one layout; what leaves no trace; waiting; what is shown
+    "train": (
+        "micro_batch_size", "deterministic", "synthetic_steps", "collective_timeout", "hang_report_after",
+        "sample_every", "sample_prompts", "sample_tokens", "sample_chat",
+    ),
     # where things are kept, not what they are
     "memory": (
         "recompute", "recompute_layers", "offload_activations", "offload_weights", "offload_optimizer", "cuda_graph",

@@ -34,6 +34,11 @@ class TrainOptions:
         early_stopping_patience: Training ends after so many evaluations in a row whose loss is not lower than before;
             null goes on to the last step.
         early_stopping_min_delta: By how much a loss must be lower to count as lower for early stopping.
+        sample_every: Steps between samples of text from the model as it is, beside those at the start and at the end; 0
+            for none.
+        sample_prompts: Texts that are continued, each with the most likely tokens.
+        sample_tokens: New tokens of a sample, at most.
+        sample_chat: Put each prompt through the tokenizer's chat template, as what a user says.
         synthetic_steps: Steps on made-up tokens that warm the devices up before any data is read; what they change
             is put back. The data is then read after the model, so that what is wrong with it is said later.
         collective_timeout: Seconds that ranks wait for one that does not answer before the run stops; more than the
@@ -57,6 +62,10 @@ class TrainOptions:
     target_eval_loss: float | None = None
     early_stopping_patience: int | None = None
     early_stopping_min_delta: float = 0.0
+    sample_every: int = 0
+    sample_prompts: tuple[str, ...] = ()
+    sample_tokens: int = 48
+    sample_chat: bool = False
     synthetic_steps: int = 0
     collective_timeout: float = 600.0
     hang_report_after: float | None = None
@@ -90,6 +99,13 @@ class TrainOptions:
             )
         require_not_negative(
             "train.early_stopping_min_delta", self.early_stopping_min_delta, "use 0 for any improvement"
+        )
+        require_at_least("train.sample_every", self.sample_every, 0, "use 0 for none")
+        require_at_least("train.sample_tokens", self.sample_tokens, 1, "use for example 48")
+        require(
+            bool(self.sample_every) == bool(self.sample_prompts),
+            f"train.sample_every is {self.sample_every} and train.sample_prompts has {len(self.sample_prompts)} texts, "
+            "but samples need both: give both, or none.",
         )
         require_at_least("train.synthetic_steps", self.synthetic_steps, 0, "use 0 for none")
         if self.eval_samples is not None:

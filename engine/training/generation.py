@@ -60,15 +60,25 @@ class OpenedModel:
     folder: Path
 
     def end_tokens(self, tokenizer_end: int | None) -> frozenset[int]:
-        """The tokens that end an answer: those of generation_config.json, else of config.json, else the tokenizer's."""
-        for name in ("generation_config.json", "config.json"):
-            path = self.folder / name
-            value = read_json(path).get("eos_token_id") if path.is_file() else None
-            if isinstance(value, int):
-                return frozenset((value,))
-            if isinstance(value, list):
-                return frozenset(int(one) for one in value)
-        return frozenset(() if tokenizer_end is None else (tokenizer_end,))
+        """The tokens that end an answer."""
+        return end_tokens(self.folder, tokenizer_end)
+
+
+def end_tokens(folder: Path, tokenizer_end: int | None) -> frozenset[int]:
+    """The tokens that end an answer: those of generation_config.json, else of config.json, else the tokenizer's.
+
+    Args:
+        folder: of the model.
+        tokenizer_end: the tokenizer's.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        value = read_json(path).get("eos_token_id") if path.is_file() else None
+        if isinstance(value, int):
+            return frozenset((value,))
+        if isinstance(value, list):
+            return frozenset(int(one) for one in value)
+    return frozenset(() if tokenizer_end is None else (tokenizer_end,))
 
 
 def open_for_generation(choice: ModelChoice, launch: Launch, log: Log) -> OpenedModel:

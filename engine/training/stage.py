@@ -12,10 +12,14 @@ from engine.batch import Batch
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
 from engine.objectives.objective import Objective
+from engine.ops.context import TokenContext
 from engine.pipeline.schedule import Kind
 from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.layer_graphs import StageGraphs
 from engine.training.cuda_graph.static_batch import StaticShape
+
+ReadHead = Callable[[Decoder, Tensor, Batch, TokenContext], Tensor]
+"""What is made of the last layer's output [T, hidden] where no loss is wanted."""
 
 
 class ModelStage:
@@ -53,6 +57,7 @@ class ModelStage:
         self._start_reduction: Callable[[Iterable[ShardEntry]], None] | None = None
         self._training = self._adapters = True
         self._collects = False
+        self._read: ReadHead | None = None
         self._loss_scale = loss_scale
         self._scale = torch.ones((), dtype=torch.float32, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device) if step is None else step
@@ -90,6 +95,7 @@ class ModelStage:
         training: bool = True,
         adapters: bool = True,
         collects: bool = False,
+        read: ReadHead | None = None,
     ) -> None:
         """Takes this rank's micro-batches of a step.
 
@@ -101,7 +107,9 @@ class ModelStage:
             adapters: False leaves the adapters out; not in training.
             collects: keep in `references` what the objective compares with, instead of a loss; the next `load` of the
                 same micro-batches uses it.
+            read: keep in `references` what this makes of the last layer's output, instead of a loss.
         """
+        self._read = read
         self._batches, self._training, self._adapters, self._collects = batches, training, adapters, collects
         if not isinstance(target_count, Tensor):
             target_count = torch.full_like(self.sums[0], target_count)
@@ -124,7 +132,9 @@ class ModelStage:
                 out = model.run_layers(x, context)
             else:
                 context, out = slot.context, slot.run_layers(x)
-            if model.head is not None:
+            if model.head is not None and self._read is not None:
+                self.references[microbatch] = self._read(model, out, batch, context)
+            elif model.head is not None:
                 out = self._loss(microbatch, model.token_losses(out, batch, context))
         if keeps:
             self._alive[microbatch] = activation, out

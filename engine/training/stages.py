@@ -19,7 +19,7 @@ from engine.pipeline.schedule import Action, Schedule
 from engine.pipeline.schedules import make_schedule
 from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.static_batch import StaticShape
-from engine.training.stage import ModelStage
+from engine.training.stage import ModelStage, ReadHead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +153,14 @@ class Stages:
         found = self._last.references
         return [found.pop(number) for number in range(len(batches))] if found else None
 
+    @torch.no_grad()
+    def read_head(self, batches: list[Batch], read: ReadHead) -> list[Tensor] | None:
+        """What `read` makes of each micro-batch's output, without dropout; None where this rank does not have the last
+        stage."""
+        self._forward([batch.to(self.step.device) for batch in batches], read=read)
+        found = self._last.references
+        return [found.pop(number) for number in range(len(batches))] if found else None
+
     def capture_layers(self, capture: Capture, shape: StaticShape, num_microbatches: int) -> None:
         """Captures the layers of every stage that has a backward. Between two steps.
 
@@ -195,9 +203,11 @@ class Stages:
             self._last.baseline.copy_(baseline.of(sums))
 
     @torch.no_grad()
-    def _forward(self, batches: list[Batch], *, adapters: bool = True, collects: bool = False) -> None:
+    def _forward(
+        self, batches: list[Batch], *, adapters: bool = True, collects: bool = False, read: ReadHead | None = None
+    ) -> None:
         for stage in self._stages.values():
-            stage.load(batches, 1.0, training=False, adapters=adapters, collects=collects)
+            stage.load(batches, 1.0, training=False, adapters=adapters, collects=collects, read=read)
         self._runner(len(batches), training=False).run(lambda stage: None)
 
     def _sums(self) -> Tensor:

@@ -39,6 +39,7 @@ from engine.training.reference import know_references
 from engine.training.reporting import open_metrics, open_run_trackers, tracker_choice
 from engine.training.resuming import RunComplete, StartingPoint
 from engine.training.run_folder import RunFolder
+from engine.training.samples import TextSamples, quoted, read_prompts
 from engine.training.saving import StateSaver
 from engine.training.source import check_model, model_source
 from engine.training.state import check_state, load_state
@@ -86,7 +87,8 @@ class Trainer:
         point = None if resume is None else StartingPoint.of(check_state(resume, config, source, plan, log.info))
         self.step, self._consumed = (0, 0) if point is None else (point.step, point.consumed)
         best = self._best_so_far(point)
-        data = None if config.train.synthetic_steps else build_data(config, launch, source.model.decoder, log)
+        self._decoder = source.model.decoder
+        data = None if config.train.synthetic_steps else build_data(config, launch, self._decoder, log)
         if data is not None:
             self._know_data(data, point, best)
         trackers = open_run_trackers(config, self.run_dir, log)
@@ -96,7 +98,7 @@ class Trainer:
         barrier()
         listener.run_started()
         if data is None:
-            self._know_data(build_data(config, launch, source.model.decoder, log), point, best)
+            self._know_data(build_data(config, launch, self._decoder, log), point, best)
         if resume is not None:
             load_state(resume, config, self._training)
         know_references(config, self._training, self._data, log, run_dir=self.run_dir, rank=launch.rank, resumed=resume)
@@ -123,6 +125,8 @@ class Trainer:
             say=self._progress.info,
             best=best,
         )
+        self._samples = TextSamples(config, self._training, self._data.tokenizer, self._prompts)
+        self._sampled = -1 if point is None else self.step
         self._pending: _Record | None = None
         self._observation = Observation(config, launch, self._training, self.run_dir)
         self._guards = build_guards(config, self._training, launch, say=self._progress.info)
@@ -162,6 +166,7 @@ class Trainer:
                 self._guards.finish(self.step, self._consumed)
                 if self._evaluations.ending is None and self._evaluations.is_due(self.step, ends=True):
                     self._evaluate()
+                self._sample()
             except Preempted as reason:
                 stopped = str(reason)
             self._listener.run_stopped(self._consumed, self._status(stopped))
@@ -276,8 +281,20 @@ class Trainer:
                 self._progress.info(warning)
         self._guards.read(ready.step, loss, norm)
 
+    def _sample(self) -> None:
+        """Shows what the model as it is makes of the prompts, where there are any and it has not been shown."""
+        if self._sampled == self.step:
+            return
+        began, self._sampled = time.monotonic(), self.step
+        for number, (prompt, text) in enumerate(self._samples.run(), 1):
+            self._metrics.text(step=self.step, name=f"sample/{number}", text=text)
+            self._progress.info(f"step {self.step}: sample {number}: {quoted(prompt)} -> {quoted(text)}")
+        self._paused += time.monotonic() - began
+
     def _evaluate_in_turn(self) -> bool:
         """Evaluates where it is time to, but for the last evaluation; whether the run ends with what came of it."""
+        if self.step < self._course.steps and self.step % max(1, self._config.train.sample_every) == 0:
+            self._sample()
         if self.step < self._course.steps and self._evaluations.is_due(self.step):
             self._evaluate()
         return self._evaluations.ending is not None
@@ -329,6 +346,7 @@ class Trainer:
         """
         self._data, order = data, data.train.order
         self._data_fingerprint = data.train.dataset.fingerprint()
+        self._prompts = read_prompts(self._config, data.tokenizer, self._decoder)
         self._course = plan_course(self._config, order, step=self.step, consumed=self._consumed)
         if point is None:
             return

@@ -315,6 +315,31 @@ def test_megatron_counts_samples() -> None:
     assert any("other is Megatron's checkpoint" in line for line in conversion.to_fill)
 
 
+def test_what_is_evaluated_and_who_gets_the_figures() -> None:
+    base = "axolotl train --base_model m --learning_rate 1e-5 "
+    _, config = _converted(base + "--val_set_size 0.05 --eval_steps 20 --early_stopping_patience 3 --wandb_project p")
+    assert (config.data.validation_split, config.train.eval_every, config.train.early_stopping_patience) == (
+        0.05,
+        20,
+        3,
+    )
+    assert config.log.wandb_project == "p"
+    conversion, config = _converted(base + "--val_set_size 0.05 --evals_per_epoch 2 --early_stopping_patience 3")
+    assert config.train.early_stopping_patience is None
+    assert any(line.startswith("train.early_stopping_patience: 3") for line in conversion.to_fill)
+    _, config = _converted(LLAMA_FACTORY + "--val_size 0.1 --eval_strategy steps --eval_steps 50 --report_to wandb")
+    assert (config.data.validation_split, config.train.eval_every) == (0.1, 50)
+    assert config.log.wandb_project == "huggingface"  # TrainingArguments.project
+    _, config = _converted("train.py --model_name_or_path m --wandb_project p --load_best_model_at_end --eval_steps 5")
+    assert config.log.wandb_project is None and config.checkpoint.keep_best
+    _, config = _converted(LEAST["Megatron"])
+    assert (config.data.validation_split, config.train.last_batch) == (0.03, "full")
+    _, config = _converted(LEAST["Megatron"] + " --split 949,50,1")
+    assert config.data.validation_split == 0.05
+    _, config = _converted(LEAST["Megatron"] + " --split 100,0,0")
+    assert config.data.validation_split is None
+
+
 def test_a_constant_rate_of_transformers_has_no_warm_up() -> None:
     """get_constant_schedule takes none; Megatron's constant style does."""
     base = "train.py --model_name_or_path m --warmup_ratio 0.03 --lr_scheduler_type "

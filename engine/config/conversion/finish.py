@@ -49,6 +49,8 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
     adapters = trainer.adapters(conversion) and conversion.options.get("lora.rank") != 0
     if not adapters:
         _train_everything(conversion, trainer)
+    if conversion.options.get("data.validation") and conversion.options.get("data.validation_split"):
+        conversion.withdraw("data.validation_split", "data.validation is given, and counts")
     _length(conversion)
     _saving(conversion, trainer)
     _defaults(conversion, trainer, adapters=adapters)
@@ -57,6 +59,7 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
     _evaluation(conversion, int(processes))
     _betas(conversion, trainer)
     _weights_in_host_memory(conversion)
+    _trackers(conversion)
     _places(conversion)
     return int(processes)
 
@@ -189,11 +192,12 @@ def _evaluation(conversion: Conversion, processes: int) -> None:
         conversion.to_fill.append(
             "train.eval_every: an evaluation an epoch; without it there is one at the start and the end"
         )
-        _require_place(conversion, "data.validation")
+        _require_validation(conversion)
     elif "eval_steps" in facts and kind == "no":
         conversion.notes.append(
             "eval_steps is given without an eval_strategy, whose default is no: nothing is evaluated"
         )
+    _needs_evaluation(conversion, known=bool(every))
     if not every or facts.get("eval_iters") == 0:
         return
     if every < 1:
@@ -207,7 +211,18 @@ def _evaluation(conversion: Conversion, processes: int) -> None:
             (facts.get("eval_batch") and rows * copies) or options["train.global_batch_size"]
         )
         conversion.imply("derived", "eval_iters x rows of one iteration", "train.eval_samples", samples)
-    _require_place(conversion, "data.validation")
+    _require_validation(conversion)
+
+
+def _needs_evaluation(conversion: Conversion, *, known: bool) -> None:
+    """Early stopping and the best checkpoint are decided by evaluations."""
+    options = conversion.options
+    if options.get("train.early_stopping_patience") and not known:
+        patience = options["train.early_stopping_patience"]
+        conversion.withdraw("train.early_stopping_patience", "no number of steps says when there are evaluations")
+        conversion.to_fill.append(f"train.early_stopping_patience: {patience}, once train.eval_every is known")
+    if options.get("train.early_stopping_patience") or options.get("checkpoint.keep_best"):
+        _require_validation(conversion)
 
 
 def _betas(conversion: Conversion, trainer: Trainer) -> None:
@@ -228,6 +243,25 @@ def _weights_in_host_memory(conversion: Conversion) -> None:
         conversion.take(given, "parallel.shard", "gradients", "weights wait in host memory, and so on no other rank")
 
 
+def _trackers(conversion: Conversion) -> None:
+    """Who gets the figures beside the run's folder."""
+    facts = conversion.facts
+    trackers = facts.get("trackers", [])
+    if "tensorboard" in trackers:
+        conversion.imply("derived", "report_to", "log.tensorboard", True)
+    if "wandb" in trackers or facts.get("use_wandb"):
+        project = facts.get("wandb_project", "huggingface")
+        conversion.imply(
+            "derived",
+            "report_to",
+            "log.wandb_project",
+            project,
+            "TrainingArguments.project" if project == "huggingface" else "",
+        )
+    if "mlflow" in trackers or facts.get("use_mlflow"):
+        conversion.imply("derived", "report_to", "log.mlflow_experiment", facts.get("mlflow_experiment", "Default"))
+
+
 def _places(conversion: Conversion) -> None:
     """What has to be named and was not; and what a placeholder or this engine's own default stands for."""
     for name in ("model.path", "data.train"):
@@ -243,6 +277,11 @@ def _places(conversion: Conversion) -> None:
             conversion.notes.append(f"{name} was not given; {engine_default(name):g} is this engine's default")
     if options.get("train.epochs", 0) is None:
         del options["train.epochs"]
+
+
+def _require_validation(conversion: Conversion) -> None:
+    if conversion.options.get("data.validation_split") is None:
+        _require_place(conversion, "data.validation")
 
 
 def _require_place(conversion: Conversion, name: str) -> None:

@@ -181,7 +181,8 @@ def _without_arrays(text: str, script: _Script) -> str:
         while end < len(text) and depth:
             depth += {"(": 1, ")": -1}.get(text[end], 0)
             end += 1
-        inside = re.sub(r'"(--[^"]*)"', r"\1", text[match.end() : end - 1])  # words that are used without quotes
+        # quotes around several words, which are used without quotes, or around another array
+        inside = re.sub(r'"(--[^"]*|\$\{\w+\[[@*]\]\})"', r"\1", text[match.end() : end - 1])
         script.assign(match[1], " ".join(inside.split()), append=bool(match[2]))
         text = text[: match.start()] + text[end:]
     return text

@@ -176,10 +176,9 @@ _OWN: dict[str, Rule] = {
     "load_in_8bit": shared.quantize("int8"),
     "load_in_4bit": shared.quantize("nf4"),
     "train_on_inputs": option("data.mask_prompt", lambda given: not truth(given)),
-    "val_set_size": Rule(shared.holdout),
+    "val_set_size": shared.holdout,
     "evals_per_epoch": fact("evals_per_epoch", number, "train.eval_every"),
     "saves_per_epoch": fact("saves_per_epoch", number, "checkpoint.every"),
-    "early_stopping_patience": shared.off_or_lack("the run goes through all of its steps"),
     "chat_template": shared.template,
     "chat_template_jinja": shared.template,
     "rl": rl,
@@ -394,6 +393,8 @@ def _finish(conversion: Conversion) -> None:
     for key, became in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "train.eval_every")):
         if facts.get(key):
             conversion.to_fill.append(f"{became}: the steps of an epoch over {key} {facts[key]:g}")
+    if "wandb_project" in facts:
+        facts.setdefault("use_wandb", True)  # WandbConfig: a project switches it on
     facts.setdefault("save_strategy", "steps" if "save_steps" in facts else "epoch")
     if "eval_steps" in facts:
         facts.setdefault("eval_strategy", "steps")

@@ -107,6 +107,16 @@ RULES: dict[str, Rule] = {
     "num_epochs": option("train.epochs", number),
     "seed": option("train.seed", whole),
     "report_to": shared.report_to,
+    "use_wandb": shared.use_wandb,
+    "wandb_project": shared.wandb_project,
+    "wandb_project_name": shared.wandb_project,
+    "WANDB_PROJECT": shared.wandb_project,
+    "project": shared.wandb_project,
+    "use_mlflow": Rule(
+        lambda conversion, given: conversion.know(given, "use_mlflow", truth(given), "log.mlflow_experiment"),
+        ("log.mlflow_experiment",),
+    ),
+    "mlflow_experiment_name": shared.mlflow_experiment,
     "use_4bit_quantization": shared.quantize("nf4"),
     "use_4bit_qunatization": shared.quantize("nf4"),
     "load_in_4bit": shared.quantize("nf4"),
@@ -132,9 +142,10 @@ RULES: dict[str, Rule] = {
     "label_smoothing_factor": shared.off_or_lack("labels are not smoothed"),
     "label_smoothing": shared.off_or_lack("labels are not smoothed"),
     "ignore_data_skip": shared.off_or_lack("a resumed run goes on at its next sample"),
-    "load_best_model_at_end": shared.off_or_lack(
-        "the last checkpoints are kept: checkpoint.keep, checkpoint.keep_every"
-    ),
+    "val_set_size": shared.holdout,
+    "validation_split_percentage": option("data.validation_split", lambda given: number(given) / 100),
+    "early_stopping_patience": shared.patience,
+    "load_best_model_at_end": shared.best_model,
     "auto_find_batch_size": shared.off_or_lack("the batch is what it says; tools/plan.py memory finds one that fits"),
     "optim_args": shared.off_or_lack("optim.betas, optim.eps and optim.weight_decay are all there is"),
     "train_on_prompt": option("data.mask_prompt", lambda given: not truth(given)),
@@ -204,9 +215,9 @@ RULES |= shared.every(
 )
 RULES |= shared.every(
     """
-    use_wandb wandb_project wandb_entity wandb_run_name wandb_name wandb_watch wandb_log_model wandb_run_id
-    wandb_mode use_swanlab swanlab_project swanlab_run_name use_mlflow mlflow_tracking_uri
-    mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts use_comet comet_project_name use_trackio
+    wandb_entity wandb_run_name wandb_name wandb_watch wandb_log_model wandb_run_id
+    wandb_mode use_swanlab swanlab_project swanlab_run_name mlflow_tracking_uri
+    mlflow_run_name hf_mlflow_log_artifacts use_comet comet_project_name use_trackio
     trackio_project_name trackio_run_name trackio_space_id
     """,
     why=shared.CLIENT,
@@ -251,7 +262,7 @@ RULES |= shared.every(
     why="the language model is trained; images are not read",
 )
 RULES |= shared.every("version prompt_template prompt_template_name", why="the model's own chat template is used")
-RULES |= shared.every("validation_split_percentage val_set_size", why="data.validation is a file of its own")
+RULES |= shared.every("eval_size", why="data.validation is a file of its own")
 RULES |= shared.every("data_cache_dir", why=shared.LOCAL)
 RULES |= {
     key: shared.off_or_lack("adapters start as PEFT's do: lora.init")
@@ -265,7 +276,7 @@ RULES |= shared.every(
     "llm_int8_threshold llm_int8_has_fp16_weight llm_int8_skip_modules qalora_group_size runtime_config",
     why=shared.SPEED,
 )
-RULES |= shared.every("wandb_project_name project_name swanlab_*", why=shared.CLIENT)
+RULES |= shared.every("project_name swanlab_*", why=shared.CLIENT)
 RULES |= shared.every("trust_remote_code", why="no code of a checkpoint is run")
 RULES |= shared.every(
     """
@@ -353,6 +364,12 @@ DEFAULTS: dict[str, Default | Ours] = {
     "checkpoint.keep": Default(0, "TrainingArguments.save_total_limit = None"),
     "checkpoint.resume": Ours("a folder that holds a run goes on with it, and a fresh one starts afresh"),
     "log.every": Ours("what is reported changes nothing that is computed"),
+    "log.wandb_project": Default(None, "TrainingArguments.report_to = none"),
+    "log.mlflow_experiment": Default(None, "TrainingArguments.report_to = none"),
+    "checkpoint.keep_best": Default(False, "TrainingArguments.load_best_model_at_end"),
+    "data.validation_split": Default(None, "Trainer: eval_dataset is given apart"),
+    "train.early_stopping_patience": Default(None, "EarlyStoppingCallback is not among the default callbacks"),
+    "train.last_batch": Default("short", "TrainingArguments.dataloader_drop_last = False"),
     "log.tensorboard": Default(False, "TrainingArguments.report_to = none"),
     "trainable": Default([], "LoraConfig.modules_to_save = None"),
     "lora.rank": Default(8, "LoraConfig.r"),

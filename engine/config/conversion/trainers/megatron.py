@@ -75,6 +75,19 @@ def _bin(prefix: str) -> str:
     return prefix if prefix.endswith(shared.FILES) else f"{prefix}.bin"
 
 
+def split(conversion: Conversion, given: Given) -> None:
+    """Shares of the documents for training, validation and test."""
+    shares = [float(part) for part in str(given.value).split(",") if _is_number(part)]
+    if len(shares) < 2 or not shares[1] > 0 or not sum(shares) < float("inf"):
+        conversion.drop(given, "all of the data is learnt")
+        return
+    conversion.take(given, "data.validation_split", float(f"{shares[1] / sum(shares):.6g}"), "rows, not documents")
+    if len(shares) > 2 and shares[2] > 0:
+        conversion.notes.append(
+            f"split leaves {shares[2] / sum(shares):.2%} of the documents for a test; here they are learnt"
+        )
+
+
 @sets("optim.schedule")
 def decay_style(conversion: Conversion, given: Given) -> None:
     shared.schedule.apply(conversion, given)
@@ -159,7 +172,8 @@ RULES: dict[str, Rule] = {
     "test_data_path": data_path,
     "dataset": data_path,
     "valid_data_path_list": data_path,
-    "split": fact("split", text, became="data.validation is a file of its own"),
+    "split": Rule(split, ("data.validation_split",)),
+    "wandb_project": option("log.wandb_project", text),
     "mock_data": shared.off_or_lack("train.synthetic_steps warms up; data.train names what is learnt"),
     "num_workers": option("data.num_workers", whole),
     "tokenizer_model": tokenizer_model,
@@ -241,6 +255,11 @@ def _random(conversion: Conversion) -> str:
     return "random" if starts is None or (starts == save and not facts.get("finetune")) else "checkpoint"
 
 
+def _split(conversion: Conversion) -> float | None:
+    """Where data_path is given and split is not."""
+    return 0.03 if conversion.given("data_path") and not conversion.given("split", "valid_data_path") else None
+
+
 DEFAULTS: dict[str, Default | Ours] = {
     "model.path": Ours("the model has to be named"),
     "model.init": Default(_random, "CheckpointConfig.load = None, or the folder that the run saves to"),
@@ -290,6 +309,9 @@ DEFAULTS: dict[str, Default | Ours] = {
     "checkpoint.every": Default(0, "CheckpointConfig.save_interval = None"),
     "checkpoint.keep": Default(0, "CheckpointConfig.most_recent_k = -1"),
     "log.every": Ours("what is reported changes nothing that is computed"),
+    "log.wandb_project": Default(None, "LoggerConfig.wandb_project"),
+    "data.validation_split": Default(_split, "arguments.py: legacy_default_split_value = 969, 30, 1"),
+    "train.last_batch": Default("full", "GPTDataset: rows go on over the ends of epochs"),
     "log.tensorboard": Default(False, "LoggerConfig.tensorboard_dir = None"),
     "trainable": Ours("without adapters everything trains"),
     "lora.rank": Ours("forks of Megatron that have adapters name their size"),

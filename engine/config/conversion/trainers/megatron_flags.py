@@ -10,9 +10,10 @@ _NO_SHAPE = "a model's config.json says its shape; this one is not of a decoder 
 NO_COUNTERPART: dict[str, Rule] = {}
 NO_COUNTERPART |= shared.every(
     """
-    swiglu group_query_attention normalization position_embedding_type use_rotary_position_embeddings
-    rotary_percent untie_embeddings_and_output_weights apply_layernorm_1p qk_layernorm add_qkv_bias
-    make_vocab_size_divisible_by extra_vocab_size use_rope_scaling rope_scaling_factor
+    swiglu rope_type export_force_local_attention disable_bf16_reduced_precision_matmul
+    num_dataset_builder_threads group_query_attention normalization position_embedding_type
+    use_rotary_position_embeddings rotary_percent untie_embeddings_and_output_weights apply_layernorm_1p
+    qk_layernorm add_qkv_bias make_vocab_size_divisible_by extra_vocab_size use_rope_scaling rope_scaling_factor
     rotary_seq_len_interpolation_factor squared_relu openai_gelu quick_geglu no_position_embedding
     multi_latent_attention glu_linear_offset activation_func_clamp_value softmax_type window_size
     window_attn_skip_freq vocab_extra_ids enable_gpt_oss use_rmsnorm norm_type attention_softmax_in_fp32
@@ -104,7 +105,7 @@ NO_COUNTERPART |= shared.every(
     """,
     why=shared.REPORT,
 )
-NO_COUNTERPART |= shared.every("wandb_project wandb_exp_name wandb_save_dir wandb_entity wandb_mode", why=shared.CLIENT)
+NO_COUNTERPART |= shared.every("wandb_exp_name wandb_save_dir wandb_entity wandb_mode", why=shared.CLIENT)
 NO_COUNTERPART |= shared.every("trust_remote_code", why="no code of a checkpoint is run")
 NO_COUNTERPART |= shared.every(
     """

@@ -18,7 +18,7 @@ from engine.config.conversion.conversion import (
 from engine.config.conversion.given import Given
 from engine.errors import UserError
 
-CLIENT = "log.wandb_project and log.mlflow_experiment name where figures go"
+CLIENT = "figures go to log.metrics, log.tensorboard, log.wandb_project and log.mlflow_experiment"
 HUB = "nothing is uploaded"
 LOCAL = "models and data are local files"
 ALWAYS = "always so"
@@ -112,13 +112,45 @@ def share_of_lr(conversion: Conversion, given: Given) -> None:
     conversion.know(given, "min_lr_share", number(given), "optim.min_lr")
 
 
-@sets("log.tensorboard")
+@sets("log.tensorboard", "log.wandb_project", "log.mlflow_experiment")
 def report_to(conversion: Conversion, given: Given) -> None:
-    found = names(given)
-    if any(name in ("tensorboard", "all") for name in found):
-        conversion.take(given, "log.tensorboard", True)
+    found = [name for name in names(given) if name not in ("none", "None")]
+    known = [name for name in found if name in ("tensorboard", "wandb", "mlflow")]
+    if "all" in found:
+        conversion.take(given, "log.tensorboard", True, "of all that may be installed, the one without an account")
+    elif known:
+        conversion.know(given, "trackers", known, f"figures go to {' and '.join(known)}")
     else:
-        conversion.drop(given, CLIENT if found not in (["none"], ["None"], []) else "nothing is reported by itself")
+        conversion.drop(given, CLIENT if found else "nothing is reported by itself")
+
+
+@sets("log.wandb_project")
+def use_wandb(conversion: Conversion, given: Given) -> None:
+    conversion.know(given, "use_wandb", truth(given), "log.wandb_project")
+
+
+@sets("log.wandb_project")
+def wandb_project(conversion: Conversion, given: Given) -> None:
+    """Counts where Weights & Biases is reported to."""
+    conversion.know(given, "wandb_project", str(given.value), "log.wandb_project, where it is reported to")
+
+
+@sets("log.mlflow_experiment")
+def mlflow_experiment(conversion: Conversion, given: Given) -> None:
+    conversion.know(given, "mlflow_experiment", str(given.value), "log.mlflow_experiment, where it is reported to")
+
+
+@sets("checkpoint.keep_best")
+def best_model(conversion: Conversion, given: Given) -> None:
+    conversion.take(given, "checkpoint.keep_best", truth(given))
+
+
+@sets("train.early_stopping_patience")
+def patience(conversion: Conversion, given: Given) -> None:
+    if given.value in (None, "", False, 0):
+        conversion.drop(given, "switched off")
+    else:
+        conversion.take(given, "train.early_stopping_patience", whole(given))
 
 
 @sets("optim.clip_grad_norm")
@@ -202,13 +234,15 @@ def template(conversion: Conversion, given: Given) -> None:
         conversion.lack(given, "data.chat_template is a file or a name that --help lists; the tokenizer's own is taken")
 
 
+@sets("data.validation_split")
 def holdout(conversion: Conversion, given: Given) -> None:
-    """A part of the training data that is evaluated."""
-    if number(given) > 0:
-        conversion.drop(given, "data.validation is a file of its own")
-        conversion.to_fill.append(
-            f"data.validation: {given.key} is {given.value}; put that part into a file of its own"
-        )
+    """A part of the training data that is evaluated, as a share or a number of samples."""
+    value = number(given)
+    if 0 < value < 1:
+        conversion.take(given, "data.validation_split", value)
+    elif value > 0:
+        conversion.drop(given, "a number of samples; data.validation_split is a share")
+        conversion.to_fill.append(f"data.validation_split: {given.key} is {value:g} samples; write their share")
     else:
         conversion.drop(given, "all of the data is learnt")
 

@@ -20,6 +20,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import installed  # noqa: F401 - before what needs it
 from benchmarking.options import add_options, read_options
 from benchmarking.sections import SECTIONS
 

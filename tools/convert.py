@@ -21,6 +21,8 @@ import argparse
 from math import isfinite
 from pathlib import Path
 
+import installed  # noqa: F401 - before what needs it
+
 from engine.checkpoint.prefetch import start_reading
 from engine.config.command_line import CommandLine, named_as
 from engine.config.conversion import command as config_conversion

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 
+import installed  # noqa: F401 - before what needs it
 from generating.options import build_parser, check_prompts, limits, model_choice, sampling
 
 from engine.config.command_line import named_as

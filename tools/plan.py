@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 
+import installed  # noqa: F401 - before what needs it
 from planning import certify, memory, schedule
 
 from engine.config.command_line import CommandLine, named_as

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import installed  # noqa: F401 - before what needs it
+
 from engine.config.command_line import CommandLine, json_mapping, named_as
 from engine.config.data import FORMATS
 from engine.config.paths import path_text

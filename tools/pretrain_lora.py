@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 import sys
 
+import installed  # noqa: F401 - before what needs it
+
 from engine.config.load import load_config
 from engine.telemetry.errors import EXIT_STOPPED, run_command
 

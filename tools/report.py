@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import installed  # noqa: F401 - before what needs it
 from reporting.page import page
 from reporting.reading import read_runs
 

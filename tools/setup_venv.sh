@@ -55,7 +55,11 @@ if [ ! -e .venv ]; then
     "$interpreter" -m venv .venv || fail "$interpreter cannot make a virtual environment: install its venv package."
 fi
 
-install() { "$python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"; }
+# An index that names places on other machines makes pip warn of each one, dozens of times; errors pass.
+install() {
+    "$python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@" \
+        2> >(grep -v "^WARNING: Location '.*' is ignored" >&2 || true)
+}
 
 torch=$(grep '^torch==' constraints.txt)
 say "installing $torch"

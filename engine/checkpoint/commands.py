@@ -355,21 +355,30 @@ def _model_rows(weights: WeightSource) -> list[tuple[str, str]]:
 def _training_rows(folder: Path, checkpoint: TrainingCheckpoint) -> list[tuple[str, str]]:
     manifest, values = checkpoint.manifest, checkpoint.trained()
     names, lora = values.tensor_names(), checkpoint.lora
-    state = ", ".join(f"{key} {value}" for key, value in checkpoint.state.items() if not isinstance(value, dict))
+    state = ", ".join(
+        f"{key} {_number(value)}" for key, value in checkpoint.state.items() if not isinstance(value, dict)
+    )
     rows = [("kind", "training checkpoint"), ("checkpoint", str(checkpoint.folder)), ("state", state)]
     if (best := best_step(folder)) is not None:
         rows.append(("best step", f"{best}, with the lowest evaluation loss"))
     if len(steps := list_checkpoints(folder)) > 1:
         rows.append(("steps kept", ", ".join(str(step) for step in sorted(steps))))
-    rows.append(("base", f"{checkpoint.base.get('path')} (fingerprint {checkpoint.base.get('fingerprint')})"))
+    fingerprint = checkpoint.base.get("fingerprint")
+    weights = "random initial weights" if fingerprint is None else f"fingerprint {fingerprint}"
+    rows.append(("base", f"{checkpoint.base.get('path')} ({weights})"))
     if lora:
         rows.append(("lora", f"rank {lora['rank']}, alpha {lora['alpha']:g}, {len(adapted_modules(names))} modules"))
     if full := fully_trained(names):
-        rows.append(("in full", f"{len(full)} tensors trained in full"))
+        rows.append(("in full", "1 tensor" if len(full) == 1 else f"{len(full)} tensors"))
     rows += _tensor_rows(values, "trained")
     rows += _file_rows(manifest.layout, manifest.files)
     rows.append(("written by", f"engine {manifest.engine_version}"))
     return rows
+
+
+def _number(value: object) -> object:
+    """Counters on a device are floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _tensor_rows(tensors: TensorReader, title: str = "tensors") -> list[tuple[str, str]]:

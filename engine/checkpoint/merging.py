@@ -188,6 +188,8 @@ def summary(rounding: Mapping[str, Mapping[str, float]]) -> str:
     """One sentence about a merge."""
     name, worst = max(rounding.items(), key=lambda each: each[1]["max_error"])
     text = f"{len(rounding)} tensors merged; rounding changed values by at most {worst['max_error']:.2e} ({name})"
+    if worst["max_error"] == 0.0:
+        return f"{len(rounding)} tensors merged; the merge is exact: {MERGE_REPORT}"
     relative = max(each["relative_error"] for each in rounding.values())
     text += f", by at most {relative:.1e} of a tensor's norm"
     lost = {name: each["error_of_update"] for name, each in rounding.items() if "error_of_update" in each}

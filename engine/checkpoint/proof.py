@@ -85,9 +85,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
             f"(expected at most {limit:.0e}), read by {reader}, so nothing was exported: report this with the model's "
             "config.json."
         )
-    return (
-        f"logits of {tokens.numel()} tokens by {reader} differ from the live model's by {difference:.1e} of the largest"
-    )
+    return _agreement(tokens, reader, difference)
 
 
 def prove_adapter(folder: Path, base: WeightSource, trained: TensorReader, scale: Scale) -> str:
@@ -112,8 +110,7 @@ def prove_adapter(folder: Path, base: WeightSource, trained: TensorReader, scale
 
 
 def _agreement(tokens: Tensor, reader: str, difference: float) -> str:
-    count = tokens.numel()
-    return f"logits of {count} tokens by {reader} differ from the live model's by {difference:.1e} of the largest"
+    return f"checked with {reader}: logits of {tokens.numel()} tokens agree to {difference:.1e} of the largest"
 
 
 def _check_adapter_is_in(found: Tensor, live: Tensor, source: MergedSource, tokens: Tensor, limit: float) -> None:

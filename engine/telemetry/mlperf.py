@@ -206,13 +206,22 @@ def _named(metadata: dict[str, str | float]) -> dict[str, str | float]:
     return {"samples_count" if key == "samples" else key: value for key, value in metadata.items()}
 
 
+def require_package() -> None:
+    """To be called before anything that takes time.
+
+    Raises:
+        UserError: mlperf-logging is not installed.
+    """
+    _mllog()
+
+
 def _mllog() -> Any:
     try:
         return importlib.import_module("mlperf_logging.mllog.mllog")
     except ImportError:
         raise UserError(
-            "An MLPerf log is written by the package mlperf-logging, which is not installed: install the mlperf extra "
-            "(pip install mlperf-logging)."
+            "An MLPerf log is written by the package mlperf-logging, which is not installed: run "
+            "`bash tools/setup_venv.sh mlperf`."
         ) from None
 
 

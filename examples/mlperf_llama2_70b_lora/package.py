@@ -136,7 +136,7 @@ def run_checkers(folder: Path) -> bool:
             [*command, "--log_output", str(log)], cwd=name, capture_output=True, text=True, check=False
         )
     if "No module named" in result.stderr:
-        raise UserError("The package checker is part of mlperf-logging: install it (pip install mlperf-logging).")
+        raise UserError("The package checker is part of mlperf-logging: run `bash tools/setup_venv.sh mlperf`.")
     print(result.stdout + result.stderr)
     return "PACKAGE CHECKER FOUND NO ERRORS" in result.stderr
 

@@ -12,6 +12,14 @@ for name in MODEL DATA ORG PLATFORM; do
     [[ -n "${!name:-}" ]] || { echo "error: $name is not set: the head of run_and_time.sh says what it is." >&2; exit 2; }
 done
 python=${PYTHON:-$here/../../.venv/bin/python}
+[[ -d $MODEL ]] || { echo "error: MODEL is $MODEL, which is not a folder: give the folder of Llama-2-70B." >&2; exit 2; }
+for name in train validation; do
+    [[ -f $DATA/$name.jsonl ]] || { echo "error: $DATA/$name.jsonl is missing: write it with prepare_data.py." >&2; exit 2; }
+done
+"$python" -c 'import mlperf_logging' 2>/dev/null || {
+    echo "error: mlperf-logging, which writes the log, is not installed: run \`bash tools/setup_venv.sh mlperf\`." >&2
+    exit 2
+}
 nodes=${NODES:-1}
 seed=${SEED:-}
 if [[ -z $seed ]]; then
@@ -36,9 +44,14 @@ status=0
     --data.validation "$DATA/validation.jsonl" --train.seed "$seed" --checkpoint.dir "${RUN_DIR:-$result.run}" "$@" \
     || status=$?
 echo "ENDING TIMING RUN AT $(date '+%F %T')"
-echo "RESULT,llama2_70b_lora,$seed,$(($(date +%s) - begin)),$ORG,$(date '+%F %T')"
+seconds=$(($(date +%s) - begin))
 # the first node has the log
 if [[ $status == 0 && ${NODE_RANK:-0} == 0 ]] && ! grep -q '"run_stop".*"status": "success"' "$result"; then
     status=1
+fi
+if [[ $status == 0 ]]; then
+    echo "RESULT,llama2_70b_lora,$seed,$seconds,$ORG,$(date '+%F %T')"
+else
+    echo "no result: the run ended after $seconds s without reaching the target" >&2
 fi
 exit $status

@@ -16,6 +16,10 @@ if [[ ${1:-} == --runs ]]; then
 fi
 python=${PYTHON:-$root/.venv/bin/python}
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+"$python" -c 'import mlperf_logging' 2>/dev/null || {
+    echo "error: mlperf-logging, which writes and checks the logs, is not installed: run \`bash tools/setup_venv.sh mlperf\`." >&2
+    exit 2
+}
 work=$out/work
 mkdir -p "$work"
 rm -f "$out"/result_*.txt "$out"/aborted.txt

@@ -21,7 +21,7 @@ from engine.distributed.launch import rank_from_environment, world_size_from_env
 from engine.errors import UserError
 from engine.telemetry.errors import EXIT_STOPPED, run_command
 from engine.telemetry.listener import RunStatus
-from engine.telemetry.mlperf import Disclosed, MlperfLog, Submission
+from engine.telemetry.mlperf import Disclosed, MlperfLog, Submission, require_package
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bfloat16", "float16": "fp16"}
 BASE_PRECISIONS = {"int8": "int8", "fp8": "fp8", "fp8_row": "fp8"}
@@ -124,6 +124,7 @@ def check_model_size(config: RunConfig) -> None:
 
 def main() -> None:
     options, rest = parse_arguments()
+    require_package()
     config = load_config(["--config", options.config, *rest])
     check_recipe(config)
     if not options.small:

@@ -61,13 +61,13 @@ def test_sound_exports_pass(tmp_path: Path, dtype: torch.dtype) -> None:
     parts = open_source(tmp_path / "tp2")
     for source in (base, parts, MergedSource(base.model, base, run.trained(), scale=SCALE)):
         report = export_hf(source, tmp_path / "out", overwrite=True, proof=partial(prove_model, source=source))
-        assert re.search(r"logits of 32 tokens by transformers differ .* by \d.\de-\d\d", report.notes[-1])
+        assert re.search(r"checked with transformers: logits of 32 tokens agree to \d.\de-\d\d", report.notes[-1])
     for source in (base, parts):
         try_adapter = partial(prove_adapter, base=source, trained=run.trained(), scale=SCALE)
         report = export_peft(
             run.trained(), run.lora, source.model, tmp_path / "adapter", overwrite=True, proof=try_adapter
         )
-        difference = re.search(r"by PEFT differ from the live model's by (\S+) of", report.notes[-1])
+        difference = re.search(r"checked with PEFT: logits of 32 tokens agree to (\S+) of", report.notes[-1])
         assert difference is not None and float(difference[1]) < 1e-5
 
 

@@ -50,7 +50,7 @@ _MISSING = (
         ("linear_num_key_heads", "ssm_cfg", "mamba_d_state", "mamba_n_heads"),
     ),
     ("multi-head latent attention", ("kv_lora_rank",)),
-    ("vision tower and experts for image tokens", ("vision_config", "vision_encoder")),
+    ("vision tower or experts for image tokens", ("vision_config", "vision_encoder")),
 )
 """What the decoder lacks, and the config keys that tell that a model has it."""
 
@@ -84,8 +84,10 @@ def _refusal(model_type: str | None, text: dict[str, Any]) -> str:
     known = f"expected one of {', '.join(sorted(FAMILIES))}."
     architectures = text.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
-    name = f"model_type {model_type!r}" + (f" ({architecture})" if architecture else "")
+    kind = "a model without model_type" if model_type is None else f"model_type {model_type!r}"
+    name = kind + (f" ({architecture})" if architecture else "")
     missing = [what for what, keys in _MISSING if any(text.get(key) for key in keys)]
     if not missing:
         return f"{name} in config.json is not supported: {known}"
-    return f"{name} in config.json is not supported, because the decoder has no {' and no '.join(missing)}: {known}"
+    lacking = f"no {missing[0]}" if len(missing) == 1 else f"neither {' nor '.join(missing)}"
+    return f"{name} in config.json is not supported, because the decoder has {lacking}: {known}"

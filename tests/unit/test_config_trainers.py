@@ -397,6 +397,22 @@ def test_a_python_script_is_read_not_run(tmp_path: Path) -> None:
     script.write_text(PYTHON.replace("TrainingArguments(output_dir", "SFTConfig(output_dir"), encoding="utf-8")
     conversion, _ = convert(read_file(script), values=[], ranks=1)
     assert (conversion.trainer, conversion.options["data.seq_length"]) == ("TRL", 1024)
+    assert conversion.options["lora.rank"] == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("train.py --use_peft_lora True --dataset_text_field content --packing True", "TRL"),
+        ("accelerate launch -m axolotl.cli.train --base_model m", "Axolotl"),
+        ("src/train.py --stage sft --template llama3 --output_dir o", "LLaMA-Factory"),
+        ("torchrun pretrain_gpt.py --num-layers 2", "Megatron"),
+        ("train.py --max_grad_norm 1", "Hugging Face's Trainer"),
+        ("--zero_stage 2 --mixed_precision bf16", "the launcher"),
+    ],
+)
+def test_whose_it_is(command: str, name: str) -> None:
+    assert recognise(read_flags(command, "flags", Path())).name == name
 
 
 def test_what_only_the_shell_knows_is_asked_for(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ _TRAINERS = ("Trainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer",
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
          "bias": "lora_bias", "task_type": "lora_task_type", "init_lora_weights": "lora_init_weights"}  # fmt: skip
 _MODEL = ("torch_dtype", "dtype", "load_in_8bit", "load_in_4bit", "attn_implementation", "trust_remote_code")
-_NOT_DATA = ("model", "tokenizer", "args", "train_dataset", "eval_dataset", "data_collator", "peft_config", "callbacks",
+_OBJECTS = ("model", "tokenizer", "args", "train_dataset", "eval_dataset", "data_collator", "peft_config", "callbacks",
              "processing_class", "compute_metrics", "ref_model", "formatting_func", "optimizers", "self")  # fmt: skip
 
 
@@ -37,8 +37,10 @@ def read_python(text: str, source: str) -> list[Given]:
     given = [Given(source=source, key=PROGRAM, value=source)]
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         kind, owner = _name(call.func)
-        for key, value in _keys(call, kind, owner):
-            given.append(Given(source=source, key=key, value=_value(value, names)))
+        for key, node in _keys(call, kind, owner):
+            value = _value(node, names)
+            if value != "":  # a parameter that has to be given
+                given.append(Given(source=source, key=key, value=value))
         if _ARGUMENTS.get(kind):
             given.insert(0, Given(source=source, key=PROGRAM, value=_ARGUMENTS[kind]))
     if len(given) == 1:
@@ -53,20 +55,20 @@ def _keys(call: ast.Call, kind: str, owner: str) -> Iterator[tuple[str, ast.expr
     """Keys of a call that configures training, as the flag of that name would be called."""
     pairs = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
     if kind in _ARGUMENTS or kind in _TRAINERS:
-        yield from ((key, value) for key, value in pairs if key not in _NOT_DATA)
+        yield from ((key, value) for key, value in pairs if key not in _OBJECTS)
     elif kind == "LoraConfig":
-        yield "use_peft", ast.Constant(True)
+        yield "use_lora", ast.Constant(True)
         yield from ((_LORA.get(key, key), value) for key, value in pairs)
     elif kind == "BitsAndBytesConfig":
         yield from pairs
-    elif kind == "from_pretrained" and owner.startswith("AutoModelFor"):
+    elif kind == "from_pretrained" and owner.endswith(("ForCausalLM", "LanguageModel", "FastModel")):
         if call.args:
             yield "model_name_or_path", call.args[0]
         yield from ((key, value) for key, value in pairs if key in _MODEL)
     elif kind == "load_dataset" and call.args:
         yield "dataset_name", call.args[0]
     elif kind in ("prepare_model_for_kbit_training", "get_peft_model"):
-        yield "use_peft", ast.Constant(True)
+        yield "use_lora", ast.Constant(True)
 
 
 def _name(function: ast.expr) -> tuple[str, str]:

@@ -33,7 +33,7 @@ _PROGRAMS = (
 _KEYS: tuple[tuple[Trainer, frozenset[str]], ...] = (
     (AXOLOTL, frozenset({"base_model"})),
     (LLAMA_FACTORY, frozenset({"finetuning_type", "cutoff_len", "lora_target", "dataset_dir", "template"})),
-    (MLPERF, frozenset({"target_eval_loss", "use_peft_lora"})),
+    (MLPERF, frozenset({"target_eval_loss"})),
     (MINICPM, frozenset({"llm_type", "max_slice_nums"})),
     (SAT, frozenset({"from_pretrained", "train_data", "experiment_name", "MP_SIZE", "model_parallel_size"})),
     (MEGATRON, frozenset({"train_iters", "train_samples", "tensor_model_parallel_size", "num_attention_heads",
@@ -41,7 +41,8 @@ _KEYS: tuple[tuple[Trainer, frozenset[str]], ...] = (
     (MINIMIND, frozenset({"accumulation_steps", "from_weight", "save_weight", "lora_name"})),
     (TRL, frozenset({"use_peft", "dataset_train_split", "dataset_mixture", "dataset_mixer", "max_prompt_length",
                      "lora_task_type", "assistant_only_loss", "dataset_kwargs", "simpo_gamma", "gamma_beta_ratio",
-                     "loss_type", "chat_template", "eos_token", "dataset_num_proc"})),
+                     "loss_type", "chat_template", "eos_token", "dataset_num_proc",
+                     "use_peft_lora", "dataset_text_field"})),
     (HUGGING_FACE, frozenset({"per_device_train_batch_size", "num_train_epochs", "output_dir", "model_name_or_path",
                               "learning_rate", "lora_r", "lora_target_modules", "max_steps"})),
 )  # fmt: skip

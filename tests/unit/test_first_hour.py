@@ -1,0 +1,173 @@
+"""tools/gpu_first_hour.sh: every part is a command that its tool takes, and one that fails does not end the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.errors import UserError
+from tools.benchmarking.first_hour import PARTS, ROOT, Part, chosen_parts, run_part, summarise
+from tools.benchmarking.first_hour_figures import key_figures
+from tools.benchmarking.options import add_options, for_device, read_options
+from tools.benchmarking.sections import SECTIONS
+
+SECTION_PARTS = [part for part in PARTS if part.tool != "tests"]
+TEST_PARTS = [part for part in PARTS if part.tool == "tests"]
+
+
+@pytest.mark.parametrize("part", SECTION_PARTS, ids=lambda part: part.name)
+def test_sections_take_their_arguments(part: Part) -> None:
+    kind, parser = SECTIONS[part.tool], ArgumentParser(allow_abbrev=False)
+    add_options(parser, kind)
+    options = for_device(read_options(parser.parse_args(part.arguments.split()), kind), "cuda")
+    assert options.device == "auto" and options.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("part", TEST_PARTS, ids=lambda part: part.name)
+def test_tests_are_there_and_have_some_for_a_gpu(part: Part) -> None:
+    for word in part.arguments.split():
+        assert list(ROOT.glob(word)), word
+    files = [word for word in part.command(Path("x")) if word.startswith("tests/")]
+    marked = [name for name in files if "gpu" in (text := (ROOT / name).read_text()) or "@places" in text]
+    assert len(marked) >= len(files) - 2, "nothing for a GPU in some of them"
+
+
+def test_parts_are_named_by_number_or_name() -> None:
+    assert [number for number, _ in chosen_parts([])] == list(range(1, len(PARTS) + 1))
+    assert [part.name for _, part in chosen_parts(["step", "1"])] == ["test-kernels", "step"]
+    with pytest.raises(UserError, match=r"no part 'nope': name some of 1 test-kernels, .*memory\."):
+        chosen_parts(["nope"])
+
+
+class _StandIn(Part):
+    """A part that runs Python: the code finds the path of its results without their ending in sys.argv[1]."""
+
+    def command(self, stem: Path) -> list[str]:
+        return [sys.executable, "-c", self.arguments, str(stem)]
+
+
+def _stand_in(code: str, name: str = "it") -> Part:
+    return _StandIn(name=name, tool="kernels", arguments=code)
+
+
+WRITES = (
+    "import json, sys; json.dump({'section': 'kernels', 'options': {'repeats': 0}, 'tables': [{'rows': [['a', '1']]}]},"
+    "open(sys.argv[1] + '.json', 'w')); open(sys.argv[1] + '.md', 'w').write('its own')"
+)
+
+
+def test_every_part_leaves_its_files_and_a_line_of_the_summary(tmp_path: Path) -> None:
+    done = run_part(1, _stand_in(WRITES, "right"), tmp_path)
+    assert (done.status, done.figures) == ("passed", "1 results right, nothing timed")
+    assert (tmp_path / "01-right.md").read_text() == "its own"
+    done = run_part(2, _stand_in("import sys; print('some'); sys.exit('error: it is | wrong.')", "wrong"), tmp_path)
+    assert (done.status, done.figures) == ("failed", "error: it is | wrong.")
+    assert json.loads((tmp_path / "02-wrong.json").read_text())["status"] == "failed"
+    assert "failed: error: it is | wrong." in (tmp_path / "02-wrong.md").read_text()
+    run_part(3, _stand_in("", "silent"), tmp_path)
+    text = summarise(tmp_path)
+    assert [line.split()[:2] for line in text.splitlines()[1:]] == [["1", "right"], ["2", "wrong"], ["3", "silent"]]
+    assert "it left no results" in text
+    assert [each["name"] for each in json.loads((tmp_path / "summary.json").read_text())] == [
+        "right",
+        "wrong",
+        "silent",
+    ]
+    assert "error: it is \\| wrong." in (tmp_path / "summary.md").read_text()
+
+
+def test_a_part_alone_replaces_its_own_results(tmp_path: Path) -> None:
+    for code in (WRITES, "raise SystemExit('error: no.')"):
+        run_part(1, _stand_in(code), tmp_path)
+    assert json.loads((tmp_path / "01-it.json").read_text())["status"] == "failed", "the first call's is still there"
+
+
+def test_a_part_that_hangs_ends_with_what_it_started(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+    done = run_part(1, _stand_in(code), tmp_path, seconds=1.5)
+    assert done.status == "out of time" and done.seconds < 10
+    child = int((tmp_path / "01-it.log").read_text())
+    for _ in range(100):
+        if not _runs(child):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the part's child is still running")
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_tests_report_what_failed(tmp_path: Path) -> None:
+    """pytest's own report of a passing, a failing and a skipped test."""
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n@pytest.mark.skip\ndef test_c(): pass\n"
+    )
+    ran = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-c",
+        os.devnull,
+        "-p",
+        "no:cacheprovider",
+        str(tmp_path / "test_it.py"),
+    ]
+
+    class Tests(Part):
+        def command(self, stem: Path) -> list[str]:
+            return [*ran, f"--junitxml={stem}.xml"]
+
+    done = run_part(1, Tests(name="tests", tool="tests", arguments=""), tmp_path)
+    assert (done.status, done.figures) == ("failed", "1 passed, 1 failed, 1 skipped")
+    assert json.loads((tmp_path / "01-tests.json").read_text())["failed"] == ["test_it::test_b"]
+    assert "failed: test_it::test_b" in (tmp_path / "01-tests.md").read_text()
+
+
+def test_figures_of_a_step() -> None:
+    record = {
+        "section": "step", "seconds": {"engine": [0.4, 0.5, 0.6]}, "step_operations": 2.5e14,
+        "speedup": {"PEFT": {"median": 1.5}},
+    }  # fmt: skip
+    assert key_figures(record, "") == "500.0 ms, 500 TFLOP/s; 1.50 times PEFT"
+
+
+def _script(*arguments: str, torch: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The script with a stand-in for torch."""
+    (folder / "torch.py").write_text(torch)
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "tools" / "gpu_first_hour.sh"), *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_without_a_gpu_it_is_one_sentence(tmp_path: Path) -> None:
+    torch = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
+    done = _script("out", torch=torch, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: torch sees no GPU here")
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+    done = _script("out", torch="raise ImportError", folder=tmp_path)
+    assert done.returncode == 2 and "has no torch" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_dry_run_needs_neither_gpu_nor_torch(tmp_path: Path) -> None:
+    done = _script("out", "--dry-run", torch="raise AssertionError", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
+        f"{number} {part.name}" for number, part in enumerate(PARTS, 1)
+    ]
+    assert replace(PARTS[7]).arguments in done.stdout and not (tmp_path / "out").exists()

@@ -1,0 +1,57 @@
+"""A few words of what a part of the first hour found, from what it wrote. Does not import torch."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+from xml.etree import ElementTree
+
+
+def record_of_tests(xml: str) -> dict[str, Any]:
+    """Counts of pytest's report, and the names of what failed."""
+    counts, failed = {"passed": 0, "failed": 0, "skipped": 0}, []
+    for case in ElementTree.fromstring(xml).iter("testcase"):
+        kinds = {child.tag for child in case}
+        if kinds & {"failure", "error"}:
+            counts["failed"] += 1
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+        else:
+            counts["skipped" if "skipped" in kinds else "passed"] += 1
+    return {"section": "tests", "counts": counts, "failed": failed}
+
+
+def key_figures(record: dict[str, Any] | None, log: str) -> str:
+    """One line.
+
+    Args:
+        record: what the part wrote as JSON.
+        log: what it printed.
+    """
+    if record is None:
+        return "it left no results"
+    match record.get("section"):
+        case "tests":
+            return ", ".join(f"{count} {what}" for what, count in record["counts"].items())
+        case "step":
+            return _step(record)
+        case "graph":
+            return _rows([record])
+        case _:
+            tables = record.get("tables", [])
+            if record.get("options", {}).get("repeats") == 0:
+                return f"{sum(len(table['rows']) for table in tables)} results right, nothing timed"
+            return _rows(tables)
+
+
+def _step(record: dict[str, Any]) -> str:
+    median = statistics.median(record["seconds"]["engine"])
+    words = [f"{median * 1e3:.1f} ms, {record['step_operations'] / median / 1e12:.0f} TFLOP/s"]
+    words += [f"{ratio['median']:.2f} times {name}" for name, ratio in record["speedup"].items()]
+    return "; ".join(words)
+
+
+def _rows(tables: list[dict[str, Any]]) -> str:
+    """The first figure of the first rows: enough to see that there is one."""
+    rows = [row for table in tables for row in table["rows"]]
+    shown = [f"{row[0]} {row[1]}" for row in rows[:3]]
+    return "; ".join(shown) + (f"; {len(rows) - 3} more rows" if len(rows) > 3 else "")

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# What to run first on a machine with a GPU: bash tools/gpu_first_hour.sh OUT [PART ...]   (--help says more)
+#
+# Needs torch, triton, transformers, peft and pytest, and nothing installed of this repository. PYTHON names the
+# interpreter; without it .venv's is taken where there is one.
+set -uo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+[ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
+export PYTHONPATH="$root:$root/tools${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" -m benchmarking.first_hour "$@"

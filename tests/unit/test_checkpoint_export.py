@@ -132,7 +132,7 @@ def test_without_the_stock_libraries_it_is_said(tmp_path: Path, monkeypatch: pyt
     base, run = set_up(tmp_path, BLOCK)
     monkeypatch.setattr(proof, "find_spec", lambda name: None)
     notes = export_hf(base, tmp_path / "out", proof=partial(prove_model, source=base)).notes
-    assert "by the engine (transformers is not installed)" in notes[-1]
+    assert "checked with the engine (transformers is not installed)" in notes[-1]
     monkeypatch.setattr(proof, "find_spec", lambda name: None if name == "peft" else SimpleNamespace())
     check = partial(prove_adapter, base=base, trained=run.trained(), scale=SCALE)
     report = export_peft(run.trained(), run.lora, base.model, tmp_path / "adapter", proof=check)

@@ -90,7 +90,7 @@ def test_a_soft_cap_is_not_lost_in_the_proof(tmp_path: Path, monkeypatch: pytest
     """transformers 5.17 takes SDPA for Gemma 2 unless told otherwise, and drops the soft cap; 5.23 refuses the pair."""
     make_model("gemma2", tmp_path / "hf")
     monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
-    assert "by transformers differ" in prove_model(tmp_path / "hf", open_source(tmp_path / "hf"))
+    assert "checked with transformers" in prove_model(tmp_path / "hf", open_source(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize("rslora", [False, True])

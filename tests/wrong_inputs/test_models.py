@@ -43,7 +43,7 @@ KINDS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3, which needs low_freq_factor"),
     ({"rope_scaling": {"type": "linear", "factor": "two"}}, "rope_scaling.factor 'two'"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' in config.json is not supported"),
-    ({"model_type": None}, "model_type None (LlamaForCausalLM) in config.json is not supported"),
+    ({"model_type": None}, "a model without model_type (LlamaForCausalLM) in config.json is not supported"),
     ({"model_type": ["llama"]}, "model_type ['llama'], but text is expected"),
     ({"model_type": "mixtral", "num_local_experts": 8}, "no mixture-of-experts layers"),
     ({"model_type": "llava", "text_config": [1]}, "text_config [1], but a mapping is expected"),

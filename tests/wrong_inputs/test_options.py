@@ -79,6 +79,7 @@ def test_what_the_device_cannot_do(
 ) -> None:
     """Told before the data, which may take hours to read, is opened at all."""
     monkeypatch.setattr("engine.training.trainer.build_data", lambda *_: pytest.fail("data was read first"))
+    monkeypatch.setattr("engine.ops.backends._interprets", lambda: False)  # kernel tests of this process turn it on
     place.options |= options
     refused(words)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,7 +147,10 @@ def test_place_is_the_engines_own() -> None:
 def test_places_in_one_step_are_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank by itself starts no operations, and an evaluation may take long: each of its groups is a sign of life."""
     now, said = [0.0], list[str]()
-    monkeypatch.setattr("engine.distributed.watchdog.time.monotonic", lambda: now[0])
+    # a clock and a log of its own: those of the process are shared with whatever other tests left running
+    clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime)
+    monkeypatch.setattr("engine.distributed.watchdog.time", clock)
+    monkeypatch.setattr("engine.distributed.watchdog.LOG", OperationLog())
     watchdog = Watchdog(None, rank=0, world_size=1, folder=tmp_path, report_after=10.0, say=said.append)
 
     def look(after: float) -> None:

@@ -98,6 +98,7 @@ def test_what_is_measured_is_what_is_predicted(name: str, tmp_path: Path, monkey
     config = _config(tmp_path, MIXES[name])
     transfer = _OutOfSight()
     monkeypatch.setattr(decoder_module, "SavedTensors", partial(SavedTensors, transfer=transfer))
+    monkeypatch.setattr("engine.training.device_choices.check_offload", lambda device: None)  # the transfer does it
     steps = 2
     measured = measure(config, Launch(rank=0, world_size=1, device=CPU), steps=steps)
     found = _predicted(config)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,15 @@ pytest.importorskip("peft", reason="the step section compares with PEFT")
 
 from engine.errors import UserError
 from tools.benchmarking import step
+from tools.benchmarking.arrangement import arrange
 from tools.benchmarking.engine_side import EngineSide
 from tools.benchmarking.floor import GemmFloor
 from tools.benchmarking.model import attention_kernel, draw, draw_batches, step_operations
 from tools.benchmarking.options import StepOptions, add_options, read_options
 from tools.benchmarking.peak_memory import peak_above_now
 from tools.benchmarking.peft_side import PeftSide
+from tools.benchmarking.remote import RemoteSide
+from tools.benchmarking.sides import Alone
 from tools.benchmarking.table import Table
 from tools.benchmarking.timing import Sample, interleave, paired_ratio, summarise
 
@@ -119,6 +123,54 @@ def test_bfloat16_agrees_within_its_rounding() -> None:
     options = StepOptions(**TINY, rows=1, length=8, dtype="bfloat16", device="cpu")
     sentences = step.check(options, _sides(options), draw_batches(options, CPU, 4))
     assert "Same computation" in sentences[0]
+
+
+def _held_alone(shares: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of which each side holds this share, without a step taken."""
+    monkeypatch.setattr(step, "steps_alone", lambda name, options: Alone(1, 1.0, shares.get(name, 0.0)))
+
+
+def test_sides_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two processes at once; each side comes back after the others, and all have the same number of steps."""
+    alive: list[str] = []
+    events: list[str] = []
+
+    class Watched(RemoteSide):
+        def __init__(self, name: str, options: StepOptions) -> None:
+            super().__init__(name, options)
+            self._name = name
+            alive.append(name)
+            events.append(name)
+            assert len(alive) == 1
+
+        def close(self) -> None:
+            super().close()
+            alive.remove(self._name)
+
+    _held_alone({step.ENGINE: 0.3, step.PEER: 0.8}, monkeypatch)
+    monkeypatch.setattr(step, "RemoteSide", Watched)
+    options = replace(SMALL, peers="peft", repeats=2, warmup=0)
+    record = json.loads((table := step.run(options)).json("the command"))
+    assert events == [step.ENGINE, step.PEER, step.PEER, step.ENGINE] and not alive
+    assert {name: len(taken) for name, taken in record["seconds"].items()} == dict.fromkeys(
+        [step.ENGINE, step.PEER, step.FLOOR, "square product"], 2
+    )
+    said = "Together the sides would hold 110% of the GPU's memory, so each ran alone, in 2 rounds of 1, 1 timed"
+    assert any(sentence.startswith(said) for sentence in table.findings)
+    assert any(sentence.startswith("Same computation") for sentence in table.findings)
+
+
+@pytest.mark.parametrize(("repeats", "turns"), [(10, [4, 3, 3]), (2, [1, 1]), (1, [1])])
+def test_turns_are_spread_over_the_rounds(repeats: int, turns: list[int]) -> None:
+    blocks = arrange({"a": 0.5, "b": 0.5}, repeats).blocks
+    assert [block.repeats for block in blocks if block.names == ("a",)] == turns
+    assert [block.repeats for block in blocks if block.names == ("b",)] == turns
+
+
+@pytest.mark.parametrize("shares", [{"a": 0.5, "b": 0.3}, {"a": None, "b": None}, {"a": 0.95}])
+def test_sides_that_fit_are_alive_at_once(shares: dict[str, float | None]) -> None:
+    arrangement = arrange(shares, 5)
+    assert arrangement.blocks == ((tuple(shares), 5),) and "alive at once" in arrangement.sentence
 
 
 def test_floor_counts_what_a_lora_step_multiplies() -> None:

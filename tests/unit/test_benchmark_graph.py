@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from engine.errors import UserError
+from engine.ops.kernels import REFERENCE
+from engine.ops.varlen_attention import why_not_varlen
 from tests.graph_stand_in import FunctionCapture
 from tests.graph_training import ON_DEVICE
 from tools.benchmarking import graph
 from tools.benchmarking.graph_side import EAGER, LAYERS, STEP, GraphSide, make_steps
+from tools.benchmarking.model import TORCH_DTYPES
 from tools.benchmarking.sections import GraphOptions
 
 CPU = torch.device("cpu")
 TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48, "vocab": 131, "rank": 4}
 SMALL = GraphOptions(
-    **TINY, rows=2, length=24, lengths="24", documents=3, accumulation=2, repeats=2, warmup=1, dropout=0.1
+    **TINY,
+    rows=2,
+    length=24,
+    lengths="24",
+    documents=3,
+    accumulation=2,
+    repeats=2,
+    warmup=1,
+    dropout=0.1,
+    dtype="float32",
 )
 
 
@@ -64,6 +78,13 @@ def test_steps_are_packed_in_changing_ways():
             assert len(batch.document_lengths) == 6 and sum(batch.document_lengths[:3]) == 24
             starts = batch.document_offsets[:-1].long()
             assert (batch.positions_BS.flatten()[starts] == 0).all() and (batch.positions_BS == 0).sum() == 6
+
+
+def test_the_defaults_run_on_a_gpu():
+    """Attention must read the documents on the device, which torch's kernel does in 16 bits alone."""
+    options, kernels = GraphOptions(), replace(REFERENCE, name="triton")
+    setting = {"device": torch.device("cuda"), "dtype": TORCH_DTYPES[options.dtype], "capability": (9, 0)}
+    assert why_not_varlen(kernels, **setting, head_dim=options.hidden // options.heads) is None
 
 
 def test_without_a_gpu_there_is_nothing_to_measure():

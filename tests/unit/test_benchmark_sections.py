@@ -190,6 +190,13 @@ def setting() -> Setting:
     return make_setting(KernelOptions(**TINY_KERNELS, dtype="float32"), CPU)[0]
 
 
+def _one_bit_flipped(mask: torch.Tensor) -> torch.Tensor:
+    """The mask is bytes of bits or booleans; in either the first number's lowest bit is one element's."""
+    flipped = mask.clone()
+    flipped.view(torch.uint8)[0, 0] ^= 1
+    return flipped
+
+
 @pytest.mark.parametrize(
     ("case", "spoil"),
     [
@@ -197,6 +204,7 @@ def setting() -> Setting:
         ("LoRA dA, dropout", lambda results: [results[0], results[0]]),
         ("RoPE split", lambda results: [results[0], results[1], results[2] * float("nan")]),
         ("dropout mask", lambda results: [torch.full_like(results[0], 255)]),
+        ("dropout mask", lambda results: [_one_bit_flipped(results[0])]),
         ("AdamW update", lambda results: [results[0], results[1], results[2] + 1.0]),
     ],
 )

@@ -124,9 +124,13 @@ def first_run(contestant: Contestant, device: torch.device) -> tuple[Results, fl
 def check(name: str, case: Case, device: torch.device, limit: float) -> dict[str, Checked]:
     """Runs each contestant once and compares.
 
+    Args:
+        limit: largest error, unless the case has its own.
+
     Raises:
-        Wrong: naming the first whose error is above `limit`.
+        Wrong: naming the first whose error is above the limit.
     """
+    limit = limit if case.limit is None else case.limit
     answer = case.answer()
     found = {}
     for who, contestant in case.contestants.items():

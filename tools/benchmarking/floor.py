@@ -3,6 +3,7 @@
 Forward and input-gradient product of every frozen linear and of the head, with the weights of the model itself and
 outputs made beforehand. Projections that share an input are one product (queries, keys and values; gate and up). No
 attention, no adapters, no norms, no loss, no optimizer: a step cannot reach it, and how near it comes is the figure.
+Rows of a weight lie side by side here: what adapters folded beside it cost its product is part of the step alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class GemmFloor:
     """
 
     def __init__(self, weights: list[tuple[Tensor, bool]], tokens: int) -> None:
-        self._weights = weights
+        copies: dict[torch.Size, Tensor] = {}
+        self._weights = [(_dense(weight, copies), needed) for weight, needed in weights]
         sample = weights[0][0]
         widths = {width for weight, _ in weights for width in weight.shape}
         self._operands = {w: torch.randn(tokens, w, dtype=sample.dtype, device=sample.device) for w in widths}
@@ -40,3 +42,13 @@ class GemmFloor:
         """Floating-point operations of `run`."""
         tokens = next(iter(self._operands.values())).shape[0]
         return sum(2 * tokens * weight.numel() * (1 + needed) for weight, needed in self._weights)
+
+
+def _dense(weight: Tensor, copies: dict[torch.Size, Tensor]) -> Tensor:
+    """The weight with rows side by side. On a GPU one copy stands for all of its shape: a second model may not fit,
+    and a layer's weights are larger than the caches."""
+    if weight.is_contiguous() or weight.device.type == "cpu":
+        return weight.contiguous()
+    if weight.shape not in copies:
+        copies[weight.shape] = weight.contiguous()
+    return copies[weight.shape]

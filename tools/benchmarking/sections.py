@@ -9,6 +9,7 @@ from typing import ClassVar
 from engine.errors import UserError
 
 from .options import (
+    DTYPES,
     KernelOptions,
     MemoryOptions,
     ModelOptions,
@@ -30,6 +31,7 @@ class GraphOptions(ModelOptions):
     PEERS: ClassVar[tuple[str, ...]] = ()
 
     rows: int = option(1, "rows in a micro-batch")
+    dtype: str = option("bfloat16", "of weights and activations; no graph is captured in float32", DTYPES)
     lengths: str = option("512,1024,2048,4096", "tokens in a row, one measurement for each; --length is not read")
     documents: int = option(8, "documents in a row")
     accumulation: int = option(1, "micro-batches in a step")

@@ -68,10 +68,12 @@ class Alone(NamedTuple):
     Args:
         peak: bytes above the loaded model: optimizer, gradients, activations, buffers; None where not measured.
         first_seconds: of the first step, with nothing compiled before.
+        share: of the GPU's memory that is taken afterwards, what the allocator keeps included; None on a CPU.
     """
 
     peak: int | None
     first_seconds: float
+    share: float | None
 
 
 def steps_alone(name: str, options: ModelOptions) -> Alone:
@@ -101,4 +103,11 @@ def _first_steps(name: str, options: ModelOptions) -> Alone:
             seconds.append(time.perf_counter() - start)
 
     peak = peak_above_now(work, device)
-    return Alone(peak, seconds[0])
+    return Alone(peak, seconds[0], _share_taken(device))
+
+
+def _share_taken(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return 1 - free / total

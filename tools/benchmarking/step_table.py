@@ -34,6 +34,7 @@ class StepMeasurement:
         agreement: sentences: whether losses agree.
         floor_operations, ceiling_operations: of one run of the floor and of the square product.
         absent: sentences: which peers did not take part.
+        arrangement: the sentence that says which sides were alive at once.
     """
 
     samples: dict[str, list[Sample]]
@@ -45,6 +46,7 @@ class StepMeasurement:
     floor_operations: int
     ceiling_operations: int
     absent: tuple[str, ...]
+    arrangement: str
 
     @property
     def seconds(self) -> dict[str, list[float]]:
@@ -78,6 +80,7 @@ def step_table(options: StepOptions, device: torch.device, measured: StepMeasure
             "step_operations": step_operations(options),
             "peak_bytes": measured.memory,
             "attention": measured.attention,
+            "arrangement": measured.arrangement,
         },
     )
 
@@ -115,7 +118,7 @@ def _spread(ratio: Summary) -> str:
 
 def _findings(options: StepOptions, device: torch.device, measured: StepMeasurement) -> tuple[str, ...]:
     clock, cpu = measured.seconds, measured.cpu_seconds
-    findings = [*measured.agreement]
+    findings = [*measured.agreement, measured.arrangement]
     for name in _peers(measured):
         findings.append(
             f"Speed against {name}: {_spread(paired_ratio(clock[name], clock[ENGINE]))}, median of "

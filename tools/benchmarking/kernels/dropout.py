@@ -42,6 +42,7 @@ def draw(setting: Setting) -> Case:
         demand=Demand(moved=shape[0] * shape[1] // 8),
         contestants=contestants,
         answer=lambda: (right,),
+        limit=0.0,
     )
 
 

@@ -105,7 +105,7 @@ def check_all(
     for name, build in cases.items():
         _say(f"checking {name}")
         case = build(setting)
-        checked[name] = check(name, case, setting.device, case.limit or LIMITS[setting.dtype])
+        checked[name] = check(name, case, setting.device, LIMITS[setting.dtype])
         if case.trace:
             traces[name] = {who: kernel_names(each, setting.device) for who, each in case.contestants.items()}
     return checked, traces

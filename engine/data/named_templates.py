@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.errors import UserError
-from engine.files.refusals import reading, shown
+from engine.files.documents import read_text
+from engine.files.refusals import shown
 
 ALPACA_TASK = "Below is an instruction. Write a response that fulfils it."
 """What stands before the instruction, in records of Alpaca's fields too."""
@@ -270,8 +271,7 @@ def template_text(name: str) -> str:
             f"data.chat_template is {shown(name)!r}, which is no file and no name of a template: give a file, or one "
             f"of {known}."
         )
-    with reading(path, f"give another chat template, or one of {known}"):
-        text = path.read_text(encoding="utf-8")
+    text = read_text(path, f"give another chat template, or one of {known}")
     if not text.strip():
         raise UserError(
             f"{shown(path)} is empty, but a chat template was expected: give another one, or one of {known}."

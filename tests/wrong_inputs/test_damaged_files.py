@@ -87,18 +87,8 @@ def _filled(arguments: Any, place: Workplace) -> list[str]:
     return [str(one).format(folder=place.folder) for one in arguments]
 
 
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workplace beside a run of one step, which was saved."""
-    folder = tmp_path_factory.mktemp("run")
-    make_place(folder / "place")
-    return folder
-
-
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_each_file_of_a_run_that_resumes(
-    damage: str, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_file_of_a_run_that_resumes(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = make_place(tmp_path / "place")
     place.set(checkpoint__dir=tmp_path / "first", train__eval_every=1, data__validation=place.train)
     assert run_here("pretrain_lora", place.arguments(), capsys).status == 0

@@ -144,7 +144,7 @@ class BlockSums:
                 self._close()
 
     def finish(self) -> NDArray[np.uint32]:
-        """Of all blocks; the last one may be short."""
+        """Returns the sums of all blocks; the last one may be short."""
         if self._filled:
             self._close()
         return np.array(self._sums, dtype=np.uint32)

@@ -21,6 +21,7 @@ from engine.config.conversion.trainers import recognise
 from engine.config.load import from_yaml
 from engine.config.rules import check_config
 from engine.errors import UserError
+from engine.files.refusals import writing
 from engine.printable import printable
 
 
@@ -58,11 +59,9 @@ def run(arguments: argparse.Namespace) -> None:
     source = arguments.file.name if arguments.file is not None else "a command line"
     text = to_text(conversion.options, title=f"From {source}; {_launch(arguments.out, ranks)}")
     check_config(from_yaml(text))
-    try:
+    with writing(arguments.out, "give another --out"):
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{arguments.out} cannot be written ({error.strerror}): give another --out.") from None
     print(printable(report(conversion, shutil.get_terminal_size((120, 24)).columns)))
     print(f"\nwritten: {arguments.out}\nstart it: {_launch(arguments.out, ranks)}")
 

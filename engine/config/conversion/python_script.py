@@ -72,7 +72,7 @@ def _keys(call: ast.Call, kind: str, owner: str) -> Iterator[tuple[str, ast.expr
 
 
 def _name(function: ast.expr) -> tuple[str, str]:
-    """Of what is called, and of what stands before its last point."""
+    """The name of what is called, and the name before its last point."""
     if isinstance(function, ast.Attribute):
         return function.attr, _name(function.value)[0]
     return (function.id, "") if isinstance(function, ast.Name) else ("", "")

@@ -188,7 +188,8 @@ def test_help_is_quick() -> None:
     begin = time.monotonic()
     assert "inspect" in succeed("--help", run=convert_apart)
     assert time.monotonic() - begin < 2
-    loads = "import runpy, sys; sys.argv = ['convert.py', 'export', '--help']\n"
+    tools = str(ROOT / "tools")
+    loads = f"import runpy, sys; sys.path.insert(0, {tools!r}); sys.argv = ['convert.py', 'export', '--help']\n"
     loads += f"try: runpy.run_path({str(ROOT / 'tools' / 'convert.py')!r}, run_name='__main__')\n"
     loads += "except SystemExit: sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loads], cwd=ROOT, capture_output=True, check=False).returncode == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
-import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -33,7 +32,6 @@ class _Stop(Exception):
 @cache
 def _parsers() -> dict[str, CommandLine]:
     """Program and subcommand -> its parser, of all tools but pretrain_lora.py, which has the options of a run."""
-    sys.path.insert(0, str(TOOLS))
     found: dict[str, CommandLine] = {}
 
     def catch(parser: CommandLine, *_: Any) -> None:

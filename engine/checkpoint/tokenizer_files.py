@@ -79,9 +79,16 @@ def trained_tokenizer(state: Mapping[str, Any], place: Path) -> TrainedTokenizer
 
 
 def adapter_template(adapter: Path) -> TrainedTokenizer:
-    """The chat template that a PEFT folder carries."""
-    file = adapter / CHAT_TEMPLATE
-    return TrainedTokenizer(None, read_text(file) if file.is_file() and not file.is_symlink() else None)
+    """The chat template that a PEFT folder carries, in a file of its own or in its tokenizer's settings.
+
+    Raises:
+        UserError: one of these files is damaged.
+    """
+    file, settings = adapter / CHAT_TEMPLATE, adapter / SETTINGS
+    if file.is_file() and not file.is_symlink():
+        return TrainedTokenizer(None, read_text(file))
+    template = read_json(settings).get("chat_template") if settings.is_file() and not settings.is_symlink() else None
+    return TrainedTokenizer(None, template if isinstance(template, str) else None)
 
 
 def complete_settings(folder: Path) -> None:

@@ -34,12 +34,14 @@ class ChatOptions:
     """How conversations are rendered, and what is learnt of them.
 
     Args:
-        template: name or file of a chat template; None takes the tokenizer's.
+        template: name or file of a chat template; None takes the one trained with, else the tokenizer's.
+        trained_template: text of the one that the model was trained with, where it is not the tokenizer's own.
         arguments: variables for the template.
         learn_after_end: learn the white space behind the token that ends an answer.
     """
 
     template: str | None = None
+    trained_template: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     learn_after_end: bool = True
 
@@ -212,6 +214,8 @@ class HuggingFaceTokenizer:
         where = str(self._path)
         if self._chat.template is not None:
             source, where = template_text(self._chat.template), self._chat.template
+        elif self._chat.trained_template is not None:
+            source, where = self._chat.trained_template, "the adapter"
         elif self._tokenizer.chat_template is None:
             return None
         else:

@@ -44,7 +44,7 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
         UserError: a record or tokenizer that cannot be used.
     """
     tokenizer = load_tokenizer(config.data.tokenizer or config.model.path, chat_options(config))
-    for warning in tokenizer.chat_warnings():
+    for warning in (*tokenizer.chat_warnings(), *_template_warnings(config, tokenizer)):
         log.warning(warning)
     if tokenizer.vocab_size > decoder.vocab_size:
         log.warning(
@@ -89,21 +89,40 @@ def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer,
 
 def chat_options(config: RunConfig) -> ChatOptions:
     """How the run's conversations are rendered and learnt."""
-    data = config.data
+    data, stored = config.data, _stored_templates(config)
     return ChatOptions(
-        template=data.chat_template, arguments=data.chat_arguments or {}, learn_after_end=data.learn_after_end
+        template=data.chat_template,
+        trained_template=stored.pop() if len(stored) == 1 else None,
+        arguments=data.chat_arguments or {},
+        learn_after_end=data.learn_after_end,
     )
+
+
+def _stored_templates(config: RunConfig) -> set[str]:
+    """The chat templates that the token stores of the training data were rendered with, as far as they say it."""
+    mixed = [split_mix(entry)[0] for entry in config.data.mix]
+    stores = [open_store(path) for path in (config.data.train, *mixed) if path is not None and is_store(path)]
+    return {store.chat_template for store in stores if store.chat_template is not None}
+
+
+def _template_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    """Says where samples and exports have another chat template than a store."""
+    if _stored_templates(config) <= {tokenizer.chat_template}:
+        return []
+    taken = "the tokenizer's own" if config.data.chat_template is None else "that of data.chat_template"
+    return [
+        "the conversations of a token store in data.train or data.mix were rendered with another chat template than "
+        f"{taken}, which samples and exports take: tokenise it again, or set data.chat_template to its own."
+    ]
 
 
 def trained_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> TrainedTokenizer:
     """What of the run's tokenizer is not its base's own, for exports."""
-    data, template = config.data, None
-    if data.chat_template is not None:
-        template = tokenizer.chat_template
-    elif data.train is not None and is_store(data.train):  # of which the template may have been chosen
-        stored = open_store(data.train).chat_template
-        template = None if stored == tokenizer.chat_template else stored
-    return TrainedTokenizer(None if data.tokenizer is None else Path(data.tokenizer).expanduser().resolve(), template)
+    options, path = chat_options(config), config.data.tokenizer
+    chosen = options.template is not None or options.trained_template is not None
+    return TrainedTokenizer(
+        None if path is None else Path(path).expanduser().resolve(), tokenizer.chat_template if chosen else None
+    )
 
 
 def place_in_data(config: RunConfig, launch: Launch) -> dict[str, int]:

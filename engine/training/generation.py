@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.checkpoint.commands import open_trained
-from engine.checkpoint.folder import ADAPTER_CONFIG
+from engine.checkpoint.folder import ADAPTER_CONFIG, MANIFEST
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.merge import MergedSource, fully_trained
 from engine.checkpoint.peft_read import AdapterSource
@@ -15,6 +16,7 @@ from engine.checkpoint.proof import Live, live_model
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.scales import Scale
 from engine.checkpoint.source import WeightSource, open_source
+from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
 from engine.checkpoint.training_state import open_run
 from engine.checkpoint.verification import checked_together
 from engine.config.hub import instead_of
@@ -52,12 +54,14 @@ class OpenedModel:
         config: of the whole model.
         mesh: of the ranks.
         folder: of the model, where its tokenizer and generation_config.json are.
+        tokenizer: what of the adapter's tokenizer is not the model's own.
     """
 
     decoder: Decoder
     config: DecoderConfig
     mesh: Mesh
     folder: Path
+    tokenizer: TrainedTokenizer
 
     def end_tokens(self, tokenizer_end: int | None) -> frozenset[int]:
         """The tokens that end an answer."""
@@ -88,7 +92,7 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log) -> Opened
         UserError: no such model or adapter, one that does not fit the other, or a layout that does not fit the model.
     """
     tensor = choice.tensor_size(launch.world_size)
-    source, live = _sources(choice, log)
+    source, live, tokenizer = _sources(choice, log)
     dtype_name = choice.dtype or ("bfloat16" if launch.device.type == "cuda" else "float32")
     options = RunConfig(
         model=ModelOptions(
@@ -113,16 +117,16 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log) -> Opened
         with Progress(log, "reading weights", sum(shard.tensor.nbytes for shard in shards), "bytes") as progress:
             load_parameters(shards, live.tensors, progress=progress.advance)
         fill_base(options, source.model, live.tensors, (decoder,), SpreadWeights(Axis("dp_cp")), log)
-    return OpenedModel(decoder=decoder, config=live.config, mesh=mesh, folder=source.model.path)
+    return OpenedModel(decoder=decoder, config=live.config, mesh=mesh, folder=source.model.path, tokenizer=tokenizer)
 
 
-def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live]:
-    """The base, and the live model of it and the adapter."""
+def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, TrainedTokenizer]:
+    """The base, the live model of it and the adapter, and the adapter's tokenizer."""
     if choice.adapter is None:
         assert choice.path is not None
         source = open_source(choice.path)
-        return source, Live(source.model.decoder, source, TrainingPlan())
-    source, trained, scale, encoded = _adapter(choice, log)
+        return source, Live(source.model.decoder, source, TrainingPlan()), BASES_OWN
+    source, trained, scale, encoded, tokenizer = _adapter(choice, log)
     if encoded is not None and encoded != choice.base_dtype:
         log.warning(
             f"the adapter was trained beside a base in {encoded}, and --base-dtype is "
@@ -133,11 +137,27 @@ def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live]:
     full = {name.rpartition(".")[0] for name in fully_trained(trained.tensor_names())}
     if full and choice.base_dtype is not None:  # what training changed in full was not encoded
         live = live._replace(plan=replace(live.plan, trains=full.__contains__))
-    return source, live
+    return source, live, tokenizer
 
 
-def _adapter(choice: ModelChoice, log: Log) -> tuple[WeightSource, TensorReader, Scale, str | None]:
-    """Base, trained values and their scale, and the encoding of the base that they were trained beside, if known."""
+class _Adapter(NamedTuple):
+    """What was trained, and beside what.
+
+    Args:
+        source: the base.
+        trained: values, and `scale` theirs.
+        encoded: the encoding of the base that they were trained beside; None where it had none or is not known.
+        tokenizer: what they were trained with.
+    """
+
+    source: WeightSource
+    trained: TensorReader
+    scale: Scale
+    encoded: str | None
+    tokenizer: TrainedTokenizer
+
+
+def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
     folder = choice.adapter
     assert folder is not None
     if not folder.is_dir():
@@ -151,7 +171,7 @@ def _adapter(choice: ModelChoice, log: Log) -> tuple[WeightSource, TensorReader,
         base = open_source(choice.path)
         adapter = AdapterSource(folder, names=base.model.names, decoder=base.model.decoder, with_saved_modules=True)
         adapter.require_base(base)
-        return base, adapter, adapter.scale, None
+        return _Adapter(base, adapter, adapter.scale, None, adapter_template(folder))
     checkpoint = open_run(folder, step=choice.step)
     trained = open_trained(checkpoint, choice.path, log)
     if trained.weights is None:
@@ -159,7 +179,8 @@ def _adapter(choice: ModelChoice, log: Log) -> tuple[WeightSource, TensorReader,
             f"the run in {folder} began with random weights and is no adapter: export it with tools/convert.py export "
             "--format hf, and give the result to --model."
         )
-    return trained.weights, checkpoint.trained(), trained.scale, checkpoint.base.get("dtype")
+    tokenizer = trained_tokenizer(checkpoint.state, checkpoint.folder / MANIFEST)
+    return _Adapter(trained.weights, checkpoint.trained(), trained.scale, checkpoint.base.get("dtype"), tokenizer)
 
 
 def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launch, log: Log) -> TensorLayout:

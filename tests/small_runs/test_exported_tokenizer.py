@@ -17,6 +17,7 @@ from engine.data.named_templates import template_text
 from engine.data.preprocess import Request, preprocess
 from engine.data.tokenizer import ChatOptions, load_tokenizer
 from engine.errors import UserError
+from tests.commands import run_tool
 from tests.small_runs.conftest import SmallRuns
 
 TALK = [{"role": "user", "content": "abab"}, {"role": "assistant", "content": "baba"}]
@@ -77,6 +78,18 @@ def test_the_template_that_was_trained_with_travels(chat: SmallRuns, tmp_path: P
         assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] == CUSTOM
     run_merge(chat.place.model, tmp_path / "peft", tmp_path / "merged", base_dtype=None, options=Options(proof=False))
     assert rendered(tmp_path / "merged") == "user: abab</s>assistant: baba</s>"
+    base = ["--model", chat.place.model]
+    for adapter in (["--adapter", chat.folder], ["--adapter", tmp_path / "peft", *base]):
+        assert prompt_tokens(chat, *adapter) == len("user: abab") + 1
+    assert prompt_tokens(chat, *base) == len("abab") + 1
+
+
+def prompt_tokens(run: SmallRuns, *options: object) -> int:
+    """How many tokens generate.py --chat makes of what a user says."""
+    prompts = run.place.folder / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "abab"}) + "\n")
+    result = run_tool("generate", "--chat", "--prompts", prompts, "--max-new-tokens", 1, *options)
+    return int(json.loads(result.stdout)["prompt_tokens"])
 
 
 def test_the_bases_own_template_and_tokenizer(chat: SmallRuns, tmp_path: Path) -> None:
@@ -118,3 +131,5 @@ def test_a_store_says_what_its_conversations_were_rendered_with(chat: SmallRuns,
     preprocess(request, tmp_path / "store")
     chat(data__train=str(tmp_path / "store"))
     assert "USER: abab ASSISTANT: baba</s>" in rendered(export(chat, "peft", tmp_path / "adapter"))
+    said = chat(data__chat_template="alpaca")
+    assert "were rendered with another chat template than that of data.chat_template" in said

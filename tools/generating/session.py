@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from engine.data.tokenizer import ChatOptions, load_tokenizer
+from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.distributed.collectives import broadcast_object
 from engine.distributed.launch import Launch
 from engine.errors import UserError
@@ -39,8 +39,7 @@ class Session:
         records = None if arguments.prompts is None else read_records(arguments.prompts)
         choice = model_choice(arguments)
         self._model: OpenedModel = open_for_generation(choice, launch, self._log)
-        chat = ChatOptions(template=arguments.chat_template, arguments=arguments.chat_arguments)
-        tokenizer = load_tokenizer(choice.tokenizer or self._model.folder, chat)
+        tokenizer = self._open_tokenizer()
         for warning in tokenizer.chat_warnings():
             self._log.warning(warning)
         if not arguments.ignore_eos:
@@ -49,6 +48,24 @@ class Session:
         self._writer = Writer(tokenizer=tokenizer, chat=arguments.chat, system=arguments.system)
         self._records: list[dict[str, Any]] | None = records
         self._generator: Generator | None = None
+
+    def _open_tokenizer(self) -> Tokenizer:
+        """That of the command line, else the one trained with, else the model's; so too the chat template."""
+        arguments, trained = self._arguments, self._model.tokenizer
+        path, own = arguments.tokenizer or trained.path or self._model.folder, arguments.chat_template is None
+        if path == trained.path and not path.exists():
+            raise UserError(
+                f"--adapter {arguments.adapter} was trained with the tokenizer at {path}, which is gone: give it as "
+                "--tokenizer."
+            )
+        if arguments.chat and own and trained.chat_template is not None:
+            self._log.info("the chat template is the one that the adapter was trained with")
+        chat = ChatOptions(
+            template=arguments.chat_template,
+            trained_template=trained.chat_template,
+            arguments=arguments.chat_arguments,
+        )
+        return load_tokenizer(path, chat)
 
     def run(self) -> None:
         """Answers everything that was asked. Collective."""

@@ -1,8 +1,8 @@
 """Section `generate`: the engine's greedy generation against transformers' `generate`, from one folder of weights.
 
-Both read the same checkpoint, take turns, and must give the same tokens. A time is that of a whole call, cache and all:
-one that makes a single token a row is prefill; what a call takes longer for the rest is decoding. Where rows have
-different lengths, transformers pads them on the left, and the engine does not.
+Both read the same checkpoint, each in a process of its own, take turns, and must give the same tokens. A time is that
+of a whole call, cache and all: one that makes a single token a row is prefill; what a call takes longer for the rest is
+decoding. Where rows have different lengths, transformers pads them on the left, and the engine does not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,14 +26,15 @@ from engine.inference.generate import Generator, Request
 from engine.inference.options import Limits, ModelChoice, Sampling
 from engine.inference.stage import InferenceStage
 from engine.telemetry.log import Log
-from engine.training.generation import OpenedModel, open_for_generation
+from engine.training.generation import open_for_generation
 
-from .machine import describe
+from .machine import choose_device, describe
 from .model import TORCH_DTYPES, draw, hf_config
 from .sections import GenerateOptions
 from .sides import set_up
 from .table import Table
 from .timing import paired_ratio, wait_for
+from .workers import Offer, Worker
 
 ENGINE, PEER = "engine", "transformers"
 Prompts = list[list[int]]
@@ -47,7 +49,7 @@ class _Ids:
         return ""
 
 
-def _write_model(options: GenerateOptions, folder: Path) -> None:
+def write_model(options: GenerateOptions, folder: Path) -> None:
     """A random model that both sides open."""
     shape = hf_config(replace(options, length=options.prompt + options.new))
     config = transformers.AutoConfig.for_model(**{**shape, "use_cache": True, "eos_token_id": None})
@@ -59,7 +61,10 @@ def _write_model(options: GenerateOptions, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _engine(options: GenerateOptions, opened: OpenedModel, device: torch.device) -> Continue:
+def _engine(folder: Path, options: GenerateOptions, device: torch.device) -> Continue:
+    choice = ModelChoice(path=folder, dtype=options.dtype, kernels=options.kernels)
+    opened = open_for_generation(choice, Launch(rank=0, world_size=1, device=device), Log(1))
+
     def go_on(prompts: Prompts, new: int) -> list[list[int]]:
         stage = InferenceStage(
             opened.decoder, tp=opened.mesh.tp, pp=opened.mesh.pp, sampling=Sampling(), slots=len(prompts),
@@ -87,6 +92,16 @@ def _peer(folder: Path, options: GenerateOptions, device: torch.device) -> Conti
     return go_on
 
 
+_SIDES = {ENGINE: _engine, PEER: _peer}
+
+
+def offer(side: str, folder: Path, options: GenerateOptions) -> Offer:
+    """What the process of a side can be asked for: the tokens after prompts, and the seconds that they take."""
+    device = set_up(options, keeps_freed_memory=side == ENGINE)
+    work = _SIDES[side](folder, options, device)
+    return {"tokens": work, "seconds": partial(_seconds, work, device)}
+
+
 def _prompts(options: GenerateOptions, rows: int, *, mixed: bool) -> Prompts:
     """Random ids; where mixed, of lengths evenly from a quarter of the whole to the whole."""
     generator = torch.Generator().manual_seed(rows)
@@ -96,7 +111,7 @@ def _prompts(options: GenerateOptions, rows: int, *, mixed: bool) -> Prompts:
     return [torch.randint(options.vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
-def _seconds(work: Continue, prompts: Prompts, new: int, device: torch.device) -> float:
+def _seconds(work: Continue, device: torch.device, prompts: Prompts, new: int) -> float:
     gc.collect()
     wait_for(device)
     began = time.perf_counter()
@@ -106,17 +121,17 @@ def _seconds(work: Continue, prompts: Prompts, new: int, device: torch.device) -
 
 
 def _case(
-    name: str, sides: dict[str, Continue], prompts: Prompts, options: GenerateOptions, device: torch.device
+    name: str, sides: dict[str, Worker], prompts: Prompts, options: GenerateOptions
 ) -> dict[str, dict[str, list[float]]]:
     """Side -> seconds of prefill and of decoding in each turn, once both give the same tokens."""
-    answers = {side: work(prompts, options.new) for side, work in sides.items()}
+    answers = {side: worker.ask("tokens", prompts, options.new) for side, worker in sides.items()}
     if answers[ENGINE] != answers[PEER]:
         raise UserError(f"{name}: the engine and transformers give different tokens, so nothing was timed: report it.")
     times: dict[str, dict[str, list[float]]] = {side: {"prefill": [], "decode": []} for side in sides}
     for turn in range(options.repeats):
         for side in (list(sides), list(sides)[::-1])[turn % 2]:
-            first = _seconds(sides[side], prompts, 1, device)
-            whole = _seconds(sides[side], prompts, options.new, device)
+            first = sides[side].ask("seconds", prompts, 1)
+            whole = sides[side].ask("seconds", prompts, options.new)
             times[side]["prefill"].append(first)
             times[side]["decode"].append(max(whole - first, 1e-9))
         print(f"[generate] {name}: {turn + 1} of {options.repeats}", file=sys.stderr, flush=True)
@@ -129,17 +144,21 @@ def run(options: GenerateOptions) -> Table:
     Raises:
         UserError: a device that is not there, or tokens that differ.
     """
-    device = set_up(options)
+    device = choose_device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)  # what the table says of this machine
     cases = [(f"{rows} x {options.prompt}", _prompts(options, rows, mixed=False)) for rows in options.row_counts()]
     most = max(options.row_counts())
     if most > 1:
         cases.append((f"{most} x {options.prompt // 4} to {options.prompt}", _prompts(options, most, mixed=True)))
     with tempfile.TemporaryDirectory() as folder:
-        _write_model(options, Path(folder))
-        choice = ModelChoice(path=Path(folder), dtype=options.dtype, kernels=options.kernels)
-        opened = open_for_generation(choice, Launch(rank=0, world_size=1, device=device), Log(1))
-        sides = {ENGINE: _engine(options, opened, device), PEER: _peer(Path(folder), options, device)}
-        times = {name: _case(name, sides, prompts, options, device) for name, prompts in cases}
+        write_model(options, Path(folder))
+        sides = {side: Worker(offer, side, Path(folder), options) for side in _SIDES}
+        try:
+            times = {name: _case(name, sides, prompts, options) for name, prompts in cases}
+        finally:
+            for worker in sides.values():
+                worker.close()
     rows = [_row(name, sum(map(len, prompts)), len(prompts), times[name], options) for name, prompts in cases]
     return Table(
         title=f"Greedy generation of {options.new} tokens a row: hidden {options.hidden}, {options.layers} layers, "

@@ -79,6 +79,7 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     from engine.data.preprocess import Request, preprocess
     from engine.data.tokenizer import ChatOptions, load_tokenizer
     from engine.errors import UserError
+    from engine.ops.checksum import slow_checksums
     from engine.telemetry.format import format_count, format_duration
     from engine.telemetry.log import Log
     from engine.telemetry.progress import Progress
@@ -110,6 +111,8 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     if chat.template is not None:
         for warning in load_tokenizer(arguments.tokenizer, chat).chat_warnings():
             log.warning(warning)
+    if (slow := slow_checksums()) is not None:
+        log.info(f"note: {slow}")
     with Progress(log, "tokenising", total, "bytes") as progress:
         summary = preprocess(request, arguments.out, progress=progress.advance)
     seconds = time.monotonic() - started

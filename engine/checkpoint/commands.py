@@ -43,6 +43,7 @@ from engine.checkpoint.training_state import (
 )
 from engine.config.hub import instead_of
 from engine.errors import UserError
+from engine.ops.checksum import slow_checksums
 from engine.printable import printable
 from engine.telemetry.format import format_bytes, format_count
 from engine.telemetry.log import Log
@@ -98,6 +99,8 @@ class Options:
         """With a line of progress, of bytes written and, where that is asked for, read back; a proof is not in it."""
         total = weights.total_bytes() * (2 if self.verify else 1)
         done = 0
+        if (slow := slow_checksums()) is not None:
+            log.info(f"note: {slow}")
         with Progress(log, title, total, "bytes") as progress:
 
             def advance(amount: int) -> None:

@@ -34,6 +34,14 @@ def crc32c(data: memoryview, value: int = 0) -> int:
     return native.crc32c(data, value) if native_status().available else crc32c_by_numpy(data, value)
 
 
+def slow_checksums() -> str | None:
+    """A sentence for whoever waits: that checksums take long here, and why; None where they do not."""
+    status = native_status()
+    if status.available:
+        return None
+    return f"{status.reason.rstrip('.')}: checksums are computed by numpy, several times slower."
+
+
 class Checksum:
     """Of bytes that come in parts."""
 

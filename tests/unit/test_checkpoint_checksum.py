@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as tensorboards
 
+from engine.checkpoint.commands import Options
 from engine.ops.checksum import Checksum, crc32c, crc32c_by_numpy, joined_checksum
 from engine.ops.native import checksum as native
-from engine.ops.native.loader import native_status
+from engine.ops.native.loader import NativeStatus, native_status
+from engine.telemetry.log import Log
 
 Way = Callable[..., int]
 
@@ -75,3 +78,15 @@ def test_checksums_of_parts_make_that_of_all() -> None:
             joined_checksum((f"{tensorboards(part):08x}", len(part)) for part in parts) == f"{tensorboards(data):08x}"
         )
     assert joined_checksum([]) == "00000000"
+
+
+def test_work_without_compiled_checksums_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for status in (NativeStatus(available=False, reason="nothing is built"), NativeStatus(available=True, reason="")):
+        monkeypatch.setattr("engine.ops.checksum.native_status", lambda status=status: status)
+        with Options().work(Log(), "importing", Mock(total_bytes=lambda: 1)):
+            said.append(capsys.readouterr())
+    assert "note: nothing is built: checksums are computed by numpy" in "".join(said[0])
+    assert "note" not in "".join(said[1])

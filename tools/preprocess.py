@@ -80,7 +80,7 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     from engine.data.tokenizer import ChatOptions, load_tokenizer
     from engine.errors import UserError
     from engine.ops.checksum import slow_checksums
-    from engine.telemetry.format import format_count, format_duration
+    from engine.telemetry.format import counted, format_count, format_duration
     from engine.telemetry.log import Log
     from engine.telemetry.progress import Progress
 
@@ -119,9 +119,10 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     if summary.resumed:
         log.info(f"{summary.resumed} of {summary.units} pieces were there from an earlier call")
     log.info(
-        f"{arguments.out}: {summary.records:,} records, {summary.documents:,} documents, {summary.tokens:,} tokens "
+        f"{arguments.out}: {counted(summary.records, 'record')}, {counted(summary.documents, 'document')}, "
+        f"{counted(summary.tokens, 'token')} "
         f"({summary.target_tokens:,} learnt) in {format_duration(seconds)}, {format_count(summary.tokens / seconds)} "
-        f"tokens/s on {arguments.workers} processes"
+        f"tokens/s on {counted(arguments.workers, 'process')}"
     )
     if summary.skipped:
         log.warning(f"{summary.skipped:,} records were left out: {arguments.out / 'skipped.jsonl'} says which and why")

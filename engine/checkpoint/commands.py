@@ -45,7 +45,7 @@ from engine.config.hub import instead_of
 from engine.errors import UserError
 from engine.ops.checksum import slow_checksums
 from engine.printable import printable
-from engine.telemetry.format import format_bytes, format_count
+from engine.telemetry.format import counted, format_bytes, format_count
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 
@@ -120,7 +120,7 @@ def run_import(source: Path, out: Path, *, tensor: int, options: Options, doing:
     with options.work(log, f"{doing} {source}", weights) as work:
         report = import_checkpoint(weights, out, tensor=tensor, work=work)
     if outside := weights.outside_names():
-        log.info(f"{len(outside)} tensors outside the language model are kept as they are")
+        log.info(f"kept as they are: {counted(len(outside), 'tensor')} outside the language model")
     _say(log, report)
 
 
@@ -297,8 +297,8 @@ def _say(log: Log, report: ConversionReport) -> None:
         log.info(f"note: {note}")
     if report.rounding:
         log.info(summary(report.rounding))
-    files = "1 file" if len(report.files) == 1 else f"{len(report.files)} files"
-    text = f"wrote {report.out}: {report.num_tensors} tensors, {format_bytes(report.num_bytes)} in {files}"
+    text = f"wrote {report.out}: {counted(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)} in "
+    text += counted(len(report.files), "file")
     if report.kept_bytes:
         text += f", {format_bytes(report.kept_bytes)} of them by an earlier call and compared"
     if report.seconds:
@@ -350,7 +350,7 @@ def _model_rows(weights: WeightSource) -> list[tuple[str, str]]:
         rows += _file_rows(model.manifest.layout, model.manifest.files)
         rows.append(("written by", f"engine {model.manifest.engine_version}"))
     if outside := weights.outside_names():
-        rows.append(("outside", f"{len(outside)} tensors that are not the language model's"))
+        rows.append(("outside", f"{counted(len(outside), 'tensor')} not of the language model"))
     rows.append(("other files", ", ".join(file.name for file in model.companions().files) or "none"))
     return rows
 
@@ -370,9 +370,11 @@ def _training_rows(folder: Path, checkpoint: TrainingCheckpoint) -> list[tuple[s
     weights = "random initial weights" if fingerprint is None else f"fingerprint {fingerprint}"
     rows.append(("base", f"{checkpoint.base.get('path')} ({weights})"))
     if lora:
-        rows.append(("lora", f"rank {lora['rank']}, alpha {lora['alpha']:g}, {len(adapted_modules(names))} modules"))
+        rows.append(
+            ("lora", f"rank {lora['rank']}, alpha {lora['alpha']:g}, {counted(len(adapted_modules(names)), 'module')}")
+        )
     if full := fully_trained(names):
-        rows.append(("in full", "1 tensor" if len(full) == 1 else f"{len(full)} tensors"))
+        rows.append(("in full", counted(len(full), "tensor")))
     rows += _tensor_rows(values, "trained")
     rows += _file_rows(manifest.layout, manifest.files)
     rows.append(("written by", f"engine {manifest.engine_version}"))

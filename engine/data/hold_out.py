@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 from engine.data.dataset import Stored, TokenDataset
 from engine.data.order import permutation
 from engine.data.packing import Packs
-from engine.data.report import DatasetReport, counted
+from engine.data.report import DatasetReport
 from engine.errors import UserError
+from engine.telemetry.format import counted
 
 _DRAW = 2**64 - 1
 """In place of an epoch, so that what is held out has nothing to do with the order of training."""

@@ -25,10 +25,11 @@ from engine.data.answers import AnswerCollector, AnswerSample, ends_with_answer
 from engine.data.dataset import TokenDataset
 from engine.data.files import Place, Record
 from engine.data.formats import ChatSample, CompletionSample, conversation_turns, parse_record, refuse_unusable
-from engine.data.report import DatasetReport, counted
+from engine.data.report import DatasetReport
 from engine.data.tokenize import Document
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
+from engine.telemetry.format import counted
 
 LABELS = ("label", "kto_tag")
 _FORMATS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca", "prompt": "completion"}

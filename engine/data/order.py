@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config.train import LastBatch
-from engine.data.report import counted
+from engine.telemetry.format import counted
 
 
 @lru_cache(maxsize=4)

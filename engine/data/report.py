@@ -8,6 +8,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.telemetry.format import counted
+
 Unit = Literal["document", "pair", "answer"]
 
 
@@ -142,11 +144,6 @@ def context_warning(seq_length: int, lengths: NDArray[np.int64], context: int) -
         f"{int(lengths.max())}, and the model does not know those positions; set data.seq_length to {context}, or "
         "stretch the context with rope_scaling in config.json"
     )
-
-
-def counted(count: int, noun: str) -> str:
-    """A number and what it counts, such as "1 row" or "2,000 rows"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _is(count: int) -> str:

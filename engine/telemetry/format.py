@@ -34,6 +34,12 @@ def format_count(count: float) -> str:
     return f"{count:.3g}"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number and what it counts, such as "1 row" or "2,000 rows"."""
+    ending = "" if count == 1 else "es" if noun.endswith(("ch", "s")) else "s"
+    return f"{count:,} {noun}{ending}"
+
+
 def format_parameters(count: float) -> str:
     """A number of parameters as people write it: "44.6M", "8.03B"."""
     return format_count(count).replace("G", "B")

@@ -16,7 +16,7 @@ from engine.data.judged import build_judged
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.preference import build_pairs
 from engine.data.preview import preview
-from engine.data.report import context_warning, counted
+from engine.data.report import context_warning
 from engine.data.row_means import RowMeanLoader
 from engine.data.store import is_store, open_store
 from engine.data.stored import stored_dataset
@@ -24,6 +24,7 @@ from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.distributed.launch import Launch
 from engine.errors import UserError
 from engine.models.config import DecoderConfig
+from engine.telemetry.format import counted
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.config.run import RunConfig
 from engine.distributed.launch import Launch
 from engine.models.describe import num_parameters
-from engine.telemetry.format import format_bytes, format_count, format_duration, format_parameters
+from engine.telemetry.format import counted, format_bytes, format_count, format_duration, format_parameters
 from engine.telemetry.log import Log
 from engine.training.build import Training
 from engine.training.plan import fusing_lines
@@ -67,9 +67,9 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
     for line in fusing_lines(training.plan, training.source.model.decoder, training.source.model.names):
         log.info(line)
     log.info(
-        f"layout: {launch.world_size} ranks, tensor {grid.tp}{sequence}, {_pipeline(training)}"
+        f"layout: {counted(launch.world_size, 'rank')}, tensor {grid.tp}{sequence}, {_pipeline(training)}"
         f"{f'context {grid.cp} ({config.parallel.context_method}), ' if grid.cp > 1 else ''}data {grid.dp}; "
-        f"{num_micro_batches} micro-batches of {config.train.micro_batch_size} rows a step"
+        f"{counted(num_micro_batches, 'micro-batch')} of {counted(config.train.micro_batch_size, 'row')} a step"
     )
 
 

@@ -92,7 +92,7 @@ def test_fewer_ranks_after_a_kill(settings: dict[str, object], tmp_path: Path) -
         run.wait_for_step(8)
     with Torchrun(tmp_path, settings, 2) as run:
         assert run.wait(300) == 0, run.output.read_text()
-        assert "2 micro-batches of 1 rows a step" in run.output.read_text()
+        assert "2 micro-batches of 1 row a step" in run.output.read_text()
     found, expected = training_records(tmp_path / "run"), training_records(tmp_path / "whole")
     assert [step for step, _ in found] == [step for step, _ in expected] == list(range(1, 21))
     assert max(abs(ours - theirs) for (_, ours), (_, theirs) in zip(found, expected, strict=True)) < 1e-5

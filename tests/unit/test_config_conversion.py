@@ -202,6 +202,20 @@ def test_sentences(content: object, flags: str, words: str, tmp_path: Path) -> N
         _convert(tmp_path, content, flags)
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "> log.txt", "2>&1 | tee log.txt", ">> log.txt 2> err.txt", "&> log.txt", "2>/dev/null", "< /dev/null",
+        '> >(tee "${LOGS}/train.log") 2> >(tee "${LOGS}/train.err" >&2)',
+    ],
+)  # fmt: skip
+def test_where_output_goes_is_no_value(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"torchrun train.py --model_name_or_path m --bos_token '<s>' --seed 7 {end}\n")
+    given = {one.key: one.value for one in read_file(script)}
+    assert (given["seed"], given["bos_token"]) == (7, "<s>"), given
+
+
 def test_a_value_of_ones_own_wins(tmp_path: Path) -> None:
     conversion = _convert(tmp_path, ACCELERATE, FLAGS, values=["train.steps=3", "data.packing=true"])
     assert (conversion.options["train.steps"], conversion.options["data.packing"]) == (3, True)

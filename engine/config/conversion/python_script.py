@@ -15,7 +15,7 @@ _ARGUMENTS = {
 }  # fmt: skip
 """Class of a trainer's arguments -> the command that has the same."""
 _TRAINERS = ("Trainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "Seq2SeqTrainer")
-_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
+FLAGS_OF_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
          "bias": "lora_bias", "task_type": "lora_task_type", "init_lora_weights": "lora_init_weights"}  # fmt: skip
 _MODEL = ("torch_dtype", "dtype", "load_in_8bit", "load_in_4bit", "attn_implementation", "trust_remote_code")
 _OBJECTS = ("model", "tokenizer", "args", "train_dataset", "eval_dataset", "data_collator", "peft_config", "callbacks",
@@ -58,7 +58,7 @@ def _keys(call: ast.Call, kind: str, owner: str) -> Iterator[tuple[str, ast.expr
         yield from ((key, value) for key, value in pairs if key not in _OBJECTS)
     elif kind == "LoraConfig":
         yield "use_lora", ast.Constant(True)
-        yield from ((_LORA.get(key, key), value) for key, value in pairs)
+        yield from ((FLAGS_OF_LORA.get(key, key), value) for key, value in pairs)
     elif kind == "BitsAndBytesConfig":
         yield from pairs
     elif kind == "from_pretrained" and owner.endswith(("ForCausalLM", "LanguageModel", "FastModel")):

@@ -33,6 +33,7 @@ _NO_COMMANDS = (
 )  # fmt: skip
 _PROGRAMS = ("trl", "axolotl", "llamafactory-cli", "lmf")
 _FLAG = re.compile(r"--?[A-Za-z]")
+_REDIRECTION = re.compile(r"(?:\d|&)?>>?(&\d?)?(.*)|<", re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -106,7 +107,7 @@ def read_command(text: str, source: str) -> list[Given]:
 def read_words(words: list[str], source: str) -> list[Given]:
     """--key value, --key=value and --key; and the program among the words."""
     given: list[Given] = []
-    position = 0
+    words, position = _without_redirections(words), 0
     while position < len(words):
         word = words[position]
         position += 1
@@ -137,6 +138,19 @@ def read_words(words: list[str], source: str) -> list[Given]:
     return given
 
 
+def _without_redirections(words: list[str]) -> list[str]:
+    """The words without `> log.txt`, `2>&1` and the like."""
+    kept, position = [], 0
+    while position < len(words):
+        match = _REDIRECTION.fullmatch(words[position])
+        if match is None:
+            kept.append(words[position])
+        elif not match[1] and not match[2]:  # its file is the next word
+            position += 1
+        position += 1
+    return kept
+
+
 def plain(text: str) -> Value:
     """A number or a truth value where it is one; YAML 1.1 does not read 4e-4 as a number."""
     if text.lower() in ("true", "false"):
@@ -157,10 +171,11 @@ def _plain_text(text: str) -> str:
 
 
 def _without_commands(text: str) -> str:
-    """$(command) and `command` are not known; $(( 1 + 2 )) becomes one word."""
+    """$(command), `command` and >(command) are not known; $(( 1 + 2 )) becomes one word."""
     text = re.sub(r"`[^`]*`", lambda _: UNKNOWN, text)
     result, position = "", 0
-    while (start := text.find("$(", position)) >= 0:
+    while (opening := re.compile(r"[$<>]\(").search(text, position)) is not None:
+        start = opening.start()
         depth, end = 0, start + 1
         while end < len(text):
             depth += {"(": 1, ")": -1}.get(text[end], 0)

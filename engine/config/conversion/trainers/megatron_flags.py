@@ -64,8 +64,8 @@ NO_COUNTERPART |= shared.every(
     ddp_pad_buckets_for_high_nccl_busbw grad_reduce_in_bf16 accumulate_allreduce_grads_in_fp32
     no_create_attention_mask_in_dataloader manual_gc manual_gc_interval no_mmap_bin_files enable_cuda_graph
     cuda_graph_impl cuda_graph_scope external_cuda_graph delay_wgrad_compute use_precision_aware_optimizer
-    exp_avg_dtype exp_avg_sq_dtype main_grads_dtype main_params_dtype fp8_format fp8_recipe fp8_amax_history_len
-    fp8_amax_compute_algo fp8_param_gather fp8_hybrid hysteresis deepspeed no_pipeline_parallel membind fp8_e4m3
+    exp_avg_dtype exp_avg_sq_dtype main_grads_dtype main_params_dtype fp8_recipe fp8_amax_history_len
+    fp8_amax_compute_algo fp8_param_gather  hysteresis deepspeed no_pipeline_parallel membind
     fsdp_manual_registration first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
     fp8_margin fp8_interval use_megatron_fsdp calculate_per_token_loss use_tp_pp_dp_mapping
     init_model_with_meta_device fsdp_double_buffer use_nccl_ub gradient_reduce_div_fusion
@@ -115,3 +115,65 @@ NO_COUNTERPART |= shared.every(
     """,
     why="data.format and data.mask_prompt say what records have and what is learnt of them",
 )
+NO_COUNTERPART |= shared.every(
+    """
+    inference_* mamba_* use_legacy_static_engine decode_only_cuda_graphs enable_chunked_prefill cache_mla_latents
+    max_tokens_to_oom num_speculative_tokens output_bert_embeddings refit_method
+    """,
+    why="for generating text, not for training",
+)
+NO_COUNTERPART |= shared.every(
+    """
+    bert_* biencoder_* ict_* dino_* swin_* vision_* img_h img_w num_channels num_classes patch_dim classes_fraction
+    data_per_class_fraction block_data_path embedding_path evidence_data_path indexer_* query_in_block_prob
+    retriever_* titles_data_path use_one_sent_docs head_lr_mult mask_factor mask_prob mask_type short_seq_prob
+    sample_rate no_data_sharding heterogeneous_* linear_attention_freq relative_attention_* yarn_*
+    no_yarn_correction_range_round_to_int
+    """,
+    why=_NO_SHAPE,
+)
+NO_COUNTERPART |= shared.every(
+    """
+    inprocess_* ft_* enable_ft_package calc_ft_timeouts adlr_autoresume adlr_autoresume_interval kitchen_*
+    enable_msc disable_msc one_logger_* no_one_logger app_tag_* otel_* run_workload_inspector_server
+    object_storage_cache_path result_rejected_tracker_filename dump_param_to_param_group_map
+    """,
+    why="of the cluster that it ran on",
+)
+NO_COUNTERPART |= shared.every(
+    """
+    megatron_fsdp_* fsdp_db_use_persist_buf_on_alloc_fail torch_fsdp2_* enable_full_sharding_in_hsdp gtp_*
+    outer_dp_sharding_strategy num_distributed_optimizer_instances suggested_communication_unit_size
+    disable_symmetric_registration create_all_gather_group use_sharp ddp_* tp_comm_* fp4_param_gather
+    reuse_grad_buf_for_mxfp8_param_ag no_align_param_gather no_gradient_reduce_div_fusion no_persist_layer_norm
+    no_overlap_p2p_communication no_pin_cpu_* no_use_layer_wise_param_layout mla_down_proj_fusion cuda_graph_modules
+    optimizer_cuda_graph pipeline_model_parallel_layout dataloader_* mid_level_dataset_surplus
+    per_dataset_sequences_path fp16_lm_cross_entropy onnx_safe enable_experimental fake_process_group
+    te_precision_config_file output_logit_dtype min_loss_scale
+    """,
+    why=shared.SPEED,
+)
+NO_COUNTERPART |= shared.every(
+    "ckpt_drop_redundant_extra_state dist_ckpt_workers override_ckpt_iteration",
+    why="checkpoints are this engine's own; a run goes on from its newest",
+)
+NO_COUNTERPART |= shared.every("allow_ambiguous_pad_tokens sft_tokenizer_prompt_format", why="data.chat_template")
+NO_COUNTERPART |= shared.every("check_for_large_grads", why="guards.spike_policy")
+NO_COUNTERPART |= {
+    key: shared.off_or_lack(why)
+    for keys, why in {
+        "perform_rl_step rl_* grpo_* langrl_*": "reinforcement learning is not there",
+        "fp8_format fp8_hybrid fp8_e4m3": "products are in model.dtype; model.base_dtype stores a frozen base in FP8",
+        "muon_* lion_* sgd_momentum": "the optimizer is AdamW",
+        "logits_*": "nothing is distilled",
+        "fim_*": "no text is filled in the middle",
+        "freeze_all_layers": "lora.rank and trainable say what trains",
+        "init_method_xavier_uniform": "random weights are normal: model.init",
+        "apply_wd_to_qk_layernorm no_weight_decay_cond_type": "vectors have no weight decay, but DoRA's magnitudes",
+        "phase_transition_iterations": "one run has one configuration",
+        "data_args_path per_split_data_args_path": "name the files in data.train and data.mix",
+        "yaml_cfg": "give that file to this command",
+        "use_same_sampling_seed_across_dp_ranks": "train.seed is that of all ranks",
+    }.items()
+    for key in keys.split()
+}

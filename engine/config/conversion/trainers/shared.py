@@ -247,6 +247,16 @@ def holdout(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, "all of the data is learnt")
 
 
+@sets("data.validation_split")
+def holdout_percentage(conversion: Conversion, given: Given) -> None:
+    """The same in percent."""
+    share = number(given) / 100
+    if share > 0:
+        conversion.take(given, "data.validation_split", share)
+    else:
+        conversion.drop(given, "all of the data is learnt")
+
+
 @sets("data.train", "data.validation")
 def dataset(conversion: Conversion, given: Given) -> None:
     """A file is taken; the name of a dataset on the hub is not read."""

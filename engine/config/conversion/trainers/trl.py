@@ -97,12 +97,21 @@ RULES: dict[str, Rule] = hf.RULES | {
     "min_lr_ratio": Rule(shared.share_of_lr, ("optim.min_lr",)),
     "num_proc": dropped(shared.SPEED),
     "num_labels": shared.off_or_lack("reward models are not trained"),
+    "center_rewards_coefficient": shared.off_or_lack("reward models are not trained"),
+    "alpha": shared.off_or_lack("the loss has no further term"),
+    "loss_weights": shared.off_or_lack("one loss is trained: objective.name"),
+    "ld_alpha": shared.off_or_lack("tokens weigh alike"),
+    "f_alpha_divergence_coef": dropped("the divergence is the reverse one"),
+    "discopop_tau": dropped("of a loss that is not there"),
+    "ref_model_mixup_alpha": dropped("the reference does not move"),
+    "ref_model_sync_steps": dropped("the reference does not move"),
+    "padding_value": dropped(shared.SPEED),
 }
 RULES |= shared.every(
     """
     dataset_mixture dataset_mixture.* dataset_mixer dataset_mixer.* dataset_splits dataset_configs
     dataset_train_split dataset_test_split dataset_streaming splits dataset_train_name dataset_test_name
-    dataset_train dataset_test shuffle_dataset
+    dataset_train dataset_test shuffle_dataset datasets datasets.* streaming test_split_size
     """,
     why="data.train and data.mix name files",
 )

@@ -6,6 +6,9 @@ import math
 
 from engine.errors import UserError
 
+_LARGEST = 3.4e38
+"""That float32 holds, in round figures."""
+
 
 def require(condition: bool, sentence: str) -> None:
     """Raise `sentence` for the user unless `condition` holds.
@@ -18,30 +21,37 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def require_at_least(field: str, value: int, minimum: int, hint: str) -> None:
-    """`value` must be a whole number >= `minimum`; `hint` says what to set instead.
+    """`value` must be a whole number from `minimum` to 2^31 - 1; `hint` says what to set instead.
 
     Raises:
-        UserError: it is smaller.
+        UserError: it is not.
     """
     require(value >= minimum, f"{field} is {value}, but it must be {minimum} or more: {hint}.")
+    require(value < 2**31, f"{field} is {value}, but at most {2**31 - 1:,} is expected: {hint}.")
 
 
 def require_positive(field: str, value: float, hint: str) -> None:
-    """`value` must be a finite number above 0.
+    """`value` must be a number above 0 that float32 can hold.
 
     Raises:
         UserError: it is not.
     """
     require(math.isfinite(value) and value > 0, f"{field} is {value}, but it must be a number above 0: {hint}.")
+    _require_float32(field, value, hint)
 
 
 def require_not_negative(field: str, value: float, hint: str) -> None:
-    """`value` must be a finite number, 0 or more.
+    """`value` must be a number of 0 or more that float32 can hold.
 
     Raises:
         UserError: it is not.
     """
     require(math.isfinite(value) and value >= 0, f"{field} is {value}, but it must be 0 or more: {hint}.")
+    _require_float32(field, value, hint)
+
+
+def _require_float32(field: str, value: float, hint: str) -> None:
+    require(value <= _LARGEST, f"{field} is {value}, but at most {_LARGEST:.1e} is expected: {hint}.")
 
 
 def require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

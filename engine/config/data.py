@@ -100,7 +100,8 @@ class DataOptions:
         for entry in self.mix:
             _, weight = split_mix(entry)
             require(
-                0 < weight < float("inf"), f"data.mix contains {entry!r}, but a weight above 0 is expected: correct it."
+                1e-6 <= weight <= 1e6,
+                f"data.mix contains {entry!r}, but a weight from 1e-6 to 1e6 is expected: correct it.",
             )
 
 

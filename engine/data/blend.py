@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from engine.data.dataset import Stored, TokenDataset
 from engine.data.packing import Packs
+from engine.errors import UserError
+
+_MOST_ROWS = 10**9
 
 
 class Joined:
@@ -74,7 +77,16 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
 
 
 def sample_counts(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Samples of each set in an epoch of the whole: in the shares of the weights, and each set at least once."""
+    """Samples of each set in an epoch of the whole: in the shares of the weights, and each set at least once.
+
+    Raises:
+        UserError: there are too many to be listed.
+    """
     shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
     total = np.max(np.asarray(sizes) / shares)
+    if total > _MOST_ROWS:
+        raise UserError(
+            f"data.mix makes an epoch of {total:.1e} rows, each set being in it at least once, but {_MOST_ROWS:,} is "
+            "the most: give weights that are closer to the sizes of the sets."
+        )
     return [max(size, round(float(share * total))) for size, share in zip(sizes, shares, strict=True)]

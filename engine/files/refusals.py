@@ -111,6 +111,8 @@ def _advice(verb: str, code: int | None) -> str:
     if code in _NO_ROOM:
         return "free some space, or use a folder on another disk"
     if code in _NOT_ALLOWED:
+        if verb == "used":
+            return "see whose it is, and who may use it"
         return "use a copy that you may read" if reads else "use a folder that you may write to"
     if code == errno.ENAMETOOLONG:
         return "use a shorter name"

@@ -8,6 +8,7 @@ report follows, in which the sentence stands last. This module does not import t
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -19,6 +20,7 @@ from engine.errors import LostRankError, UserError
 from engine.files.refusals import sentence_of
 from engine.printable import printable
 from engine.telemetry.ending import end, end_at_once, has_joined
+from engine.telemetry.format import format_bytes
 from engine.telemetry.output import give_up, has_reader, outliving_the_reader, say
 from engine.telemetry.torchrun import claim_once, is_rank, leave_reason
 
@@ -61,6 +63,8 @@ def ending_of(error: BaseException) -> Ending:
             return Ending(status=EXIT_USER_ERROR, line=line, is_after_another=isinstance(error, LostRankError))
         case OSError() if (sentence := sentence_of(error)) is not None:
             return Ending(status=EXIT_USER_ERROR, line=f"error: {one_line(sentence)}")
+        case MemoryError() | RuntimeError() if (sentence := _memory_sentence(error)) is not None:
+            return Ending(status=EXIT_USER_ERROR, line=f"error: {sentence}")
         case KeyboardInterrupt():
             return Ending(status=EXIT_INTERRUPTED, line="interrupted")
         case SystemExit(code=None):
@@ -75,6 +79,24 @@ def ending_of(error: BaseException) -> Ending:
         case _:
             trace = "".join(traceback.format_exception(error))
             return Ending(status=EXIT_DEFECT, trace=trace, reason=one_line(f"{type(error).__name__}: {error}"))
+
+
+_ALLOCATION = re.compile(
+    r"tried to allocate (\d+) bytes|Unable to allocate ([\d.]+ \w+)|Tried to allocate ([\d.]+ \w+)"
+)
+"""What torch on a CPU, numpy and torch on a GPU say."""
+
+
+def _memory_sentence(error: BaseException) -> str | None:
+    """What is missing and what takes less; None where memory is not the reason."""
+    found = _ALLOCATION.search(str(error))
+    if found is None and not isinstance(error, MemoryError):
+        return None
+    size = "" if found is None else f" for {format_bytes(int(found[1])) if found[1] else found[2] or found[3]} more"
+    return (
+        f"there is not enough memory{size}: use a smaller train.micro_batch_size, data.seq_length or lora.rank, or see "
+        "what fits with `python tools/plan.py memory`."
+    )
 
 
 def one_line(text: str) -> str:

@@ -12,6 +12,7 @@ from engine.checkpoint.saved_steps import checkpoint_folder, mark_best, prune
 from engine.checkpoint.saver import SaveGroup, Saver, SaveReport
 from engine.checkpoint.snapshot import Snapshot, fits_in_host_memory, snapshot_bytes
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
+from engine.config.checkpoint import CheckpointOptions
 from engine.config.run import RunConfig
 from engine.distributed.collectives import gather_objects
 from engine.distributed.launch import Launch
@@ -59,7 +60,7 @@ class StateSaver:
         self._run_dir, self._problems = run_dir, 0
         options = config.checkpoint
         if self._is_first:
-            _remove_leftovers(run_dir, say)
+            tidy(run_dir, None, say)
             training.source.fingerprint()  # now, rather than while training waits for the first save
         tensors = state_tensors(training)
         mine = sum(shard.tensor.nbytes for shard in tensors), secrets.token_hex(4)
@@ -170,8 +171,9 @@ class StateSaver:
         self._metrics.write({"step": report.step, "save_pause_seconds": report.pause, "save_seconds": report.seconds})
 
 
-def _remove_leftovers(run_dir: Path, say: Callable[[str], None]) -> None:
+def tidy(run_dir: Path, options: CheckpointOptions | None, say: Callable[[str], None]) -> None:
+    """Deletes what killed runs left behind and, with options, checkpoints that are no longer kept; for one rank."""
     try:
-        prune(run_dir, keep=0)
+        prune(run_dir, options.keep if options else 0, options.keep_every if options else 0)
     except UserError as error:
         say(f"warning: {error}")

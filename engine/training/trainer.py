@@ -40,7 +40,7 @@ from engine.training.reporting import open_metrics, open_run_trackers, tracker_c
 from engine.training.resuming import RunComplete, StartingPoint
 from engine.training.run_folder import RunFolder
 from engine.training.samples import TextSamples, quoted, read_prompts
-from engine.training.saving import StateSaver
+from engine.training.saving import StateSaver, tidy
 from engine.training.source import check_model, model_source
 from engine.training.state import check_state, load_state
 from engine.training.step import StepResult
@@ -351,6 +351,8 @@ class Trainer:
         if point is None:
             return
         if (sentence := point.completion(self._config, self._course, best)) is not None:
+            if self._launch.rank == 0:
+                tidy(self.run_dir, self._config.checkpoint, self._log.info)
             raise RunComplete(sentence, step=self.step, run_dir=self.run_dir)
         self._log.info(f"resuming from {point.path} after step {point.step}, {point.consumed} samples consumed")
         for difference in point.differences(self._config, self._course, order, self._data_fingerprint):

@@ -88,7 +88,8 @@ def commands(inputs: Path) -> dict[str, Command]:
         ),
         "train": Command(
             name="train", tool="pretrain_lora", arguments=lambda w: _training(inputs, w / "run"), results=_trained,
-            left=r"run\.lock$|\.deleting", linkable=("run", "run/checkpoints", "run/telemetry"),
+            left=r"run\.lock$|\.deleting|checkpoints/step_00000002",
+            linkable=("run", "run/checkpoints", "run/telemetry"),
         ),
         "report": Command(
             name="report", tool="report", arguments=lambda w: [inputs / "run", out, w / "report.html"], results=digests

@@ -47,6 +47,23 @@ def test_a_defect_keeps_its_traceback() -> None:
     assert "Traceback" in done.stderr and "ValueError: broken" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("body", "size"),
+    [
+        ("import torch; torch.empty(2**50)", "4.0 PiB"),
+        ("import numpy; numpy.empty(2**50)", "8.00 PiB"),
+        ("raise MemoryError", ""),
+        ("raise RuntimeError('CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has')", "2.50 GiB"),
+    ],
+)
+def test_missing_memory_is_one_line(body: str, size: str) -> None:
+    done = run(body)
+    more = f" for {size} more" if size else ""
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"error: there is not enough memory{more}: use a smaller "), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_status_of_its_own_stays() -> None:
     assert run("sys.exit(7)").returncode == 7
 

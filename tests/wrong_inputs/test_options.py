@@ -34,6 +34,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"train.seed": 1.5}, "train.seed is '1.5', but a whole number"),
     ({"train.eval_every": 5}, "data.validation is not set, so there is nothing to evaluate"),
     ({"optim.lr": "nan"}, "optim.lr is 'nan', but a number is expected"),
+    ({"optim.lr": 1e300}, "optim.lr is 1e+300, but at most 3.4e+38 is expected"),
+    ({"train.steps": 10**30}, "but at most 2,147,483,647 is expected"),
+    ({"lora.rank": 10**18}, "but at most 2,147,483,647 is expected"),
+    ({"data.mix": '["a.jsonl=1e308"]'}, "but a weight from 1e-6 to 1e6 is expected"),
+    ({"data.mix": '["a.jsonl=1e-308"]'}, "but a weight from 1e-6 to 1e6 is expected"),
     ({"optim.warmup_steps": 100}, "optim.warmup_steps is 100 and train.steps is 1"),
     (
         {"optim.warmup_steps": 4, "train.steps": None, "train.epochs": 1},

@@ -103,6 +103,8 @@ def _refusal(path: str | os.PathLike[str], verb: str, error: OSError, advice: st
     reason = error.strerror or str(error) or type(error).__name__
     if error.errno == errno.ELOOP:
         reason = "it is a symbolic link, or there is one too many on the way"
+    if error.errno in _NOT_ALLOWED and verb == "read":
+        advice = None  # what a caller says is of what the file holds
     return FileError(f"{shown(path)} cannot be {verb} ({reason}): {advice or _advice(verb, error.errno)}.")
 
 

@@ -170,8 +170,10 @@ def _batch(conversion: Conversion, trainer: Trainer, processes: int, *, said: bo
     conversion.imply("derived", "rows of one pass", "train.micro_batch_size", micro)
     note = f"{micro} a pass x {accumulation} accumulated x {copies} data-parallel"
     if not known_batch and not said:
+        rows = micro * accumulation
         conversion.to_fill.append(
-            f"--ranks: nothing says how many processes there are, and the batch is {micro * accumulation} rows for each"
+            "--ranks: nothing says how many processes there are, and the batch is "
+            f"{rows} row{'' if rows == 1 else 's'} for each"
         )
     conversion.imply("derived", "rows of one update", "train.global_batch_size", micro * accumulation * copies, note)
 

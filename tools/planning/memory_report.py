@@ -67,7 +67,11 @@ def _question(answer: Answer) -> str:
 
 def _beside(answer: Answer) -> str:
     count = answer.workload.beside
-    return f"; {format_parameters(count)} frozen parameters beside it, whose work is not counted" if count else ""
+    if count:
+        return f"; {format_parameters(count)} frozen parameters beside it, whose work is not counted"
+    if any(key in answer.hf_config for key in ("vision_config", "vision_encoder")):
+        return "; its vision tower is not counted: give its number of parameters with --beside"
+    return ""
 
 
 def _chosen(answer: Answer, best: Candidate) -> str:

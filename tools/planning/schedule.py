@@ -94,7 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--virtual", type=int, metavar="V", help="stages a rank (default: 2 where they must be several)"
     )
-    parser.add_argument("--schedule", default="lora", choices=SCHEDULES, help="the one to draw (default lora)")
+    parser.add_argument(
+        "--schedule",
+        default="lora",
+        choices=SCHEDULES,
+        help="the one to draw (default lora, which is interleaved, or 1f1b with one stage a rank)",
+    )
     times = parser.add_argument_group("times, in any one unit, of one micro-batch in 1/P of the layers")
     times.add_argument("--forward", type=float, default=1.0, metavar="TIME", help="default 1")
     times.add_argument("--input-grad", type=float, default=1.0, metavar="TIME", help="default 1")

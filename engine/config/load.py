@@ -31,7 +31,8 @@ from engine.errors import UserError
 
 _DESCRIPTION = """
 Every option below can stand in a YAML file given with --config, in its section, and on the command line, which wins:
---config run.yaml --parallel.tensor 4 --lora.targets q_proj,v_proj
+--config run.yaml --parallel.tensor 4 --lora.targets q_proj,v_proj. In pretrain_lora.py --profile is short for
+--log.profile_steps.
 """
 
 
@@ -104,7 +105,12 @@ _Dumper.add_representer(str, _represent_text)
 
 @cache
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=_DESCRIPTION.strip())
+    parser = ArgumentParser(
+        exit_on_error=False,
+        allow_abbrev=False,
+        usage="%(prog)s [--config FILE] [--SECTION.OPTION VALUE ...]",
+        description=_DESCRIPTION.strip(),
+    )
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
     docs, hints = _field_docs(RunConfig), option_types()
     for field in fields(RunConfig):

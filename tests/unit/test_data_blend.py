@@ -62,6 +62,9 @@ def test_fingerprint_knows_the_weights() -> None:
 def test_the_option() -> None:
     config = parse_config(["--model.path", "x", "--data.mix", "a=b.jsonl=0.5"])
     assert config.data.mix == ("a=b.jsonl=0.5",)
-    for given, sentence in (("a.jsonl", "PATH=WEIGHT is expected"), ("a.jsonl=x", "a weight above 0 is expected")):
+    for given, sentence in (
+        ("a.jsonl", "PATH=WEIGHT is expected"),
+        ("a.jsonl=x", "a weight from 1e-6 to 1e6 is expected"),
+    ):
         with pytest.raises(UserError, match=sentence):
             parse_config(["--model.path", "x", "--data.mix", given])

@@ -64,7 +64,7 @@ def test_the_option() -> None:
     assert config.data.mix == ("a=b.jsonl=0.5",)
     for given, sentence in (
         ("a.jsonl", "PATH=WEIGHT is expected"),
-        ("a.jsonl=x", "a weight from 1e-6 to 1e6 is expected"),
+        ("a.jsonl=x", "from 1e-6 to 1e6 is expected"),
     ):
         with pytest.raises(UserError, match=sentence):
             parse_config(["--model.path", "x", "--data.mix", given])

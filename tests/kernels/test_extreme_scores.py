@@ -14,6 +14,7 @@ from engine.ops.kernels import REFERENCE, Kernels
 from engine.ops.native.attention import causal_attention
 from engine.ops.native.backend import NATIVE
 from engine.zigzag import Block, Span
+from tests.kernels.comparing import places
 from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, attention_by_torch, needs_native
 from triton_kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -93,8 +94,8 @@ def _by_torch(logits: Tensor, labels: Tensor, factor: Tensor) -> tuple[Tensor, T
     return losses.detach(), torch.autograd.grad((losses * factor).sum(), logits)[0]
 
 
-def _check_cross_entropy(kernels: Kernels, dtype: torch.dtype, largest: float) -> None:
-    logits, labels, factor = _logits(largest, dtype)
+def _check_cross_entropy(kernels: Kernels, dtype: torch.dtype, largest: float, device: str = "cpu") -> None:
+    logits, labels, factor = (x.to(device) for x in _logits(largest, dtype))
     losses, gradient = _by_torch(logits.double().requires_grad_(), labels, factor.double())
     leaf = logits.clone().requires_grad_()
     found = cross_entropy(leaf * 1, labels, first_id=0, num_ids=77, axis=ALONE, kernels=kernels)
@@ -103,10 +104,10 @@ def _check_cross_entropy(kernels: Kernels, dtype: torch.dtype, largest: float) -
     torch.testing.assert_close(ours.double(), gradient, rtol=0, atol=2**-8 if dtype is torch.bfloat16 else 1e-4)
 
 
-def _check_head(kernels: Kernels, largest: float) -> None:
+def _check_head(kernels: Kernels, largest: float, device: str = "cpu") -> None:
     """The loss under a frozen head, with the gradient of its input, made in blocks of tokens."""
-    logits, labels, factor = _logits(largest, torch.float32)
-    x = torch.eye(12)
+    logits, labels, factor = (x.to(device) for x in _logits(largest, torch.float32))
+    x = torch.eye(12, device=device)
     leaf = x.double().requires_grad_()
     losses = torch.nn.functional.cross_entropy(leaf @ logits.double(), labels, reduction="none", ignore_index=-100)
     (expected,) = torch.autograd.grad((losses * factor).sum(), leaf)
@@ -135,9 +136,14 @@ def test_reference_cross_entropy(dtype: torch.dtype, largest: float) -> None:
 
 
 @pytest.mark.parametrize("largest", LARGEST)
-def test_triton_cross_entropy(largest: float) -> None:
+@places
+def test_triton_cross_entropy(place: tuple[str, torch.dtype], largest: float) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     from engine.ops.triton.backend import TRITON
 
-    _check_cross_entropy(TRITON, torch.float32, largest)
-    _check_head(TRITON, largest)
+    device, dtype = place
+    if dtype is torch.float16:
+        pytest.skip("float16 has no numbers of that size")
+    _check_cross_entropy(TRITON, dtype, largest, device)
+    if dtype is torch.float32:
+        _check_head(TRITON, largest, device)

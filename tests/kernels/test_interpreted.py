@@ -17,8 +17,7 @@ FOLDER = Path(__file__).resolve().parent
 @pytest.mark.skipif(not TOO_LATE, reason="they run in this process, or there is nothing to interpret")
 @pytest.mark.timeout(900)
 def test_interpreted_kernels() -> None:
-    files = sorted(map(str, FOLDER.glob("test_triton_*.py"))) + [str(FOLDER / "test_linear_cross_entropy.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", *files, "-k", "cpu-float32 or triton-float32"]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", str(FOLDER), "-k", "cpu-float32 or triton-float32"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(command, cwd=FOLDER.parents[1], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-1000:]

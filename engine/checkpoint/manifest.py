@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError as error:
         raise UserError(f"{folder} has no {MANIFEST}: it is not a complete checkpoint, use another one.") from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): mend that, or use another checkpoint.") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}): use another checkpoint.") from error
     except JsonFlaw as flaw:
         raise UserError(f"{path} cannot be read ({flaw}): expected a manifest, use another checkpoint.") from None
     require_readable(data, path)

@@ -99,7 +99,7 @@ def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
     if looks_like_hub_name(folder):
         raise UserError(f"{folder} is not a folder{instead_of(folder, '')}.")
     if not path.is_file():
-        raise UserError(f"{folder} has no {ADAPTER_CONFIG}: expected the folder of a PEFT LoRA adapter, mend the path.")
+        raise UserError(f"{folder} has no {ADAPTER_CONFIG}: give the folder of a PEFT LoRA adapter.")
     config = read_json(path)
     if (kind := config.get("peft_type")) != "LORA":
         raise UserError(f"{path} has peft_type {shown(kind)}: expected LORA, use a LoRA adapter.")

@@ -111,5 +111,5 @@ class TensorReader(ABC):
         if self.shape(name) != shape:
             raise UserError(
                 f"{self.label} has {name} with shape {list(self.shape(name))}, but {list(shape)} is expected: "
-                "use the checkpoint that belongs to this configuration."
+                "use a checkpoint of the same model."
             )

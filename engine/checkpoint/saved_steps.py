@@ -165,7 +165,7 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        raise UserError(f"{folder} cannot be read ({error.strerror}): mend that, or give another run.") from error
+        raise UserError(f"{folder} cannot be read ({error.strerror}): correct that, or give another run.") from error
     return found
 
 

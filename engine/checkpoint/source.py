@@ -256,7 +256,7 @@ class HfSource(WeightSource):
             self._refuse_encoded(missing)
             raise UserError(
                 f"{self.label} lacks {_some(missing)}, which its config.json calls for: copy the model again, "
-                "or mend config.json."
+                "or correct config.json."
             )
         if self.has_tied_head:
             wanted.add(f"{names.head}.weight")
@@ -296,7 +296,7 @@ class HfSource(WeightSource):
         if stored != shape:
             raise UserError(
                 f"{self.label} has {location.name} with shape {list(stored)}, but its config.json calls for "
-                f"{list(shape)}: mend config.json or copy the model again."
+                f"{list(shape)}: correct config.json or copy the model again."
             )
 
 

@@ -34,8 +34,6 @@ def check_config(config: RunConfig) -> None:
     check_offloaded_weights(config)
     check_warmup(config)
     check_evaluation(config)
-    check_sequence_split(config)
-    check_context_split(config)
     check_objective(config)
     check_synthetic_steps(config)
 
@@ -44,9 +42,11 @@ def check_world(config: RunConfig, world_size: int) -> None:
     """Every rule that needs the number of ranks.
 
     Raises:
-        UserError: the layout or the batch does not fit `world_size` ranks.
+        UserError: the layout does not fit `world_size` ranks, or rows or the batch do not fit the layout.
     """
     check_layout(config, world_size)
+    check_sequence_split(config)
+    check_context_split(config)
     check_batch(config, world_size)
 
 
@@ -367,12 +367,13 @@ def check_objective(config: RunConfig) -> None:
 def check_layout(config: RunConfig, world_size: int) -> None:
     """The ranks divide into whole copies of the model."""
     size = config.parallel.model_parallel_size
+    splits = [f"parallel.{name}" for name in ("tensor", "pipeline", "context") if getattr(config.parallel, name) > 1]
     require(
         world_size % size == 0,
         f"The run has {world_size} rank{'s' if world_size != 1 else ''} and parallel.tensor "
         f"{config.parallel.tensor} x parallel.pipeline {config.parallel.pipeline} x parallel.context "
         f"{config.parallel.context} needs a multiple of {size}: start torchrun with --nproc-per-node {size}, or change "
-        "parallel.tensor.",
+        f"{' or '.join(splits)}.",
     )
 
 

@@ -67,7 +67,11 @@ class Observation:
     def step_launched(self, step: int) -> str | None:
         """What is said where a trace has been written."""
         path = self._traces.after(step)
-        return None if path is None else f"step {step}: trace {path}"
+        if path is None:
+            return None
+        ranks = self._launch.world_size
+        beside = "" if ranks == 1 else f", of {ranks} that lie there, one for each rank"
+        return f"step {step}: wrote the trace {path}{beside}"
 
     def report(self, *, step: int, rows: int, tokens: int, seconds: float) -> dict[str, float]:
         """Writes this rank's record; further figures of the step for the metrics file.

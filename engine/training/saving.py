@@ -130,7 +130,7 @@ class StateSaver:
         self._saver.wait()
         self.report()
         if self._saver.is_busy or self._problems > failed:
-            raise UserError("the last checkpoint could not be saved, see above: mend that, and start the run again.")
+            raise UserError("the last checkpoint could not be saved, see above: correct that, and start the run again.")
 
     def report(self) -> None:
         """Says what became of saves that have ended; costs nothing where none has."""

@@ -148,7 +148,7 @@ def test_a_conversation_at_the_terminal(chat_model: Path) -> None:
         (["--model", "{stories}", "--prompt", "a", "--chat"], "--chat needs a chat template"),
         (["--model", "{stories}", "--prompt", "a", "--tensor", "2"], "need 2 ranks, but there are 1"),
         (["--model", "{stories}", "--prompts", "{tmp}/none.jsonl"], "none.jsonl cannot be read"),
-        (["--model", "{stories}", "--prompts", "{tmp}/bad.jsonl"], "line 2 needs either prompt or messages"),
+        (["--model", "{stories}", "--prompts", "{tmp}/bad.jsonl"], "give it either prompt or messages"),
         (["--model", "{tmp}", "--prompt", "a"], "has no config.json"),
         (["--model", "{stories}", "--adapter", "{tmp}/none", "--prompt", "a"], "is not a folder"),
         (["--adapter", "{tmp}", "--step", "3", "--prompt", "a"], "has no complete checkpoint"),

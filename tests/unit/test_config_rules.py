@@ -27,9 +27,10 @@ def run(**sections: Any) -> RunConfig:
     return RunConfig(model=ModelOptions(path="x"), **sections)
 
 
-def refused(config: RunConfig, *words: str) -> None:
+def refused(config: RunConfig, *words: str, world_size: int = 1) -> None:
     with pytest.raises(UserError) as caught:
         check_config(config)
+        check_world(config, world_size)
     message = str(caught.value)
     assert message.endswith(".") and "\n" not in message
     assert all(word in message for word in words), message
@@ -114,9 +115,15 @@ def test_tokens_that_do_not_divide() -> None:
         "data.seq_length 510",
         "train.micro_batch_size 1",
         "parallel.tensor 4",
+        world_size=4,
     )
-    check_config(run(data=data, train=TrainOptions(micro_batch_size=2), parallel=ParallelOptions(tensor=4)))
-    check_config(run(data=data, train=train, parallel=ParallelOptions(tensor=4, sequence=False)))
+    check_world(run(data=data, train=TrainOptions(micro_batch_size=2), parallel=ParallelOptions(tensor=4)), 4)
+    check_world(run(data=data, train=train, parallel=ParallelOptions(tensor=4, sequence=False)), 4)
+
+
+def test_ranks_come_before_tokens() -> None:
+    """A mistyped parallel.tensor is not answered with advice on data.seq_length."""
+    refused(run(parallel=ParallelOptions(tensor=3)), "2 ranks", "change parallel.tensor.", world_size=2)
 
 
 @pytest.mark.parametrize(("tensor", "world", "expected"), [(1, 1, 1), (1, 6, 6), (2, 2, 1), (2, 8, 4), (4, 8, 2)])

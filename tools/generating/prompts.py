@@ -67,13 +67,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def _record(line: str, place: str) -> dict[str, Any]:
     record = parse_record(line, place, 'write {"prompt": ...} or {"messages": [...]}')
     if ("prompt" in record) == ("messages" in record):
-        raise UserError(f"{place} needs either prompt or messages, and has {', '.join(record) or 'nothing'}: mend it.")
+        raise UserError(f"{place} has {', '.join(record) or 'nothing'}: give it either prompt or messages.")
     if "prompt" in record and not isinstance(record["prompt"], str):
         raise UserError(f"{place} has a prompt that is no text: write it in quotes.")
     messages = record.get("messages", [{"role": "user", "content": ""}])
     good = isinstance(messages, list) and messages and all(isinstance(one, dict) and "role" in one for one in messages)
     if not good:
-        raise UserError(f'{place} has messages that are no list of {{"role": ..., "content": ...}}: mend it.')
+        raise UserError(f'{place} has messages that are no list of {{"role": ..., "content": ...}}: correct it.')
     return record
 
 

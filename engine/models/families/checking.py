@@ -97,13 +97,13 @@ def check_kinds(hf: Mapping[str, Any]) -> None:
     if heads and groups and heads % groups:
         raise UserError(
             f"config.json has {heads} num_attention_heads and {groups} num_key_value_heads, but each key head serves "
-            "equally many heads: mend it or copy it again."
+            "equally many heads: correct it or copy it again."
         )
     hidden, size = hf.get("hidden_size"), hf.get("head_dim")
     if size is None and hidden and heads and hidden % heads:
         raise UserError(
             f"config.json has hidden_size {hidden}, which does not divide into {heads} num_attention_heads, and no "
-            "head_dim: mend it or copy it again."
+            "head_dim: correct it or copy it again."
         )
 
 
@@ -130,8 +130,7 @@ def rope_value(rope: Mapping[str, Any], kind: str, key: str) -> Any:
     """
     if rope.get(key) is None:
         raise UserError(
-            f"config.json has a rotary embedding of type {kind}, which needs {key}, and lacks that: mend it or copy it "
-            "again."
+            f"config.json has a rotary embedding of type {kind} without {key}: correct it or copy it again."
         )
     return rope[key]
 
@@ -139,4 +138,4 @@ def rope_value(rope: Mapping[str, Any], kind: str, key: str) -> Any:
 def _wrong(key: str, value: object, expected: str) -> UserError:
     text = "null" if value is None else ascii(value)
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-    return UserError(f"config.json has {key} {shown}, but {expected} is expected: mend it or copy it again.")
+    return UserError(f"config.json has {key} {shown}, but {expected} is expected: correct it or copy it again.")

@@ -25,7 +25,8 @@ def check_gemma(hf: Mapping[str, Any]) -> None:
     check_activation(hf, "hidden_activation", "gelu_pytorch_tanh")
     if hf["sliding_window"] is None:
         raise UserError(
-            f"config.json has sliding_window null, and layers of a {hf.get('model_type')} model have windows: mend it."
+            f"config.json has sliding_window null, and layers of a {hf.get('model_type')} model have windows: "
+            "correct it."
         )
     if hf.get("use_bidirectional_attention"):
         raise UserError(

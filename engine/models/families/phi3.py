@@ -73,7 +73,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     if scaling is not None and scaling.factors and len(scaling.factors) * 2 != rotary_dim:
         raise UserError(
             f"config.json has {len(scaling.factors)} numbers in short_factor for {rotary_dim} rotated features, "
-            f"expected {rotary_dim // 2}: mend it or copy it again."
+            f"expected {rotary_dim // 2}: correct it or copy it again."
         )
     return config if rotary_dim == config.head_dim else _rotating(config, rotary_dim)
 

@@ -95,7 +95,7 @@ def windows_from_hf(hf: Mapping[str, Any], types: list[str]) -> tuple[LayerKind,
     if len(types) != hf["num_hidden_layers"]:
         raise UserError(
             f"config.json has {len(types)} layer_types for {hf['num_hidden_layers']} layers: expected one for each, "
-            "mend it."
+            "correct it."
         )
     window = hf.get("sliding_window")
     if window is None or "sliding_attention" not in types:
@@ -145,7 +145,7 @@ def decoder_config(hf: Mapping[str, Any], family: str, **more: Any) -> DecoderCo
     }
     if fields["head_dim"] % 2:
         raise UserError(
-            f"config.json makes heads of {fields['head_dim']} features, which do not pair up to be rotated: mend "
+            f"config.json makes heads of {fields['head_dim']} features, which do not pair up to be rotated: correct "
             "head_dim, or hidden_size and num_attention_heads."
         )
     return DecoderConfig(**{**fields, **more})

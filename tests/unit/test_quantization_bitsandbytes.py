@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
+from engine.kernels.reference_quantize import dynamic_map, nf4_values, scale_codes
 from engine.quantization.encoding import encoding
 from engine.quantization.nf4 import from_flat
-from triton_kernels.reference_quantize import dynamic_map, nf4_values, scale_codes
 
 CPU = torch.device("cpu")
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from engine.distributed.sharding import Piece, ShardSpec, split_spec
 from engine.errors import UserError
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.layers.norm import QueryKeyNorm, RMSNorm
-from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.layers.plan import LayerContext, TensorLayout
 from engine.ops.context import TokenContext
 from engine.ops.context_attention import context_attention
 from engine.ops.head_norm import norm_rotate
@@ -131,10 +130,10 @@ def _attention_of(kind: AttentionKind, layout: TensorLayout) -> AttentionOp:
 
 
 def _qkv_linear(
-    prefix: str, heads: _Heads, hidden: int, *, bias: bool, site: int, layout: TensorLayout, **build: Any
+    prefix: str, heads: _Heads, hidden: int, *, bias: bool, site: int, build: LayerContext
 ) -> ColumnParallelLinear:
     """q, k and v in one storage; an adapter of all three where the plan fuses them."""
-    q_spec, kv_spec = heads.q_spec((hidden,), layout), heads.kv_spec((hidden,), layout)
+    q_spec, kv_spec = heads.q_spec((hidden,), build.layout), heads.kv_spec((hidden,), build.layout)
     return ColumnParallelLinear(
         [
             Section(name=f"{prefix}.q_proj", spec=q_spec),
@@ -143,9 +142,8 @@ def _qkv_linear(
         ],
         bias=bias,
         site=site,
-        layout=layout,
+        build=build,
         fused_adapter=f"{prefix}.qkv_proj",
-        **build,
     )
 
 
@@ -174,15 +172,13 @@ class Attention(nn.Module):
         qk_norm: bool,
         norm_eps: float,
         first_site: int,
-        layout: TensorLayout,
-        plan: TrainingPlan,
-        device: torch.device,
-        dtype: torch.dtype,
+        build: LayerContext,
         kind: AttentionKind = PLAIN,
     ) -> None:
         super().__init__()
+        layout = build.layout
         tp = layout.tp
-        check_heads(num_heads, num_kv_heads, tp.size, fused=plan.fused(f"{prefix}.qkv_proj"))
+        check_heads(num_heads, num_kv_heads, tp.size, fused=build.plan.fused(f"{prefix}.qkv_proj"))
         self.num_heads, self.num_kv_heads = num_heads // tp.size, max(1, num_kv_heads // tp.size)
         self.prefix, self.head_dim, self.layout, self.kind = prefix, head_dim, layout, kind
         self.scale = head_dim**-0.5 if kind.scale is None else kind.scale
@@ -190,17 +186,18 @@ class Attention(nn.Module):
         if layout.cp.size > 1 and layout.context_method == "ulysses":
             check_context_heads(self.num_heads, self.num_kv_heads, layout.cp.size)
         heads = _Heads(queries=num_heads, keys=num_kv_heads, dim=head_dim)
-        build: dict[str, Any] = {"layout": layout, "plan": plan, "device": device, "dtype": dtype}
-        self.qkv = _qkv_linear(prefix, heads, hidden, bias=qkv_bias, site=first_site, **build)
+        self.qkv = _qkv_linear(prefix, heads, hidden, bias=qkv_bias, site=first_site, build=build)
         self.o_proj = RowParallelLinear(
-            f"{prefix}.o_proj", heads.width, hidden, bias=out_bias, site=first_site + 1, **build
+            f"{prefix}.o_proj", heads.width, hidden, bias=out_bias, site=first_site + 1, build=build
         )
         self.q_norm = self.k_norm = self.qk_norm = None
         if qk_norm and kind.qk_norm_over == "all":
-            self.qk_norm = QueryKeyNorm(prefix, heads.q_spec((), layout), heads.kv_spec((), layout), norm_eps, **build)
+            self.qk_norm = QueryKeyNorm(
+                prefix, heads.q_spec((), layout), heads.kv_spec((), layout), norm_eps, build=build
+            )
         elif qk_norm:
             self.q_norm, self.k_norm = (
-                RMSNorm(f"{prefix}.{name}", head_dim, norm_eps, per_head=True, offset=kind.norm_offset, **build)
+                RMSNorm(f"{prefix}.{name}", head_dim, norm_eps, per_head=True, offset=kind.norm_offset, build=build)
                 for name in ("q_norm", "k_norm")
             )
 

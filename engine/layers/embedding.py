@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from engine.distributed.sharding import padded_split_spec, replicated_spec
-from engine.layers.module import ShardedModule, empty
-from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.layers.module import ShardedModule
+from engine.layers.plan import LayerContext
 from engine.ops.embedding import EmbeddingOperands, embedding
 
 
@@ -27,20 +26,18 @@ class VocabParallelEmbedding(ShardedModule):
         vocab_size: int,
         hidden: int,
         *,
-        layout: TensorLayout,
-        plan: TrainingPlan,
-        device: torch.device,
-        dtype: torch.dtype,
+        build: LayerContext,
         tied_to: str | None = None,
         copied: bool = False,
     ) -> None:
         super().__init__()
+        layout, plan = build.layout, build.plan
         tp = layout.tp
         spec = padded_split_spec((vocab_size, hidden), 0, rank=tp.rank, size=tp.size)
         if copied:
             spec = replace(spec, grad_reduce=("pp_ends",), replicated=("pp_ends",))
         trains = plan.trains("embed_tokens") or (tied_to is not None and plan.trains(tied_to))
-        weight = self.own("embed_tokens.weight", empty(spec.local_shape, dtype, device), spec, trainable=trains)
+        weight = self.own("embed_tokens.weight", build.empty(spec.local_shape), spec, trainable=trains)
         self.weight = weight
         self._leaves = [weight.parameter] if trains else []
         a = b = None
@@ -48,8 +45,8 @@ class VocabParallelEmbedding(ShardedModule):
         if settings is not None:
             spec_a = padded_split_spec((settings.rank, vocab_size), 1, rank=tp.rank, size=tp.size)
             spec_b = replicated_spec((hidden, settings.rank), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-            a = self.own("embed_tokens.lora_A", empty(spec_a.local_shape, dtype, device), spec_a, trainable=True)
-            b = self.own("embed_tokens.lora_B", empty(spec_b.local_shape, dtype, device), spec_b, trainable=True)
+            a = self.own("embed_tokens.lora_A", build.empty(spec_a.local_shape), spec_a, trainable=True)
+            b = self.own("embed_tokens.lora_B", build.empty(spec_b.local_shape), spec_b, trainable=True)
             self._leaves += [a.parameter, b.parameter]
         self.operands = EmbeddingOperands(
             weight_VH=weight.parameter.data,
@@ -83,17 +80,14 @@ class TiedHeadWeight(ShardedModule):
         vocab_size: int,
         hidden: int,
         *,
-        layout: TensorLayout,
-        plan: TrainingPlan,
-        device: torch.device,
-        dtype: torch.dtype,
+        build: LayerContext,
     ) -> None:
         super().__init__()
-        tp = layout.tp
+        tp, plan = build.layout.tp, build.plan
         spec = padded_split_spec((vocab_size, hidden), 0, rank=tp.rank, size=tp.size)
         spec = replace(spec, grad_reduce=("pp_ends",), replicated=("pp_ends",), owner=False)
         trains = plan.trains("embed_tokens") or plan.trains("lm_head")
-        storage = empty(spec.local_shape, dtype, device)
+        storage = build.empty(spec.local_shape)
         self.weight = self.own("embed_tokens.weight", storage, spec, trainable=trains)
         if self.weight.sink is not None:
             self.weight.sink.uses = 0  # the head adds itself

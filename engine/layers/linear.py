@@ -21,8 +21,8 @@ from torch import Tensor
 from engine.distributed.sharding import Piece, ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
 from engine.layers.encoded_storage import EncodedStorage
-from engine.layers.module import ShardedModule, ShardEntry, empty
-from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
+from engine.layers.module import ShardedModule, ShardEntry
+from engine.layers.plan import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.ops.adapters import Adapter, LowRank
 from engine.ops.context import TokenContext
 from engine.ops.dropout import DropoutSite
@@ -75,14 +75,12 @@ class _ParallelLinear(ShardedModule):
         joint: bool,
         may_fold: bool,
         dropout: DropoutSite | None,
-        layout: TensorLayout,
-        plan: TrainingPlan,
-        device: torch.device,
-        dtype: torch.dtype,
+        build: LayerContext,
         shared: ShardEntry | None = None,
     ) -> None:
         super().__init__()
-        self.layout, self.plan = layout, plan
+        layout, plan, device, dtype = build.layout, build.plan, build.device, build.dtype
+        self.build = build
         self.in_features = sections[0].spec.local_shape[1]
         self._sinks: list[RowsSink] = []
         self._leaves: list[Tensor] = []
@@ -99,17 +97,17 @@ class _ParallelLinear(ShardedModule):
         folded = bool(slots) and may_fold and shared is None
         extra = -(-rank // FOLD_MULTIPLE) * FOLD_MULTIPLE if folded else 0
         if shared is None:
-            memory = device if self.encoded is None else torch.device("meta")
-            self.storage = empty((rows, self.in_features + extra), dtype, memory)
+            holder = build if self.encoded is None else replace(build, device=torch.device("meta"))
+            self.storage = holder.empty((rows, self.in_features + extra))
         else:
             self._share(shared, rows)
-        self.bias_storage = empty((rows,), dtype, device) if bias else None
+        self.bias_storage = build.empty((rows,)) if bias else None
         first = 0
         for section in sections:
             if shared is None:
                 self._own_section(section, first)
             first += section.rows
-        low_rank = self._build_adapters(slots, rank, dropout, folded=folded, device=device)
+        low_rank = self._build_adapters(slots, rank, dropout, folded=folded)
         self.magnitudes = self._build_magnitudes(slots, low_rank)
         self._adapter_biases = self._build_adapter_biases(slots, low_rank)
         self.operands = LinearOperands(
@@ -150,7 +148,7 @@ class _ParallelLinear(ShardedModule):
                         f"the adapter of {slot.name} is DoRA's, which needs the lengths of the base's rows, and these "
                         "are not known of weights that are stored encoded: leave the base's encoding out."
                     )
-                storage = empty(slot.spec_b.local_shape[:1], self.storage.dtype, self.storage.device)
+                storage = self.build.empty(slot.spec_b.local_shape[:1])
                 spec = self._bias_spec(slot.spec_b)
                 entry = self.own(f"{slot.name}.lora_magnitude", storage, spec, trainable=True)
                 magnitudes.append(Magnitude(m_O=storage, adapter=adapter, sink=entry.sink))
@@ -164,7 +162,7 @@ class _ParallelLinear(ShardedModule):
         biases = []
         for slot, adapter in zip(slots, low_rank.adapters, strict=True):
             if slot.settings.bias:
-                storage = empty(slot.spec_b.local_shape[:1], self.storage.dtype, adapter.b_OR.device)
+                storage = self.build.empty(slot.spec_b.local_shape[:1])
                 entry = self.own(f"{slot.name}.lora_bias", storage, self._bias_spec(slot.spec_b), trainable=True)
                 biases.append(AdapterBias(b_O=storage, adapter=adapter, sink=entry.sink))
                 self._bias_leaves.append(entry.parameter)
@@ -188,7 +186,7 @@ class _ParallelLinear(ShardedModule):
             self._leaves.append(shared.parameter)
 
     def _own_section(self, section: Section, first: int) -> None:
-        trains = self.plan.trains(section.name)
+        trains = self.build.plan.trains(section.name)
         rows = slice(first, first + section.rows)
         weight = bias = None
         if self.encoded is None:
@@ -202,14 +200,12 @@ class _ParallelLinear(ShardedModule):
             self._leaves.extend(entry.parameter for entry in (weight, bias) if entry is not None)
 
     def _build_adapters(
-        self, slots: list[_AdapterSlot], total_rank: int, dropout: DropoutSite | None, *, folded: bool,
-        device: torch.device,
-    ) -> LowRank | None:  # fmt: skip
+        self, slots: list[_AdapterSlot], total_rank: int, dropout: DropoutSite | None, *, folded: bool
+    ) -> LowRank | None:
         """A as rows of one stacked tensor; B as columns of the storage where folded, if there is one."""
         if not slots:
             return None
-        dtype = self.storage.dtype
-        stacked = empty((total_rank, self.in_features), dtype, device)
+        stacked = self.build.empty((total_rank, self.in_features))
         adapters, first = [], 0
         for slot in slots:
             rank, rows = slot.settings.rank, slot.spec_b.local_shape[0]
@@ -217,7 +213,7 @@ class _ParallelLinear(ShardedModule):
                 columns = slice(self.in_features + first, self.in_features + first + rank)
                 b_storage = self.storage[slot.first_row : slot.first_row + rows, columns]
             else:
-                b_storage = empty(slot.spec_b.local_shape, dtype, device)
+                b_storage = self.build.empty(slot.spec_b.local_shape)
             a = self.own(f"{slot.name}.lora_A", stacked[first : first + rank], slot.spec_a, trainable=True)
             b = self.own(f"{slot.name}.lora_B", b_storage, slot.spec_b, trainable=True)
             self._leaves.extend((a.parameter, b.parameter))
@@ -307,9 +303,10 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     def __init__(
-        self, sections: list[Section], *, bias: bool, site: int, layout: TensorLayout, plan: TrainingPlan,
-        device: torch.device, dtype: torch.dtype, fused_adapter: str | None = None, shared: ShardEntry | None = None,
+        self, sections: list[Section], *, bias: bool, site: int, build: LayerContext,
+        fused_adapter: str | None = None, shared: ShardEntry | None = None,
     ) -> None:  # fmt: skip
+        layout, plan = build.layout, build.plan
         slots = _column_slots(sections, fused_adapter, layout, plan)
         joint = layout.joint_reduce and not layout.splits_tokens
         super().__init__(
@@ -319,10 +316,7 @@ class ColumnParallelLinear(_ParallelLinear):
             joint=joint,
             may_fold=joint or layout.splits_tokens or layout.tp.size == 1,
             dropout=_dropout_site(slots, plan, site, 0),
-            layout=layout,
-            plan=plan,
-            device=device,
-            dtype=dtype,
+            build=build,
             shared=shared,
         )
 
@@ -344,10 +338,9 @@ class RowParallelLinear(_ParallelLinear):
     """
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, *, bias: bool, site: int, layout: TensorLayout,
-        plan: TrainingPlan, device: torch.device, dtype: torch.dtype,
+        self, name: str, in_features: int, out_features: int, *, bias: bool, site: int, build: LayerContext
     ) -> None:  # fmt: skip
-        tp = layout.tp
+        tp, plan = build.layout.tp, build.plan
         spec = split_spec((out_features, in_features), 1, rank=tp.rank, size=tp.size, what=f"the input width of {name}")
         slots = []
         if (settings := plan.adapter(name)) is not None:
@@ -361,18 +354,15 @@ class RowParallelLinear(_ParallelLinear):
             joint=False,
             may_fold=True,
             dropout=_dropout_site(slots, plan, site, tp.rank * spec.local_shape[1]),
-            layout=layout,
-            plan=plan,
-            device=device,
-            dtype=dtype,
+            build=build,
         )
 
     def _bias_spec(self, spec: ShardSpec) -> ShardSpec:
         return replicated_spec(
             spec.global_shape[:1],
-            rank=self.layout.tp.rank,
-            size=self.layout.tp.size,
-            grad_reduce=("tp",) if self.layout.splits_tokens else (),
+            rank=self.build.layout.tp.rank,
+            size=self.build.layout.tp.size,
+            grad_reduce=("tp",) if self.build.layout.splits_tokens else (),
         )
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from engine.distributed.sharding import split_spec
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
-from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.layers.plan import LayerContext
 from engine.ops.context import TokenContext
 from engine.ops.inputs import GeGLUInput, LinearInput, SwiGLUInput
 
@@ -34,24 +33,18 @@ class MLP(nn.Module):
         intermediate: int,
         bias: bool,
         first_site: int,
-        layout: TensorLayout,
-        plan: TrainingPlan,
-        device: torch.device,
-        dtype: torch.dtype,
+        build: LayerContext,
         activation: Activation = "silu",
     ) -> None:
         super().__init__()
-        tp = layout.tp
+        tp = build.layout.tp
         self._gated = _GATED[activation]
         spec = split_spec((intermediate, hidden), 0, rank=tp.rank, size=tp.size, what="intermediate_size")
         self.gate_up = ColumnParallelLinear(
             [Section(name=f"{prefix}.{name}", spec=spec) for name in ("gate_proj", "up_proj")],
             bias=bias,
             site=first_site,
-            layout=layout,
-            plan=plan,
-            device=device,
-            dtype=dtype,
+            build=build,
             fused_adapter=f"{prefix}.gate_up_proj",
         )
         self.down = RowParallelLinear(
@@ -60,10 +53,7 @@ class MLP(nn.Module):
             hidden,
             bias=bias,
             site=first_site + 1,
-            layout=layout,
-            plan=plan,
-            device=device,
-            dtype=dtype,
+            build=build,
         )
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:

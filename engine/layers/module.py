@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from engine.distributed.sharding import NamedShard, ShardSpec
@@ -48,8 +47,3 @@ def shard_entries(module: nn.Module) -> Iterator[ShardEntry]:
     for child in module.modules():
         if isinstance(child, ShardedModule):
             yield from child.entries
-
-
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Storage that a loader or an initialiser fills; padding rows must read as zero, hence zeros."""
-    return torch.zeros(shape, dtype=dtype, device=device)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from engine.distributed.sharding import ShardSpec, replicated_spec
 from engine.errors import UserError
-from engine.layers.module import ShardedModule, empty
-from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.layers.module import ShardedModule
+from engine.layers.plan import LayerContext
 from engine.ops.head_norm import HeadNorms
 from engine.ops.inputs import NormInput
 from engine.ops.norm import output_rmsnorm, rmsnorm
@@ -35,15 +35,13 @@ class RMSNorm(ShardedModule):
         size: int,
         eps: float,
         *,
-        layout: TensorLayout,
-        plan: TrainingPlan,
-        device: torch.device,
-        dtype: torch.dtype,
+        build: LayerContext,
         per_head: bool = False,
         offset: float = 0.0,
     ) -> None:
         super().__init__()
-        if offset != 0.0 and layout.kernels.name == "apex" and dtype != torch.float32:
+        layout = build.layout
+        if offset != 0.0 and layout.kernels.name == "apex" and build.dtype != torch.float32:
             raise UserError(
                 f"model.kernels is apex, whose norms take weights of the compute dtype, but this model adds {offset:g} "
                 "to its norms' weights in float32: set model.kernels to auto."
@@ -53,7 +51,8 @@ class RMSNorm(ShardedModule):
             (size,), rank=layout.tp.rank, size=layout.tp.size, grad_reduce=("tp",) if partial else ()
         )
         self.eps, self.offset, self._kernels = eps, offset, layout.kernels
-        self.weight = self.own(f"{name}.weight", empty((size,), dtype, device), spec, trainable=plan.trains(name))
+        storage = build.empty((size,))
+        self.weight = self.own(f"{name}.weight", storage, spec, trainable=build.plan.trains(name))
 
     def as_input(self, divisor: float = 1.0) -> NormInput:
         """The norm as what a linear's input is made with, so that its output is never kept.
@@ -99,19 +98,17 @@ class QueryKeyNorm(ShardedModule):
         kv_spec: ShardSpec,
         eps: float,
         *,
-        layout: TensorLayout,
-        plan: TrainingPlan,
-        device: torch.device,
-        dtype: torch.dtype,
+        build: LayerContext,
     ) -> None:
         super().__init__()
+        layout = build.layout
         self._eps, self._axis, self._kernels = eps, layout.tp, layout.kernels
         entries = [
             self.own(
                 f"{prefix}.{name}.weight",
-                empty(spec.local_shape, dtype, device),
+                build.empty(spec.local_shape),
                 spec,
-                trainable=plan.trains(f"{prefix}.{name}"),
+                trainable=build.plan.trains(f"{prefix}.{name}"),
             )
             for name, spec in (("q_norm", q_spec), ("k_norm", kv_spec))
         ]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from engine.distributed.mesh import Axis
 from engine.ops.attention_blocks import REFERENCE_BLOCKS, AttentionBlocks
 from engine.ops.context_attention import Method
@@ -93,3 +96,23 @@ class TensorLayout:
     @property
     def splits_tokens(self) -> bool:
         return self.sequence_parallel and self.tp.size > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerContext:
+    """What every layer is built with.
+
+    Args:
+        layout: of tensors over ranks, and the backends of the ops.
+        plan: what is trained.
+        device, dtype: of weights and activations.
+    """
+
+    layout: TensorLayout
+    plan: TrainingPlan
+    device: torch.device
+    dtype: torch.dtype
+
+    def empty(self, shape: tuple[int, ...]) -> Tensor:
+        """Makes storage that a loader or an initialiser fills; padding rows must read as zero, hence zeros."""
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)

@@ -25,7 +25,7 @@ from engine.layers.linear import ColumnParallelLinear, Section
 from engine.layers.mlp import MLP
 from engine.layers.module import ShardEntry
 from engine.layers.norm import RMSNorm
-from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.layers.plan import LayerContext, TensorLayout, TrainingPlan
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, made_again
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.sharded_storage import SpreadWeights
@@ -100,21 +100,17 @@ class DecoderLayer(nn.Module):
         index: int,
         config: DecoderConfig,
         *,
-        layout: TensorLayout,
-        plan: TrainingPlan,
-        device: torch.device,
-        dtype: torch.dtype,
+        build: LayerContext,
         memory: MemoryPlan = SELECTIVE,
     ) -> None:
         super().__init__()
         prefix, site = f"layers.{index}", index * SITES_PER_LAYER
-        common = {"layout": layout, "plan": plan, "device": device, "dtype": dtype}
         self.residual_multiplier = config.residual_multiplier
 
         def norm(name: str, *places: str) -> RMSNorm | None:
             if config.norms not in places:
                 return None
-            return RMSNorm(f"{prefix}.{name}", config.hidden, config.norm_eps, offset=config.norm_offset, **common)
+            return RMSNorm(f"{prefix}.{name}", config.hidden, config.norm_eps, offset=config.norm_offset, build=build)
 
         self.input_norm = norm("input_norm", "inputs", "both")
         self.attention = Attention(
@@ -129,7 +125,7 @@ class DecoderLayer(nn.Module):
             norm_eps=config.norm_eps,
             first_site=site,
             kind=_attention_kind(config, index),
-            **common,
+            build=build,
         )
         self.attention_output_norm = norm("attention_output_norm", "outputs", "both")
         self.post_attention_norm = norm("post_attention_norm", "inputs", "both")
@@ -140,7 +136,7 @@ class DecoderLayer(nn.Module):
             bias=config.mlp_bias,
             first_site=site + 2,
             activation=config.activation,
-            **common,
+            build=build,
         )
         self.mlp_output_norm = norm("mlp_output_norm", "outputs", "both")
         self.level = memory.level(index)
@@ -204,7 +200,7 @@ class Decoder(nn.Module):
         memory.check_layers(config.num_layers)
         self.config, self.layout, self.dtype = config, layout, dtype
         self.part = part or Part(first=0, last=config.num_layers)
-        common = {"layout": layout, "plan": plan, "device": device, "dtype": dtype}
+        build = LayerContext(layout=layout, plan=plan, device=device, dtype=dtype)
         weights = weights or SpreadWeights(Axis("dp_cp"))
         self.embedding = stop = None
         if self.part.embedding:
@@ -213,14 +209,14 @@ class Decoder(nn.Module):
                 config.hidden,
                 tied_to="lm_head" if config.tied_embeddings else None,
                 copied=config.tied_embeddings and layout.pp_ends.size > 1,
-                **common,
+                build=build,
             )
             adapted = self.embedding.operands.a_RV is not None
             self._embedding_stop = stop = weights.stop(self.embedding, before=None, again=adapted)
         self.layers = nn.ModuleList()
         self._layer_stops: list[Stop] = []
         for index in range(self.part.first, self.part.last):
-            self.layers.append(DecoderLayer(index, config, memory=memory, **common))
+            self.layers.append(DecoderLayer(index, config, memory=memory, build=build))
             stop = weights.stop(self.layers[-1], before=stop, again=True)  # before the next layer takes memory
             self._layer_stops.append(stop)
         narrowest = min(config.hidden, config.num_heads // layout.tp.size * config.head_dim)
@@ -230,9 +226,9 @@ class Decoder(nn.Module):
         self._resident = [parameter for parameter in self.layers.parameters() if weights.stays(parameter)]
         self.norm = self.head = None
         if self.part.head:
-            self.norm = RMSNorm("norm", config.hidden, config.norm_eps, offset=config.norm_offset, **common)
-            shared = self._shared_head_weight(common, embedding_weight) if config.tied_embeddings else None
-            self.head = self._build_head(common, shared)
+            self.norm = RMSNorm("norm", config.hidden, config.norm_eps, offset=config.norm_offset, build=build)
+            shared = self._shared_head_weight(build, embedding_weight) if config.tied_embeddings else None
+            self.head = self._build_head(build, shared)
             also = () if shared is None else (shared,)
             trains = not self._head_is_frozen
             self._head_stop = weights.stop(
@@ -245,27 +241,27 @@ class Decoder(nn.Module):
             for rope in config.ropes
         )
 
-    def _shared_head_weight(self, common: dict, embedding_weight: ShardEntry | None) -> ShardEntry:
+    def _shared_head_weight(self, build: LayerContext, embedding_weight: ShardEntry | None) -> ShardEntry:
         shared = self.embedding.weight if self.embedding is not None else embedding_weight
         if shared is None:
-            self.tied = TiedHeadWeight(self.config.vocab_size, self.config.hidden, **common)
+            self.tied = TiedHeadWeight(self.config.vocab_size, self.config.hidden, build=build)
             shared = self.tied.weight
         return shared
 
-    def _build_head(self, common: dict, shared: ShardEntry | None) -> ColumnParallelLinear:
+    def _build_head(self, build: LayerContext, shared: ShardEntry | None) -> ColumnParallelLinear:
         config, tp = self.config, self.layout.tp
         kernels = self.layout.kernels
         if config.logits_softcap is not None:
             kernels = replace(kernels, loss=capped_loss(config.logits_softcap))
         # the loss reads the head as numbers, so that it is never stored encoded
-        common = {**common, "layout": replace(self.layout, kernels=kernels, base=None)}
+        build = replace(build, layout=replace(self.layout, kernels=kernels, base=None))
         self.vocab_spec = padded_split_spec((config.vocab_size, config.hidden), 0, rank=tp.rank, size=tp.size)
         return ColumnParallelLinear(
             [Section(name="lm_head", spec=self.vocab_spec)],
             bias=False,
             site=config.num_layers * SITES_PER_LAYER,
             shared=shared,
-            **common,
+            build=build,
         )
 
     def context(self, batch: Batch, step: Tensor, *, training: bool, adapters: bool = True) -> TokenContext:

@@ -20,7 +20,7 @@ from engine.layers import encoded_storage
 from engine.layers.encoded_storage import EncodedStorage, encoded_entries, fill_encoded
 from engine.layers.linear import RowParallelLinear
 from engine.layers.module import shard_entries
-from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
+from engine.layers.plan import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.sharded_storage import SpreadWeights
 from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
@@ -89,11 +89,9 @@ def test_losses_and_gradients_are_those_of_rounded_weights_in_plain_torch(base: 
 
 def _linear(base: str, weight: Tensor) -> RowParallelLinear:
     settings = AdapterSettings(rank=4, scale=1.5, dropout=0.0)
-    layout = TensorLayout(base=BaseEncoding(encoding=encoding(base)))
-    linear = RowParallelLinear(
-        "down_proj", weight.shape[1], weight.shape[0], bias=False, site=0, layout=layout,
-        plan=TrainingPlan(adapter=lambda module: settings), device=CPU, dtype=torch.float32,
-    )  # fmt: skip
+    layout, plan = TensorLayout(base=BaseEncoding(encoding=encoding(base))), TrainingPlan(adapter=lambda _: settings)
+    build = LayerContext(layout=layout, plan=plan, device=CPU, dtype=torch.float32)
+    linear = RowParallelLinear("down_proj", weight.shape[1], weight.shape[0], bias=False, site=0, build=build)
     fill_encoded(encoded_entries(linear), lambda entry: weight)
     for entry in linear.entries:
         entry.parameter.data.copy_(whole_tensor(entry.name, entry.spec.global_shape))

@@ -20,7 +20,7 @@ from engine.distributed.sharding import split_spec
 from engine.kernels.philox import dropout_mask, dropout_scale
 from engine.kernels.records import DropoutKey
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
-from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
+from engine.layers.plan import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.ops.context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput, NormInput, SwiGLUInput
 from engine.ops.kernels import Kernels
@@ -132,8 +132,8 @@ def engine(layer: Layer, kernels: Kernels, *, adapters: bool = True, fold: bool 
     """The engine's parallel linear on one rank; its gradients go to fp32 sinks."""
     module = _build(layer, kernels, adapters=adapters, fold=fold)
     u, source, context = layer.u.clone().requires_grad_(), _source(layer), _context(layer)
-    factors = () if module.operands.low_rank is None else module.operands.low_rank.factors
-    buffers = [factor.sink_a.buffer for factor in factors] + [factor.sink_b.buffer for factor in factors]
+    adapted = () if module.operands.low_rank is None else module.operands.low_rank.adapters
+    buffers = [one.sink_a.buffer for one in adapted] + [one.sink_b.buffer for one in adapted]
 
     def run() -> Results:
         y = module(u, source, context)
@@ -152,28 +152,26 @@ def engine(layer: Layer, kernels: Kernels, *, adapters: bool = True, fold: bool 
 def _build(layer: Layer, kernels: Kernels, *, adapters: bool, fold: bool) -> ColumnParallelLinear | RowParallelLinear:
     shape, rank = layer.shape, layer.a[0].shape[0]
     settings = AdapterSettings(rank=rank, scale=SCALE, dropout=layer.dropout) if adapters else None
-    common = {
-        "bias": False,
-        "site": _SITE,
-        "layout": TensorLayout(kernels=kernels, fold=fold),
-        "plan": TrainingPlan(adapter=lambda name: settings, seed=_SEED),
-        "device": layer.device,
-        "dtype": layer.u.dtype,
-    }
+    build = LayerContext(
+        layout=TensorLayout(kernels=kernels, fold=fold),
+        plan=TrainingPlan(adapter=lambda name: settings, seed=_SEED),
+        device=layer.device,
+        dtype=layer.u.dtype,
+    )
     module: ColumnParallelLinear | RowParallelLinear
     if shape.kind.endswith("row"):
-        module = RowParallelLinear("section0", shape.inputs, shape.outputs[0], **common)
+        module = RowParallelLinear("section0", shape.inputs, shape.outputs[0], bias=False, site=_SITE, build=build)
     else:
         sections = [
             Section(name=f"section{index}", spec=split_spec((rows, shape.inputs), 0, rank=0, size=1, what="rows"))
             for index, rows in enumerate(shape.outputs)
         ]
-        module = ColumnParallelLinear(sections, **common)
+        module = ColumnParallelLinear(sections, bias=False, site=_SITE, build=build)
     module.weight_view().copy_(torch.cat(layer.weights))
     if module.operands.low_rank is not None:
         module.operands.low_rank.a_RI.copy_(torch.cat(layer.a))
-        for factor, b in zip(module.operands.low_rank.factors, layer.b, strict=True):
-            factor.b_OR.copy_(b)
+        for adapter, b in zip(module.operands.low_rank.adapters, layer.b, strict=True):
+            adapter.b_OR.copy_(b)
     return module
 
 

@@ -15,7 +15,7 @@ from engine.batch import IGNORE_LABEL
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import split_spec
 from engine.layers.linear import ColumnParallelLinear, Section
-from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.layers.plan import LayerContext, TensorLayout, TrainingPlan
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.head_loss import frozen_head_losses
 from engine.ops.inputs import GivenInput
@@ -117,10 +117,9 @@ def _engine_head(setting: Setting, kernels: Kernels, weight: Tensor) -> ColumnPa
         [Section(name="lm_head", spec=spec)],
         bias=False,
         site=0,
-        layout=TensorLayout(kernels=kernels),
-        plan=TrainingPlan(),
-        device=setting.device,
-        dtype=setting.dtype,
+        build=LayerContext(
+            layout=TensorLayout(kernels=kernels), plan=TrainingPlan(), device=setting.device, dtype=setting.dtype
+        ),
     )
     head.weight_view().copy_(weight)
     return head

@@ -8,7 +8,7 @@ of the primitives in 2.13; the new names are used where they exist, so that no d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,9 +43,9 @@ class Handle:
         self._parts = parts
 
     @classmethod
-    def both(cls, first: Handle, second: Handle) -> Handle:
-        """One handle for two collectives."""
-        return cls(*first._parts, *second._parts)
+    def all(cls, handles: Iterable[Handle]) -> Handle:
+        """Makes one handle for several collectives."""
+        return cls(*(part for handle in handles for part in handle._parts))
 
     def done(self) -> bool:
         """Whether `wait` would return at once; asks the device nothing that it would have to finish for."""

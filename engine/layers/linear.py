@@ -30,6 +30,7 @@ from engine.ops.inputs import LinearInput
 from engine.ops.magnitude import AdapterBias, Magnitude, biased_output, scaled_output
 from engine.ops.operands import LinearOperands, RowsSink
 from engine.ops.parallel_linear import column_linear, row_linear
+from engine.ops.products import FOLDED, JOINED, SEPARATE, Way
 
 FOLD_MULTIPLE = 8
 """Columns added to a weight are padded to a multiple of this: the matrix units' alignment."""
@@ -79,7 +80,7 @@ class _ParallelLinear(ShardedModule):
         shared: ShardEntry | None = None,
     ) -> None:
         super().__init__()
-        layout, plan, device, dtype = build.layout, build.plan, build.device, build.dtype
+        layout, plan, device = build.layout, build.plan, build.device
         self.build = build
         self.in_features = sections[0].spec.local_shape[1]
         self._sinks: list[RowsSink] = []
@@ -93,8 +94,9 @@ class _ParallelLinear(ShardedModule):
             weights = [(section.name, section.spec) for section in sections]
             self.encoded = EncodedStorage(weights, layout.base, tp=layout.tp, device=device)
             may_fold = may_fold and self.encoded.weight.is_decoded
-        may_fold = may_fold and layout.fold and layout.kernels.folds(self.in_features, rows, dtype)
-        folded = bool(slots) and may_fold and shared is None
+        may_fold = may_fold and layout.fold and shared is None
+        forward_way, backward_way = self._ways(rows, adapted=bool(slots), may_fold=may_fold)
+        folded = FOLDED in (forward_way, backward_way)
         extra = -(-rank // FOLD_MULTIPLE) * FOLD_MULTIPLE if folded else 0
         if shared is None:
             holder = build if self.encoded is None else replace(build, device=torch.device("meta"))
@@ -115,14 +117,26 @@ class _ParallelLinear(ShardedModule):
             in_features=self.in_features,
             bias_O=None if self.magnitudes else self.bias_storage,
             low_rank=low_rank,
-            folded=folded,
+            forward_way=forward_way,
+            backward_way=backward_way,
             sinks=tuple(self._sinks),
             axis=layout.tp,
             sequence_parallel=layout.sequence_parallel,
             joint=joint,
             kernels=layout.kernels,
-            encoded=self.encoded.operand(dtype, extra) if self.encoded is not None else None,
+            encoded=self.encoded.operand(build.dtype, extra) if self.encoded is not None else None,
         )
+
+    def _ways(self, rows: int, *, adapted: bool, may_fold: bool) -> tuple[Way, Way]:
+        """How base and adapters are multiplied, forward and backward."""
+        if not adapted:
+            return SEPARATE, SEPARATE
+        kernels = self.build.layout.kernels
+        other: Way = JOINED if kernels.adapted is not None and self.encoded is None else SEPARATE
+        if not may_fold:
+            return other, other
+        forward, backward = kernels.folds(self.in_features, rows, self.build.dtype)
+        return FOLDED if forward else other, FOLDED if backward else other
 
     def weight_view(self) -> Tensor:
         """The base weight [O, I] of all sections, without anything else the storage holds; on the meta device where

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -157,8 +157,15 @@ class Attention(Protocol):
     ) -> Tensor: ...
 
 
-def _always(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> bool:
-    return True
+class Folds(NamedTuple):
+    """Whether a linear's forward and its backward multiply with [W | B] (see ops.products)."""
+
+    forward: bool
+    backward: bool
+
+
+def _always(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> Folds:
+    return Folds(forward=True, backward=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,8 +194,8 @@ class Kernels:
             two, with the output written between them.
         loss: statistics and gradient of a shard of the vocabulary; see engine.kernels.linear_cross_entropy.
         product: left [T, K], right [K, N]: their product, of an activation and a frozen weight.
-        folds: input features, output features and dtype of a linear on this rank: whether its adapters are faster as
-            columns of its weight, one product each way, than otherwise.
+        folds: input features, output features and dtype of a linear on this rank: in which direction its adapters are
+            faster as columns of its weight, in one product, than otherwise.
     """
 
     name: str
@@ -209,7 +216,7 @@ class Kernels:
     head_norms: HeadNormKernels | None = None
     row_codes: RowCodeKernels | None = None
     product: Callable[[Tensor, Tensor], Tensor] = torch.mm
-    folds: Callable[[int, int, torch.dtype], bool] = _always
+    folds: Callable[[int, int, torch.dtype], Folds] = _always
     adapted: AdaptedProducts | None = None
     norm_a_gradient: NormAGradient | None = None
     swiglu_backward_adapted: SwiGLUBackwardAdapted | None = None

@@ -3,8 +3,8 @@
     y = x W^T + b + H B^T,   H = s * drop(x) A^T,   x made from u (a norm, SwiGLU, or u itself)
 
 Column: W [O / tp, I], B rows split with it, A whole on every rank. Row: W [O, I / tp], A columns split with it, B whole
-on every rank; the low-rank term is added before the one reduction, the bias after it. Where adapters are folded, base
-and adapter are one product each way: y = [x | H] [W | B]^T and [dX_base | dH] = dY [W | B].
+on every rank; the low-rank term is added before the one reduction, the bias after it. How base and adapters are
+multiplied is the linear's way (ops.products); here are the collectives between.
 
 What backward leaves as a partial sum over the tensor-parallel ranks depends on where H is made:
 
@@ -25,7 +25,6 @@ Legend: T tokens, I input features, O output features, R stacked adapter rows; a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,11 +38,11 @@ from engine.distributed.collectives import (
     reduce_scatter,
     reduce_scatter_async,
 )
-from engine.kernels.records import InputUpdate
-from engine.ops.adapters import accumulate_a, accumulate_b, output_gradients, projection_gradient
+from engine.ops.adapters import accumulate_a, accumulate_b
 from engine.ops.context import TokenContext
 from engine.ops.inputs import LinearInput
 from engine.ops.operands import LinearOperands, accumulate_base
+from engine.ops.products import FOLDED, SEPARATE
 from engine.ops.quantized_products import RowCodes
 
 
@@ -55,47 +54,63 @@ class _ColumnLinear(torch.autograd.Function):
         ctx: Any, u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, *leaves: Tensor
     ) -> Tensor:
         operands = operands.in_context(context)
-        axis = operands.axis
-        gathers = operands.sequence_parallel and axis.size > 1
+        way, gathers = operands.forward_way, operands.gathers
         mask = operands.mask(context, context.local_token_index if gathers else context.token_index)
-        x, h, statistics = operands.input_and_projection(u, source, mask, alone=gathers)
+        x, h, statistics = way.inputs(operands, u, source, mask, gathers=gathers)
         if gathers:
             x, h = _gather_input(operands, x, h)
-        y, h = operands.expanded_product(x, h, mask)
+        y, h = way.outputs(operands, x, h, mask)
         if operands.bias_O is not None:
             y.add_(operands.bias_O)
         ctx.save_for_backward(u, statistics, h, mask)
-        ctx.source, ctx.operands, ctx.gathers, ctx.num_leaves = source, operands, gathers, len(leaves)
+        ctx.source, ctx.operands, ctx.num_leaves = source, operands, len(leaves)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         u, statistics, h, mask = ctx.saved_tensors
-        source, operands = ctx.source, ctx.operands
+        source, operands, low_rank = ctx.source, ctx.operands, ctx.operands.low_rank
+        way, axis, gathers = operands.backward_way, operands.axis, operands.gathers
         needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
-        started = _column_input_gradient(operands, dy, h, mask, needs_du, ctx.gathers)
-        if h is not None and operands.low_rank is not None and not started.has_b:
-            accumulate_b(dy, h, operands.low_rank, operands.kernels)  # hides the collective
+        travels = gathers or operands.joint or axis.size == 1
+        update = "now" if not travels else "any time" if axis.size == 1 else "later"
+        made = way.gradients(operands, dy, h, mask, needs_dx=needs_du, update=update)
+        parts, handle = _start_gradients(operands, made.parts, travels=travels, has_dx=needs_du)
+        if h is not None and low_rank is not None and not made.has_b:
+            accumulate_b(dy, h, low_rank, operands.kernels)  # hides the collective
         x = _input_again(operands, source, u)
         full, full_handle = x, Handle()
-        if operands.trains_weight and x is not None and ctx.gathers:
-            full, full_handle = all_gather_async(x, operands.axis)
-        travels = _update_after_collective(operands, ctx.gathers)
-        if operands.low_rank is not None and not travels:
-            _accumulate_a(operands, source, x, u, statistics, started.dh, mask)  # hides the collective
-        started.handle.wait()
-        dx, dh, update = started.dx, started.dh, None
-        if operands.low_rank is not None and travels:
-            if operands.folded:
-                dx, dh = operands.split_gradient(dx)
+        if operands.trains_weight and x is not None and gathers:
+            full, full_handle = all_gather_async(x, axis)
+        if low_rank is not None and not travels:
+            dh = way.received(operands, parts, needs_dx=needs_du)[1]
+            _accumulate_a(operands, source, x, u, statistics, dh, mask)  # hides the collective
+        handle.wait()
+        dx, dh = way.received(operands, parts, needs_dx=needs_du)
+        adds = None
+        if low_rank is not None and travels:
             assert dh is not None
             _accumulate_a(operands, source, x, u, statistics, dh, mask)
-            if not started.updated:
-                update = operands.low_rank.input_update(dh, mask, _local_rows(operands, h, dh))
+            if not made.updated:
+                adds = low_rank.input_update(dh, mask, _local_rows(operands, h, dh))
         full_handle.wait()
         accumulate_base(operands, dy, full, dy)
-        du = source.gradient(dx, u, statistics, update, operands.kernels) if needs_du else None
+        du = source.gradient(dx, u, statistics, adds, operands.kernels) if needs_du else None
         return (du, None, None, None, *([None] * ctx.num_leaves))
+
+
+def _start_gradients(
+    operands: LinearOperands, parts: tuple[Tensor, ...], *, travels: bool, has_dx: bool
+) -> tuple[tuple[Tensor, ...], Handle]:
+    """Starts the sum over tensor ranks: of all parts, or of dX alone where dH stays here."""
+    start = reduce_scatter_async if operands.gathers else all_reduce_async
+    done, handles = [], []
+    for index, part in enumerate(parts):
+        if travels or (has_dx and index == len(parts) - 1):
+            part, handle = start(part, operands.axis)
+            handles.append(handle)
+        done.append(part)
+    return tuple(done), Handle.all(handles)
 
 
 def _input_again(operands: LinearOperands, source: LinearInput, u: Tensor) -> Tensor | None:
@@ -138,9 +153,9 @@ def _gather_input(
     if h is None or operands.low_rank is None:
         handle.wait()
         return full, None
-    if operands.folded:
+    if operands.forward_way is FOLDED:
         handle.wait()
-        return full, full[:, operands.in_features : operands.in_features + operands.low_rank.rank]
+        return full, operands.projection_in(full)
     full_h, h_handle = all_gather_async(h, operands.axis)
     handle.wait()
     h_handle.wait()
@@ -157,72 +172,6 @@ def _gather_rows(operands: LinearOperands, x: RowCodes, h: Tensor | None) -> tup
     return RowCodes(codes.view(x.codes.dtype), scale), full_h
 
 
-def _update_after_collective(operands: LinearOperands, gathers: bool) -> bool:
-    """Whether dH travels with dX and is complete when it is, so that dX += drop'(dH A) may follow the collective."""
-    return gathers or operands.folded or operands.joint or operands.axis.size == 1
-
-
-def _one_read(operands: LinearOperands, gathers: bool) -> bool:
-    """Whether a column linear makes dB together with dH. Where dH travels, dB has a collective to hide instead, which
-    saves as much as the second read of dY costs."""
-    return operands.one_read and (operands.axis.size == 1 or not _update_after_collective(operands, gathers))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Started:
-    """The input gradient of a column linear on its way.
-
-    Args:
-        dx: dX, with dH beside it in one buffer where folded; anything where it is not needed.
-        dh: dH; None without adapters and where folded.
-        handle: to wait for before either is read.
-        has_b: dB went to its sinks.
-        updated: dX has what the adapters add to it, and no collective is still to complete dH.
-    """
-
-    dx: Tensor
-    dh: Tensor | None
-    handle: Handle
-    has_b: bool = False
-    updated: bool = False
-
-
-def _column_input_gradient(
-    operands: LinearOperands, dy: Tensor, h: Tensor | None, mask: Tensor | None, needs_dx: bool, gathers: bool
-) -> _Started:
-    """Starts dX and dH on their way; adds dB to its sinks where it comes from the same read of dY as dH."""
-    low_rank, axis = operands.low_rank, operands.axis
-    start = reduce_scatter_async if gathers else all_reduce_async
-    if operands.folded:
-        both, handle = start(operands.input_gradient(dy) if needs_dx else operands.projection_alone(dy), axis)
-        return _Started(dx=both, dh=None, handle=handle)
-    travels = _update_after_collective(operands, gathers)
-    products = operands.adapted(dy, backward=True) if needs_dx else None
-    if products is not None and h is not None:
-        updates, has_b = not travels or axis.size == 1, True
-        dx, dh = operands.adapted_gradient(products, dy, h, mask, updates=updates)
-    else:
-        updates, has_b = False, _one_read(operands, gathers)
-        dh = None if low_rank is None else _projection_gradient(operands, dy, h, one_read=has_b)
-        dx = operands.input_gradient(dy) if needs_dx else dy
-        if needs_dx and dh is not None and low_rank is not None and not travels:
-            dx = operands.kernels.apply_update(dx, low_rank.input_update(dh, mask))
-    dh_handle, dx_handle = Handle(), Handle()
-    if dh is not None and travels:
-        dh, dh_handle = start(dh, axis)
-    if needs_dx:
-        dx, dx_handle = start(dx, axis)
-    return _Started(dx=dx, dh=dh, handle=Handle.both(dh_handle, dx_handle), has_b=has_b, updated=updates)
-
-
-def _projection_gradient(operands: LinearOperands, dy: Tensor, h: Tensor | None, *, one_read: bool) -> Tensor:
-    """dH, and dB in its sinks where one read of dY makes both."""
-    assert operands.low_rank is not None and h is not None
-    if one_read:
-        return output_gradients(dy, h, operands.low_rank, operands.kernels)
-    return projection_gradient(dy, operands.low_rank)
-
-
 class _RowLinear(torch.autograd.Function):
     """The leaves (trainable tensors) are passed only so that autograd knows the output depends on them."""
 
@@ -231,16 +180,15 @@ class _RowLinear(torch.autograd.Function):
         ctx: Any, u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, *leaves: Tensor
     ) -> Tensor:
         operands = operands.in_context(context)
-        axis = operands.axis
-        scatters = operands.sequence_parallel and axis.size > 1
+        way, axis = operands.forward_way, operands.axis
         mask = operands.mask(context, context.token_index)
-        x, h, statistics = operands.input_and_projection(u, source, mask)
-        y, h = operands.expanded_product(x, h, mask)
-        y = reduce_scatter(y, axis) if scatters else all_reduce(y, axis)
+        x, h, statistics = way.inputs(operands, u, source, mask, gathers=False)
+        y, h = way.outputs(operands, x, h, mask)
+        y = reduce_scatter(y, axis) if operands.gathers else all_reduce(y, axis)
         if operands.bias_O is not None:
             y.add_(operands.bias_O)
         ctx.save_for_backward(u, statistics, h, mask)
-        ctx.source, ctx.operands, ctx.scatters, ctx.num_leaves = source, operands, scatters, len(leaves)
+        ctx.source, ctx.operands, ctx.num_leaves = source, operands, len(leaves)
         return y
 
     @staticmethod
@@ -248,19 +196,26 @@ class _RowLinear(torch.autograd.Function):
         u, statistics, h, mask = ctx.saved_tensors
         source, operands, low_rank = ctx.source, ctx.operands, ctx.operands.low_rank
         dy, handle = local_dy, Handle()
-        if ctx.scatters:
+        if operands.gathers:
             dy, handle = all_gather_async(local_dy, operands.axis)
         needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
         # made before, x hides the gather; without one dA comes with the gradient for less
         joins = (
             low_rank is not None
             and needs_du
-            and not (ctx.scatters or operands.trains_weight)
+            and not (operands.gathers or operands.trains_weight)
             and source.joins_a(operands.kernels)
         )
         x = None if joins else _input_again(operands, source, u)
         handle.wait()
-        dx, dh, update = _row_input_gradient(operands, dy, h, mask, needs_du)
+        way = operands.backward_way if needs_du else SEPARATE
+        made = way.gradients(operands, dy, h, mask, needs_dx=needs_du, update="any time")
+        dx, dh = way.received(operands, made.parts, needs_dx=needs_du)
+        update = None
+        if low_rank is not None and h is not None and dh is not None:
+            if not made.has_b:
+                accumulate_b(dy, h, low_rank, operands.kernels)
+            update = None if made.updated else low_rank.input_update(dh, mask)
         if low_rank is not None and not joins:
             _accumulate_a(operands, source, x, u, statistics, dh, mask)
         # the bias is added to this rank's tokens only, after the reduction
@@ -271,27 +226,6 @@ class _RowLinear(torch.autograd.Function):
         elif dx is not None:
             du = source.gradient(dx, u, statistics, update, operands.kernels)
         return (du, None, None, None, *([None] * ctx.num_leaves))
-
-
-def _row_input_gradient(
-    operands: LinearOperands, dy: Tensor, h: Tensor | None, mask: Tensor | None, needs_dx: bool
-) -> tuple[Tensor | None, Tensor | None, InputUpdate | None]:
-    """dX (None where it is not needed), dH, and what dX still lacks; dB goes to its sinks."""
-    low_rank = operands.low_rank
-    if low_rank is None or h is None:
-        return (operands.input_gradient(dy) if needs_dx else None), None, None
-    products = operands.adapted(dy, backward=True) if needs_dx else None
-    if products is not None:
-        return *operands.adapted_gradient(products, dy, h, mask, updates=True), None
-    dx = None
-    if operands.folded and needs_dx:
-        dx, dh = operands.split_gradient(operands.input_gradient(dy))
-    else:
-        dh = _projection_gradient(operands, dy, h, one_read=operands.one_read)
-        dx = operands.input_gradient(dy) if needs_dx else None
-    if not operands.one_read:
-        accumulate_b(dy, h, low_rank, operands.kernels)
-    return dx, dh, low_rank.input_update(dh, mask)
 
 
 def column_linear(

@@ -21,12 +21,13 @@ from engine.ops.dropout import DropoutSite
 from engine.ops.embedding import EmbeddingOperands, embedding
 from engine.ops.gradients import GradientSink
 from engine.ops.inputs import GivenInput, LinearInput, NormInput, SwiGLUInput
-from engine.ops.kernels import REFERENCE, Kernels
+from engine.ops.kernels import REFERENCE, Folds, Kernels
 from engine.ops.native import product
 from engine.ops.native.backend import NATIVE
 from engine.ops.native.loader import native_status
 from engine.ops.operands import LinearOperands, RowsSink
 from engine.ops.parallel_linear import column_linear, row_linear
+from engine.ops.products import FOLDED, JOINED, SEPARATE
 from tests.projection_norm import norms_by_projection
 
 TOKENS, IN, RANK = 5, 12, 3
@@ -49,6 +50,10 @@ def _context(step: int = 4, *, training: bool = True) -> TokenContext:
     )  # fmt: skip
 
 
+NOT_FOLDED = Folds(forward=False, backward=False)
+DIRECTIONS = [Folds(forward=forward, backward=backward) for forward in (False, True) for backward in (False, True)]
+
+
 class _Linear:
     """Operands with two sections, and the same mathematics in plain autograd."""
 
@@ -58,14 +63,14 @@ class _Linear:
         probability: float = 0.25,
         dtype: torch.dtype = torch.float64,
         trains: bool = True,
-        folded: bool = False,
+        folded: Folds = NOT_FOLDED,
     ) -> None:
         self.weight = _random(sum(ROWS), IN, seed=1, dtype=dtype)
         self.bias = _random(sum(ROWS), seed=2, dtype=dtype)
         self.a = _random(2 * RANK, IN, seed=3, dtype=dtype)
         self.b = [_random(rows, RANK, seed=4 + place, dtype=dtype) for place, rows in enumerate(ROWS)]
         extended = self.weight
-        if folded:  # [W | B], each section's B beside its own rows, and two columns of padding
+        if any(folded):  # [W | B], each section's B beside its own rows, and two columns of padding
             extended = torch.nn.functional.pad(torch.cat((self.weight, torch.block_diag(*self.b)), 1), (0, 2))
         device = torch.device("cpu")
         self.sinks_a = [GradientSink(torch.Size((RANK, IN)), device) for _ in ROWS]
@@ -84,7 +89,8 @@ class _Linear:
         trained = (RowsSink(first=8, count=ROWS[1], weight=self.sink_weight, bias=self.sink_bias),)
         self.operands = LinearOperands(
             extended_OE=extended, in_features=IN, bias_O=self.bias,
-            low_rank=LowRank(a_RI=self.a, adapters=adapters, dropout=site), folded=folded,
+            low_rank=LowRank(a_RI=self.a, adapters=adapters, dropout=site),
+            forward_way=FOLDED if folded.forward else SEPARATE, backward_way=FOLDED if folded.backward else SEPARATE,
             sinks=trained if trains else (), axis=ALONE, sequence_parallel=False, joint=False, kernels=REFERENCE,
         )  # fmt: skip
 
@@ -123,13 +129,14 @@ def test_h_has_the_same_bits_without_the_product(probability: float, monkeypatch
     """As a region needs it that is made again but for its last product, whichever way the product makes H."""
     monkeypatch.setattr(product, "FEWEST", 1)
     monkeypatch.setattr(product, "FEWEST_PRODUCTS", 1)
-    whole = replace(_Linear(probability=probability, dtype=torch.float32).operands, kernels=NATIVE, bias_O=None)
+    plain = _Linear(probability=probability, dtype=torch.float32).operands
+    whole = replace(plain, kernels=NATIVE, forward_way=JOINED, backward_way=JOINED, bias_O=None)
     u, context = _random(TOKENS, IN, seed=8, dtype=torch.float32), _context()
     found = []
     for operands in (whole, whole.without_rows()):
         mask = operands.mask(context, context.token_index)
-        x, h, _ = operands.input_and_projection(u, GivenInput(), mask)
-        found.append(operands.expanded_product(x, h, mask))
+        x, h, _ = JOINED.inputs(operands, u, GivenInput(), mask, gathers=False)
+        found.append(JOINED.outputs(operands, x, h, mask))
     (y, h), (nothing, again) = found
     assert y.shape == (TOKENS, sum(ROWS)) and nothing.shape == (TOKENS, 0)
     assert h is not None and again is not None and torch.equal(h, again)
@@ -138,9 +145,9 @@ def test_h_has_the_same_bits_without_the_product(probability: float, monkeypatch
 
 @pytest.mark.parametrize("function", [column_linear, row_linear])
 @pytest.mark.parametrize("probability", [0.0, 0.25])
-@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("folded", DIRECTIONS, ids=str)
 @pytest.mark.parametrize("made_by", SOURCES)
-def test_linear_against_autograd(function, probability: float, folded: bool, made_by: str):
+def test_linear_against_autograd(function, probability: float, folded: Folds, made_by: str):
     source, width, make = SOURCES[made_by]
     linear = _Linear(probability=probability, folded=folded)
     u, dy = _random(TOKENS, width, seed=8).requires_grad_(), _random(TOKENS, sum(ROWS), seed=9)
@@ -161,8 +168,8 @@ def test_linear_against_autograd(function, probability: float, folded: bool, mad
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.25])
-@pytest.mark.parametrize("folded", [False, True])
-def test_norms_may_take_the_updates_share_from_the_projection(probability: float, folded: bool):
+@pytest.mark.parametrize("folded", DIRECTIONS, ids=str)
+def test_norms_may_take_the_updates_share_from_the_projection(probability: float, folded: Folds):
     """The norm is handed H without the adapters' scales, which differ here; a kernel that fuses the update wants it."""
     source, _, make = SOURCES["norm"]
     linear, (kernels, seen) = _Linear(probability=probability, folded=folded), norms_by_projection()

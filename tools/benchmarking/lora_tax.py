@@ -117,7 +117,7 @@ def find_contestants(
     for name, kernels in backends.items():
         found[f"engine ({name})"] = partial(lora_layers.engine, kernels=kernels)
     shapes = read_shapes(options.shapes or "")
-    if any(chosen.folds(shape.inputs, sum(shape.outputs), dtype) for shape in shapes):
+    if any(any(chosen.folds(shape.inputs, sum(shape.outputs), dtype)) for shape in shapes):
         found[f"engine ({chosen.name}), not folded"] = partial(lora_layers.engine, kernels=chosen, fold=False)
     if "torch" in peers:
         found[PLAIN] = lora_layers.plain_torch

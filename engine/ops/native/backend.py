@@ -108,11 +108,12 @@ def _adapted_backward(
     return adapted.backward(dy, weight_OI, a_RI, sections, h_TR=h_TR, bits=mask, keep_scale=keep_scale, updates=updates)
 
 
-def _folds(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> bool:
+def _folds(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> kernels.Folds:
     """By measurement (BENCHMARKS.md, what adapters cost): the further columns widen the input gradient's product, which
     only a much larger output hides; below that the compiled skinny products are as fast or faster. Where one product
     takes the adapters along, nothing is to be gained."""
-    return num_outputs >= 4 * num_inputs and not (dtype == torch.float32 and product.has_tiles())
+    pays = num_outputs >= 4 * num_inputs and not (dtype == torch.float32 and product.has_tiles())
+    return kernels.Folds(forward=pays, backward=pays)
 
 
 NATIVE = kernels.Kernels(

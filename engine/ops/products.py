@@ -1,0 +1,268 @@
+"""The ways to multiply with a linear's base and its adapters on one rank.
+
+    y = x W^T + H B^T,   H = s drop(x) A^T;      dX = dY W + drop'(dH A),   dH = s dY B,   dB = dY^T H
+
+| way      | forward                              | backward                                                  |
+|----------|--------------------------------------|-----------------------------------------------------------|
+| separate | H, then x W^T, then += H B^T         | dH, with dB in one read of dY if that is known; then dY W |
+| folded   | [x | H] [W | B]^T, one product       | dY [W | B] = [dX | dH / s], one product; then dB          |
+| joined   | one product makes H and adds H B^T   | one product makes dX, dH and dB                           |
+
+Each way has the same four functions, and forward may take another than backward: `Kernels.folds` says which is folded,
+and a backend that has `Kernels.adapted` joins what is not. Of a base that is stored encoded only its own two products
+differ. Nothing here communicates: between `inputs` and `outputs`, and between `gradients` and `received`, the parallel
+linears gather, scatter and reduce (ops.parallel_linear).
+
+Legend: T tokens, I input features, O output features, R stacked adapter rows; all of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.ops.adapters import add_expansion, output_gradients, project, projection_gradient
+from engine.ops.inputs import LinearInput
+from engine.ops.quantized_products import RowCodes
+
+if TYPE_CHECKING:
+    from engine.ops.operands import LinearOperands
+
+Update = Literal["now", "any time", "later"]
+"""When dX gets what the adapters add to it, drop'(dH A): before it leaves, because dH stays here; after, because dH is
+still a partial sum; or whenever that is cheaper."""
+
+
+class Inputs(NamedTuple):
+    """What `outputs` multiplies.
+
+    Args:
+        x: [T, I]; [T, I + E] with H and padding beside it where folded; or codes, where the base's products take those.
+        h: [T, R]; None without adapters, and where `outputs` makes it.
+        statistics: what the input's gradient needs.
+    """
+
+    x: Tensor | RowCodes
+    h: Tensor | None
+    statistics: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """Gradients of x and of H as they leave for a collective.
+
+    Args:
+        parts: dH and dX, in this order, those that there are; or both in one tensor where folded.
+        has_b: dB is in its sinks.
+        updated: dX has what the adapters add to it.
+    """
+
+    parts: tuple[Tensor, ...]
+    has_b: bool
+    updated: bool
+
+
+class Way(Protocol):
+    """One row of the table above."""
+
+    def inputs(
+        self, operands: LinearOperands, u: Tensor, source: LinearInput, mask: Tensor | None, *, gathers: bool
+    ) -> Inputs:
+        """Makes x from u, and H; with `gathers` H is needed before the product, for other ranks' tokens too."""
+
+    def outputs(
+        self, operands: LinearOperands, x: Tensor | RowCodes, h: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns y without bias, [T, O], and H as backward needs it, for x and h of the same tokens."""
+
+    def gradients(
+        self,
+        operands: LinearOperands,
+        dy_TO: Tensor,
+        h: Tensor | None,
+        mask: Tensor | None,
+        *,
+        needs_dx: bool,
+        update: Update,
+    ) -> Gradients:
+        """Makes dX, if it is needed, and dH; adds dB to its sinks where that comes with them."""
+
+    def received(
+        self, operands: LinearOperands, parts: tuple[Tensor, ...], *, needs_dx: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns dX and dH, for the `parts` of `gradients` after the collective."""
+
+
+class Separate:
+    """One product after the other."""
+
+    def inputs(
+        self, operands: LinearOperands, u: Tensor, source: LinearInput, mask: Tensor | None, *, gathers: bool
+    ) -> Inputs:
+        kernels, codes = operands.kernels, None
+        if operands.encoded is not None and operands.encoded.by_row:
+            x, statistics, codes = source.make_rows(u, kernels)
+            codes = codes if codes is not None else operands.encoded.rows(x)
+        else:
+            x, statistics = source.make(u, None, kernels)
+        return Inputs(x if codes is None else codes, self._projection(operands, x, mask), statistics)
+
+    def outputs(
+        self, operands: LinearOperands, x: Tensor | RowCodes, h: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        y = operands.base_product(x, folded=False)
+        if operands.low_rank is not None:
+            assert h is not None
+            add_expansion(y, h, operands.low_rank)
+        return y, h
+
+    def gradients(
+        self,
+        operands: LinearOperands,
+        dy_TO: Tensor,
+        h: Tensor | None,
+        mask: Tensor | None,
+        *,
+        needs_dx: bool,
+        update: Update,
+    ) -> Gradients:
+        low_rank, kernels = operands.low_rank, operands.kernels
+        if low_rank is None:
+            return Gradients((operands.base_gradient(dy_TO, folded=False),) if needs_dx else (), False, False)
+        assert h is not None
+        # where dH travels, dB has a collective to hide, which saves as much as the second read of dY costs
+        has_b = update != "later" and kernels.output_gradients is not None
+        dh = output_gradients(dy_TO, h, low_rank, kernels) if has_b else projection_gradient(dy_TO, low_rank)
+        if not needs_dx:
+            return Gradients((dh,), has_b, False)
+        dx = operands.base_gradient(dy_TO, folded=False)
+        if update == "now":
+            dx = kernels.apply_update(dx, low_rank.input_update(dh, mask))
+        return Gradients((dh, dx), has_b, update == "now")
+
+    def received(
+        self, operands: LinearOperands, parts: tuple[Tensor, ...], *, needs_dx: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return parts[-1] if needs_dx else None, parts[0] if operands.low_rank is not None else None
+
+    def _projection(self, operands: LinearOperands, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        low_rank = operands.low_rank
+        return (
+            None
+            if low_rank is None
+            else project(x, mask, low_rank, operands.kernels, x.new_empty(x.shape[0], low_rank.rank))
+        )
+
+
+class Folded:
+    """B lies beside W and H beside x, so that base and adapters are one product."""
+
+    def inputs(
+        self, operands: LinearOperands, u: Tensor, source: LinearInput, mask: Tensor | None, *, gathers: bool
+    ) -> Inputs:
+        low_rank, features = operands.low_rank, operands.in_features
+        assert low_rank is not None
+        buffer = u.new_empty(u.shape[0], operands.extended_OE.shape[1])
+        # 16-bit products on a CPU multiply up to 63 columns beyond their operand's by zero, which a NaN there outlives
+        buffer[:, features:] = 0
+        x, statistics = source.make(u, buffer[:, :features], operands.kernels)
+        h = project(x, mask, low_rank, operands.kernels, operands.projection_in(buffer))
+        return Inputs(buffer, h, statistics)
+
+    def outputs(
+        self, operands: LinearOperands, x: Tensor | RowCodes, h: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert h is not None
+        return operands.base_product(x, folded=True), h.clone()  # frees the buffer it is a view of
+
+    def gradients(
+        self,
+        operands: LinearOperands,
+        dy_TO: Tensor,
+        h: Tensor | None,
+        mask: Tensor | None,
+        *,
+        needs_dx: bool,
+        update: Update,
+    ) -> Gradients:
+        assert update != "now", "dH leaves with dX"
+        both = operands.base_gradient(dy_TO, folded=True) if needs_dx else self._projection_alone(operands, dy_TO)
+        return Gradients((both,), False, False)
+
+    def received(
+        self, operands: LinearOperands, parts: tuple[Tensor, ...], *, needs_dx: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        assert operands.low_rank is not None
+        (both,) = parts
+        return both[:, : operands.in_features], operands.low_rank.scale_(operands.projection_in(both))
+
+    def _projection_alone(self, operands: LinearOperands, dy_TO: Tensor) -> Tensor:
+        """[0 | dH / s | padding]."""
+        assert operands.low_rank is not None
+        both = dy_TO.new_zeros(dy_TO.shape[0], operands.extended_OE.shape[1])
+        if operands.encoded is None:
+            features = operands.in_features
+            torch.mm(dy_TO, operands.extended_OE[:, features:], out=both[:, features:])
+            return both
+        for adapter in operands.low_rank.adapters:
+            torch.mm(adapter.columns(dy_TO), adapter.b_OR, out=adapter.ranks(both[:, operands.in_features :]))
+        return both
+
+
+class Joined(Separate):
+    """The backend's product makes the adapters' part on its way (`Kernels.adapted`); separate where it does not fit."""
+
+    def inputs(
+        self, operands: LinearOperands, u: Tensor, source: LinearInput, mask: Tensor | None, *, gathers: bool
+    ) -> Inputs:
+        x, statistics = source.make(u, None, operands.kernels)
+        joins = not gathers and self._fits(operands, x, forward=True)
+        return Inputs(x, None if joins else self._projection(operands, x, mask), statistics)
+
+    def outputs(
+        self, operands: LinearOperands, x: Tensor | RowCodes, h: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        low_rank, products = operands.low_rank, operands.kernels.adapted
+        assert isinstance(x, Tensor) and low_rank is not None and products is not None
+        if h is not None and not self._fits(operands, x, forward=True):
+            return super().outputs(operands, x, h, mask)
+        return products.forward(
+            x,
+            operands.weight_OI,
+            low_rank.a_RI,
+            low_rank.sections(),
+            mask=mask,
+            keep_scale=low_rank.scale_of(mask),
+            h_TR=h,
+        )
+
+    def gradients(
+        self,
+        operands: LinearOperands,
+        dy_TO: Tensor,
+        h: Tensor | None,
+        mask: Tensor | None,
+        *,
+        needs_dx: bool,
+        update: Update,
+    ) -> Gradients:
+        low_rank, products = operands.low_rank, operands.kernels.adapted
+        assert low_rank is not None and products is not None and h is not None
+        if not needs_dx or not self._fits(operands, dy_TO, forward=False):
+            return super().gradients(operands, dy_TO, h, mask, needs_dx=needs_dx, update=update)
+        updates = update != "later"
+        dx, dh = products.backward(
+            dy_TO, operands.weight_OI, low_rank.a_RI, low_rank.sections(db=True), h_TR=h, mask=mask,
+            keep_scale=low_rank.scale_of(mask), updates=updates,
+        )  # fmt: skip
+        low_rank.b_added()
+        return Gradients((dh, dx), True, updates)
+
+    def _fits(self, operands: LinearOperands, left: Tensor, *, forward: bool) -> bool:
+        assert operands.kernels.adapted is not None
+        weight = operands.weight_OI if operands.chosen_by_OI is None else operands.chosen_by_OI
+        return operands.kernels.adapted.fits(left, weight.t() if forward else weight)
+
+
+SEPARATE, FOLDED, JOINED = Separate(), Folded(), Joined()

@@ -20,6 +20,7 @@ from engine.layers.plan import LORA_LEAVES, TensorLayout, TrainingPlan
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.products import FOLDED
 from engine.ops.quantized_products import require_product_sizes
 from engine.optim.flat import ALIGNMENT
 from engine.quantization.encoding import encoding
@@ -295,16 +296,16 @@ def _linear(linear: ColumnParallelLinear | RowParallelLinear) -> LinearShape:
     operands = linear.operands
     low_rank = operands.low_rank
     outputs, columns = operands.extended_OE.shape
-    factors = low_rank.factors if low_rank is not None else ()
-    products = [rows * rank for factor in factors for rank, rows in ((factor.b_OR.shape[1], factor.num_columns),)]
-    products += [factor.b_OR.shape[1] * operands.in_features for factor in factors]
+    adapters = low_rank.adapters if low_rank is not None else ()
+    products = [adapter.b_OR.numel() for adapter in adapters]
+    products += [adapter.b_OR.shape[1] * operands.in_features for adapter in adapters]
     return LinearShape(
         inputs=operands.in_features,
         outputs=outputs,
         extra=columns - operands.in_features,
         rank=low_rank.rank if low_rank is not None else 0,
         joint=operands.joint,
-        folded=operands.folded,
+        folded=operands.backward_way is FOLDED,
         drops=low_rank is not None and low_rank.dropout is not None,
         trained_rows=tuple(sink.count for sink in operands.sinks if sink.weight is not None),
         trains=bool(operands.sinks),

@@ -170,7 +170,7 @@ def test_low_rank(shape: tuple[int, int], rank: int, masked: bool) -> None:
     dx = low_rank.add_input_gradient(widened(x), update, out=torch.empty(shape, dtype=HALF))
     _rounded_once(dx, low_rank.add_input_gradient(x.float(), wide_update))
     # from dense operands: torch's product of views reads what lies between their rows, and that is NaN here
-    drawn = update.bits
+    drawn = update.mask
     assert drawn is not None
     product = update.dh_TR.contiguous() @ update.a_RI.contiguous()
     torchs = x + (SCALE * unpack_bits(drawn, shape[1]) * product).to(HALF)

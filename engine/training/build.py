@@ -16,12 +16,11 @@ from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.layers.module import shard_entries
 from engine.layers.plan import TensorLayout, TrainingPlan
-from engine.layers.recompute import MemoryPlan
-from engine.layers.rounding import FLOAT8
 from engine.layers.sharded_storage import SpreadWeights
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
+from engine.models.dtypes import TORCH_DTYPES
 from engine.models.plain_torch import plain_torch_parts
 from engine.objectives.build import build_objective
 from engine.objectives.objective import Objective
@@ -31,10 +30,11 @@ from engine.optim.flat import FlatParameters
 from engine.optim.loss_scale import LossScale
 from engine.optim.reduce import GradientReducer
 from engine.optim.sharding import Sharding
+from engine.planning.predict import memory_plan_of
 from engine.telemetry.log import Log
 from engine.training.base_encoding import fill_base
 from engine.training.cuda_graph.build import Graphs, build_graphs, graphs_sentence
-from engine.training.device_choices import DTYPES, DeviceChoices, choose_for_device
+from engine.training.device_choices import DeviceChoices, choose_for_device
 from engine.training.host_places import host_places, host_sentence
 from engine.training.partition import Partition, plan_partition
 from engine.training.source import ModelSource
@@ -42,8 +42,6 @@ from engine.training.stage import ModelStage
 from engine.training.stages import Stages
 from engine.training.step import TrainStep
 from engine.training.weights import fill_parameters
-
-STORED_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float8": FLOAT8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,17 +218,12 @@ def _build_stages(
     """This rank's parts of the model, still empty, as stages."""
     first_trained = partition.choice.first_trainable_stage
     step = torch.zeros((), dtype=torch.int64, device=launch.device)
-    memory = MemoryPlan(
-        recompute=config.memory.recompute,
-        recompute_layers=config.memory.recompute_layers,
-        offload=config.memory.offload_activations,
-        stored_dtype=STORED_DTYPES[config.memory.activation_dtype],
-    )
+    memory = memory_plan_of(config)
     stages: dict[int, ModelStage] = {}
     embedding_weight = None
     for number, part in partition.parts(mesh.pp.rank).items():
         model = Decoder(
-            decoder, layout=layout, plan=plan, device=launch.device, dtype=DTYPES[config.model.dtype], part=part,
+            decoder, layout=layout, plan=plan, device=launch.device, dtype=TORCH_DTYPES[config.model.dtype], part=part,
             embedding_weight=embedding_weight, memory=memory, weights=weights,
         )  # fmt: skip
         if model.embedding is not None:

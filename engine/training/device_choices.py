@@ -13,6 +13,7 @@ import torch
 from engine.config.run import RunConfig
 from engine.layers.saved import check_offload
 from engine.models.config import DecoderConfig
+from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.attention_blocks import REFERENCE_BLOCKS, AttentionBlocks, choose_attention_blocks
 from engine.ops.backends import choose_kernels
 from engine.ops.encoded_weight import BaseEncoding
@@ -20,8 +21,6 @@ from engine.ops.varlen_attention import AttentionChoice, choose_attention
 from engine.optim.backends import OptimizerBackend, choose_backend
 from engine.training.base_encoding import base_encoding
 from engine.training.cuda_graph.build import check_graphs
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +45,7 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
     Raises:
         UserError: something was asked for by name that this device, or what is installed for it, cannot do.
     """
-    dtype = DTYPES[config.model.dtype]
+    dtype = TORCH_DTYPES[config.model.dtype]
     optimizer, which_optimizer = choose_backend(config.optim.backend, device=device)
     kernels, which_kernels = choose_kernels(config.model.kernels, device=device, dtype=dtype)
     # also where a row is cut out of samples end to end: a graph wants its boundaries read on the device all the same

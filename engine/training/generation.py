@@ -34,6 +34,7 @@ from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.layers.sharded_storage import SpreadWeights
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, Part, split_parts
+from engine.models.dtypes import TORCH_DTYPES
 from engine.models.flops import head_in_layers
 from engine.ops.backends import choose_kernels
 from engine.ops.varlen_attention import choose_attention
@@ -41,7 +42,6 @@ from engine.pipeline.partition import LayerWeights, split_layers
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.base_encoding import base_encoding, check_base, fill_base
-from engine.training.device_choices import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log) -> Opened
         layout=_layout(options, mesh, live.config, launch, log),
         plan=live.plan,
         device=launch.device,
-        dtype=DTYPES[dtype_name],
+        dtype=TORCH_DTYPES[dtype_name],
         part=part_of[mesh.pp.rank],
     )
     shards = [entry.shard for entry in shard_entries(decoder)]
@@ -184,7 +184,7 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
 
 def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launch, log: Log) -> TensorLayout:
     """How this rank's tensors lie; adapters are folded also without sequence parallelism, as nothing trains."""
-    dtype = DTYPES[options.model.dtype]
+    dtype = TORCH_DTYPES[options.model.dtype]
     kernels, sentence = choose_kernels(options.model.kernels, device=launch.device, dtype=dtype)
     log.info(sentence)
     attention = choose_attention(kernels, device=launch.device, dtype=dtype, head_dim=config.head_dim, packed=True)

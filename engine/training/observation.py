@@ -24,12 +24,12 @@ from engine.distributed.transfer_meter import METER
 from engine.files.durable import write_durably
 from engine.layers.module import shard_entries
 from engine.models.describe import meta_model, num_parameters
+from engine.models.dtypes import TORCH_DTYPES
 from engine.models.flops import step_flops, trained_work
 from engine.telemetry.memory import peak_memory_bytes
 from engine.telemetry.rank_file import RankFile
 from engine.training.build import Training
 from engine.training.ceiling import measure_products
-from engine.training.device_choices import DTYPES
 from engine.training.trace import StepTraces
 
 
@@ -113,7 +113,7 @@ class Observation:
         given = self._config.log.peak_tflops
         if given is not None or self._launch.rank != 0:
             return (given or 0.0) * 1e12
-        return measure_products(self._launch.device, DTYPES[self._config.model.dtype])
+        return measure_products(self._launch.device, TORCH_DTYPES[self._config.model.dtype])
 
 
 def _environment(launch: Launch, training: Training, sizes: dict[str, int], ceiling: float) -> dict[str, Any]:

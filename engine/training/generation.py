@@ -36,12 +36,11 @@ from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, Part, split_parts
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.flops import head_in_layers
-from engine.ops.backends import choose_kernels
-from engine.ops.varlen_attention import choose_attention
 from engine.pipeline.partition import LayerWeights, split_layers
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.base_encoding import base_encoding, check_base, fill_base
+from engine.training.device_choices import choose_model_kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,10 +183,8 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
 
 def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launch, log: Log) -> TensorLayout:
     """How this rank's tensors lie; adapters are folded also without sequence parallelism, as nothing trains."""
-    dtype = TORCH_DTYPES[options.model.dtype]
-    kernels, sentence = choose_kernels(options.model.kernels, device=launch.device, dtype=dtype)
+    attention, sentence = choose_model_kernels(options, launch.device, config, packed=True)
     log.info(sentence)
-    attention = choose_attention(kernels, device=launch.device, dtype=dtype, head_dim=config.head_dim, packed=True)
     return TensorLayout(
         tp=mesh.tp,
         kv_replica=mesh.kv_replica,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from engine.checkpoint.model_folder import ModelFolder
 from engine.config.rules import gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from engine.layers.module import ShardEntry, shard_entries
-from engine.layers.plan import TrainingPlan
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Part, split_parts
-from engine.models.describe import meta_model
 from engine.models.flops import head_in_layers
 from engine.pipeline.partition import StageOptions, plan_stages
 from engine.pipeline.schedules import ScheduleChoice
@@ -41,16 +38,18 @@ class Partition:
         return {stage: part for stage, part in parts if self.stage_rank[stage] == rank}
 
 
-def plan_partition(config: RunConfig, model: ModelFolder, plan: TrainingPlan, world_size: int) -> Partition:
+def plan_partition(config: RunConfig, decoder: DecoderConfig, trained: Collection[str], world_size: int) -> Partition:
     """Splits the model for `config.parallel`.
+
+    Args:
+        trained: names of all parameters that train.
 
     Raises:
         UserError: the layers cannot be split like that, or the schedule does not fit the micro-batches.
     """
-    parallel, decoder = config.parallel, model.decoder
+    parallel = config.parallel
     if parallel.pipeline == 1:
         return Partition(layers=(decoder.num_layers,), choice=ScheduleChoice(), stage_rank=(0,))
-    entries = list(shard_entries(meta_model(decoder, plan=plan)))
     options = StageOptions(
         num_ranks=parallel.pipeline,
         schedule=parallel.schedule,
@@ -58,8 +57,8 @@ def plan_partition(config: RunConfig, model: ModelFolder, plan: TrainingPlan, wo
         layers_per_stage=parallel.layers_per_stage,
         num_layers=decoder.num_layers,
         head=head_in_layers(decoder),
-        first_trainable_layer=_first_trainable_layer(entries, decoder),
-        layers_are_frozen=_layers_are_frozen(entries),
+        first_trainable_layer=_first_trainable_layer(trained, decoder.num_layers),
+        layers_are_frozen=_layers_are_frozen(trained),
     )
     num_stages = parallel.pipeline * options.stages_per_rank
     if parallel.layers_per_stage is None and num_stages > decoder.num_layers:
@@ -72,18 +71,15 @@ def plan_partition(config: RunConfig, model: ModelFolder, plan: TrainingPlan, wo
     return Partition(layers=layers, choice=choice, stage_rank=schedule.stage_rank)
 
 
-def _first_trainable_layer(entries: list[ShardEntry], decoder: DecoderConfig) -> int:
-    """Of the model; its number of layers where only the norm or head after them trains."""
-    first = decoder.num_layers
-    for entry in entries:
-        if entry.sink is not None:
-            layer = _LAYER.match(entry.name)
-            first = min(first, int(layer[1]) if layer else 0 if entry.name.startswith("embed_tokens") else first)
+def _first_trainable_layer(trained: Iterable[str], num_layers: int) -> int:
+    """The model's first layer with a trained parameter; `num_layers` where only the norm or head after them trains."""
+    first = num_layers
+    for name in trained:
+        layer = _LAYER.match(name)
+        first = min(first, int(layer[1]) if layer else 0 if name.startswith("embed_tokens") else first)
     return first
 
 
-def _layers_are_frozen(entries: list[ShardEntry]) -> bool:
+def _layers_are_frozen(trained: Iterable[str]) -> bool:
     """Whether no matrix of a layer trains, adapters aside: then backward costs what forward costs."""
-    return not any(
-        entry.sink is not None and _LAYER.match(entry.name) and entry.name.endswith("_proj.weight") for entry in entries
-    )
+    return not any(_LAYER.match(name) and name.endswith("_proj.weight") for name in trained)

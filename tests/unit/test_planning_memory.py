@@ -246,7 +246,7 @@ _QUICK = ("pipeline 2x2", "pipeline 2, split backward")
 
 def _prediction(case: Case, config: RunConfig, place: int) -> PeakEstimate:
     source = model_source(config)
-    plan = check_model(config, source.model, case.world)
+    plan = check_model(config, source.model, case.world).modules
     rank = place * config.parallel.pipeline // case.world
     return predict_peak(
         config, source.model.decoder, plan, world_size=case.world, pipeline_rank=rank, device_type="cpu"

@@ -23,7 +23,9 @@ from engine.config.rules import check_config, check_world
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
+from engine.layers.module import shard_entries
 from engine.layers.recompute import MemoryPlan
+from engine.models.describe import meta_model
 from engine.models.families import family_of
 from engine.planning.layout import Layout, Shapes, Workload, pipeline_plan
 from engine.planning.ledger import ADAPTERS, GRADIENTS, MASTERS, OPTIMIZER, WEIGHTS
@@ -131,7 +133,9 @@ def test_stages_are_those_of_a_run(name: str, tmp_path: Path) -> None:
     config = _config(parallel=parallel, **changes)
     model = open_model(tmp_path)
     plan = training_plan(config, model.decoder, model.names)
-    expected = plan_partition(config, model, plan, parallel.pipeline)
+    entries = shard_entries(meta_model(model.decoder, plan=plan))
+    trained = [entry.name for entry in entries if entry.sink is not None]
+    expected = plan_partition(config, model.decoder, trained, parallel.pipeline)
     found = pipeline_plan(model.decoder, Shapes(model.decoder, plan).of(parallel), parallel, 8)
     assert found.layers == expected.layers
     assert found.schedule == expected.choice.schedule(8)

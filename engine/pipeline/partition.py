@@ -117,16 +117,6 @@ class LayerWeights:
             if value < 0:
                 raise UserError(f"the partition's {name} is {value}: give 0 or more.")
 
-    def stage_costs(self, layers: Sequence[int]) -> list[float]:
-        """The time of each stage, in layers."""
-        return [cost / _PARTS for cost in self._stage_parts(layers)]
-
-    def _stage_parts(self, layers: Sequence[int]) -> list[int]:
-        sums = _Sums(self, sum(layers), len(layers))
-        ends = [sum(layers[: stage + 1]) for stage in range(len(layers))]
-        starts = [0, *ends[:-1]]
-        return [sums.cost(stage, start, end) for stage, (start, end) in enumerate(zip(starts, ends, strict=True))]
-
 
 class _Sums:
     """Costs of stages of any layers, in integers."""

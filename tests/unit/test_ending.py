@@ -126,7 +126,7 @@ def test_a_process_on_its_own_ends_as_any_program() -> None:
 
 
 ENDS = {
-    "destroy_process_group": {"engine/distributed/launch.py", "engine/distributed/fake_world.py"},
+    "destroy_process_group": {"engine/distributed/launch.py"},
     "_exit": {"engine/telemetry/ending.py"},
     "register": set[str](),  # of atexit
 }

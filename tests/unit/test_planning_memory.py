@@ -20,12 +20,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config.load import from_yaml
 from engine.config.run import RunConfig
-from engine.distributed.fake_world import fake_world
 from engine.distributed.launch import Launch
 from engine.planning.ledger import DECODED
 from engine.planning.memory import PeakEstimate
 from engine.planning.predict import predict_peak
 from engine.training.source import check_model, model_source
+from tests.fake_world import fake_world
 from tests.spawning import spawn
 from tools.planning.memory_measure import build, draw_batches, measure
 

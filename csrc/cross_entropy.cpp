@@ -1,4 +1,4 @@
-// Cross-entropy over a shard of the vocabulary, in place; see triton_kernels/reference.py. One pass a function.
+// Cross-entropy over a shard of the vocabulary, in place; see engine/kernels/reference.py. One pass a function.
 #include <algorithm>
 #include <limits>
 #include <type_traits>

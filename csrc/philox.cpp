@@ -1,4 +1,4 @@
-// Dropout masks: a pure function of (seed, site, step, token, feature), the same bits as triton_kernels/philox.py, from
+// Dropout masks: a pure function of (seed, site, step, token, feature), the same bits as engine/kernels/philox.py, from
 // Philox-4x32-10 (Salmon et al., SC 2011).
 //
 // The counter is (block of eight features, token, high word of the token, step). In the first two rounds, and in half
@@ -212,26 +212,6 @@ EXPORT void engine_dropout_bits(int threads, int64_t tokens, int64_t features, c
             if (t == item * ROWS || high != (uint32_t)((uint64_t)token_index[t - 1] >> 32))
                 philox::prepare(stream, high, row.first(), row.num_blocks(), prepared);
             row_bits(stream, token, row, blocks, bits + t * row_bytes);
-        }
-    });
-}
-
-// Packed bits to one byte (0 or 1) an element, [tokens, features] without gaps.
-EXPORT void engine_unpack_bits(int threads, int64_t tokens, int64_t features, const uint8_t* bits, int64_t row_bytes,
-                               uint8_t* mask) {
-    constexpr int64_t ROWS = 16;
-    common::parallel_for(threads, common::ceil_div(tokens, ROWS), [=](int64_t item) {
-        for (int64_t t = item * ROWS; t < tokens && t < (item + 1) * ROWS; ++t) {
-            const uint8_t* row = bits + t * row_bytes;
-            uint8_t* to = mask + t * features;
-            int64_t f = 0;
-            for (; f + 8 <= features; f += 8) {
-                // bit i to byte i: spread by a multiplication, isolate, move to the byte's lowest bit
-                uint64_t spread = (row[f >> 3] * 0x0101010101010101ull) & 0x8040201008040201ull;
-                spread = (spread + 0x7F7F7F7F7F7F7F7Full) >> 7 & 0x0101010101010101ull;
-                memcpy(to + f, &spread, 8);
-            }
-            for (; f < features; ++f) to[f] = row[f >> 3] >> (f & 7) & 1;
         }
     });
 }

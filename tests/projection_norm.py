@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.kernels.reference_fused import rmsnorm_backward_with_update
 from engine.ops.kernels import REFERENCE, InputUpdate, Kernels
-from triton_kernels.reference_fused import rmsnorm_backward_with_update
 
 
 def norms_by_projection() -> tuple[Kernels, Callable[[], int]]:

@@ -1,1 +1,1 @@
-"""Kernels and their plain-torch specification. Level 0: imports torch and triton only, never the engine."""
+"""The Triton kernels. Each has its plain-torch specification in `engine.kernels`; nothing here communicates."""

@@ -8,7 +8,7 @@ three numbers a token; whoever has the other shards combines them:
     m = max over shards of max;  total = sum over shards of sum * exp(max - m);  target = sum over shards of target
 
 `local_gradient` then overwrites the logits. No collective is called here. Specification:
-`triton_kernels.reference_fused.local_statistics` and `local_gradient`.
+`engine.kernels.reference_fused.local_statistics` and `local_gradient`.
 
 Rows whose scale is 0 (tokens without a label) are not read in `local_gradient`: their gradient is 0.
 

@@ -6,8 +6,8 @@
 
 Those on the side of the output, dH and dB, are in triton_kernels.output_gradients.
 
-drop(x) = x * keep / (1 - p); `keep` is drawn in the kernel or read as bits (triton_kernels.dropout), and 1 / (1 - p) is
-applied to the fp32 result. A may be stacked: q, k, v (gate, up) share x, so their A are one [R, I] matrix and H is
+drop(x) = x * keep / (1 - p); `keep` is read as bits (triton_kernels.dropout), and 1 / (1 - p) is applied to the fp32
+result. A may be stacked: q, k, v (gate, up) share x, so their A are one [R, I] matrix and H is
 [T, R].
 
 Reductions that are split over programs leave fp32 partial sums, added in a fixed order. Weight gradients are added to
@@ -18,42 +18,23 @@ Legend: T tokens, I input features, R rows of the stacked A.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.dropout import DropoutMask, keep_tile, mask_arguments, mask_mode
+from engine.kernels.records import InputUpdate
+from triton_kernels.dropout import keep_tile, mask_arguments
 from triton_kernels.launch import SMALLEST_DOT, dot_blocks, dot_options, power_of_2, rows_of, split_count
 from triton_kernels.partial_sums import sum_partials
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LowRankUpdate:
-    """What an adapter adds to the gradient of its input: drop'(dH A).
-
-    Args:
-        dh_TR: gradient of H, complete.
-        a_RI: the stacked A.
-        mask: the input's dropout mask, or None.
-        h_TR, h_scale: h_scale * h_TR is H = drop(x) A^T, complete; only the norm's backward asks for it.
-    """
-
-    dh_TR: Tensor
-    a_RI: Tensor
-    mask: DropoutMask | None = None
-    h_TR: Tensor | None = None
-    h_scale: float = 1.0
-
-
-@triton.jit(do_not_specialize=["key", "threshold"])
+@triton.jit
 def _project_kernel(
     x_ptr, x_stride, a_ptr, a_stride, out_ptr, out_stride, split_stride,
     num_tokens, num_inputs, num_ranks, split_length,
-    mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
-    MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    mask_ptr, mask_stride, keep_scale,
+    MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -61,16 +42,15 @@ def _project_kernel(
     ok_T, ok_R = tokens_T < num_tokens, ranks_R < num_ranks
     first = tl.program_id(1) * split_length
     h_TR = tl.zeros([TOKENS, RANKS], tl.float32)
-    for start in range(first, tl.minimum(first + split_length, num_inputs + skip), INPUTS):
-        inputs_I = start + tl.arange(0, INPUTS) - skip
-        ok_I = (inputs_I >= 0) & (inputs_I < num_inputs)
+    for start in range(first, tl.minimum(first + split_length, num_inputs), INPUTS):
+        inputs_I = start + tl.arange(0, INPUTS)
+        ok_I = inputs_I < num_inputs
         x_TI = tl.load(
             x_ptr + tokens_T[:, None] * x_stride + inputs_I[None, :], mask=ok_T[:, None] & ok_I[None, :], other=0.0
         ).to(DOT)
-        if MODE != 0:
+        if MASKED:
             keep_TI = keep_tile(
-                MODE, mask_ptr, mask_stride, step_ptr, key, threshold, first_block, tokens_T, ok_T,
-                start // 8, (num_inputs + skip + 7) // 8, INPUTS // 8,
+                mask_ptr, mask_stride, tokens_T, ok_T, start // 8, (num_inputs + 7) // 8, INPUTS // 8,
             )  # fmt: skip
             x_TI = tl.where(keep_TI, x_TI, 0.0).to(DOT)
         a_RI = tl.load(
@@ -83,13 +63,16 @@ def _project_kernel(
     tl.store(out, h_TR * keep_scale, mask=ok_T[:, None] & ok_R[None, :])
 
 
-def project(x_TI: Tensor, a_RI: Tensor, mask: DropoutMask | None = None, *, out: Tensor | None = None) -> Tensor:
+def project(
+    x_TI: Tensor, a_RI: Tensor, mask: Tensor | None = None, *, keep_scale: float = 1.0, out: Tensor | None = None
+) -> Tensor:
     """H = drop(x) A^T.
 
     Args:
         x_TI: [T, I], rows any distance apart.
         a_RI: [R, I] stacked A.
-        mask: dropout of x, or None.
+        mask: bits of x's mask (triton_kernels.dropout), or None.
+        keep_scale: 1 / (1 - p).
         out: [T, R] view to write (the last columns of [x | H], say); new where None.
 
     Returns:
@@ -100,36 +83,34 @@ def project(x_TI: Tensor, a_RI: Tensor, mask: DropoutMask | None = None, *, out:
     out = torch.empty(num_tokens, num_ranks, dtype=x_TI.dtype, device=x_TI.device) if out is None else out
     if out.numel() == 0:
         return out
-    arguments = mask_arguments(mask)
-    skip = arguments[-1]
-    ranks, inputs, options = dot_blocks(x_TI, num_ranks, num_inputs + skip)
+    ranks, inputs, options = dot_blocks(x_TI, num_ranks, num_inputs)
     tokens = power_of_2(num_tokens, SMALLEST_DOT, 64)
     blocks = (triton.cdiv(num_tokens, tokens), triton.cdiv(num_ranks, ranks))
-    splits, split_length = split_count(blocks[0] * blocks[1], num_inputs + skip, inputs, x_TI.device)
+    splits, split_length = split_count(blocks[0] * blocks[1], num_inputs, inputs, x_TI.device)
     target, split_stride = out, 0
     if splits > 1:
         partial = torch.empty(splits, num_tokens, num_ranks, dtype=torch.float32, device=x_TI.device)
         target, split_stride = partial[0], partial.stride(0)
     _project_kernel[(blocks[0], splits, blocks[1])](
         x_TI, x_TI.stride(0), a_RI, a_RI.stride(0), target, target.stride(0), split_stride,
-        num_tokens, num_inputs, num_ranks, split_length, *arguments,
-        MODE=mask_mode(mask), TOKENS=tokens, INPUTS=inputs, RANKS=ranks, num_stages=3, **options,
+        num_tokens, num_inputs, num_ranks, split_length, *mask_arguments(mask), keep_scale,
+        MASKED=mask is not None, TOKENS=tokens, INPUTS=inputs, RANKS=ranks, num_stages=3, **options,
     )  # fmt: skip
     if splits > 1:
         sum_partials(partial, out)
     return out
 
 
-@triton.jit(do_not_specialize=["key", "threshold"])
+@triton.jit
 def _a_gradient_kernel(
     dh_ptr, dh_stride, x_ptr, x_stride, da_ptr, num_tokens, num_inputs, num_ranks, split_length,
-    mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
-    MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    mask_ptr, mask_stride, keep_scale,
+    MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    inputs_I = tl.program_id(0) * INPUTS + tl.arange(0, INPUTS) - skip
+    inputs_I = tl.program_id(0) * INPUTS + tl.arange(0, INPUTS)
     ranks_R = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
-    ok_I, ok_R = (inputs_I >= 0) & (inputs_I < num_inputs), ranks_R < num_ranks
+    ok_I, ok_R = inputs_I < num_inputs, ranks_R < num_ranks
     da_IR = tl.zeros([INPUTS, RANKS], tl.float32)
     first = tl.program_id(1) * split_length
     for start in range(first, tl.minimum(first + split_length, num_tokens), TOKENS):
@@ -138,10 +119,10 @@ def _a_gradient_kernel(
         x_TI = tl.load(
             x_ptr + tokens_T[:, None] * x_stride + inputs_I[None, :], mask=ok_T[:, None] & ok_I[None, :], other=0.0
         ).to(DOT)
-        if MODE != 0:
+        if MASKED:
             keep_TI = keep_tile(
-                MODE, mask_ptr, mask_stride, step_ptr, key, threshold, first_block, tokens_T, ok_T,
-                tl.program_id(0) * (INPUTS // 8), (num_inputs + skip + 7) // 8, INPUTS // 8,
+                mask_ptr, mask_stride, tokens_T, ok_T, tl.program_id(0) * (INPUTS // 8), (num_inputs + 7) // 8,
+                INPUTS // 8,
             )  # fmt: skip
             x_TI = tl.where(keep_TI, x_TI, 0.0).to(DOT)
         dh_TR = tl.load(
@@ -152,7 +133,15 @@ def _a_gradient_kernel(
     tl.store(da, da_IR * keep_scale, mask=ok_I[:, None] & ok_R[None, :])
 
 
-def a_gradient(dh_TR: Tensor, x_TI: Tensor, mask: DropoutMask | None, da_out: Tensor, *, add: bool = False) -> None:
+def a_gradient(
+    dh_TR: Tensor,
+    x_TI: Tensor,
+    mask: Tensor | None,
+    da_out: Tensor,
+    *,
+    keep_scale: float = 1.0,
+    add: bool = False,
+) -> None:
     """dA = dH^T drop(x), written into fp32 `da_out` [R, I] or added to it."""
     dh_TR, x_TI = rows_of(dh_TR), rows_of(x_TI)
     (num_tokens, num_inputs), num_ranks = x_TI.shape, dh_TR.shape[1]
@@ -160,17 +149,15 @@ def a_gradient(dh_TR: Tensor, x_TI: Tensor, mask: DropoutMask | None, da_out: Te
         if not add:
             da_out.zero_()
         return
-    arguments = mask_arguments(mask)
-    skip = arguments[-1]
-    ranks, inputs, options = dot_blocks(x_TI, num_ranks, num_inputs + skip)
+    ranks, inputs, options = dot_blocks(x_TI, num_ranks, num_inputs)
     tokens = power_of_2(num_tokens, SMALLEST_DOT, 64)
-    blocks = (triton.cdiv(num_inputs + skip, inputs), triton.cdiv(num_ranks, ranks))
+    blocks = (triton.cdiv(num_inputs, inputs), triton.cdiv(num_ranks, ranks))
     splits, split_length = split_count(blocks[0] * blocks[1], num_tokens, tokens, x_TI.device)
     partial = torch.empty(splits, num_ranks, num_inputs, dtype=torch.float32, device=x_TI.device)
     _a_gradient_kernel[(blocks[0], splits, blocks[1])](
         dh_TR, dh_TR.stride(0), x_TI, x_TI.stride(0), partial, num_tokens, num_inputs, num_ranks, split_length,
-        *arguments,
-        MODE=mask_mode(mask), TOKENS=tokens, INPUTS=inputs, RANKS=ranks, num_stages=3, **options,
+        *mask_arguments(mask), keep_scale,
+        MASKED=mask is not None, TOKENS=tokens, INPUTS=inputs, RANKS=ranks, num_stages=3, **options,
     )  # fmt: skip
     sum_partials(partial, da_out, add=add)
 
@@ -178,13 +165,13 @@ def a_gradient(dh_TR: Tensor, x_TI: Tensor, mask: DropoutMask | None, da_out: Te
 @triton.jit
 def update_tile(
     dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-    mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
+    mask_ptr, mask_stride, keep_scale,
     tokens_T, ok_T, block, num_inputs,
-    MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
+    MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [T, INPUTS]: drop'(dH A) at the INPUTS columns of tile `block` (which start at block * INPUTS - skip)."""
-    inputs_I = block * INPUTS + tl.arange(0, INPUTS) - skip
-    ok_I = (inputs_I >= 0) & (inputs_I < num_inputs)
+    """fp32 [T, INPUTS]: drop'(dH A) at the INPUTS columns of tile `block` (which start at block * INPUTS)."""
+    inputs_I = block * INPUTS + tl.arange(0, INPUTS)
+    ok_I = inputs_I < num_inputs
     update_TI = tl.zeros([tokens_T.shape[0], INPUTS], tl.float32)
     for start in range(0, num_ranks, RANKS):
         ranks_R = start + tl.arange(0, RANKS)
@@ -198,49 +185,48 @@ def update_tile(
             other=0.0,
         ).to(DOT)
         update_TI = tl.dot(dh_TR, a_RI, update_TI, input_precision=PRECISION)
-    if MODE != 0:
+    if MASKED:
         keep_TI = keep_tile(
-            MODE, mask_ptr, mask_stride, step_ptr, key, threshold, first_block, tokens_T, ok_T,
-            block * (INPUTS // 8), (num_inputs + skip + 7) // 8, INPUTS // 8,
+            mask_ptr, mask_stride, tokens_T, ok_T, block * (INPUTS // 8), (num_inputs + 7) // 8, INPUTS // 8,
         )  # fmt: skip
         update_TI = tl.where(keep_TI, update_TI * keep_scale, 0.0)
     return update_TI
 
 
-def update_arguments(update: LowRankUpdate) -> tuple[object, ...]:
-    """The leading arguments of `update_tile`, up to `skip`."""
+def update_arguments(update: InputUpdate) -> tuple[object, ...]:
+    """The leading arguments of `update_tile`, up to `keep_scale`."""
     dh_TR, a_RI = rows_of(update.dh_TR), rows_of(update.a_RI)
-    return dh_TR, dh_TR.stride(0), a_RI, a_RI.stride(0), a_RI.shape[0], *mask_arguments(update.mask)
+    return dh_TR, dh_TR.stride(0), a_RI, a_RI.stride(0), a_RI.shape[0], *mask_arguments(update.mask), update.scale
 
 
-def update_options(update: LowRankUpdate) -> dict[str, object]:
+def update_options(update: InputUpdate) -> dict[str, object]:
     """The constants of `update_tile`, INPUTS excepted."""
     options = dot_options(update.dh_TR)
     ranks = power_of_2(update.a_RI.shape[0], SMALLEST_DOT, 16 if options["DOT"] == tl.float32 else 64)
-    return {"MODE": mask_mode(update.mask), "RANKS": ranks, **options}
+    return {"MASKED": update.mask is not None, "RANKS": ranks, **options}
 
 
-@triton.jit(do_not_specialize=["key", "threshold"])
+@triton.jit
 def _add_input_gradient_kernel(
     dx_ptr, dx_stride, num_tokens, num_inputs, dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-    mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
-    MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    mask_ptr, mask_stride, keep_scale,
+    MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     ok_T = tokens_T < num_tokens
-    inputs_I = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS) - skip
-    ok_TI = ok_T[:, None] & ((inputs_I >= 0) & (inputs_I < num_inputs))[None, :]
+    inputs_I = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
+    ok_TI = ok_T[:, None] & (inputs_I < num_inputs)[None, :]
     update_TI = update_tile(
         dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-        mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
-        tokens_T, ok_T, tl.program_id(1), num_inputs, MODE, DOT, PRECISION, INPUTS, RANKS,
+        mask_ptr, mask_stride, keep_scale,
+        tokens_T, ok_T, tl.program_id(1), num_inputs, MASKED, DOT, PRECISION, INPUTS, RANKS,
     )  # fmt: skip
     dx = dx_ptr + tokens_T[:, None] * dx_stride + inputs_I[None, :]
     tl.store(dx, tl.load(dx, mask=ok_TI, other=0.0).to(tl.float32) + update_TI, mask=ok_TI)
 
 
-def add_input_gradient(dx_TI: Tensor, update: LowRankUpdate) -> Tensor:
+def add_input_gradient(dx_TI: Tensor, update: InputUpdate) -> Tensor:
     """dX += drop'(dH A), in place.
 
     Args:
@@ -251,11 +237,10 @@ def add_input_gradient(dx_TI: Tensor, update: LowRankUpdate) -> Tensor:
         `dx_TI`.
     """
     num_tokens, num_inputs = dx_TI.shape
-    skip = 0 if update.mask is None else update.mask.feature_offset % 8
     if dx_TI.numel() == 0:
         return dx_TI
-    tokens, inputs = power_of_2(num_tokens, SMALLEST_DOT, 64), power_of_2(num_inputs + skip, SMALLEST_DOT, 128)
-    _add_input_gradient_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_inputs + skip, inputs))](
+    tokens, inputs = power_of_2(num_tokens, SMALLEST_DOT, 64), power_of_2(num_inputs, SMALLEST_DOT, 128)
+    _add_input_gradient_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_inputs, inputs))](
         dx_TI, dx_TI.stride(0), num_tokens, num_inputs, *update_arguments(update),
         **update_options(update), TOKENS=tokens, INPUTS=inputs, num_warps=4,
     )  # fmt: skip

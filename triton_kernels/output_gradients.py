@@ -2,7 +2,7 @@
 
 H = s drop(x) A^T, so dB has no factor of its own. Adapters on one input (q, k, v; gate, up) are sections: each has its
 own columns of dY, of H and of dH, and its own B; all are served by one launch. Specification:
-`triton_kernels.reference_fused.output_gradients`.
+`engine.kernels.reference_fused.output_gradients`.
 
 A program has a block of one section's columns and a range of tokens. dH is a sum over column blocks and dB one over
 token ranges: both leave fp32 partial sums, which are added in a fixed order (triton_kernels.partial_sums).
@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.records import AdapterSection
 from triton_kernels.launch import SMALLEST_DOT, dot_blocks, power_of_2, rows_of, split_count
 from triton_kernels.partial_sums import Sum, sum_all
-from triton_kernels.reference_fused import OutputSection
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _output_gradients_kernel(
 def output_gradients(
     dy_TO: Tensor,
     h_TR: Tensor | None,
-    sections: Sequence[OutputSection],
+    sections: Sequence[AdapterSection],
     *,
     dh_out: Tensor | None = None,
     add: bool = False,
@@ -87,10 +87,10 @@ def output_gradients(
         h_TR: rows any distance apart; needed for dB.
         sections: see there. A section without columns has a dH of zeros.
         dh_out: [T, R] to write, or None.
-        add: add to the sections' `db_out` instead of overwriting them.
+        add: add to the sections' `db` instead of overwriting them.
     """
     dy_TO, num_tokens = rows_of(dy_TO), dy_TO.shape[0]
-    trains = any(one.db_out is not None for one in sections)
+    trains = any(one.db is not None for one in sections)
     if dh_out is None and not trains:
         return
     widest, most = max(one.num_ranks for one in sections), max(one.num_columns for one in sections)
@@ -127,13 +127,13 @@ def _partials(device: torch.device, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
-def _clear(dh_out: Tensor | None, sections: Sequence[OutputSection]) -> None:
-    for out in (dh_out, *(one.db_out for one in sections)):
+def _clear(dh_out: Tensor | None, sections: Sequence[AdapterSection]) -> None:
+    for out in (dh_out, *(one.db for one in sections)):
         if out is not None:
             out.zero_()
 
 
-def _record(one: OutputSection, first_block: int, unread: Tensor | None) -> tuple[object, ...]:
+def _record(one: AdapterSection, first_block: int, unread: Tensor | None) -> tuple[object, ...]:
     """What the kernel takes of a section.
 
     Args:
@@ -142,31 +142,31 @@ def _record(one: OutputSection, first_block: int, unread: Tensor | None) -> tupl
     place = (first_block, one.first_column, one.num_columns, one.first_row, one.num_ranks)
     if unread is not None:
         return *place, unread, 0
-    assert one.b_OR is not None, "dH needs B"
-    b_OR = rows_of(one.b_OR)
+    assert one.b is not None, "dH needs B"
+    b_OR = rows_of(one.b)
     return *place, b_OR, b_OR.stride(0)
 
 
 def _sums_of_dh(
-    partial: Tensor, dh_out: Tensor, sections: Sequence[OutputSection], first_blocks: Sequence[int]
+    partial: Tensor, dh_out: Tensor, sections: Sequence[AdapterSection], first_blocks: Sequence[int]
 ) -> list[Sum]:
     """Partials are [column blocks, T, R]; a section has those of its own blocks."""
     return [
         Sum(
             partial_SMN=partial[first:last, :, : one.num_ranks],
-            out_MN=dh_out.narrow(1, one.first_row, one.num_ranks),
+            out_MN=one.ranks(dh_out),
             scale=one.scale,
         )
         for one, first, last in zip(sections, first_blocks[:-1], first_blocks[1:], strict=True)
     ]
 
 
-def _sums_of_db(partial: Tensor, sections: Sequence[OutputSection], first_rows: Sequence[int]) -> list[Sum]:
+def _sums_of_db(partial: Tensor, sections: Sequence[AdapterSection], first_rows: Sequence[int]) -> list[Sum]:
     """Partials are [token ranges, columns, R], each section's columns padded to whole blocks."""
     return [
-        Sum(partial_SMN=partial[:, first : first + one.num_columns, : one.num_ranks], out_MN=one.db_out)
+        Sum(partial_SMN=partial[:, first : first + one.num_columns, : one.num_ranks], out_MN=one.db)
         for one, first in zip(sections, first_rows, strict=True)
-        if one.db_out is not None
+        if one.db is not None
     ]
 
 

@@ -5,7 +5,7 @@
     e4m3   codes = x c (448 / m) rounded, scale = m / 448, m the largest |x c| of a row or of the matrix,
            c an optional scale of each column (in backward, the weight's own)
 
-The specification is triton_kernels.reference_quantize, whose bits these are. A fused multiply-add would round once
+The specification is engine.kernels.reference_quantize, whose bits these are. A fused multiply-add would round once
 where that rounds twice, so kernels are compiled without. A row with a NaN or an infinity gets such a scale: magnitudes
 are compared as integers, in which NaN is the largest, because a maximum of floats drops it.
 
@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.reference_quantize import FP8_LARGEST, NF4_BLOCK, NF4_GROUP, SMALLEST_ROW, dynamic_map, nf4_values
+from engine.kernels.reference_quantize import row_decode as reference_decode
 from triton_kernels.launch import num_warps, power_of_2, rows_of
-from triton_kernels.reference_quantize import FP8_LARGEST, NF4_BLOCK, NF4_GROUP, SMALLEST_ROW, dynamic_map, nf4_values
-from triton_kernels.reference_quantize import row_decode as reference_decode
 
 _LONGEST = 16384
 """Features of a row that a program holds at once; longer rows are walked twice, the second time from cache."""
@@ -182,7 +182,7 @@ def _transpose_kernel(
 
 
 def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Tensor, out_OI: Tensor) -> None:
-    """Writes the weights; arguments as `triton_kernels.reference_quantize.nf4_decode`."""
+    """Writes the weights; arguments as `engine.kernels.reference_quantize.nf4_decode`."""
     rows, columns = out_OI.shape
     if out_OI.numel() == 0:
         return
@@ -196,7 +196,7 @@ def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Ten
 
 
 def row_decode(codes_OI: Tensor, scales_O: Tensor, out_OI: Tensor) -> None:
-    """Writes code * scale, for int8 and e4m3; arguments as `triton_kernels.reference_quantize.row_decode`.
+    """Writes code * scale, for int8 and e4m3; arguments as `engine.kernels.reference_quantize.row_decode`.
 
     The interpreter does not read e4m3: there torch decodes it.
     """
@@ -234,7 +234,7 @@ def _quantize(
 
 
 def quantize_rows(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """e4m3 codes [T, F] and scales fp32 [T, 1]; as `triton_kernels.reference_quantize.quantize_rows`."""
+    """e4m3 codes [T, F] and scales fp32 [T, 1]; as `engine.kernels.reference_quantize.quantize_rows`."""
     scale = torch.empty(x_TF.shape[0], 1, dtype=torch.float32, device=x_TF.device)
     return _quantize(x_TF, column_scale_F, None, scale)
 

@@ -1,8 +1,8 @@
-"""RMSNorm (Zhang & Sennrich, arXiv 1910.07467), with the residual stream and the adapters' gradient fused in.
+"""RMSNorm (Zhang & Sennrich, arXiv 1910.07467), with the adapters' gradient fused in.
 
-Forward:   s = x + residual (rounded to the stream's dtype), rstd = 1 / sqrt(mean(s^2) + eps), y = (s rstd) w
+Forward:   rstd = 1 / sqrt(mean(x^2) + eps), y = (x rstd) w
 Backward:  g = (dy + u) w, xhat = x rstd
-           dx = rstd (g - xhat mean(g xhat)) + residual gradient
+           dx = rstd (g - xhat mean(g xhat))
            dw = sum over tokens of (dy + u) xhat
 
 u = drop'(dH A) is what adapters on y add to its gradient (triton_kernels.lora). It is added where dy is consumed, so it
@@ -21,28 +21,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.records import InputUpdate
 from triton_kernels.launch import SMALLEST_DOT, num_processors, num_warps, power_of_2, rows_of
-from triton_kernels.lora import LowRankUpdate, add_input_gradient, update_arguments, update_options, update_tile
+from triton_kernels.lora import add_input_gradient, update_arguments, update_options, update_tile
 from triton_kernels.partial_sums import sum_partials
 from triton_kernels.quantize import casts, row_code_arguments, row_codes, store_row_codes
 
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, sum_ptr, sum_stride, y_ptr, y_stride, rstd_ptr,
+    x_ptr, x_stride, weight_ptr, y_ptr, y_stride, rstd_ptr,
     codes_ptr, scale_ptr, largest_code, smallest, num_tokens, num_features, eps,
-    RESIDUAL: tl.constexpr, CODES: tl.constexpr, CAST: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+    CODES: tl.constexpr, CAST: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     features_F = tl.arange(0, FEATURES)
     ok_T, ok_F = tokens_T < num_tokens, features_F < num_features
     ok_TF = ok_T[:, None] & ok_F[None, :]
     x_TF = tl.load(x_ptr + tokens_T[:, None] * x_stride + features_F[None, :], mask=ok_TF, other=0.0)
-    if RESIDUAL:
-        residual = residual_ptr + tokens_T[:, None] * residual_stride + features_F[None, :]
-        sum_TF = x_TF.to(tl.float32) + tl.load(residual, mask=ok_TF, other=0.0).to(tl.float32)
-        x_TF = sum_TF.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + tokens_T[:, None] * sum_stride + features_F[None, :], x_TF, mask=ok_TF)
     wide_TF = x_TF.to(tl.float32)
     rstd_T = tl.rsqrt(tl.sum(wide_TF * wide_TF, 1) / num_features + eps)
     tl.store(rstd_ptr + tokens_T, rstd_T, mask=ok_T)
@@ -60,9 +56,9 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, residual_ptr, residual_stride, dx_ptr, dx_stride,
+    dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, dx_ptr, dx_stride,
     dw_ptr, num_tokens, num_features, tokens_each,
-    WITH_DX: tl.constexpr, WITH_DW: tl.constexpr, RESIDUAL: tl.constexpr,
+    WITH_DW: tl.constexpr,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     features_F = tl.arange(0, FEATURES)
@@ -80,24 +76,20 @@ def _backward_kernel(
         xhat_TF, dy_TF = x_TF.to(tl.float32) * rstd_T1, dy_TF.to(tl.float32)
         if WITH_DW:
             dw_F += tl.sum(dy_TF * xhat_TF, 0)
-        if WITH_DX:
-            g_TF = dy_TF * weight_F[None, :]
-            mean_T1 = (tl.sum(g_TF * xhat_TF, 1) / num_features)[:, None]
-            dx_TF = (g_TF - xhat_TF * mean_T1) * rstd_T1
-            if RESIDUAL:
-                residual = residual_ptr + tokens_T[:, None] * residual_stride + features_F[None, :]
-                dx_TF += tl.load(residual, mask=ok_TF, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + tokens_T[:, None] * dx_stride + features_F[None, :], dx_TF, mask=ok_TF)
+        g_TF = dy_TF * weight_F[None, :]
+        mean_T1 = (tl.sum(g_TF * xhat_TF, 1) / num_features)[:, None]
+        dx_TF = (g_TF - xhat_TF * mean_T1) * rstd_T1
+        tl.store(dx_ptr + tokens_T[:, None] * dx_stride + features_F[None, :], dx_TF, mask=ok_TF)
     if WITH_DW:
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * num_features + features_F, dw_F, mask=ok_F)
 
 
-@triton.jit(do_not_specialize=["key", "threshold"])
+@triton.jit
 def _backward_update_kernel(
-    dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, residual_ptr, residual_stride, dx_ptr, dx_stride,
+    dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, dx_ptr, dx_stride,
     h_ptr, h_stride, h_scale, dw_ptr, num_tokens, num_features, dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-    mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
-    RESIDUAL: tl.constexpr, WITH_DW: tl.constexpr, MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    mask_ptr, mask_stride, keep_scale,
+    WITH_DW: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -123,14 +115,14 @@ def _backward_update_kernel(
     mean_T1 = (sum_T / num_features)[:, None]
 
     # second walk: the update is made tile by tile; tiles start at a block of dropout's features
-    for block in range(tl.cdiv(num_features + skip, FEATURES)):
-        features_F = block * FEATURES + tl.arange(0, FEATURES) - skip
-        ok_F = (features_F >= 0) & (features_F < num_features)
+    for block in range(tl.cdiv(num_features, FEATURES)):
+        features_F = block * FEATURES + tl.arange(0, FEATURES)
+        ok_F = features_F < num_features
         ok_TF = ok_T[:, None] & ok_F[None, :]
         update_TF = update_tile(
             dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-            mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
-            tokens_T, ok_T, block, num_features, MODE, DOT, PRECISION, FEATURES, RANKS,
+            mask_ptr, mask_stride, keep_scale,
+            tokens_T, ok_T, block, num_features, MASKED, DOT, PRECISION, FEATURES, RANKS,
         )  # fmt: skip
         x_TF = tl.load(x_ptr + tokens_T[:, None] * x_stride + features_F[None, :], mask=ok_TF, other=0.0)
         dy_TF = tl.load(dy_ptr + tokens_T[:, None] * dy_stride + features_F[None, :], mask=ok_TF, other=0.0)
@@ -140,9 +132,6 @@ def _backward_update_kernel(
             dw = dw_ptr + tl.program_id(0).to(tl.int64) * num_features + features_F
             tl.store(dw, tl.sum(whole_TF * xhat_TF, 0), mask=ok_F)
         dx_TF = (whole_TF * weight_F[None, :] - xhat_TF * mean_T1) * rstd_T1
-        if RESIDUAL:
-            residual = residual_ptr + tokens_T[:, None] * residual_stride + features_F[None, :]
-            dx_TF += tl.load(residual, mask=ok_TF, other=0.0).to(tl.float32)
         tl.store(dx_ptr + tokens_T[:, None] * dx_stride + features_F[None, :], dx_TF, mask=ok_TF)
 
 
@@ -153,19 +142,17 @@ def _tile(num_features: int) -> tuple[int, int]:
 
 
 def _launch_forward(
-    x_TF: Tensor, residual_TF: Tensor | None, weight_F: Tensor, eps: float, y_TF: Tensor, sum_TF: Tensor | None,
-    codes: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+    x_TF: Tensor, weight_F: Tensor, eps: float, y_TF: Tensor, codes: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     num_tokens, num_features = x_TF.shape
     rstd_T = torch.empty(num_tokens, dtype=torch.float32, device=x_TF.device)
     if x_TF.numel() == 0:
         return rstd_T
     tokens, features = _tile(num_features)
-    residual_stride = 0 if residual_TF is None else residual_TF.stride(0)
     _forward_kernel[(triton.cdiv(num_tokens, tokens),)](
-        x_TF, x_TF.stride(0), residual_TF, residual_stride, weight_F, sum_TF, 0 if sum_TF is None else sum_TF.stride(0),
-        y_TF, y_TF.stride(0), rstd_T, *((None, None, 0.0, 0) if codes is None else row_code_arguments(*codes)),
-        num_tokens, num_features, eps, RESIDUAL=residual_TF is not None, CODES=codes is not None, CAST=casts(x_TF),
+        x_TF, x_TF.stride(0), weight_F, y_TF, y_TF.stride(0), rstd_T,
+        *((None, None, 0.0, 0) if codes is None else row_code_arguments(*codes)), num_tokens, num_features, eps,
+        CODES=codes is not None, CAST=casts(x_TF),
         TOKENS=tokens, FEATURES=features, num_warps=num_warps(tokens * features),
     )  # fmt: skip
     return rstd_T
@@ -184,7 +171,7 @@ def rmsnorm_forward(x_TF: Tensor, weight_F: Tensor, eps: float, *, out: Tensor |
     """
     rows = rows_of(x_TF)
     y_TF = torch.empty(rows.shape, dtype=x_TF.dtype, device=x_TF.device) if out is None else out
-    rstd_T = _launch_forward(rows, None, weight_F, eps, y_TF, None)
+    rstd_T = _launch_forward(rows, weight_F, eps, y_TF)
     return (y_TF.view(x_TF.shape) if out is None else out), rstd_T.view(*x_TF.shape[:-1], 1)
 
 
@@ -196,39 +183,12 @@ def rmsnorm_forward_codes(x_TF: Tensor, weight_F: Tensor, eps: float, out: Tenso
     """
     rows = rows_of(x_TF)
     codes, scale = row_codes(*rows.shape, rows.device)
-    rstd_T = _launch_forward(rows, None, weight_F, eps, out, None, (codes, scale))
+    rstd_T = _launch_forward(rows, weight_F, eps, out, (codes, scale))
     return rstd_T[:, None], codes, scale
 
 
-def residual_rmsnorm_forward(
-    x_TF: Tensor,
-    residual_TF: Tensor,
-    weight_F: Tensor,
-    eps: float,
-    *,
-    out: Tensor | None = None,
-    sum_out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """s = x + residual, then the norm of s.
-
-    Args:
-        x_TF, residual_TF: [T, F], rows any distance apart.
-        weight_F: contiguous [F].
-        out: where y goes, as above.
-        sum_out: where s goes, `x` or `residual` included; new where None.
-
-    Returns:
-        y, s, and rstd fp32 [T, 1].
-    """
-    x_TF, residual_TF = rows_of(x_TF), rows_of(residual_TF)
-    out = torch.empty(x_TF.shape, dtype=x_TF.dtype, device=x_TF.device) if out is None else out
-    sum_out = torch.empty(x_TF.shape, dtype=residual_TF.dtype, device=x_TF.device) if sum_out is None else sum_out
-    rstd_T = _launch_forward(x_TF, residual_TF, weight_F, eps, out, sum_out)
-    return out, sum_out, rstd_T[:, None]
-
-
 def _launch_backward(
-    dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T: Tensor, residual_TF: Tensor | None, dx_TF: Tensor | None,
+    dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T: Tensor, dx_TF: Tensor,
     dw_F: Tensor | None,
 ) -> None:  # fmt: skip
     num_tokens, num_features = x_TF.shape
@@ -242,11 +202,10 @@ def _launch_backward(
     partial = None
     if dw_F is not None:
         partial = torch.empty(programs, 1, num_features, dtype=torch.float32, device=x_TF.device)
-    residual_stride = 0 if residual_TF is None else residual_TF.stride(0)
     _backward_kernel[(programs,)](
-        dy_TF, dy_TF.stride(0), x_TF, x_TF.stride(0), weight_F, rstd_T, residual_TF, residual_stride,
-        dx_TF, 0 if dx_TF is None else dx_TF.stride(0), partial, num_tokens, num_features, tokens_each,
-        WITH_DX=dx_TF is not None, WITH_DW=partial is not None, RESIDUAL=residual_TF is not None,
+        dy_TF, dy_TF.stride(0), x_TF, x_TF.stride(0), weight_F, rstd_T,
+        dx_TF, dx_TF.stride(0), partial, num_tokens, num_features, tokens_each,
+        WITH_DW=partial is not None,
         TOKENS=tokens, FEATURES=features, num_warps=num_warps(tokens * features),
     )  # fmt: skip
     if partial is not None and dw_F is not None:
@@ -254,25 +213,23 @@ def _launch_backward(
 
 
 def _launch_backward_update(
-    dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T: Tensor, residual_TF: Tensor | None, dx_TF: Tensor,
-    dw_F: Tensor | None, update: LowRankUpdate,
+    dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T: Tensor, dx_TF: Tensor,
+    dw_F: Tensor | None, update: InputUpdate,
 ) -> None:  # fmt: skip
     num_tokens, num_features = x_TF.shape
     if x_TF.numel() == 0:
         return
     assert update.h_TR is not None
     h_TR = rows_of(update.h_TR)
-    skip = 0 if update.mask is None else update.mask.feature_offset % 8
-    features = power_of_2(num_features + skip, SMALLEST_DOT, 256)
+    features = power_of_2(num_features, SMALLEST_DOT, 256)
     programs = triton.cdiv(num_tokens, SMALLEST_DOT)
     partial = None
     if dw_F is not None:
         partial = torch.empty(programs, 1, num_features, dtype=torch.float32, device=x_TF.device)
-    residual_stride = 0 if residual_TF is None else residual_TF.stride(0)
     _backward_update_kernel[(programs,)](
-        dy_TF, dy_TF.stride(0), x_TF, x_TF.stride(0), weight_F, rstd_T, residual_TF, residual_stride,
+        dy_TF, dy_TF.stride(0), x_TF, x_TF.stride(0), weight_F, rstd_T,
         dx_TF, dx_TF.stride(0), h_TR, h_TR.stride(0), update.h_scale, partial, num_tokens, num_features,
-        *update_arguments(update), RESIDUAL=residual_TF is not None, WITH_DW=partial is not None,
+        *update_arguments(update), WITH_DW=partial is not None,
         **update_options(update), TOKENS=SMALLEST_DOT, FEATURES=features, num_warps=8,
     )  # fmt: skip
     if partial is not None and dw_F is not None:
@@ -285,44 +242,34 @@ def rmsnorm_backward(
     weight_F: Tensor,
     rstd_T1: Tensor,
     *,
-    residual_gradient_TF: Tensor | None = None,
-    update: LowRankUpdate | None = None,
+    update: InputUpdate | None = None,
     weight_gradient_F: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """dx = rstd (g - xhat mean(g xhat)) + residual gradient, g = (dy + u) w.
+    """dx = rstd (g - xhat mean(g xhat)), g = (dy + u) w.
 
     Args:
-        dy_TF, x_TF: [..., F]; as [T, F], rows any distance apart. x is what was normalised (s with a residual).
+        dy_TF, x_TF: [..., F]; as [T, F], rows any distance apart.
         weight_F: contiguous [F].
         rstd_T1: from forward.
-        residual_gradient_TF: [T, F] gradient that reached s beside the norm, or None.
         update: what adapters on y add to dy. With `h_TR`, the H made from this y, it is made on the way, and else in a
             pass before, on a copy of dy.
         weight_gradient_F: fp32 [F] to add dw to; None for a frozen weight, which then costs nothing.
-        out: [T, F] to write, `dy`, or the residual gradient, included; new, of x's shape and dtype, where None.
+        out: [T, F] to write, `dy` included; new, of x's shape and dtype, where None.
 
     Returns:
         dx in x's dtype.
     """
     dy_rows, x_rows = rows_of(dy_TF), rows_of(x_TF)
-    residual = None if residual_gradient_TF is None else rows_of(residual_gradient_TF)
     dx_rows = torch.empty(x_rows.shape, dtype=x_TF.dtype, device=x_TF.device) if out is None else out
     rstd_T = rstd_T1.reshape(-1)
     if update is not None and update.h_TR is None:  # added in a pass of its own
         dy_rows, update = add_input_gradient(dy_rows.clone(), update), None
     if update is None:
-        _launch_backward(dy_rows, x_rows, weight_F, rstd_T, residual, dx_rows, weight_gradient_F)
+        _launch_backward(dy_rows, x_rows, weight_F, rstd_T, dx_rows, weight_gradient_F)
     else:
-        _launch_backward_update(dy_rows, x_rows, weight_F, rstd_T, residual, dx_rows, weight_gradient_F, update)
+        _launch_backward_update(dy_rows, x_rows, weight_F, rstd_T, dx_rows, weight_gradient_F, update)
     return dx_rows.view(x_TF.shape) if out is None else out
-
-
-def rmsnorm_weight_gradient(dy_TF: Tensor, x_TF: Tensor, rstd_T1: Tensor) -> Tensor:
-    """dw = sum over tokens of dy * xhat, fp32 [F]. `rmsnorm_backward` makes it from the same read of dy and x."""
-    dw_F = torch.zeros(x_TF.shape[-1], dtype=torch.float32, device=x_TF.device)
-    _launch_backward(rows_of(dy_TF), rows_of(x_TF), dw_F, rstd_T1.reshape(-1), None, None, dw_F)
-    return dw_F
 
 
 def bytes_moved(num_tokens: int, num_features: int, itemsize: int, num_ranks: int = 0) -> dict[str, int]:
@@ -332,7 +279,5 @@ def bytes_moved(num_tokens: int, num_features: int, itemsize: int, num_ranks: in
     return {
         "forward": 2 * row + weight + rstd,
         "forward_codes": 2 * row + num_tokens * (num_features + 4) + weight + rstd,
-        "residual_forward": 4 * row + weight + rstd,
         "backward": 3 * row + weight + rstd + update,
-        "residual_backward": 4 * row + weight + rstd + update,
     }

@@ -119,31 +119,6 @@ def rope_rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, out_THD: Tensor, *, inv
     )  # fmt: skip
 
 
-def rope_packed(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    *,
-    inverse: bool = False,
-) -> Tensor:
-    """Rotates q and k inside [q | k | v], in place; `inverse` turns a gradient back.
-
-    Args:
-        qkv: [T, (H + 2K) D]; contiguous columns, rows any distance apart.
-        cos, sin: fp32 contiguous [T, D / 2].
-
-    Returns:
-        `qkv`.
-    """
-    turned = num_heads + num_kv_heads
-    heads_THD = qkv.narrow(1, 0, turned * head_dim).unflatten(1, (turned, head_dim))
-    rope_rotate(heads_THD, cos, sin, heads_THD, inverse=inverse)
-    return qkv
-
-
 def _launch_packed(
     packed: Tensor, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cos: Tensor, sin: Tensor, merge: bool
 ) -> None:

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.records import InputUpdate
 from triton_kernels.launch import SMALLEST_DOT, num_warps, power_of_2, rows_of
-from triton_kernels.lora import LowRankUpdate, update_arguments, update_options, update_tile
+from triton_kernels.lora import update_arguments, update_options, update_tile
 from triton_kernels.quantize import casts, quantize_rows, row_code_arguments, row_codes, store_row_codes
 
 _LONGEST = 16384
@@ -59,25 +60,25 @@ def _forward_codes_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["key", "threshold"])
+@triton.jit
 def _backward_kernel(
     dy_ptr, dy_stride, gate_up_ptr, gate_up_stride, out_ptr, out_stride, y_ptr, y_stride, num_tokens, num_features,
     dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-    mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
-    UPDATE: tl.constexpr, WRITE_Y: tl.constexpr, MODE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    mask_ptr, mask_stride, keep_scale,
+    UPDATE: tl.constexpr, WRITE_Y: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    features_F = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES) - skip
+    features_F = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     ok_T = tokens_T < num_tokens
-    ok_TF = ok_T[:, None] & ((features_F >= 0) & (features_F < num_features))[None, :]
+    ok_TF = ok_T[:, None] & (features_F < num_features)[None, :]
     dy = dy_ptr + tokens_T[:, None] * dy_stride + features_F[None, :]
     dy_TF = tl.load(dy, mask=ok_TF, other=0.0).to(tl.float32)
     if UPDATE:
         dy_TF += update_tile(
             dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-            mask_ptr, mask_stride, step_ptr, key, threshold, keep_scale, first_block, skip,
-            tokens_T, ok_T, tl.program_id(1), num_features, MODE, DOT, PRECISION, FEATURES, RANKS,
+            mask_ptr, mask_stride, keep_scale,
+            tokens_T, ok_T, tl.program_id(1), num_features, MASKED, DOT, PRECISION, FEATURES, RANKS,
         )  # fmt: skip
     gate = gate_up_ptr + tokens_T[:, None] * gate_up_stride + features_F[None, :]
     gate_TF = tl.load(gate, mask=ok_TF, other=0.0).to(tl.float32)
@@ -141,7 +142,7 @@ def swiglu_backward(
     dy_TF: Tensor,
     gate_up_T2F: Tensor,
     *,
-    update: LowRankUpdate | None = None,
+    update: InputUpdate | None = None,
     out: Tensor | None = None,
     activation_out: Tensor | None = None,
 ) -> Tensor:
@@ -161,18 +162,17 @@ def swiglu_backward(
     num_tokens, num_features = dy_rows.shape
     result = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if out is None else out
     if dy_rows.numel() > 0:
-        skip = 0 if update is None or update.mask is None else update.mask.feature_offset % 8
         if update is None:
-            arguments: tuple[object, ...] = (None, 0, None, 0, 0, None, 0, None, 0, 0, 1.0, 0, 0)
-            options: dict[str, object] = {"MODE": 0, "RANKS": 0, "DOT": None, "PRECISION": None}
+            arguments: tuple[object, ...] = (None, 0, None, 0, 0, None, 0, 1.0)
+            options: dict[str, object] = {"MASKED": False, "RANKS": 0, "DOT": None, "PRECISION": None}
             features = power_of_2(num_features, 1, 1024)
             tokens, warps = max(1, min(16, 2048 // features)), 4
         else:
             arguments, options = update_arguments(update), update_options(update)
             # 64 rows: the product runs on whole warpgroups, and its result changes layout in fewer steps
-            features, tokens, warps = power_of_2(num_features + skip, SMALLEST_DOT, 64), 64, 8
+            features, tokens, warps = power_of_2(num_features, SMALLEST_DOT, 64), 64, 8
         y_stride = 0 if activation_out is None else activation_out.stride(0)
-        _backward_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_features + skip, features))](
+        _backward_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_features, features))](
             dy_rows, dy_rows.stride(0), rows, rows.stride(0), result, result.stride(0), activation_out, y_stride,
             num_tokens, num_features, *arguments, UPDATE=update is not None, WRITE_Y=activation_out is not None,
             **options, TOKENS=tokens, FEATURES=features, num_warps=warps,

@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.distributed.collectives import all_gather, all_reduce
 from engine.distributed.mesh import Axis
 from engine.inference.options import Sampling
-from triton_kernels.philox import philox4x32
+from engine.kernels.philox import philox4x32
 
 _MASK = 0xFFFFFFFF
 _SITE = 0x67656E21

@@ -23,10 +23,10 @@ from engine.errors import UserError
 from engine.layers.encoded_storage import EncodedStorage
 from engine.layers.module import ShardedModule, ShardEntry, empty
 from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
+from engine.ops.adapters import Adapter, LowRank
 from engine.ops.context import TokenContext
 from engine.ops.dropout import DropoutSite
 from engine.ops.inputs import LinearInput
-from engine.ops.low_rank import Factor, LowRank
 from engine.ops.magnitude import AdapterBias, Magnitude, biased_output, scaled_output
 from engine.ops.operands import LinearOperands, RowsSink
 from engine.ops.parallel_linear import column_linear, row_linear
@@ -143,7 +143,7 @@ class _ParallelLinear(ShardedModule):
         if low_rank is None:
             return ()
         magnitudes = []
-        for slot, factor in zip(slots, low_rank.factors, strict=True):
+        for slot, adapter in zip(slots, low_rank.adapters, strict=True):
             if slot.settings.dora:
                 if self.encoded is not None:
                     raise UserError(
@@ -153,7 +153,7 @@ class _ParallelLinear(ShardedModule):
                 storage = empty(slot.spec_b.local_shape[:1], self.storage.dtype, self.storage.device)
                 spec = self._bias_spec(slot.spec_b)
                 entry = self.own(f"{slot.name}.lora_magnitude", storage, spec, trainable=True)
-                magnitudes.append(Magnitude(m_O=storage, factor=factor, sink=entry.sink))
+                magnitudes.append(Magnitude(m_O=storage, adapter=adapter, sink=entry.sink))
                 self._magnitude_leaves.append(entry.parameter)
         return tuple(magnitudes)
 
@@ -162,11 +162,11 @@ class _ParallelLinear(ShardedModule):
         if low_rank is None:
             return ()
         biases = []
-        for slot, factor in zip(slots, low_rank.factors, strict=True):
+        for slot, adapter in zip(slots, low_rank.adapters, strict=True):
             if slot.settings.bias:
-                storage = empty(slot.spec_b.local_shape[:1], self.storage.dtype, factor.b_OR.device)
+                storage = empty(slot.spec_b.local_shape[:1], self.storage.dtype, adapter.b_OR.device)
                 entry = self.own(f"{slot.name}.lora_bias", storage, self._bias_spec(slot.spec_b), trainable=True)
-                biases.append(AdapterBias(b_O=storage, factor=factor, sink=entry.sink))
+                biases.append(AdapterBias(b_O=storage, adapter=adapter, sink=entry.sink))
                 self._bias_leaves.append(entry.parameter)
         return tuple(biases)
 
@@ -210,7 +210,7 @@ class _ParallelLinear(ShardedModule):
             return None
         dtype = self.storage.dtype
         stacked = empty((total_rank, self.in_features), dtype, device)
-        factors, first = [], 0
+        adapters, first = [], 0
         for slot in slots:
             rank, rows = slot.settings.rank, slot.spec_b.local_shape[0]
             if folded and self.encoded is None:
@@ -221,11 +221,10 @@ class _ParallelLinear(ShardedModule):
             a = self.own(f"{slot.name}.lora_A", stacked[first : first + rank], slot.spec_a, trainable=True)
             b = self.own(f"{slot.name}.lora_B", b_storage, slot.spec_b, trainable=True)
             self._leaves.extend((a.parameter, b.parameter))
-            factors.append(
-                Factor(
+            adapters.append(
+                Adapter(
                     b_OR=b_storage,
                     first_column=slot.first_row,
-                    num_columns=rows,
                     first_row=first,
                     scale=slot.settings.scale,
                     sink_a=a.sink,
@@ -233,7 +232,7 @@ class _ParallelLinear(ShardedModule):
                 )
             )
             first += rank
-        return LowRank(a_RI=stacked, factors=tuple(factors), dropout=dropout)
+        return LowRank(a_RI=stacked, adapters=tuple(adapters), dropout=dropout)
 
 
 def _dropout_site(slots: list[_AdapterSlot], plan: TrainingPlan, site: int, feature_offset: int) -> DropoutSite | None:

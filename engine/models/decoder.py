@@ -19,6 +19,7 @@ from engine.distributed.differentiable import split_tokens
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import padded_split_spec
 from engine.errors import UserError
+from engine.kernels.reference import rope_tables
 from engine.layers.attention import Attention, AttentionKind
 from engine.layers.embedding import TiedHeadWeight, VocabParallelEmbedding
 from engine.layers.linear import ColumnParallelLinear, Section
@@ -37,7 +38,6 @@ from engine.ops.cross_entropy import cross_entropy
 from engine.ops.head_loss import frozen_head_losses
 from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.rope import inverse_frequencies
-from triton_kernels.reference import rope_tables
 
 SITES_PER_LAYER = 4
 """Dropout sites of a layer: attention's input, its output projection's, the MLP's input, its down projection's."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec
+from engine.kernels.philox import uniform_rows
 from engine.layers.plan import LORA_LEAVES
-from triton_kernels.philox import uniform_rows
 
 _CHUNK = 1 << 20
 """Numbers drawn at a time; bounds the memory of a draw."""

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from engine.errors import UserError
-from engine.ops.kernels import InputUpdate, Kernels
-from triton_kernels import reference
+from engine.kernels import reference
+from engine.kernels.records import InputUpdate
+from engine.ops.kernels import Kernels
 
 Part = Literal["FusedAdam", "FusedRMSNorm"]
 

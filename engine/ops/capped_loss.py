@@ -1,6 +1,6 @@
 """Cross-entropy statistics of logits under a soft cap: z = cap tanh(logit / cap), dlogit = dz (1 - (z / cap)^2).
 
-In plain torch, with the signatures of `triton_kernels.linear_cross_entropy.LossKernels`, so that both ways to a loss
+In plain torch, with the signatures of `engine.kernels.linear_cross_entropy.LossKernels`, so that both ways to a loss
 take them. The capped logits take the logits' place and stay there until the gradient is written over them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_kernels.linear_cross_entropy import LossKernels
+from engine.kernels.linear_cross_entropy import LossKernels
 
 
 def capped_loss(cap: float) -> LossKernels:

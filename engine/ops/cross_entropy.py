@@ -15,8 +15,8 @@ from torch import Tensor
 from engine.batch import IGNORE_LABEL
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
+from engine.kernels.linear_cross_entropy import Combine, combine_statistics
 from engine.ops.kernels import REFERENCE, Kernels
-from triton_kernels.linear_cross_entropy import Combine, combine_statistics
 
 
 def over_axis(axis: Axis) -> dict[str, Combine | None]:

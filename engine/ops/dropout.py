@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.ops.kernels import DrawMask, Mask
-from triton_kernels.philox import dropout_scale
+from engine.kernels.philox import dropout_scale
+from engine.kernels.records import DropoutKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,14 +30,14 @@ class DropoutSite:
     def scale(self) -> float:
         return dropout_scale(self.probability)
 
-    def mask(self, draw: DrawMask, token_index: Tensor, num_features: int, step: Tensor) -> Mask:
-        """Which of [T, num_features] are kept, in the form of the backend that draws it."""
-        return draw(
-            token_index,
-            feature_offset=self.feature_offset,
-            num_features=num_features,
-            probability=self.probability,
+    def key(self, token_index: Tensor, num_features: int, step: Tensor) -> DropoutKey:
+        """Returns the coordinates of the mask [T, num_features] of these tokens at this step."""
+        return DropoutKey(
+            token_index=token_index,
+            step=step,
             seed=self.seed,
             site=self.site,
-            step=step,
+            probability=self.probability,
+            num_features=num_features,
+            feature_offset=self.feature_offset,
         )

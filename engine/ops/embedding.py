@@ -18,9 +18,9 @@ from torch import Tensor
 
 from engine.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from engine.distributed.mesh import Axis
+from engine.ops.adapters import Adapter, LowRank, add_expansion, output_gradients
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import Kernels
-from engine.ops.low_rank import Factor, LowRank, add_expansion, output_gradients
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,16 +53,15 @@ class EmbeddingOperands:
         """The adapter; its columns of A are the ids."""
         if self.a_RV is None or self.b_HR is None:
             return None
-        factor = Factor(
+        adapter = Adapter(
             b_OR=self.b_HR,
             first_column=0,
-            num_columns=self.b_HR.shape[0],
             first_row=0,
             scale=self.scale,
             sink_a=self.sink_a,
             sink_b=self.sink_b,
         )
-        return LowRank(a_RI=self.a_RV, factors=(factor,), dropout=None)
+        return LowRank(a_RI=self.a_RV, adapters=(adapter,), dropout=None)
 
 
 class _Embedding(torch.autograd.Function):

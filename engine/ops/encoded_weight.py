@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from engine.ops.low_rank import LowRank
+from engine.ops.adapters import LowRank
 from engine.ops.quantized_products import (
     REFERENCE_OPERANDS,
     OperandKernels,
@@ -109,7 +109,7 @@ class EncodedWeight:
             assert low_rank is not None
             beside = out[:, weight.in_features :]
             beside.zero_()  # another matrix was here before
-            for factor in low_rank.factors:
-                rows = beside.narrow(0, factor.first_column, factor.num_columns)
-                factor.rows(rows).copy_(factor.b_OR)
+            for adapter in low_rank.adapters:
+                rows = beside.narrow(0, adapter.first_column, adapter.b_OR.shape[0])
+                adapter.ranks(rows).copy_(adapter.b_OR)
         return out

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from engine.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from engine.kernels.linear_cross_entropy import linear_cross_entropy
 from engine.ops.cross_entropy import over_axis
 from engine.ops.inputs import LinearInput
 from engine.ops.operands import LinearOperands
-from triton_kernels.linear_cross_entropy import linear_cross_entropy
 
 BLOCK_BYTES = 128 * 2**20
 """Of logits alive at a time. Small blocks make the product with the head read its weight more often."""

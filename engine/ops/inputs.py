@@ -16,9 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.kernels.records import InputUpdate
+from engine.ops.adapters import LowRank, NormFactors, accumulate_a
 from engine.ops.gradients import GradientSink
-from engine.ops.kernels import InputUpdate, Kernels, Mask
-from engine.ops.low_rank import LowRank, NormFactors, accumulate_a
+from engine.ops.kernels import Kernels
 from engine.ops.norm import offset_weight
 from engine.ops.quantized_products import RowCodes
 
@@ -42,7 +43,7 @@ class LinearInput(Protocol):
         """Whether `accumulate_a` makes dA without x."""
 
     def accumulate_a(
-        self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Mask | None, low_rank: LowRank, kernels: Kernels
+        self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels
     ) -> None:
         """dA = dH^T drop(x) into the adapters' sinks, from u; only where it `gives_a`."""
 
@@ -55,7 +56,7 @@ class LinearInput(Protocol):
         """Whether `gradient_and_a` takes less than making x, dA and `gradient`."""
 
     def gradient_and_a(
-        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Mask | None, low_rank: LowRank,
+        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Tensor | None, low_rank: LowRank,
         kernels: Kernels,
     ) -> Tensor:  # fmt: skip
         """As `gradient`, and dA = dH^T drop(x) into the adapters' sinks; only where it `joins_a`."""
@@ -70,7 +71,7 @@ class _MadeFirst:
         return False
 
     def accumulate_a(
-        self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Mask | None, low_rank: LowRank, kernels: Kernels
+        self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels
     ) -> None:
         raise AssertionError("dA is made from x")
 
@@ -78,7 +79,7 @@ class _MadeFirst:
         return False
 
     def gradient_and_a(
-        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Mask | None, low_rank: LowRank,
+        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Tensor | None, low_rank: LowRank,
         kernels: Kernels,
     ) -> Tensor:  # fmt: skip
         raise AssertionError("dA is made from x")
@@ -148,7 +149,7 @@ class NormInput(_MadeFirst):
         return kernels.norm_a_gradient is not None
 
     def accumulate_a(
-        self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Mask | None, low_rank: LowRank, kernels: Kernels
+        self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels
     ) -> None:
         assert statistics is not None
         weight = offset_weight(self.weight.detach(), self.offset)
@@ -201,11 +202,12 @@ class SwiGLUInput(_MadeFirst):
         return True
 
     def gradient_and_a(
-        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Mask | None, low_rank: LowRank,
+        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Tensor | None, low_rank: LowRank,
         kernels: Kernels,
     ) -> Tensor:  # fmt: skip
         if kernels.swiglu_backward_adapted is not None:
-            du = kernels.swiglu_backward_adapted(dx, u, update, dh, mask, *low_rank.a_gradients(mask))
+            sections = low_rank.sections(da=True)
+            du = kernels.swiglu_backward_adapted(dx, u, update, dh, mask, low_rank.scale_of(mask), sections)
             low_rank.a_added()
             return du
         x = dx.new_empty(dx.shape)
@@ -308,7 +310,7 @@ class KeptInput(_MadeFirst):
         return self._source.gives_a(kernels)
 
     def accumulate_a(
-        self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Mask | None, low_rank: LowRank, kernels: Kernels
+        self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels
     ) -> None:
         self._held = None
         self._source.accumulate_a(dh, u, statistics, mask, low_rank, kernels)
@@ -323,7 +325,7 @@ class KeptInput(_MadeFirst):
         return kernels.swiglu_backward_adapted is not None and self._source.joins_a(kernels)
 
     def gradient_and_a(
-        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Mask | None, low_rank: LowRank,
+        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Tensor | None, low_rank: LowRank,
         kernels: Kernels,
     ) -> Tensor:  # fmt: skip
         self._held = None

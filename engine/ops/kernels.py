@@ -8,51 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.kernels import reference, reference_fused
+from engine.kernels.linear_cross_entropy import LossKernels
+from engine.kernels.philox import dropout_mask
+from engine.kernels.records import AdapterSection, DropoutKey, InputUpdate
 from engine.ops.attention import Documents, attention_by_document
 from engine.ops.gradients import add_product
-from triton_kernels import reference, reference_fused
-from triton_kernels.linear_cross_entropy import LossKernels
-from triton_kernels.philox import dropout_mask
-from triton_kernels.reference_fused import OutputSection
-
-Mask: TypeAlias = Any
-"""A dropout mask in the form of the backend that drew it, which alone looks into it: booleans, bits, or a record of the
-coordinates to draw it from. The parallel linears leave a tensor to autograd until backward, and keep a record."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputUpdate:
-    """What adapters add to the gradient of their input: scale * mask * (dH A).
-
-    Args:
-        dh_TR: [T, R], gradient of the adapters' projection.
-        a_RI: [R, I] stacked A.
-        mask: the input's, in the backend's own form; None without dropout.
-        scale: 1 / (1 - p); 1 without dropout.
-        h_TR, h_scale: h_scale * h_TR is drop(x) A^T of the same tokens, which norms can make use of; None where it is
-            not at hand.
-    """
-
-    dh_TR: Tensor
-    a_RI: Tensor
-    mask: Mask | None
-    scale: float
-    h_TR: Tensor | None = None
-    h_scale: float = 1.0
-
-
-class DrawMask(Protocol):
-    """Draws which elements dropout keeps; see `triton_kernels.philox.dropout_mask`. The form is the backend's own."""
-
-    def __call__(
-        self, token_index: Tensor, *, feature_offset: int, num_features: int, probability: float, seed: int,
-        site: int, step: Tensor,
-    ) -> Mask: ...  # fmt: skip
 
 
 class NormForward(Protocol):
@@ -71,10 +37,10 @@ class NormBackward(Protocol):
 
 
 class OutputGradients(Protocol):
-    """dH = s dY B into `dh_out` [T, R] and dB = dY^T H added to the sections' gradients, from one read of dY."""
+    """dH = s dY B into `dh_out` [T, R] and dB = dY^T H added to the sections' `db`, from one read of dY."""
 
     def __call__(
-        self, dy_TO: Tensor, h_TR: Tensor, sections: Sequence[OutputSection], *, dh_out: Tensor
+        self, dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection], *, dh_out: Tensor
     ) -> None: ...  # fmt: skip
 
 
@@ -82,18 +48,18 @@ class AdaptedForward(Protocol):
     """y = x W^T + H B^T, [T, O], and H = s keep_scale drop(x) A^T, [T, R]. An H that is given is not made again."""
 
     def __call__(
-        self, x: Tensor, weight_OI: Tensor, a_RI: Tensor, sections: Sequence[OutputSection], *, mask: Mask | None,
+        self, x: Tensor, weight_OI: Tensor, a_RI: Tensor, sections: Sequence[AdapterSection], *, mask: Tensor | None,
         keep_scale: float, h_TR: Tensor | None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 class AdaptedBackward(Protocol):
-    """dX = dY W, [T, I], and dH = s dY B, [T, R]; dB = dY^T H is added to the sections' gradients. With `updates` dX
+    """dX = dY W, [T, I], and dH = s dY B, [T, R]; dB = dY^T H is added to the sections' `db`. With `updates` dX
     gets what the adapters add to it, keep_scale * mask * (dH A)."""
 
     def __call__(
-        self, dy: Tensor, weight_OI: Tensor, a_RI: Tensor, sections: Sequence[OutputSection], *, h_TR: Tensor,
-        mask: Mask | None, keep_scale: float, updates: bool,
+        self, dy: Tensor, weight_OI: Tensor, a_RI: Tensor, sections: Sequence[AdapterSection], *, h_TR: Tensor,
+        mask: Tensor | None, keep_scale: float, updates: bool,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -112,11 +78,11 @@ class AdaptedProducts:
 
 
 class NormAGradient(Protocol):
-    """dA = dH^T drop(x) for x = u * rstd * weight, from u; each adapter's first row in the stack and fp32 gradient."""
+    """dA = dH^T drop(x) for x = u * rstd * weight, from u, into the sections' `da`."""
 
     def __call__(
-        self, dh_TR: Tensor, u: Tensor, rstd: Tensor, weight: Tensor, mask: Mask | None, scale: float,
-        gradients: Sequence[tuple[int, Tensor]],
+        self, dh_TR: Tensor, u: Tensor, rstd: Tensor, weight: Tensor, mask: Tensor | None, scale: float,
+        sections: Sequence[AdapterSection],
     ) -> None: ...  # fmt: skip
 
 
@@ -127,11 +93,11 @@ class SwiGLUBackward(Protocol):
 
 
 class SwiGLUBackwardAdapted(Protocol):
-    """As SwiGLUBackward, and dA = dH^T drop(y) into each adapter's fp32 gradient, without writing y."""
+    """As SwiGLUBackward, and dA = dH^T drop(y) into the sections' `da`, without writing y."""
 
     def __call__(
-        self, dy: Tensor, gate_up: Tensor, update: InputUpdate | None, dh_TR: Tensor, mask: Mask | None, scale: float,
-        gradients: Sequence[tuple[int, Tensor]],
+        self, dy: Tensor, gate_up: Tensor, update: InputUpdate | None, dh_TR: Tensor, mask: Tensor | None, scale: float,
+        sections: Sequence[AdapterSection],
     ) -> Tensor: ...  # fmt: skip
 
 
@@ -201,13 +167,12 @@ class Kernels:
 
     Args:
         name: as a user asks for it.
-        draw_mask, norm_forward, norm_backward, swiglu_backward, split_rotate, attention: see their types.
+        draw_mask: which elements dropout keeps, in whatever form the backend's own functions read: booleans, or bits.
+        norm_forward, norm_backward, swiglu_backward, split_rotate, attention: see their types.
         swiglu_forward: [gate | up], out.
         project: x, stacked A, mask, keep scale, out [T, R]: drop(x) A^T.
-        a_gradient: dH, x, mask, keep scale, and for each adapter its first row in the stack and its fp32 gradient, to
-            which dH^T drop(x) is added.
-        b_gradient: dY, H, and for each adapter its first output column, first row in the stack and fp32 gradient, to
-            which dY^T H is added.
+        a_gradient: dH, x, mask, keep scale, sections: adds dH^T drop(x) to each `da`.
+        b_gradient: dY, H, sections: adds dY^T H to each `db`.
         output_gradients: dH and dB together; None where the backend has nothing that beats torch's product for dH and
             `b_gradient` after it.
         apply_update: dx, update: dx + update, in place where dx allows it.
@@ -220,21 +185,21 @@ class Kernels:
         norm_a_gradient: dA from a norm's own input; None where the norm has to be made again for it.
         swiglu_backward_adapted: SwiGLU's backward and dA of the adapters on its output in one pass; None where they are
             two, with the output written between them.
-        loss: statistics and gradient of a shard of the vocabulary; see triton_kernels.linear_cross_entropy.
+        loss: statistics and gradient of a shard of the vocabulary; see engine.kernels.linear_cross_entropy.
         product: left [T, K], right [K, N]: their product, of an activation and a frozen weight.
         folds: input features, output features and dtype of a linear on this rank: whether its adapters are faster as
             columns of its weight, one product each way, than otherwise.
     """
 
     name: str
-    draw_mask: DrawMask
+    draw_mask: Callable[[DropoutKey], Tensor]
     norm_forward: NormForward
     norm_backward: NormBackward
     swiglu_forward: Callable[[Tensor, Tensor], None]
     swiglu_backward: SwiGLUBackward
-    project: Callable[[Tensor, Tensor, Mask | None, float, Tensor], None]
-    a_gradient: Callable[[Tensor, Tensor, Mask | None, float, Sequence[tuple[int, Tensor]]], None]
-    b_gradient: Callable[[Tensor, Tensor, Sequence[tuple[int, int, Tensor]]], None]
+    project: Callable[[Tensor, Tensor, Tensor | None, float, Tensor], None]
+    a_gradient: Callable[[Tensor, Tensor, Tensor | None, float, Sequence[AdapterSection]], None]
+    b_gradient: Callable[[Tensor, Tensor, Sequence[AdapterSection]], None]
     apply_update: Callable[[Tensor, InputUpdate], Tensor]
     split_rotate: SplitRotate
     split_rotate_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -291,20 +256,21 @@ def _project(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Te
 
 
 def _a_gradient(
-    dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, gradients: Sequence[tuple[int, Tensor]]
+    dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, sections: Sequence[AdapterSection]
 ) -> None:
     dropped = _dropped(x, mask, scale)
-    for first, gradient in gradients:
-        add_product(gradient, dh_TR.narrow(1, first, gradient.shape[0]).t(), dropped)
+    for one in sections:
+        if one.da is not None:
+            add_product(one.da, one.ranks(dh_TR).t(), dropped)
 
 
-def _b_gradient(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[tuple[int, int, Tensor]]) -> None:
-    for column, row, gradient in gradients:
-        num_columns, rank = gradient.shape
-        add_product(gradient, dy_TO.narrow(1, column, num_columns).t(), h_TR.narrow(1, row, rank))
+def _b_gradient(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]) -> None:
+    for one in sections:
+        if one.db is not None:
+            add_product(one.db, one.columns(dy_TO).t(), one.ranks(h_TR))
 
 
-def _output_gradients(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[OutputSection], *, dh_out: Tensor) -> None:
+def _output_gradients(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection], *, dh_out: Tensor) -> None:
     reference_fused.output_gradients(dy_TO, h_TR, sections, dh_out=dh_out, add=True)
 
 

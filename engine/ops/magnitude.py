@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from engine.distributed.collectives import all_reduce
+from engine.ops.adapters import Adapter
 from engine.ops.context import TokenContext
 from engine.ops.gradients import GradientSink
-from engine.ops.low_rank import Factor
 from engine.ops.operands import LinearOperands
 
 
@@ -35,28 +35,28 @@ class Magnitude:
 
     Args:
         m_O: [o], of this rank's rows.
-        factor: the adapter.
+        adapter: that it belongs to.
         sink: of the gradient of m.
     """
 
     m_O: Tensor
-    factor: Factor
+    adapter: Adapter
     sink: GradientSink | None
 
 
-def row_lengths(operands: LinearOperands, factor: Factor, *, split_inputs: bool) -> Tensor:
-    """fp32 [o] lengths of the rows of W + s B A that `factor` adapts.
+def row_lengths(operands: LinearOperands, adapter: Adapter, *, split_inputs: bool) -> Tensor:
+    """fp32 [o] lengths of the rows of W + s B A that `adapter` adapts.
 
     Args:
         split_inputs: the input features are split over `operands.axis`.
     """
     assert operands.low_rank is not None
-    weight_OI = operands.weight_OI.narrow(0, factor.first_column, factor.num_columns)
-    a_RI = operands.low_rank.a_RI.narrow(0, factor.first_row, factor.b_OR.shape[1])
-    b = factor.b_OR.float()
+    weight_OI = operands.weight_OI.narrow(0, adapter.first_column, adapter.b_OR.shape[0])
+    a_RI = operands.low_rank.a_RI.narrow(0, adapter.first_row, adapter.b_OR.shape[1])
+    b = adapter.b_OR.float()
     squares = torch.linalg.vector_norm(weight_OI, dim=1, dtype=torch.float32).square()
-    squares.add_(((weight_OI @ a_RI.t()).float() * b).sum(1), alpha=2 * factor.scale)
-    squares.add_(((b @ (a_RI.float() @ a_RI.float().t())) * b).sum(1), alpha=factor.scale**2)
+    squares.add_(((weight_OI @ a_RI.t()).float() * b).sum(1), alpha=2 * adapter.scale)
+    squares.add_(((b @ (a_RI.float() @ a_RI.float().t())) * b).sum(1), alpha=adapter.scale**2)
     if split_inputs:
         squares = all_reduce(squares, operands.axis)
     return squares.clamp_(min=0).sqrt_()
@@ -74,13 +74,13 @@ class _Scaled(torch.autograd.Function):
         split_inputs: bool,
         *leaves: Tensor,
     ) -> Tensor:
-        lengths = [row_lengths(operands, one.factor, split_inputs=split_inputs) for one in magnitudes]
+        lengths = [row_lengths(operands, one.adapter, split_inputs=split_inputs) for one in magnitudes]
         y_TO = z_TO.clone()
         factors = []
         for one, length in zip(magnitudes, lengths, strict=True):
             # rows of nothing but zeros, as padding has them, stay so
             factors.append(one.m_O.float() / length.clamp(min=torch.finfo(torch.float32).tiny))
-            one.factor.columns(y_TO).mul_(factors[-1])
+            one.adapter.columns(y_TO).mul_(factors[-1])
         ctx.save_for_backward(z_TO, *lengths, *factors)
         ctx.magnitudes, ctx.num_leaves = magnitudes, len(leaves)
         return y_TO
@@ -91,11 +91,11 @@ class _Scaled(torch.autograd.Function):
         count = len(ctx.magnitudes)
         dz_TO = dy_TO.clone()
         for one, length, factor in zip(ctx.magnitudes, rest[:count], rest[count:], strict=True):
-            dy = one.factor.columns(dy_TO)
+            dy = one.adapter.columns(dy_TO)
             if one.sink is not None:
-                dm = (dy.float() * one.factor.columns(z_TO).float()).sum(0)
+                dm = (dy.float() * one.adapter.columns(z_TO).float()).sum(0)
                 one.sink.add(dm / length.clamp(min=torch.finfo(torch.float32).tiny))
-            one.factor.columns(dz_TO).mul_(factor)
+            one.adapter.columns(dz_TO).mul_(factor)
         return (dz_TO, None, None, None, *([None] * ctx.num_leaves))
 
 
@@ -128,12 +128,12 @@ class AdapterBias:
 
     Args:
         b_O: [o], of this rank's rows.
-        factor: the adapter.
+        adapter: that it belongs to.
         sink: of the gradient of b.
     """
 
     b_O: Tensor
-    factor: Factor
+    adapter: Adapter
     sink: GradientSink | None
 
 
@@ -144,7 +144,7 @@ class _Biased(torch.autograd.Function):
     def forward(ctx: Any, y_TO: Tensor, biases: tuple[AdapterBias, ...], *leaves: Tensor) -> Tensor:
         out_TO = y_TO.clone()
         for one in biases:
-            one.factor.columns(out_TO).add_(one.b_O, alpha=one.factor.scale)
+            one.adapter.columns(out_TO).add_(one.b_O, alpha=one.adapter.scale)
         ctx.biases, ctx.num_leaves = biases, len(leaves)
         return out_TO
 
@@ -152,7 +152,7 @@ class _Biased(torch.autograd.Function):
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Any, ...]:
         for one in ctx.biases:
             if one.sink is not None:
-                one.sink.add(one.factor.columns(dy_TO).sum(0, dtype=torch.float32).mul_(one.factor.scale))
+                one.sink.add(one.adapter.columns(dy_TO).sum(0, dtype=torch.float32).mul_(one.adapter.scale))
         return (dy_TO, None, *([None] * ctx.num_leaves))
 
 

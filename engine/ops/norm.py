@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.kernels import reference
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import Kernels
-from triton_kernels import reference
 
 
 def offset_weight(weight: Tensor, offset: float) -> Tensor:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from engine.distributed.mesh import Axis
+from engine.ops.adapters import LowRank, add_expansion, project
 from engine.ops.context import TokenContext
 from engine.ops.encoded_weight import EncodedWeight
 from engine.ops.gradients import GradientSink
 from engine.ops.inputs import LinearInput
-from engine.ops.kernels import AdaptedProducts, Kernels, Mask
-from engine.ops.low_rank import LowRank, add_expansion, project
+from engine.ops.kernels import AdaptedProducts, Kernels
 from engine.ops.quantized_products import RowCodes
 
 
@@ -97,7 +97,7 @@ class LinearOperands:
         return self.kernels.product(x, self._factor_OE.t())
 
     def expanded_product(
-        self, x: Tensor | RowCodes, h: Tensor | None, mask: Mask | None
+        self, x: Tensor | RowCodes, h: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """y = x W^T + H B^T, [T, O], and H as backward needs it, for an x and H of the same tokens.
 
@@ -112,7 +112,7 @@ class LinearOperands:
             products = self.adapted(x) if isinstance(x, Tensor) else None
         if products is not None:
             assert isinstance(x, Tensor)
-            keep_scale = 1.0 if mask is None else self.low_rank.keep_scale
+            keep_scale = self.low_rank.scale_of(mask)
             sections = self.low_rank.sections()
             return products.forward(
                 x, self.weight_OI, self.low_rank.a_RI, sections, mask=mask, keep_scale=keep_scale, h_TR=h
@@ -131,13 +131,13 @@ class LinearOperands:
         return self.kernels.product(dy_TO, self._factor_OE)
 
     def adapted_gradient(
-        self, products: AdaptedProducts, dy_TO: Tensor, h: Tensor, mask: Mask | None, *, updates: bool
+        self, products: AdaptedProducts, dy_TO: Tensor, h: Tensor, mask: Tensor | None, *, updates: bool
     ) -> tuple[Tensor, Tensor]:
         """dX_base, with what the adapters add to it where it `updates`, and dH; dB goes to its sinks."""
         low_rank = self.low_rank
         assert low_rank is not None
-        keep_scale = 1.0 if mask is None else low_rank.keep_scale
-        sections = low_rank.sections(gradients=True)
+        keep_scale = low_rank.scale_of(mask)
+        sections = low_rank.sections(db=True)
         dx, dh = products.backward(
             dy_TO, self.weight_OI, low_rank.a_RI, sections, h_TR=h, mask=mask, keep_scale=keep_scale, updates=updates
         )
@@ -151,8 +151,8 @@ class LinearOperands:
         if self.encoded is None:
             torch.mm(dy_TO, self.extended_OE[:, self.in_features :], out=both[:, self.in_features :])
             return both
-        for factor in self.low_rank.factors:
-            torch.mm(factor.columns(dy_TO), factor.b_OR, out=factor.rows(both[:, self.in_features :]))
+        for adapter in self.low_rank.adapters:
+            torch.mm(adapter.columns(dy_TO), adapter.b_OR, out=adapter.ranks(both[:, self.in_features :]))
         return both
 
     def in_context(self, context: TokenContext) -> LinearOperands:
@@ -165,10 +165,8 @@ class LinearOperands:
         """The same linear with no output features, on an axis of its own. H has the same bits as that of the whole."""
         low_rank = self.low_rank
         if low_rank is not None:
-            factors = tuple(
-                replace(factor, b_OR=factor.b_OR[:0], first_column=0, num_columns=0) for factor in low_rank.factors
-            )
-            low_rank = replace(low_rank, factors=factors)
+            adapters = tuple(replace(one, b_OR=one.b_OR[:0], first_column=0) for one in low_rank.adapters)
+            low_rank = replace(low_rank, adapters=adapters)
         extended = self.extended_OE[:0]
         if self.encoded is not None:
             extended = torch.empty(extended.shape, dtype=extended.dtype, device=self.encoded.device)
@@ -187,7 +185,7 @@ class LinearOperands:
         low_rank = self.low_rank
         if low_rank is None or low_rank.dropout is None or not context.training:
             return None
-        return low_rank.dropout.mask(self.kernels.draw_mask, token_index, self.in_features, context.step)
+        return self.kernels.draw_mask(low_rank.dropout.key(token_index, self.in_features, context.step))
 
     def input_and_projection(
         self, u: Tensor, source: LinearInput, mask: Tensor | None, *, alone: bool = False

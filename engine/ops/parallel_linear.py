@@ -39,24 +39,12 @@ from engine.distributed.collectives import (
     reduce_scatter,
     reduce_scatter_async,
 )
+from engine.kernels.records import InputUpdate
+from engine.ops.adapters import accumulate_a, accumulate_b, output_gradients, projection_gradient
 from engine.ops.context import TokenContext
 from engine.ops.inputs import LinearInput
-from engine.ops.kernels import InputUpdate, Mask
-from engine.ops.low_rank import accumulate_a, accumulate_b, output_gradients, projection_gradient
 from engine.ops.operands import LinearOperands, accumulate_base
 from engine.ops.quantized_products import RowCodes
-
-
-def _save(ctx: Any, u: Tensor, statistics: Tensor | None, h: Tensor | None, mask: Mask | None) -> None:
-    """Keeps what backward needs. A mask that is a record is kept beside the tensors: autograd takes tensors only."""
-    ctx.save_for_backward(u, statistics, h, mask if isinstance(mask, Tensor) else None)
-    ctx.mask_record = None if isinstance(mask, Tensor) else mask
-
-
-def _saved(ctx: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Mask | None]:
-    """What `_save` kept."""
-    u, statistics, h, mask = ctx.saved_tensors
-    return u, statistics, h, ctx.mask_record if mask is None else mask
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -76,13 +64,13 @@ class _ColumnLinear(torch.autograd.Function):
         y, h = operands.expanded_product(x, h, mask)
         if operands.bias_O is not None:
             y.add_(operands.bias_O)
-        _save(ctx, u, statistics, h, mask)
+        ctx.save_for_backward(u, statistics, h, mask)
         ctx.source, ctx.operands, ctx.gathers, ctx.num_leaves = source, operands, gathers, len(leaves)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        u, statistics, h, mask = _saved(ctx)
+        u, statistics, h, mask = ctx.saved_tensors
         source, operands = ctx.source, ctx.operands
         needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
         started = _column_input_gradient(operands, dy, h, mask, needs_du, ctx.gathers)
@@ -123,7 +111,7 @@ def _accumulate_a(
     u: Tensor,
     statistics: Tensor | None,
     dh: Tensor | None,
-    mask: Mask | None,
+    mask: Tensor | None,
 ) -> None:
     """dA from x, or from u where there is no x."""
     assert operands.low_rank is not None and dh is not None
@@ -200,7 +188,7 @@ class _Started:
 
 
 def _column_input_gradient(
-    operands: LinearOperands, dy: Tensor, h: Tensor | None, mask: Mask | None, needs_dx: bool, gathers: bool
+    operands: LinearOperands, dy: Tensor, h: Tensor | None, mask: Tensor | None, needs_dx: bool, gathers: bool
 ) -> _Started:
     """Starts dX and dH on their way; adds dB to its sinks where it comes from the same read of dY as dH."""
     low_rank, axis = operands.low_rank, operands.axis
@@ -251,13 +239,13 @@ class _RowLinear(torch.autograd.Function):
         y = reduce_scatter(y, axis) if scatters else all_reduce(y, axis)
         if operands.bias_O is not None:
             y.add_(operands.bias_O)
-        _save(ctx, u, statistics, h, mask)
+        ctx.save_for_backward(u, statistics, h, mask)
         ctx.source, ctx.operands, ctx.scatters, ctx.num_leaves = source, operands, scatters, len(leaves)
         return y
 
     @staticmethod
     def backward(ctx: Any, local_dy: Tensor) -> tuple[Any, ...]:
-        u, statistics, h, mask = _saved(ctx)
+        u, statistics, h, mask = ctx.saved_tensors
         source, operands, low_rank = ctx.source, ctx.operands, ctx.operands.low_rank
         dy, handle = local_dy, Handle()
         if ctx.scatters:
@@ -286,7 +274,7 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _row_input_gradient(
-    operands: LinearOperands, dy: Tensor, h: Tensor | None, mask: Mask | None, needs_dx: bool
+    operands: LinearOperands, dy: Tensor, h: Tensor | None, mask: Tensor | None, needs_dx: bool
 ) -> tuple[Tensor | None, Tensor | None, InputUpdate | None]:
     """dX (None where it is not needed), dH, and what dX still lacks; dB goes to its sinks."""
     low_rank = operands.low_rank

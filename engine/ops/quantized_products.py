@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
+from engine.kernels import reference_quantize
 from engine.quantization.encoding import Encoding
-from triton_kernels import reference_quantize
 
 FP8_MULTIPLE = 16
 """What both sizes of an e4m3 weight divide by on a GPU."""
@@ -46,7 +46,7 @@ class RowCodes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperandKernels:
-    """How operands of an FP8 product are made; see `triton_kernels.reference_quantize`.
+    """How operands of an FP8 product are made; see `engine.kernels.reference_quantize`.
 
     Args:
         quantize_rows, quantize_matrix: x [T, F], fp32 column scales [F] or None -> codes, scale [T, 1] or [].

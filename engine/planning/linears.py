@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.kernels.reference_quantize import CHUNK
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, DECODED, TEMPORARY, Block, Ledger
 from engine.planning.shapes import LinearShape
 from engine.planning.sizes import WIDE, Sizes
-from triton_kernels.reference_quantize import CHUNK
 
 Source = Literal["norm", "swiglu", "given"]
 """What a linear's input is made by; see engine.ops.inputs."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from engine.kernels.reference_quantize import CHUNK
 from engine.layers.recompute import MemoryPlan
 from engine.optim.offload import NUM_STATES, device_bytes
 from engine.optim.publish import AHEAD
@@ -38,7 +39,6 @@ from engine.planning.messages import messages_held
 from engine.planning.shapes import ModelShape, Parameters
 from engine.planning.sizes import WIDE, Sizes
 from engine.planning.stage import StageBytes, stage_bytes
-from triton_kernels.reference_quantize import CHUNK
 
 _BATCH_BYTES = 4 * 8 + 4
 """Of a token: its id, label, position and dropout coordinate as int64, its weight as fp32."""
@@ -246,7 +246,7 @@ class _Rank:
 
     def _load(self, static: Parts) -> int:
         """Weights, masters and gradients are there, moments not yet; one tensor is in the dtype it is stored in, at
-        most fp32. Encoding it takes copies of a piece of it, see `triton_kernels.reference_quantize`."""
+        most fp32. Encoding it takes copies of a piece of it, see `engine.kernels.reference_quantize`."""
         groups = list(self._groups())
         largest = max((group.largest for group in groups), default=0)
         encoding = 0

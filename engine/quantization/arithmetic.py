@@ -1,7 +1,7 @@
 """The loops behind the encodings, by one of several backends; plain torch unless another one is handed in.
 
 Only what touches every weight is here; the few numbers beside them (scales of scales, cuts) are plain torch in the
-encodings themselves. A backend gives the bits of `triton_kernels.reference_quantize`.
+encodings themselves. A backend gives the bits of `engine.kernels.reference_quantize`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from triton_kernels import reference_quantize
+from engine.kernels import reference_quantize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
-    """One backend; see the functions of the same names in `triton_kernels.reference_quantize`.
+    """One backend; see the functions of the same names in `engine.kernels.reference_quantize`.
 
     Args:
         name: as a user reads it.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from engine.kernels.reference_quantize import FP8_LARGEST
 from engine.quantization.arithmetic import PLAIN, Arithmetic
 from engine.quantization.rowwise import RowwiseEncoding
-from triton_kernels.reference_quantize import FP8_LARGEST
 
 
 def fp8(arithmetic: Arithmetic = PLAIN, *, per_matrix: bool = True) -> RowwiseEncoding:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from engine.kernels.reference_quantize import INT8_LARGEST
 from engine.quantization.arithmetic import PLAIN, Arithmetic
 from engine.quantization.rowwise import RowwiseEncoding
-from triton_kernels.reference_quantize import INT8_LARGEST
 
 
 def int8(arithmetic: Arithmetic = PLAIN) -> RowwiseEncoding:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels.reference_quantize import row_scales
 from engine.quantization.arithmetic import PLAIN, Arithmetic
 from engine.quantization.parts import Whole, bounds, require_finite
-from triton_kernels.reference_quantize import row_scales
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.kernels.philox import dropout_mask
+from engine.kernels.records import DropoutKey
 from engine.models.config import DecoderConfig
-from triton_kernels.philox import dropout_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +43,15 @@ class PlainDecoder:
             return 0.0
         if self.dropout > 0:
             kept = dropout_mask(
-                batch.token_index_BS.flatten(),
-                feature_offset=0,
-                num_features=x.shape[1],
-                probability=self.dropout,
-                seed=self.seed,
-                site=site,
-                step=step,
+                DropoutKey(
+                    token_index=batch.token_index_BS.flatten(),
+                    feature_offset=0,
+                    num_features=x.shape[1],
+                    probability=self.dropout,
+                    seed=self.seed,
+                    site=site,
+                    step=step,
+                )
             )
             x = x * kept / (1.0 - round(self.dropout * 65536) / 65536)
         return self.scale * ((x @ a.T) @ b.T)

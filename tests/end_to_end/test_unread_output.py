@@ -28,7 +28,10 @@ def _start(arguments: list[str], ranks: int) -> subprocess.Popen[str]:
 
 
 def test_a_run_goes_on(stories_dir: Path, data_dir: Path, tmp_path: Path) -> None:
-    """By itself and under torchrun, side by side; the reader leaves in the middle of training."""
+    """By itself and under torchrun; the reader leaves in the middle of training.
+
+    The second starts after the first one's reader has left: nobody may come so late that all has been written.
+    """
     text = write_plays(tmp_path / "text.txt", data_dir, 6000)
     runs = {}
     for ranks in (1, 2):
@@ -37,8 +40,7 @@ def test_a_run_goes_on(stories_dir: Path, data_dir: Path, tmp_path: Path) -> Non
             "train.global_batch_size": 4, "checkpoint.dir": tmp_path / f"run{ranks}", "checkpoint.every": 20,
             "log.every": 1, "log.peak_tflops": 0,
         }  # fmt: skip
-        runs[ranks] = _start(options(settings), ranks)
-    for process in runs.values():
+        process = runs[ranks] = _start(options(settings), ranks)
         assert process.stdout is not None
         seen = ""
         while not seen.startswith("run: "):

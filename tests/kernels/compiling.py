@@ -29,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from engine.kernels.records import AdapterSection, DropoutKey, InputUpdate
 from tests.kernels.launches import refuse_none_in_tuples
 from triton_kernels import (
     cross_entropy,
@@ -36,11 +37,9 @@ from triton_kernels import (
     head_norm,
     launch,
     lora,
-    lora_matmul,
     output_gradients,
     partial_sums,
     quantize,
-    reference_fused,
     rmsnorm,
     rope,
     swiglu,
@@ -90,7 +89,7 @@ def _pretend_to_have_a_gpu() -> None:
     JITFunction.__getitem__ = _compile_instead
     options = {t: {"DOT": launch._TYPES[t], "PRECISION": "tf32"} for t in (torch.bfloat16, torch.float16)}
     options[torch.float32] = {"DOT": launch._TYPES[torch.float32], "PRECISION": "ieee"}
-    for module in (launch, lora, lora_matmul):
+    for module in (launch, lora):
         module.dot_options = lambda x: options[x.dtype]
     for module in (quantize, rmsnorm, swiglu):
         module.casts = lambda x: True
@@ -98,24 +97,25 @@ def _pretend_to_have_a_gpu() -> None:
         module.num_processors = lambda device: _PROCESSORS
 
 
-def _masks(num_tokens: int, num_features: int, offset: int) -> list[dropout.DropoutMask | None]:
-    drawn = dropout.DropoutMask(
-        token_index_T=torch.zeros(num_tokens, dtype=torch.int64),
-        step=torch.zeros((), dtype=torch.int64),
-        probability=0.1,
-        seed=3,
-        site=5,
-        feature_offset=offset,
+def _mask(num_tokens: int, num_features: int, offset: int) -> Tensor:
+    return dropout.dropout_bits(
+        DropoutKey(
+            token_index=torch.zeros(num_tokens, dtype=torch.int64),
+            step=torch.zeros((), dtype=torch.int64),
+            seed=3,
+            site=5,
+            probability=0.1,
+            num_features=num_features,
+            feature_offset=offset,
+        )
     )
-    return [drawn, drawn.with_bits(num_features), None]
 
 
-def _adapters(
-    dtype: torch.dtype, num_tokens: int, width: int, rank: int, offset: int, modes: int, *, folded: bool = False
-) -> None:
-    """Everything that knows of adapters; `modes` of the three ways to come by a mask.
+def _adapters(dtype: torch.dtype, num_tokens: int, width: int, rank: int, offset: int, *, folded: bool = False) -> None:
+    """Everything that knows of adapters, with a mask and without.
 
     Args:
+        offset: first feature of the mask.
         folded: x and H are columns of one buffer and W and B of another, as in a folded linear: with rank 8 their rows
             lie a multiple of 8 elements apart, and not of 16.
     """
@@ -128,7 +128,7 @@ def _adapters(
             return empty(rows, width), empty(rows, rank)
         return empty(rows, width + rank).tensor_split([width], dim=1)
 
-    (x, h), (base, b) = beside(num_tokens), beside(width)
+    (x, h), (_, b) = beside(num_tokens), beside(width)
     gate_up, weight, a, rstd = (
         empty(num_tokens, 2 * width),
         empty(width),
@@ -137,34 +137,29 @@ def _adapters(
     )
     rmsnorm.rmsnorm_forward(empty(num_tokens, width), weight, 1e-5, out=x)
     swiglu.swiglu_forward(gate_up, out=x)
-    for mask in _masks(num_tokens, width, offset)[:modes]:
-        if mask is not None:
-            dropout.dropout_apply(x, mask)
+    for mask in (_mask(num_tokens, width, offset), None):
         lora.project(x, a, mask, out=h)
         lora.a_gradient(h, x, mask, torch.empty(rank, width))
-        update = lora.LowRankUpdate(dh_TR=h, a_RI=a, mask=mask, h_TR=h)
+        update = InputUpdate(dh_TR=h, a_RI=a, mask=mask, h_TR=h)
         lora.add_input_gradient(x, update)
         for dw in (None, torch.empty(width)):
-            rmsnorm.rmsnorm_backward(x, x, weight, rstd, residual_gradient_TF=x, update=update, weight_gradient_F=dw)
+            rmsnorm.rmsnorm_backward(x, x, weight, rstd, update=update, weight_gradient_F=dw)
         swiglu.swiglu_backward(x, gate_up, update=update, out=gate_up)
     _output_gradients(x, h, b)
-    lora_matmul.lora_matmul(x, base, h, b, 2.0)
 
 
 def _output_gradients(dy: Tensor, h: Tensor, b: Tensor) -> None:
     """dB alone, dH alone and both; of one adapter, and of three on one input, as q, k and v have them."""
     (width, rank), gradient = b.shape, torch.empty(b.shape)
-    one = reference_fused.OutputSection(
-        first_column=0, num_columns=width, first_row=0, num_ranks=rank, b_OR=b, db_out=gradient
-    )
+    one = AdapterSection(first_column=0, num_columns=width, first_row=0, num_ranks=rank, b=b, db=gradient)
     # rows of dY and H as far apart, modulo 16, as those they are made of
     wide, stacked = (torch.cat((x, x, x), 1) for x in (dy, h))
     if h.stride(0) % 16:
         wide, stacked = (torch.cat((x, x[:, :8]), 1)[:, : x.shape[1]] for x in (wide, stacked))
     three = [replace(one, first_column=i * width, first_row=i * rank) for i in range(3)]
     for rows, low, sections in ((dy, h, [one]), (wide, stacked, three)):
-        frozen = [replace(section, db_out=None) for section in sections]
-        alone = [replace(section, b_OR=None) for section in sections]
+        frozen = [replace(section, db=None) for section in sections]
+        alone = [replace(section, b=None) for section in sections]
         output_gradients.output_gradients(rows, low, alone, add=True)
         output_gradients.output_gradients(rows, None, frozen, dh_out=torch.empty_like(low))
         output_gradients.output_gradients(rows, low, sections, dh_out=torch.empty_like(low), add=True)
@@ -177,16 +172,14 @@ def _elementwise(dtype: torch.dtype, num_tokens: int, width: int, heads: int, he
     x, weight, gate_up = empty(num_tokens, width), empty(width), empty(num_tokens, 2 * width)
     rstd, one = torch.empty(num_tokens, 1), torch.empty(num_tokens)
     rmsnorm.rmsnorm_forward(x, weight, 1e-5)
-    rmsnorm.residual_rmsnorm_forward(x, x, weight, 1e-5)
     rmsnorm.rmsnorm_backward(x, x, weight, rstd)
-    rmsnorm.rmsnorm_backward(x, x, weight, rstd, residual_gradient_TF=x, weight_gradient_F=torch.empty(width))
+    rmsnorm.rmsnorm_backward(x, x, weight, rstd, weight_gradient_F=torch.empty(width))
     swiglu.swiglu_forward(gate_up)
     swiglu.swiglu_forward_codes(gate_up, x)
     rmsnorm.rmsnorm_forward_codes(x, weight, 1e-5, x)
     swiglu.swiglu_backward(x, gate_up)
     swiglu.swiglu_backward(x, gate_up, activation_out=x)
     qkv, table = empty(num_tokens, 3 * heads * head_dim), torch.empty(num_tokens, head_dim // 2)
-    rope.rope_packed(qkv, table, table, heads, heads, head_dim)
     rope.rope_merge(*rope.rope_split(qkv, table, table, heads, heads, head_dim), table, table)
     norms, gradients = (empty(head_dim), empty(head_dim)), tuple(empty(num_tokens, heads, head_dim) for _ in range(3))
     rstd_heads = head_norm.norm_rope_split(qkv, norms, 1e-5, table, table, heads, heads, head_dim)[2]
@@ -217,7 +210,7 @@ def main(names: list[str]) -> None:
     """Compiles what each name stands for.
 
     Args:
-        names: dtypes; "folded:RANK" for the rows of folded linears; "all" for every mask mode, larger ranks, and sizes
+        names: dtypes; "folded:RANK" for the rows of folded linears; "all" for larger ranks, and sizes
             of 1 that become constants.
     """
     warnings.simplefilter("error", UserWarning)
@@ -226,14 +219,14 @@ def main(names: list[str]) -> None:
     _pretend_to_have_a_gpu()
     for name in names:
         if name == "all":
-            _adapters(torch.bfloat16, 1, 1, 1, 3, modes=3)
+            _adapters(torch.bfloat16, 1, 1, 1, 3)
             _elementwise(torch.bfloat16, 1, 1, 1, 2)
             _quantisation(torch.bfloat16, 1, 1)
-            _adapters(torch.bfloat16, 512, 4096, 192, 0, modes=3)
+            _adapters(torch.bfloat16, 512, 4096, 192, 0)
         elif name.startswith("folded:"):
-            _adapters(torch.bfloat16, 512, 4096, int(name.partition(":")[2]), 0, modes=1, folded=True)
+            _adapters(torch.bfloat16, 512, 4096, int(name.partition(":")[2]), 0, folded=True)
         else:
-            _adapters(getattr(torch, name), 256, 4096, 16, 0, modes=1)
+            _adapters(getattr(torch, name), 256, 4096, 16, 0)
             _elementwise(getattr(torch, name), 256, 4096, 16, 128)
             _quantisation(getattr(torch, name), 256, 4096)
 

@@ -22,7 +22,6 @@ KERNELS = (
     "dropout",
     "partial_sums",
     "lora",
-    "lora_matmul",
     "output_gradients",
     "rmsnorm",
     "swiglu",

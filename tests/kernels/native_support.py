@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.ops.native.dropout import dropout_bits, unpack_bits
+from engine.kernels.records import AdapterSection, DropoutKey
+from engine.ops.native.dropout import dropout_bits
 from engine.ops.native.loader import best_instruction_set, native_status
 
 _ORDER = ("baseline", "avx2", "avx512")
@@ -25,11 +26,29 @@ SHAPES = ((5, 123), (1, 123), (0, 64), (1, 1), (37, 8), (64, 256), (19, 1000))
 """(tokens, features): odd, one row, empty, one element, short, round, several tiles with a remainder."""
 
 
+def unpack_bits(bits: Tensor, num_features: int) -> Tensor:
+    """bool [T, num_features] of packed bits."""
+    return ((bits[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)[:, :num_features].bool()
+
+
+def a_section(da: Tensor, first_row: int = 0) -> AdapterSection:
+    """An adapter of which only dA is asked for."""
+    return AdapterSection(first_column=0, num_columns=0, first_row=first_row, num_ranks=da.shape[0], da=da)
+
+
+def b_section(db: Tensor, first_column: int = 0, first_row: int = 0) -> AdapterSection:
+    """An adapter of which only dB is asked for."""
+    (num_columns, num_ranks), first = db.shape, first_column
+    return AdapterSection(first_column=first, num_columns=num_columns, first_row=first_row, num_ranks=num_ranks, db=db)
+
+
 def drawn_bits(tokens: int, features: int) -> tuple[Tensor, Tensor]:
     """A packed mask that drops a fifth, and the same as fp32."""
-    bits = dropout_bits(
-        torch.arange(tokens), feature_offset=5, num_features=features, probability=0.2, seed=1, site=2, step=3
-    )
+    key = DropoutKey(
+        token_index=torch.arange(tokens), step=3, seed=1, site=2, probability=0.2, num_features=features,
+        feature_offset=5,
+    )  # fmt: skip
+    bits = dropout_bits(key)
     return bits, unpack_bits(bits, features).float()
 
 

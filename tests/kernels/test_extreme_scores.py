@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.batch import IGNORE_LABEL
 from engine.distributed.mesh import Axis
+from engine.kernels.linear_cross_entropy import linear_cross_entropy
 from engine.ops.attention_blocks import NATIVE_BLOCKS, REFERENCE_BLOCKS, AttentionBlocks, merge_
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.kernels import REFERENCE, Kernels
@@ -16,7 +17,6 @@ from engine.ops.native.backend import NATIVE
 from engine.zigzag import Block, Span
 from tests.kernels.comparing import places
 from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, attention_by_torch, needs_native
-from triton_kernels.linear_cross_entropy import linear_cross_entropy
 
 LARGEST = (1e3, 1e9, 4.4e9, 1e18, 1e30)
 SCALE, HEADS, KV_HEADS, DIM = 0.3, 4, 2, 8

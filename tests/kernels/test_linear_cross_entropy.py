@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels import reference_fused
+from engine.kernels.linear_cross_entropy import Combine, LossKernels, linear_cross_entropy
 from tests.kernels.comparing import assert_as_exact_as_torch, interpreted_only, random_rows
-from triton_kernels import reference_fused
-from triton_kernels.linear_cross_entropy import Combine, LossKernels, linear_cross_entropy
 
 REFERENCE = LossKernels(statistics=reference_fused.local_statistics, gradient=reference_fused.local_gradient)
 NUM_TOKENS, HIDDEN, NUM_IDS = 11, 24, 50

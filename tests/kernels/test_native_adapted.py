@@ -9,11 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.records import AdapterSection, DropoutKey
 from engine.ops.native import adapted
-from engine.ops.native.dropout import dropout_bits, unpack_bits
+from engine.ops.native.dropout import dropout_bits
 from engine.ops.native.product import has_tiles, multiply_by_tiles
-from tests.kernels.native_support import assert_accurate, assert_same_on_any_threads, needs_native, threads, widened
-from triton_kernels.reference_fused import OutputSection
+from tests.kernels.native_support import (
+    assert_accurate,
+    assert_same_on_any_threads,
+    needs_native,
+    threads,
+    unpack_bits,
+    widened,
+)
 
 pytestmark = [needs_native, pytest.mark.skipif(not has_tiles(), reason="no AMX tiles")]
 
@@ -47,7 +54,7 @@ class Operands(NamedTuple):
     weight: Tensor
     a: Tensor
     dy: Tensor
-    sections: list[OutputSection]
+    sections: list[AdapterSection]
     bits: Tensor | None
     kept: Tensor
 
@@ -55,12 +62,12 @@ class Operands(NamedTuple):
         """[O, R], the sections' B and zeros."""
         whole = torch.zeros(self.weight.shape[0], self.a.shape[0], dtype=dtype)
         for one in self.sections:
-            assert one.b_OR is not None
-            self.section(whole, one).copy_(one.b_OR)
+            assert one.b is not None
+            self.section(whole, one).copy_(one.b)
         return whole
 
     @staticmethod
-    def section(values_OR: Tensor, one: OutputSection) -> Tensor:
+    def section(values_OR: Tensor, one: AdapterSection) -> Tensor:
         return values_OR.narrow(0, one.first_column, one.num_columns).narrow(1, one.first_row, one.num_ranks)
 
     def scales(self, dtype: torch.dtype) -> Tensor:
@@ -78,18 +85,20 @@ def _operands(case: Case, masked: bool) -> Operands:
     for index, (rows, rank) in enumerate(case.adapters):
         place = {"first_column": column, "num_columns": rows, "first_row": row, "num_ranks": rank}
         gradient = None if index == 1 else widened(torch.full((rows, rank), 0.5))
-        sections.append(OutputSection(**place, b_OR=normal(rows, rank), scale=index + 0.5, db_out=gradient))
+        sections.append(AdapterSection(**place, b=normal(rows, rank), scale=index + 0.5, db=gradient))
         column, row = column + rows, row + rank
     bits, kept = None, torch.ones(case.tokens, case.inputs)
     if masked:
         bits = dropout_bits(
-            torch.arange(case.tokens),
-            feature_offset=3,
-            num_features=case.inputs,
-            probability=0.2,
-            seed=1,
-            site=2,
-            step=3,
+            DropoutKey(
+                token_index=torch.arange(case.tokens),
+                feature_offset=3,
+                num_features=case.inputs,
+                probability=0.2,
+                seed=1,
+                site=2,
+                step=3,
+            )
         )
         kept = KEEP_SCALE * unpack_bits(bits, case.inputs)
     x, weight, a = normal(case.tokens, case.inputs), normal(outputs, case.inputs), normal(ranks, case.inputs)
@@ -143,16 +152,16 @@ def test_backward(case: Case, masked: bool, updates: bool) -> None:
     assert_accurate(dx, torchs[0], exact[0])
     assert_accurate(dh, torchs[1], exact[1], terms)
     for one in given.sections:
-        if one.db_out is not None:
+        if one.db is not None:
             theirs, answer = given.section(torchs[2], one), given.section(exact[2], one)
-            assert_accurate(one.db_out, theirs + 0.5, answer + 0.5)
-            assert one.db_out.untyped_storage().size() == 4 * one.num_columns * (one.num_ranks + 5)
-            assert one.db_out.as_strided((one.num_columns, 5), (one.num_ranks + 5, 1), one.num_ranks).isnan().all()
+            assert_accurate(one.db, theirs + 0.5, answer + 0.5)
+            assert one.db.untyped_storage().size() == 4 * one.num_columns * (one.num_ranks + 5)
+            assert one.db.as_strided((one.num_columns, 5), (one.num_ranks + 5, 1), one.num_ranks).isnan().all()
 
 
 def test_without_adapters_it_is_the_plain_product() -> None:
     given = _operands(CASES[2], masked=True)
-    nothing = [replace(one, b_OR=torch.zeros(one.num_columns, one.num_ranks), db_out=None) for one in given.sections]
+    nothing = [replace(one, b=torch.zeros(one.num_columns, one.num_ranks), db=None) for one in given.sections]
     y, h = adapted.forward(given.x, given.weight, given.a, nothing, bits=given.bits, keep_scale=KEEP_SCALE)
     assert torch.equal(y, multiply_by_tiles(given.x, given.weight.t()))
     dx, dh = adapted.backward(
@@ -165,12 +174,12 @@ def test_threads_do_not_change_the_result() -> None:
     given = _operands(Case(700, 1100, ((600, 16), (300, 8))), masked=True)
 
     def run() -> tuple[Tensor, ...]:
-        sections = [replace(one, db_out=torch.zeros(one.num_columns, one.num_ranks)) for one in given.sections]
+        sections = [replace(one, db=torch.zeros(one.num_columns, one.num_ranks)) for one in given.sections]
         y, h = adapted.forward(given.x, given.weight, given.a, sections, bits=given.bits, keep_scale=KEEP_SCALE)
         dx, dh = adapted.backward(
             given.dy, given.weight, given.a, sections, h_TR=h, bits=given.bits, keep_scale=KEEP_SCALE, updates=True
         )
-        return y, h, dx, dh, *(one.db_out for one in sections if one.db_out is not None)
+        return y, h, dx, dh, *(one.db for one in sections if one.db is not None)
 
     assert_same_on_any_threads(run)
 
@@ -182,10 +191,10 @@ def test_gradients_of_one_part_are_added_before_the_next_part_makes_its_own() ->
     exact = given.dy.double().t() @ h.double()
 
     def run() -> Tensor:
-        sections = [replace(one, db_out=torch.zeros(one.num_columns, one.num_ranks)) for one in given.sections]
+        sections = [replace(one, db=torch.zeros(one.num_columns, one.num_ranks)) for one in given.sections]
         adapted.backward(given.dy, given.weight, given.a, sections, h_TR=h, bits=None, keep_scale=1.0, updates=False)
-        assert sections[0].db_out is not None
-        return sections[0].db_out
+        assert sections[0].db is not None
+        return sections[0].db
 
     with threads(1):
         alone = run()
@@ -214,7 +223,7 @@ def test_a_non_finite_input_is_not_hidden(value: float) -> None:
 def test_no_columns() -> None:
     """What adapters make besides the product is there without one."""
     given = _operands(Case(150, 0, ((700, 16),)), masked=False)
-    sections = [replace(one, db_out=torch.zeros(one.num_columns, one.num_ranks)) for one in given.sections]
+    sections = [replace(one, db=torch.zeros(one.num_columns, one.num_ranks)) for one in given.sections]
     h = torch.randn(150, 16)
     dx, dh = adapted.backward(
         given.dy, given.weight, given.a, sections, h_TR=h, bits=None, keep_scale=1.0, updates=True
@@ -223,4 +232,4 @@ def test_no_columns() -> None:
     torch.testing.assert_close(
         dh, given.dy @ given.b(torch.float32) * given.scales(torch.float32), rtol=1e-5, atol=1e-4
     )
-    torch.testing.assert_close(sections[0].db_out, given.dy.t() @ h, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(sections[0].db, given.dy.t() @ h, rtol=1e-5, atol=1e-4)

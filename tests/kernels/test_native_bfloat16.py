@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.records import DropoutKey, InputUpdate
 from engine.ops.native import attention, cross_entropy, low_rank, norm, rope, swiglu
-from engine.ops.native.arguments import InputUpdate
-from engine.ops.native.dropout import dropout_bits, unpack_bits
+from engine.ops.native.dropout import dropout_bits
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     SHAPES,
+    a_section,
     assert_accurate,
     assert_same_on_any_threads,
     attention_by_torch,
+    b_section,
+    unpack_bits,
     widened,
 )
 
@@ -42,11 +45,19 @@ def _update(tokens: int, features: int, rank: int) -> tuple[InputUpdate, InputUp
     """An update in bfloat16, the same in fp32, and what it adds in fp64."""
     dh, a = _drawn((tokens, rank), (rank, features), seed=9)
     bits = dropout_bits(
-        torch.arange(tokens), feature_offset=0, num_features=features, probability=0.2, seed=1, site=2, step=3
+        DropoutKey(
+            token_index=torch.arange(tokens),
+            feature_offset=0,
+            num_features=features,
+            probability=0.2,
+            seed=1,
+            site=2,
+            step=3,
+        )
     )
     added = SCALE * unpack_bits(bits, features).double() * (dh.double() @ a.double())
-    half = InputUpdate(dh_TR=widened(dh), a_RI=widened(a), bits=bits, scale=SCALE)
-    return half, InputUpdate(dh_TR=dh.float(), a_RI=a.float(), bits=bits, scale=SCALE), added
+    half = InputUpdate(dh_TR=widened(dh), a_RI=widened(a), mask=bits, scale=SCALE)
+    return half, InputUpdate(dh_TR=dh.float(), a_RI=a.float(), mask=bits, scale=SCALE), added
 
 
 def test_stores_round_to_the_nearest_even_and_keep_what_is_not_finite() -> None:
@@ -135,17 +146,23 @@ def test_split_rotate(tokens: int, heads: int, kv_heads: int, half: int) -> None
 def test_low_rank(shape: tuple[int, int], rank: int, masked: bool) -> None:
     x, dh, a = _drawn(shape, (shape[0], rank), (rank, shape[1]))
     bits = dropout_bits(
-        torch.arange(shape[0]), feature_offset=5, num_features=shape[1], probability=0.2, seed=1, site=2, step=3
+        DropoutKey(
+            token_index=torch.arange(shape[0]),
+            feature_offset=5,
+            num_features=shape[1],
+            probability=0.2,
+            seed=1,
+            site=2,
+            step=3,
+        )
     )
     mask = unpack_bits(bits, shape[1]) if masked else torch.ones(shape, dtype=torch.bool)
     given, kept = bits if masked else None, x * mask
     h = low_rank.project(widened(x), given, widened(a), out=widened(torch.zeros(shape[0], rank, dtype=HALF)))
     assert_accurate(h, kept @ a.t(), kept.double() @ a.double().t())
     da, db = torch.zeros(rank, shape[1]), torch.zeros(shape[1], rank)
-    low_rank.accumulate_a(widened(dh), widened(x), given, [low_rank.GradientA(gradient_rI=da, first_row=0)])
-    low_rank.accumulate_b(
-        widened(x), widened(dh), [low_rank.GradientB(gradient_or=db, first_column=0, first_row=0, scale=1.0)]
-    )
+    low_rank.accumulate_a(widened(dh), widened(x), given, [a_section(da)])
+    low_rank.accumulate_b(widened(x), widened(dh), [b_section(db)])
     # products of bfloat16 numbers are exact in fp32 and so is where they are added up: torch's own fp32 is the measure
     assert_accurate(da, dh.float().t() @ kept.float(), dh.double().t() @ kept.double())
     assert_accurate(db, x.float().t() @ dh.float(), x.double().t() @ dh.double())
@@ -205,7 +222,7 @@ def test_any_number_of_threads() -> None:
     def run() -> tuple[Tensor, ...]:
         out, lse = attention.attention_forward(q, k, v, segments, scale=0.25)
         da = torch.zeros(8, 96)
-        low_rank.accumulate_a(dh, q.flatten(1), None, [low_rank.GradientA(gradient_rI=da, first_row=0)])
+        low_rank.accumulate_a(dh, q.flatten(1), None, [a_section(da)])
         return out, lse, da, *attention.attention_backward(dout, q, k, v, out, lse, segments, scale=0.25)
 
     assert_same_on_any_threads(run)

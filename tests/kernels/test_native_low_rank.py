@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.records import AdapterSection, InputUpdate
 from engine.ops.native import low_rank
-from engine.ops.native.arguments import InputUpdate
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     SHAPES,
+    a_section,
     assert_accurate,
     assert_same_on_any_threads,
+    b_section,
     drawn_bits,
     widened,
 )
@@ -49,7 +51,7 @@ def test_add_input_gradient(shape: tuple[int, int], rank: int, masked: bool) -> 
     dx, dh, a = torch.randn(shape), torch.randn(shape[0], rank), torch.randn(rank, shape[1])
     bits, mask = drawn_bits(*shape)
     kept = mask if masked else torch.ones(shape)
-    update = InputUpdate(dh_TR=widened(dh), a_RI=widened(a), bits=bits if masked else None, scale=SCALE)
+    update = InputUpdate(dh_TR=widened(dh), a_RI=widened(a), mask=bits if masked else None, scale=SCALE)
     out = low_rank.add_input_gradient(widened(dx), update)
     exact = dx.double() + SCALE * kept.double() * (dh.double() @ a.double())
     terms = dx.abs() + SCALE * kept * (dh.abs() @ a.abs()) if shape == (1, 1) else None
@@ -66,15 +68,15 @@ def test_accumulate_a(shape: tuple[int, int], ranks: tuple[int, ...], masked: bo
     bits, mask = drawn_bits(*shape)
     kept = x * mask if masked else x
     targets, first = [], 0
-    for index, rank in enumerate(ranks):
-        into = widened(torch.full((rank, shape[1]), 0.5))
-        targets.append(low_rank.GradientA(gradient_rI=into, first_row=first, scale=index + 1.0))
+    for rank in ranks:
+        targets.append(a_section(widened(torch.full((rank, shape[1]), 0.5)), first))
         first += rank
-    low_rank.accumulate_a(widened(dh), widened(x), bits if masked else None, targets)
+    low_rank.accumulate_a(widened(dh), widened(x), bits if masked else None, targets, scale=1.5)
     for target in targets:
-        rows = dh.narrow(1, target.first_row, target.gradient_rI.shape[0])
-        exact = 0.5 + target.scale * (rows.double().t() @ kept.double())
-        assert_accurate(target.gradient_rI, 0.5 + target.scale * (rows.t() @ kept), exact)
+        assert target.da is not None
+        rows = target.ranks(dh)
+        exact = 0.5 + 1.5 * (rows.double().t() @ kept.double())
+        assert_accurate(target.da, 0.5 + 1.5 * (rows.t() @ kept), exact)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -87,9 +89,9 @@ def test_accumulate_a_of_a_norm(shape: tuple[int, int], masked: bool) -> None:
     bits, mask = drawn_bits(*shape)
     kept = mask if masked else torch.ones(shape)
     into = widened(torch.full((16, shape[1]), 0.5))
-    target = [low_rank.GradientA(gradient_rI=into, first_row=0, scale=2.0)]
+    given = bits if masked else None
     low_rank.accumulate_a(
-        widened(dh), widened(u), bits if masked else None, target, row_scale_T=rstd, column_scale_I=weight
+        widened(dh), widened(u), given, [a_section(into)], scale=2.0, row_scale_T=rstd, column_scale_I=weight
     )
     x = u.double() * rstd * weight * kept
     assert_accurate(into, 0.5 + 2.0 * (dh.t() @ x.float()), 0.5 + 2.0 * (dh.double().t() @ x))
@@ -103,23 +105,25 @@ def test_accumulate_b(tokens: int, sections: tuple[tuple[int, int], ...]) -> Non
     h = torch.randn(tokens, sum(rank for _, rank in sections))
     targets, column, row = [], 3, 0
     for outputs, rank in sections:
-        into = widened(torch.full((outputs, rank), 0.5))
-        targets.append(low_rank.GradientB(gradient_or=into, first_column=column, first_row=row, scale=2.0))
+        targets.append(b_section(widened(torch.full((outputs, rank), 0.5)), column, row))
         column, row = column + outputs, row + rank
     low_rank.accumulate_b(widened(dy), widened(h), targets)
     for target in targets:
-        grads = dy.narrow(1, target.first_column, target.gradient_or.shape[0])
-        rows = h.narrow(1, target.first_row, target.gradient_or.shape[1])
-        exact = 0.5 + 2.0 * (grads.double().t() @ rows.double())
-        assert_accurate(target.gradient_or, 0.5 + 2.0 * (grads.t() @ rows), exact)
+        assert target.db is not None
+        grads, rows = target.columns(dy), target.ranks(h)
+        exact = 0.5 + grads.double().t() @ rows.double()
+        assert_accurate(target.db, 0.5 + grads.t() @ rows, exact)
 
 
 def test_a_frozen_adapter_is_left_out() -> None:
     torch.manual_seed(0)
     x, dh = torch.randn(9, 33), torch.randn(9, 8)
-    into = torch.zeros(4, 33)
-    low_rank.accumulate_a(dh, x, None, [low_rank.GradientA(gradient_rI=into, first_row=4)])
+    into, into_b = torch.zeros(4, 33), torch.zeros(33, 4)
+    frozen = AdapterSection(first_column=0, num_columns=33, first_row=0, num_ranks=4)
+    low_rank.accumulate_a(dh, x, None, [frozen, a_section(into, 4)])
     torch.testing.assert_close(into, dh[:, 4:].t() @ x)
+    low_rank.accumulate_b(x, dh, [frozen, b_section(into_b, first_row=4)])
+    torch.testing.assert_close(into_b, x.t() @ dh[:, 4:])
 
 
 def test_any_number_of_threads() -> None:
@@ -130,9 +134,9 @@ def test_any_number_of_threads() -> None:
 
     def run() -> tuple[Tensor, ...]:
         da, db = torch.zeros(rank, inputs), torch.zeros(inputs, rank)
-        low_rank.accumulate_a(dh, x, bits, [low_rank.GradientA(gradient_rI=da, first_row=0)])
-        low_rank.accumulate_b(x, dh, [low_rank.GradientB(gradient_or=db, first_column=0, first_row=0, scale=1.0)])
-        update = InputUpdate(dh_TR=dh, a_RI=a, bits=bits, scale=SCALE)
+        low_rank.accumulate_a(dh, x, bits, [a_section(da)])
+        low_rank.accumulate_b(x, dh, [b_section(db)])
+        update = InputUpdate(dh_TR=dh, a_RI=a, mask=bits, scale=SCALE)
         dx = low_rank.add_input_gradient(x, update, out=torch.empty_like(x))
         return da, db, dx, low_rank.project(x, bits, a)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.philox import dropout_mask, dropout_scale
+from engine.kernels.records import DropoutKey, InputUpdate
 from engine.ops.native import norm
-from engine.ops.native.arguments import InputUpdate
 from engine.ops.native.dropout import dropout_bits
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
@@ -16,7 +17,6 @@ from tests.kernels.native_support import (
     assert_same_on_any_threads,
     widened,
 )
-from triton_kernels.philox import dropout_mask, dropout_scale
 
 pytestmark = ON_EVERY_INSTRUCTION_SET
 EPS = 1e-5
@@ -74,11 +74,11 @@ def test_rank_r_update(shape: tuple[int, int], rank: int) -> None:
     tokens = torch.arange(shape[0]) + 2**33
     mask = torch.zeros(shape)
     if shape[0]:
-        mask = dropout_mask(tokens, num_features=shape[1], **DROPOUT).float()
-    bits = dropout_bits(tokens, num_features=shape[1], **DROPOUT)
+        mask = dropout_mask(DropoutKey(token_index=tokens, num_features=shape[1], **DROPOUT)).float()
+    bits = dropout_bits(DropoutKey(token_index=tokens, num_features=shape[1], **DROPOUT))
     _, rstd = norm.rmsnorm_forward(x, weight, EPS)
     for given, kept, factor in ((bits, mask, scale), (None, torch.ones(shape), 1.0)):
-        update = InputUpdate(dh_TR=widened(dh), a_RI=widened(a), bits=given, scale=factor)
+        update = InputUpdate(dh_TR=widened(dh), a_RI=widened(a), mask=given, scale=factor)
         dx = norm.rmsnorm_backward(widened(dy), x, weight, rstd, update=update)
         plain = _gradients(x, weight, dy + factor * kept * (dh @ a), torch.float32)[1]
         wide = dy.double() + factor * kept.double() * (dh.double() @ a.double())

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops.native import low_rank, swiglu
-from engine.ops.native.arguments import InputUpdate
+from engine.kernels.records import AdapterSection, InputUpdate
+from engine.ops.native import swiglu
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     SHAPES,
+    a_section,
     assert_accurate,
     assert_same_on_any_threads,
     drawn_bits,
@@ -24,16 +27,13 @@ LARGE = ((300, 600), (2100, 40), (20, 4200))
 """Several groups, several passes, several blocks of columns."""
 
 
-def _targets(ranks: tuple[int, ...], features: int) -> list[low_rank.GradientA]:
-    """Sinks of stacked adapters; the second one is frozen."""
+def _targets(ranks: tuple[int, ...], features: int) -> list[AdapterSection]:
+    """Stacked adapters; the second one is frozen."""
     firsts = [sum(ranks[:index]) for index in range(len(ranks))]
-    return [
-        low_rank.GradientA(
-            gradient_rI=widened(torch.full((rank, features), 0.5)), first_row=first, scale=SCALE * (index + 1.0)
-        )
-        for index, (rank, first) in enumerate(zip(ranks, firsts, strict=True))
-        if index != 1
+    sections = [
+        a_section(widened(torch.full((rank, features), 0.5)), first) for rank, first in zip(ranks, firsts, strict=True)
     ]
+    return [replace(section, da=None) if index == 1 else section for index, section in enumerate(sections)]
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -47,17 +47,21 @@ def test_gradients(dtype: torch.dtype, shape: tuple[int, int], ranks: tuple[int,
     bits, kept = drawn_bits(*shape) if masked else (None, torch.ones(shape))
     targets = _targets(ranks, shape[1])
     into = widened(torch.zeros_like(gate_up))
-    gradient = swiglu.swiglu_backward_adapted(widened(dy), widened(gate_up), widened(dh), bits, targets, out=into)
+    gradient = swiglu.swiglu_backward_adapted(
+        widened(dy), widened(gate_up), widened(dh), bits, targets, scale=SCALE, out=into
+    )
     assert torch.equal(gradient, swiglu.swiglu_backward(dy, gate_up))
     assert torch.equal(swiglu.swiglu_backward_adapted(dy, gate_up, dh, bits, [], out=gate_up.clone()), gradient)
     gate, up = gate_up.chunk(2, dim=1)
     y, exact_y = functional.silu(gate) * up, functional.silu(gate.double()) * up.double()
     for target in targets:
-        rows = dh.narrow(1, target.first_row, target.gradient_rI.shape[0])
-        exact = 0.5 + target.scale * (rows.double().t() @ (kept.double() * exact_y))
-        torchs = 0.5 + target.scale * (rows.float().t() @ (kept * y.float()))
-        terms = target.scale * (rows.float().abs().t() @ y.float().abs()) if shape[0] == 1 else None
-        assert_accurate(target.gradient_rI, torchs, exact, terms)
+        if target.da is None:
+            continue
+        rows = target.ranks(dh)
+        exact = 0.5 + SCALE * (rows.double().t() @ (kept.double() * exact_y))
+        torchs = 0.5 + SCALE * (rows.float().t() @ (kept * y.float()))
+        terms = SCALE * (rows.float().abs().t() @ y.float().abs()) if shape[0] == 1 else None
+        assert_accurate(target.da, torchs, exact, terms)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -70,13 +74,13 @@ def test_update_of_the_same_adapters(dtype: torch.dtype, shape: tuple[int, int],
     sizes = ((shape[0], 2 * shape[1]), shape, (shape[0], sum(ranks)), (sum(ranks), shape[1]))
     gate_up, dy, dh, a = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
     bits = drawn_bits(*shape)[0] if masked else None
-    update = InputUpdate(dh_TR=dh, a_RI=widened(a), bits=bits, scale=SCALE)
+    update = InputUpdate(dh_TR=dh, a_RI=widened(a), mask=bits, scale=SCALE)
     with_update, without = _targets(ranks, shape[1]), _targets(ranks, shape[1])
     gradient = swiglu.swiglu_backward_adapted(dy, gate_up, dh, bits, with_update, update=update)
     assert torch.equal(gradient, swiglu.swiglu_backward(dy, gate_up, update=update))
     swiglu.swiglu_backward_adapted(dy, gate_up, dh, bits, without)
     for one, other in zip(with_update, without, strict=True):
-        assert torch.equal(one.gradient_rI, other.gradient_rI)
+        assert one.da is None or torch.equal(one.da, other.da)
 
 
 def test_any_number_of_threads() -> None:
@@ -86,7 +90,6 @@ def test_any_number_of_threads() -> None:
 
     def run() -> tuple[Tensor, ...]:
         da = torch.zeros(24, 700)
-        target = [low_rank.GradientA(gradient_rI=da, first_row=0)]
-        return swiglu.swiglu_backward_adapted(dy, gate_up, dh, bits, target), da
+        return swiglu.swiglu_backward_adapted(dy, gate_up, dh, bits, [a_section(da)]), da
 
     assert_same_on_any_threads(run)

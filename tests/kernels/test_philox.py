@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from triton_kernels.philox import dropout_mask, dropout_scale, dropout_threshold, philox4x32, uniform_rows
+from engine.kernels.philox import dropout_mask, dropout_scale, dropout_threshold, philox4x32, uniform_rows
+from engine.kernels.records import DropoutKey
 
 # Random123's kat_vectors, philox 4x32 with 10 rounds: counter, key, answer
 KNOWN_ANSWERS = [
@@ -48,7 +49,7 @@ def test_random_counters_equal_integer_arithmetic():
 
 def _mask(tokens: torch.Tensor, offset: int, count: int, **changes) -> torch.Tensor:
     options = {"probability": 0.3, "seed": 7, "site": 2, "step": 5, **changes}
-    return dropout_mask(tokens, feature_offset=offset, num_features=count, **options)
+    return dropout_mask(DropoutKey(token_index=tokens, feature_offset=offset, num_features=count, **options))
 
 
 def test_mask_follows_its_definition():

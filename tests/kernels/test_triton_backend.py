@@ -14,44 +14,44 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.ops.kernels import REFERENCE, InputUpdate
-from engine.ops.triton.backend import TRITON, draw_bits, draw_record
+from engine.kernels import reference
+from engine.kernels.philox import dropout_scale
+from engine.kernels.records import AdapterSection, DropoutKey, InputUpdate
+from engine.ops.kernels import REFERENCE
+from engine.ops.triton.backend import TRITON
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
-from triton_kernels import reference
-from triton_kernels.lora_matmul import lora_matmul
-from triton_kernels.philox import dropout_scale
-from triton_kernels.reference_fused import OutputSection
+from tests.kernels.native_support import a_section, b_section
 
 SHAPES = pytest.mark.parametrize("shape", [(5, 123, 3), (1, 20, 16), (0, 24, 4), (70, 131, 21)], ids=str)
 """tokens, features, rank; every tensor is a view of rows that lie further apart than they are long."""
 
 PROBABILITY = 0.25
-FORMS = {"bits": draw_bits, "drawn": draw_record}
-MASKS = pytest.mark.parametrize("mask", [None, ("bits", 0), ("bits", 3), ("drawn", 3)], ids=str)
-"""No dropout; or the mask's form and the global index of the first feature."""
+MASKS = pytest.mark.parametrize("mask", [None, 0, 3], ids=str)
+"""No dropout; or the global index of the first feature."""
 UPDATES = pytest.mark.parametrize(
     ("adapters", "mask"),
-    [(False, None), (True, None), (True, ("bits", 0)), (True, ("bits", 3)), (True, ("drawn", 3))],
+    [(False, None), (True, None), (True, 0), (True, 3)],
     ids=str,
 )
 
 
-def _masks(place, num_tokens: int, num_features: int, mask: tuple[str, int] | None):
+def _masks(place, num_tokens: int, num_features: int, offset: int | None):
     """(the backend's mask, the reference's, keep scale)."""
-    if mask is None:
+    if offset is None:
         return None, None, 1.0
-    form, offset = mask
-    coordinates = {"feature_offset": offset, "num_features": num_features, "probability": PROBABILITY, "seed": 5}
     tokens, step = torch.arange(num_tokens, device=place[0]) * 7 + 2**33, torch.tensor(3, device=place[0])
-    ours, plain = (draw(tokens, site=9, step=step, **coordinates) for draw in (FORMS[form], REFERENCE.draw_mask))
-    return ours, plain, dropout_scale(PROBABILITY)
+    key = DropoutKey(
+        token_index=tokens, step=step, seed=5, site=9, probability=PROBABILITY, num_features=num_features,
+        feature_offset=offset,
+    )  # fmt: skip
+    return TRITON.draw_mask(key), REFERENCE.draw_mask(key), dropout_scale(PROBABILITY)
 
 
-def _updates(place, shape: tuple[int, int, int], mask: tuple[str, int] | None):
+def _updates(place, shape: tuple[int, int, int], offset: int | None):
     """The same update for the backend, for the reference and for the reference in fp64."""
     num_tokens, num_features, rank = shape
     dh, a = random_rows(place, num_tokens, rank, gap=2, seed=3), random_rows(place, rank, num_features, gap=1, seed=4)
-    ours, plain, scale = _masks(place, num_tokens, num_features, mask)
+    ours, plain, scale = _masks(place, num_tokens, num_features, offset)
     update = InputUpdate(dh_TR=dh, a_RI=a, mask=plain, scale=scale)
     return replace(update, mask=ours), update, replace(update, dh_TR=dh.double(), a_RI=a.double())
 
@@ -65,16 +65,6 @@ def _assert_nothing_beside(view: Tensor) -> None:
     base = view._base
     assert base is not None
     assert (base[:, view.shape[1] :] == 7).all(), "wrote outside its columns"
-
-
-@places
-@pytest.mark.parametrize("num_tokens", [0, 1, 37])
-@pytest.mark.parametrize(("offset", "num_features"), [(0, 64), (0, 5), (16, 21), (3, 1), (3, 5), (3, 6), (29, 123)])
-def test_bits_of_a_mask(place, num_tokens: int, offset: int, num_features: int) -> None:
-    bits, plain, _ = _masks(place, num_tokens, num_features, ("bits", offset))
-    assert bits.shape == (num_tokens, -(-num_features // 8)) and bits.dtype == torch.uint8
-    unpacked = (bits[:, :, None] >> torch.arange(8, device=place[0])) & 1
-    assert torch.equal(unpacked.flatten(1)[:, :num_features].bool(), plain)
 
 
 @places
@@ -99,6 +89,17 @@ def _accumulated(place, *shapes: tuple[int, int]) -> tuple[list[Tensor], list[Te
     return [g.clone() for g in before], [g.clone() for g in before], [g.double() for g in before]
 
 
+def _of_a(rows: list[int], gradients: list[Tensor]) -> list[AdapterSection]:
+    """The first of the adapters is frozen."""
+    frozen = AdapterSection(first_column=0, num_columns=0, first_row=0, num_ranks=1)
+    return [frozen, *(a_section(gradient, row) for gradient, row in zip(gradients, rows, strict=True))]
+
+
+def _of_b(columns: list[int], rows: list[int], gradients: list[Tensor]) -> list[AdapterSection]:
+    frozen = AdapterSection(first_column=0, num_columns=1, first_row=0, num_ranks=1)
+    return [frozen, *(b_section(*place) for place in zip(gradients, columns, rows, strict=True))]
+
+
 @places
 @SHAPES
 @MASKS
@@ -111,9 +112,9 @@ def test_a_gradient(place, shape: tuple[int, int, int], mask, adapters: str) -> 
     stack = {"all": ([0], [rank]), "the last": ([2], [rank - 2]), "first and last": ([0, 2], [1, rank - 2])}
     rows, ranks = stack[adapters]
     ours, torchs, exact = _accumulated(place, *((r, num_features) for r in ranks))
-    TRITON.a_gradient(dh, x, ours_mask, scale, list(zip(rows, ours, strict=True)))
-    REFERENCE.a_gradient(dh, x, plain, scale, list(zip(rows, torchs, strict=True)))
-    REFERENCE.a_gradient(dh.double(), x.double(), plain, scale, list(zip(rows, exact, strict=True)))
+    TRITON.a_gradient(dh, x, ours_mask, scale, _of_a(rows, ours))
+    REFERENCE.a_gradient(dh, x, plain, scale, _of_a(rows, torchs))
+    REFERENCE.a_gradient(dh.double(), x.double(), plain, scale, _of_a(rows, exact))
     for results in zip(ours, torchs, exact, strict=True):
         assert_as_exact_as_torch(*results, "dA")
 
@@ -126,9 +127,9 @@ def test_b_gradient(place, shape: tuple[int, int, int]) -> None:
     dy, h = random_rows(place, num_tokens, num_outputs, gap=5), random_rows(place, num_tokens, rank, gap=2, seed=1)
     columns, rows = [0, 4], [rank - 1, 0]
     ours, torchs, exact = _accumulated(place, (1, 1), (num_outputs - 4, rank - 1))
-    TRITON.b_gradient(dy, h, list(zip(columns, rows, ours, strict=True)))
-    REFERENCE.b_gradient(dy, h, list(zip(columns, rows, torchs, strict=True)))
-    REFERENCE.b_gradient(dy.double(), h.double(), list(zip(columns, rows, exact, strict=True)))
+    TRITON.b_gradient(dy, h, _of_b(columns, rows, ours))
+    REFERENCE.b_gradient(dy, h, _of_b(columns, rows, torchs))
+    REFERENCE.b_gradient(dy.double(), h.double(), _of_b(columns, rows, exact))
     for results in zip(ours, torchs, exact, strict=True):
         assert_as_exact_as_torch(*results, "dB")
 
@@ -145,18 +146,16 @@ def test_output_gradients(place, shape: tuple[int, int, int]) -> None:
     for kernels, dtype, (gradient,) in zip(
         (TRITON, REFERENCE, REFERENCE), (place[1], place[1], torch.float64), gradients, strict=True
     ):
-        first = OutputSection(
+        first = AdapterSection(
             first_column=4,
             num_columns=num_outputs - 4,
             first_row=1,
             num_ranks=rank - 1,
-            b_OR=b.to(dtype),
+            b=b.to(dtype),
             scale=1.5,
-            db_out=gradient,
+            db=gradient,
         )
-        second = replace(
-            first, first_column=0, first_row=0, num_columns=1, num_ranks=1, b_OR=b[:1, :1].to(dtype), db_out=None
-        )
+        second = replace(first, first_column=0, first_row=0, num_columns=1, num_ranks=1, b=b[:1, :1].to(dtype), db=None)
         dh = torch.zeros(num_tokens, rank, dtype=dtype, device=place[0])
         assert kernels.output_gradients is not None
         kernels.output_gradients(dy.to(dtype), h.to(dtype), [second, first], dh_out=dh)
@@ -312,26 +311,26 @@ def test_loss(place, num_tokens: int, num_columns: int) -> None:
 
 
 @places
-@pytest.mark.parametrize("form", [None, *FORMS])
-def test_an_adapter_of_its_own_for_each_document(place, form: str | None) -> None:
+@pytest.mark.parametrize("offset", [None, 3])
+def test_an_adapter_of_its_own_for_each_document(place, offset: int | None) -> None:
     """One base, three documents with adapters of different ranks: every product by ranges of tokens equals torch's."""
     lengths, ranks, scale = (7, 1, 12), (3, 16, 5), 1.5
     num_tokens, num_features, num_outputs, widest = sum(lengths), 37, 29, max(ranks)
     x, dy = random_rows(place, num_tokens, num_features, gap=3), random_rows(place, num_tokens, num_outputs, seed=1)
     w = random_rows(place, num_outputs, num_features, seed=2)
-    ours_mask, plain, keep_scale = _masks(place, num_tokens, num_features, form and (form, 3))
+    ours_mask, plain, keep_scale = _masks(place, num_tokens, num_features, offset)
     h, y, dx = x.new_empty(num_tokens, widest), _widened(torch.empty_like(dy)), dy @ w
     start = 0
     for number, (length, rank) in enumerate(zip(lengths, ranks, strict=True)):
         here = slice(start, start + length)
         a, b = random_rows(place, rank, num_features, seed=3 + number), random_rows(place, num_outputs, rank, seed=9)
-        mask = _rows(ours_mask, here)
+        mask = None if ours_mask is None else ours_mask[here]
         TRITON.project(x[here], a, mask, keep_scale, h[here, :rank])
-        lora_matmul(x[here], w, h[here, :rank], b, scale, out=y[here])
+        torch.addmm(x[here] @ w.t(), h[here, :rank], b.t(), alpha=scale, out=y[here])
         dh = scale * (dy[here] @ b)
         da, db = torch.zeros(rank, num_features, device=place[0]), torch.zeros(num_outputs, rank, device=place[0])
-        TRITON.a_gradient(dh, x[here], mask, keep_scale, [(0, da)])
-        TRITON.b_gradient(dy[here], scale * h[here, :rank], [(0, 0, db)])
+        TRITON.a_gradient(dh, x[here], mask, keep_scale, [a_section(da)])
+        TRITON.b_gradient(dy[here], scale * h[here, :rank], [b_section(db)])
         TRITON.apply_update(dx[here], InputUpdate(dh_TR=dh, a_RI=a, mask=mask, scale=keep_scale))
         factor = torch.ones_like(x[here]) if plain is None else plain[here] * keep_scale
         torchs, exact = (
@@ -343,13 +342,6 @@ def test_an_adapter_of_its_own_for_each_document(place, form: str | None) -> Non
             assert_as_exact_as_torch(one.to(torch_s.dtype), torch_s, truth, f"{name} of document {number}")
         start += length
     _assert_nothing_beside(y)
-
-
-def _rows(mask, here: slice):
-    """The mask of some of the rows."""
-    if mask is None or isinstance(mask, Tensor):
-        return mask if mask is None else mask[here]
-    return replace(mask, token_index_T=mask.token_index_T[here])
 
 
 def _one_document(x: Tensor, w: Tensor, a: Tensor, b: Tensor, factor: Tensor, dy: Tensor, scale: float):

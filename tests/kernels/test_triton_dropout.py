@@ -1,91 +1,66 @@
-"""Masks drawn in kernels are those of the plain-torch generator, which has its own tests against published vectors."""
+"""Masks drawn on the device are those of plain torch, which has its own tests against published vectors."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.kernels.comparing import places, random_rows
-from triton_kernels import dropout, philox
+from engine.kernels import philox
+from engine.kernels.records import DropoutKey
+from tests.kernels.comparing import places
+from triton_kernels.dropout import dropout_bits
 
 TOKENS = [0, 1, 77, 2**32 - 1, 2**33 + 5, 2**40]
 
 
-def _arguments(device: str, feature_offset: int, num_features: int, probability: float = 0.3) -> dict[str, object]:
-    return {
-        "feature_offset": feature_offset,
-        "num_features": num_features,
-        "probability": probability,
-        "seed": 0xFFFFFFF1,
-        "site": 0xF0000002,
-        "step": torch.tensor(2**32 + 7, device=device),
-    }
+def _key(place, feature_offset: int, num_features: int, tokens: list[int] = TOKENS) -> DropoutKey:
+    step = torch.tensor(2**32 + 7, device=place[0])
+    return DropoutKey(
+        token_index=torch.tensor(tokens, dtype=torch.int64, device=place[0]), step=step, seed=0xFFFFFFF1,
+        site=0xF0000002, probability=0.3, num_features=num_features, feature_offset=feature_offset,
+    )  # fmt: skip
+
+
+def _mask(key: DropoutKey) -> Tensor:
+    bits = dropout_bits(key)
+    assert bits.shape == (key.token_index.shape[0], -(-key.num_features // 8)) and bits.dtype == torch.uint8
+    unpacked = (bits[:, :, None] >> torch.arange(8, device=bits.device, dtype=torch.uint8)) & 1
+    return unpacked.flatten(1)[:, : key.num_features].bool()
 
 
 @places
-@pytest.mark.parametrize(("offset", "features"), [(0, 123), (3, 1), (1021, 300), (8, 8)])
-def test_mask_is_the_reference_mask(place, offset: int, features: int) -> None:
-    tokens = torch.tensor(TOKENS, device=place[0])
-    arguments = _arguments(place[0], offset, features)
-    ours = dropout.dropout_mask(tokens, **arguments)
-    assert torch.equal(ours, philox.dropout_mask(tokens, **arguments))
-
-
-@places
-def test_bits_are_the_reference_mask(place) -> None:
-    tokens = torch.tensor(TOKENS, device=place[0])
-    arguments = _arguments(place[0], 13, 61)
-    bits = dropout.dropout_bits(tokens, **arguments)
-    assert bits.shape == (len(TOKENS), 9)
-    unpacked = (bits[:, :, None] >> torch.arange(8, device=place[0], dtype=torch.uint8)) & 1
-    assert torch.equal(unpacked.flatten(1)[:, 5 : 5 + 61].bool(), philox.dropout_mask(tokens, **arguments))
+@pytest.mark.parametrize("offset", [0, 3, 8, 13, 16, 29, 1021])
+@pytest.mark.parametrize("features", [1, 5, 6, 61, 64, 300])
+def test_bits_are_the_reference_mask(place, offset: int, features: int) -> None:
+    """In shards that start at a block of eight features, and in those that do not."""
+    key = _key(place, offset, features)
+    assert torch.equal(_mask(key), philox.dropout_mask(key))
 
 
 @places
 def test_small_key_and_extreme_probabilities(place) -> None:
-    tokens = torch.arange(40, device=place[0])
     for probability in (0.0, 0.5, 1 / 65536):
-        arguments = _arguments(place[0], 0, 24, probability) | {"seed": 1, "site": 0, "step": 0}
-        ours = dropout.dropout_mask(tokens, **arguments)
-        assert torch.equal(ours, philox.dropout_mask(tokens, **arguments)), probability
-    assert dropout.dropout_mask(tokens, **_arguments(place[0], 0, 24, 0.0)).all()
-
-
-@places
-@pytest.mark.parametrize("as_bits", [False, True])
-def test_apply_scales_what_is_kept(place, as_bits: bool) -> None:
-    x = random_rows(place, len(TOKENS), 123, gap=5)
-    arguments = _arguments(place[0], 5, 123)
-    tokens = torch.tensor(TOKENS, device=place[0])
-    kept = philox.dropout_mask(tokens, **arguments)
-    fields = {name: value for name, value in arguments.items() if name != "num_features"}
-    mask = dropout.DropoutMask(token_index_T=tokens, **fields)
-    mask = mask.with_bits(123) if as_bits else mask
-    expected = (x.float() * kept * philox.dropout_scale(0.3)).to(x.dtype)
-    torch.testing.assert_close(dropout.dropout_apply(x, mask), expected, rtol=torch.finfo(x.dtype).eps, atol=0)
-    in_place = x.clone()
-    assert dropout.dropout_apply(in_place, mask, out=in_place) is in_place
-    torch.testing.assert_close(in_place, expected, rtol=torch.finfo(x.dtype).eps, atol=0)
+        key = replace(_key(place, 0, 24, list(range(40))), probability=probability, seed=1, site=0, step=0)
+        assert torch.equal(_mask(key), philox.dropout_mask(key)), probability
+    assert _mask(replace(key, probability=0.0)).all()
 
 
 @places
 def test_step_is_read_when_the_kernel_runs(place) -> None:
     """The step lies in memory: changing it changes the mask, as a replayed graph needs."""
-    tokens = torch.arange(16, device=place[0])
-    arguments = _arguments(place[0], 0, 64)
-    step = arguments["step"]
-    first = dropout.dropout_mask(tokens, **arguments)
-    step.add_(1)
-    second = dropout.dropout_mask(tokens, **arguments)
+    key = _key(place, 0, 64, list(range(16)))
+    first = _mask(key)
+    key.step.add_(1)
+    second = _mask(key)
     assert not torch.equal(first, second)
-    assert torch.equal(second, philox.dropout_mask(tokens, **arguments))
+    assert torch.equal(second, philox.dropout_mask(key))
 
 
 @places
 def test_no_tokens(place) -> None:
-    tokens = torch.empty(0, dtype=torch.int64, device=place[0])
-    arguments = _arguments(place[0], 0, 24)
-    assert dropout.dropout_mask(tokens, **arguments).shape == (0, 24)
-    assert dropout.dropout_bits(tokens, **arguments).shape == (0, 3)
+    assert _mask(_key(place, 0, 24, [])).shape == (0, 24)

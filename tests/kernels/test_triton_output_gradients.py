@@ -14,13 +14,13 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.distributed.mesh import Axis
+from engine.kernels.records import AdapterSection
 from engine.ops.embedding import EmbeddingOperands, embedding
 from engine.ops.gradients import GradientSink
 from engine.ops.triton.backend import TRITON
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
 from triton_kernels import output_gradients as module
 from triton_kernels.output_gradients import output_gradients
-from triton_kernels.reference_fused import OutputSection
 
 LAYOUTS = {
     "one": (5, [(45, 3)]),
@@ -37,7 +37,7 @@ NAMES = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 SCALES = (2.0, 0.25, 1.0, 3.0)
 
 
-def _problem(place, layout: str) -> tuple[Tensor, Tensor, list[OutputSection]]:
+def _problem(place, layout: str) -> tuple[Tensor, Tensor, list[AdapterSection]]:
     """dY and H with gaps between their rows and columns that are nobody's, and the sections with their B."""
     num_tokens, sizes = LAYOUTS[layout]
     sections, column, row = [], 2, 1
@@ -45,9 +45,9 @@ def _problem(place, layout: str) -> tuple[Tensor, Tensor, list[OutputSection]]:
         b = random_rows(place, columns, rank, gap=number, seed=number)
         db = random_rows((place[0], torch.float32), columns, rank, gap=3 * number, seed=10 + number)
         sections.append(
-            OutputSection(
-                first_column=column, num_columns=columns, first_row=row, num_ranks=rank, b_OR=b,
-                scale=SCALES[number], db_out=db,
+            AdapterSection(
+                first_column=column, num_columns=columns, first_row=row, num_ranks=rank, b=b,
+                scale=SCALES[number], db=db,
             )
         )  # fmt: skip
         column, row = column + columns, row + rank
@@ -55,26 +55,26 @@ def _problem(place, layout: str) -> tuple[Tensor, Tensor, list[OutputSection]]:
     return dy, random_rows(place, num_tokens, row + 1, gap=2, seed=21), sections
 
 
-def _expected(dy: Tensor, h: Tensor, one: OutputSection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _expected(dy: Tensor, h: Tensor, one: AdapterSection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """dH and dB of a section by torch's products."""
     part = dy[:, one.first_column : one.first_column + one.num_columns].to(dtype)
     low = h[:, one.first_row : one.first_row + one.num_ranks].to(dtype)
-    assert one.b_OR is not None
-    return part @ one.b_OR.to(dtype) * one.scale, part.t() @ low
+    assert one.b is not None
+    return part @ one.b.to(dtype) * one.scale, part.t() @ low
 
 
 @places
 @NAMES
 def test_both(place, layout: str) -> None:
     dy, h, sections = _problem(place, layout)
-    before = [one.db_out.clone() for one in sections]
+    before = [one.db.clone() for one in sections]
     dh = torch.full((dy.shape[0], h.shape[1] + 2), 7.0, dtype=place[1], device=place[0])
     output_gradients(dy, h, sections, dh_out=dh, add=True)
     for one, old in zip(sections, before, strict=True):
         (torch_dh, torch_db), (exact_dh, exact_db) = (_expected(dy, h, one, t) for t in (place[1], torch.float64))
         ours = dh[:, one.first_row : one.first_row + one.num_ranks]
         assert_as_exact_as_torch(ours, torch_dh, exact_dh, "dH")
-        assert_as_exact_as_torch(one.db_out, old + torch_db, old.double() + exact_db, "dB")
+        assert_as_exact_as_torch(one.db, old + torch_db, old.double() + exact_db, "dB")
     last = sections[-1].first_row + sections[-1].num_ranks
     assert (dh[:, :1] == 7).all() and (dh[:, last:] == 7).all(), "wrote columns that are nobody's"
 
@@ -85,12 +85,12 @@ def test_either_alone_has_the_same_bits(place, layout: str) -> None:
     dy, h, sections = _problem(place, layout)
     dh, alone = torch.zeros_like(h), torch.zeros_like(h)
     output_gradients(dy, h, sections, dh_out=dh)
-    both = [one.db_out.clone() for one in sections]
-    output_gradients(dy, None, [replace(one, db_out=None) for one in sections], dh_out=alone)
+    both = [one.db.clone() for one in sections]
+    output_gradients(dy, None, [replace(one, db=None) for one in sections], dh_out=alone)
     assert torch.equal(alone, dh), "dH depends on whether dB is made"
-    output_gradients(dy, h, [replace(one, b_OR=None) for one in sections])
+    output_gradients(dy, h, [replace(one, b=None) for one in sections])
     for one, expected in zip(sections, both, strict=True):
-        assert torch.equal(one.db_out, expected), "dB depends on whether dH is made"
+        assert torch.equal(one.db, expected), "dB depends on whether dH is made"
 
 
 @places
@@ -99,24 +99,24 @@ def test_frozen_ones_among_the_sections(place) -> None:
     dy, h, sections = _problem(place, "ranks of all kinds")
     expected, dh = torch.zeros_like(h), torch.zeros_like(h)
     output_gradients(dy, h, sections, dh_out=expected)
-    trained = [one.db_out.clone() for one in sections]
+    trained = [one.db.clone() for one in sections]
     for one in sections:
-        one.db_out.fill_(5)
-    some = [replace(one, db_out=None) if number % 2 else one for number, one in enumerate(sections)]
+        one.db.fill_(5)
+    some = [replace(one, db=None) if number % 2 else one for number, one in enumerate(sections)]
     output_gradients(dy, h, some, dh_out=dh)
     assert torch.equal(dh, expected)
     for number, (one, gradient) in enumerate(zip(sections, trained, strict=True)):
-        assert torch.equal(one.db_out, torch.full_like(gradient, 5.0) if number % 2 else gradient)
+        assert torch.equal(one.db, torch.full_like(gradient, 5.0) if number % 2 else gradient)
 
 
 @places
 def test_no_tokens(place) -> None:
     dy, h, sections = _problem(place, "gate and up")
-    before = [one.db_out.clone() for one in sections]
+    before = [one.db.clone() for one in sections]
     output_gradients(dy[:0], h[:0], sections, dh_out=h[:0].clone(), add=True)
-    assert all(torch.equal(one.db_out, old) for one, old in zip(sections, before, strict=True)), "nothing is added"
+    assert all(torch.equal(one.db, old) for one, old in zip(sections, before, strict=True)), "nothing is added"
     output_gradients(dy[:0], h[:0], sections, dh_out=h[:0].clone())
-    assert all((one.db_out == 0).all() for one in sections), "no tokens have a gradient of zero"
+    assert all((one.db == 0).all() for one in sections), "no tokens have a gradient of zero"
 
 
 @places
@@ -152,7 +152,7 @@ def test_the_same_bits_in_every_run(place) -> None:
         dy, h, sections = _problem(place, "split every way")
         dh = torch.zeros_like(h)
         output_gradients(dy, h, sections, dh_out=dh, add=True)
-        results.append((dh, *(one.db_out for one in sections)))
+        results.append((dh, *(one.db for one in sections)))
     for again in results[1:]:
         assert all(torch.equal(*pair) for pair in zip(results[0], again, strict=True))
 
@@ -186,13 +186,13 @@ def test_every_column_is_read_once(place, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("add", [False, True])
 def test_specification(place, layout: str, add: bool) -> None:
     """`reference_fused.output_gradients`, which the plain backend takes, against the same products."""
-    from triton_kernels import reference_fused
+    from engine.kernels import reference_fused
 
     dy, h, sections = _problem((place[0], torch.float64), layout)
-    before = [one.db_out.clone() if add else torch.zeros_like(one.db_out) for one in sections]
+    before = [one.db.clone() if add else torch.zeros_like(one.db) for one in sections]
     dh = torch.zeros_like(h)
     reference_fused.output_gradients(dy, h, sections, dh_out=dh, add=add)
     for one, old in zip(sections, before, strict=True):
         exact_dh, exact_db = _expected(dy, h, one, torch.float64)
         torch.testing.assert_close(dh[:, one.first_row : one.first_row + one.num_ranks], exact_dh)
-        torch.testing.assert_close(one.db_out.double(), old + exact_db, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(one.db.double(), old + exact_db, rtol=1e-6, atol=1e-5)

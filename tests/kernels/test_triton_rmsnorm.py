@@ -10,10 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from engine.kernels import philox, reference
+from engine.kernels.records import DropoutKey, InputUpdate
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
-from triton_kernels import philox, reference, rmsnorm
-from triton_kernels.dropout import DropoutMask
-from triton_kernels.lora import LowRankUpdate
+from triton_kernels import rmsnorm
+from triton_kernels.dropout import dropout_bits
 
 EPS = 1e-5
 SHAPES = [(5, 123), (1, 8), (70, 64), (3, 600)]
@@ -60,38 +61,21 @@ def test_leading_dimensions_are_kept(place) -> None:
 
 @places
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_residual_forward(place, shape: tuple[int, int]) -> None:
-    x, weight, residual = _inputs(place, *shape)
-    expected_sum = x + residual
-    y, total, rstd = rmsnorm.residual_rmsnorm_forward(x, residual, weight, EPS, sum_out=residual)
-    assert total is residual
-    assert torch.equal(total, expected_sum), "one rounded addition"
-    exact = NORM(expected_sum.double(), shape[1:], weight.double(), EPS)
-    torchs, torchs_rstd = reference.rmsnorm_forward(expected_sum, weight, EPS)
-    assert_as_exact_as_torch(y, torchs, exact, "y")
-    torch.testing.assert_close(rstd, torchs_rstd, rtol=1e-6, atol=0)
-
-
-@places
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("trained", [False, True])
 def test_backward(place, shape: tuple[int, int], trained: bool) -> None:
     x, weight, dy = _inputs(place, *shape)
-    residual = random_rows(place, *shape, gap=1, seed=3)
     rstd = reference.rmsnorm_forward(x, weight, EPS)[1]
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         y = NORM(x, shape[1:], weight, EPS)
-        return (y * dy.to(x.dtype)).sum() + (x * residual.to(x.dtype)).sum()
+        return (y * dy.to(x.dtype)).sum()
 
     (torch_dx, torch_dw), (exact_dx, exact_dw) = _gradients(loss, x, weight)
     dw = torch.ones(shape[1], device=place[0]) if trained else None
-    dx = rmsnorm.rmsnorm_backward(dy, x, weight, rstd, residual_gradient_TF=residual, weight_gradient_F=dw)
+    dx = rmsnorm.rmsnorm_backward(dy, x, weight, rstd, weight_gradient_F=dw)
     assert_as_exact_as_torch(dx, torch_dx, exact_dx, "dx")
     if dw is not None:
         assert_as_exact_as_torch(dw, torch_dw.float() + 1, exact_dw + 1, "dw")
-    alone = rmsnorm.rmsnorm_weight_gradient(dy, x, rstd)
-    assert_as_exact_as_torch(alone, torch_dw, exact_dw, "dw alone")
 
 
 @places
@@ -104,15 +88,16 @@ def test_backward_with_an_adapters_update(
     """The norm's output feeds an adapter: autograd through both against the fused prologue."""
     num_tokens, num_features, rank = shape
     x, weight, dy = _inputs(place, num_tokens, num_features)
-    residual = random_rows(place, num_tokens, num_features, gap=1, seed=3)
     a, dh = random_rows(place, rank, num_features, seed=4) / 4, random_rows(place, num_tokens, rank, gap=2, seed=5)
-    mask, factor = None, torch.ones(num_tokens, num_features, device=place[0])
+    mask, keep_scale, factor = None, 1.0, torch.ones(num_tokens, num_features, device=place[0])
     if offset is not None:
         tokens, step = torch.arange(num_tokens, device=place[0]), torch.tensor(2, device=place[0])
-        coordinates = {"feature_offset": offset, "probability": 0.5, "seed": 1, "site": 2}
-        mask = DropoutMask(token_index_T=tokens, step=step, **coordinates)
-        kept = philox.dropout_mask(tokens, num_features=num_features, step=step, **coordinates)
-        factor = kept * philox.dropout_scale(0.5)
+        key = DropoutKey(
+            token_index=tokens, step=step, seed=1, site=2, probability=0.5, num_features=num_features,
+            feature_offset=offset,
+        )  # fmt: skip
+        mask, keep_scale = dropout_bits(key), philox.dropout_scale(0.5)
+        factor = philox.dropout_mask(key) * keep_scale
 
     def project(y: Tensor) -> Tensor:
         return (y * factor.to(y.dtype)) @ a.to(y.dtype).t()
@@ -120,15 +105,13 @@ def test_backward_with_an_adapters_update(
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         y = NORM(x, (num_features,), weight, EPS)
         through_adapter = (project(y) * dh.to(x.dtype)).sum()
-        return (y * dy.to(x.dtype)).sum() + (x * residual.to(x.dtype)).sum() + through_adapter
+        return (y * dy.to(x.dtype)).sum() + through_adapter
 
     (torch_dx, torch_dw), (exact_dx, exact_dw) = _gradients(loss, x, weight)
     y, rstd = reference.rmsnorm_forward(x, weight, EPS)
-    update = LowRankUpdate(dh_TR=dh, a_RI=a, mask=mask, h_TR=project(y))
+    update = InputUpdate(dh_TR=dh, a_RI=a, mask=mask, scale=keep_scale, h_TR=project(y))
     dw = torch.zeros(num_features, device=place[0]) if trained else None
-    dx = rmsnorm.rmsnorm_backward(
-        dy, x, weight, rstd, residual_gradient_TF=residual, update=update, weight_gradient_F=dw
-    )
+    dx = rmsnorm.rmsnorm_backward(dy, x, weight, rstd, update=update, weight_gradient_F=dw)
     assert_as_exact_as_torch(dx, torch_dx, exact_dx, "dx")
     if dw is not None:
         assert_as_exact_as_torch(dw.to(torch_dw.dtype), torch_dw, exact_dw, "dw")
@@ -139,7 +122,7 @@ def test_backward_may_overwrite_its_inputs(place) -> None:
     x, weight, dy = _inputs(place, 4, 40)
     a, dh, h = (random_rows(place, *shape) for shape in ((3, 40), (4, 3), (4, 3)))
     rstd = rmsnorm.rmsnorm_forward(x, weight, EPS)[1]
-    for update in (None, LowRankUpdate(dh_TR=dh, a_RI=a, h_TR=h)):
+    for update in (None, InputUpdate(dh_TR=dh, a_RI=a, h_TR=h)):
         expected = rmsnorm.rmsnorm_backward(dy, x, weight, rstd, update=update)
         over = dy.clone()
         assert rmsnorm.rmsnorm_backward(over, x, weight, rstd, update=update, out=over) is over
@@ -152,4 +135,3 @@ def test_no_tokens(place) -> None:
     y, rstd = rmsnorm.rmsnorm_forward(x, weight, EPS)
     assert y.shape == (0, 8) and rstd.shape == (0, 1)
     assert rmsnorm.rmsnorm_backward(x, x, weight, rstd).shape == (0, 8)
-    assert (rmsnorm.rmsnorm_weight_gradient(x, x, rstd) == 0).all()

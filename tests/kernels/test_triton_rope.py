@@ -8,8 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from engine.kernels import reference
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
-from triton_kernels import reference, rope
+from triton_kernels import rope
 
 SHAPES = [(5, 3, 1, 10), (1, 1, 1, 2), (7, 6, 2, 64), (2, 40, 8, 128)]
 """tokens, query heads, key heads, head dimension."""
@@ -51,24 +52,6 @@ def test_rotate(place, shape: tuple[int, ...], inverse: bool) -> None:
 
 @places
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_packed_in_place(place, shape: tuple[int, ...]) -> None:
-    num_tokens, num_heads, num_kv_heads, head_dim = shape
-    angles, cos, sin = _tables(place, num_tokens, head_dim)
-    qkv = random_rows(place, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, gap=7)
-    turned = (num_heads + num_kv_heads) * head_dim
-    before = qkv.clone()
-    heads = before[:, :turned].unflatten(1, (num_heads + num_kv_heads, head_dim))
-    assert rope.rope_packed(qkv, cos, sin, num_heads, num_kv_heads, head_dim) is qkv
-    ours = qkv[:, :turned].unflatten(1, (num_heads + num_kv_heads, head_dim))
-    assert_as_exact_as_torch(ours, _torchs(heads, cos, sin, False), _rotated(heads, angles), "q and k")
-    assert torch.equal(qkv[:, turned:], before[:, turned:]), "v changed"
-    rope.rope_packed(qkv, cos, sin, num_heads, num_kv_heads, head_dim, inverse=True)
-    # two roundings, and cos^2 + sin^2 differs from 1 by as much
-    torch.testing.assert_close(qkv, before, rtol=0, atol=4 * torch.finfo(place[1]).eps * before.abs().max().item())
-
-
-@places
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_split_and_merge(place, shape: tuple[int, ...]) -> None:
     num_tokens, num_heads, num_kv_heads, head_dim = shape
     angles, cos, sin = _tables(place, num_tokens, head_dim)
@@ -96,4 +79,3 @@ def test_no_tokens(place) -> None:
     q, k, v = rope.rope_split(qkv, cos, sin, 3, 1, 8)
     assert q.shape == (0, 3, 8) and k.shape == v.shape == (0, 1, 8)
     assert rope.rope_merge(q, k, v, cos, sin).shape == (0, 40)
-    assert rope.rope_packed(qkv, cos, sin, 3, 1, 8).shape == (0, 40)

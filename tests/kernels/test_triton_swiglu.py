@@ -10,10 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from engine.kernels import philox
+from engine.kernels.records import DropoutKey, InputUpdate
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
-from triton_kernels import philox, swiglu
-from triton_kernels.dropout import DropoutMask
-from triton_kernels.lora import LowRankUpdate
+from triton_kernels import swiglu
+from triton_kernels.dropout import dropout_bits
 
 SHAPES = [(5, 123), (1, 1), (40, 50), (3, 1100)]
 
@@ -67,13 +68,15 @@ def test_backward_with_an_adapters_update(place, shape: tuple[int, int, int], of
     gate_up = random_rows(place, num_tokens, 2 * num_features, gap=5)
     dy = random_rows(place, num_tokens, num_features, gap=3, seed=1)
     a, dh = random_rows(place, rank, num_features, seed=2), random_rows(place, num_tokens, rank, gap=2, seed=3)
-    mask, factor = None, torch.ones(num_tokens, num_features, device=place[0])
+    mask, keep_scale, factor = None, 1.0, torch.ones(num_tokens, num_features, device=place[0])
     if offset is not None:
         tokens, step = torch.arange(num_tokens, device=place[0]), torch.tensor(2, device=place[0])
-        coordinates = {"feature_offset": offset, "probability": 0.5, "seed": 1, "site": 2}
-        mask = DropoutMask(token_index_T=tokens, step=step, **coordinates)
-        kept = philox.dropout_mask(tokens, num_features=num_features, step=step, **coordinates)
-        factor = kept * philox.dropout_scale(0.5)
+        key = DropoutKey(
+            token_index=tokens, step=step, seed=1, site=2, probability=0.5, num_features=num_features,
+            feature_offset=offset,
+        )  # fmt: skip
+        mask, keep_scale = dropout_bits(key), philox.dropout_scale(0.5)
+        factor = philox.dropout_mask(key) * keep_scale
 
     def loss(x: Tensor) -> Tensor:
         y = _activation(x)
@@ -81,12 +84,10 @@ def test_backward_with_an_adapters_update(place, shape: tuple[int, int, int], of
         return (y * dy.to(x.dtype)).sum() + (h * dh.to(x.dtype)).sum()
 
     torchs, exact = _gradients(loss, gate_up)
-    update = LowRankUpdate(dh_TR=dh, a_RI=a, mask=mask)
+    update = InputUpdate(dh_TR=dh, a_RI=a, mask=mask, scale=keep_scale)
     assert_as_exact_as_torch(swiglu.swiglu_backward(dy, gate_up, update=update), torchs, exact, "dx")
-    if mask is not None:
-        bits = LowRankUpdate(dh_TR=dh, a_RI=a, mask=mask.with_bits(num_features))
-        ours = swiglu.swiglu_backward(dy, gate_up, update=bits, out=gate_up)
-        assert_as_exact_as_torch(ours, torchs, exact, "dx with the mask as bits, in place")
+    ours = swiglu.swiglu_backward(dy, gate_up, update=update, out=gate_up)
+    assert_as_exact_as_torch(ours, torchs, exact, "dx in place")
 
 
 @places

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine.layers.recompute import MemoryPlan
 from engine.models.config import DecoderConfig
 from engine.ops.kernels import REFERENCE
-from engine.ops.triton.backend import TRITON, draw_bits, draw_record
+from engine.ops.triton.backend import TRITON
 from tests.distributed.cases import Case, make_batch
 from tests.kernels.comparing import places
 from tests.memory_models import build_with
@@ -56,18 +56,6 @@ def test_training_follows_the_reference(place, dropout: float, path: dict) -> No
     for name, gradient in gradients.items():
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
     assert ((losses - expected_losses).abs() <= 1e-5 * expected_losses).all(), (losses, expected_losses)
-
-
-@places
-def test_masks_drawn_in_the_kernels_train_like_those_kept_as_bits(place) -> None:
-    """The linears keep a record of coordinates as they keep bits: same masks, and so the same bits of everything."""
-    training, device = _training(0.1, {}), torch.device(place[0])
-    drawn, kept = (
-        training.run(replace(TRITON, draw_mask=draw), steps=1, device=device, dtype=place[1])
-        for draw in (draw_record, draw_bits)
-    )
-    assert torch.equal(drawn[0], kept[0])
-    assert all(torch.equal(gradient, kept[1][name]) for name, gradient in drawn[1].items())
 
 
 def _assert_as_close_as_the_reference(training: SmallTraining, device: torch.device, dtype: torch.dtype) -> None:

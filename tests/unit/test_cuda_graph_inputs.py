@@ -16,6 +16,7 @@ from engine.batch import Batch
 from engine.config import DataOptions, ModelOptions, ParallelOptions, RunConfig, check_config
 from engine.config.memory import MemoryOptions
 from engine.errors import UserError
+from engine.kernels.reference_quantize import dynamic_map, nf4_values
 from engine.layers.recompute import MemoryPlan
 from engine.models.config import LayerKind
 from engine.ops.kernels import REFERENCE
@@ -28,7 +29,6 @@ from engine.training.stages import most_alive
 from tests.distributed.cases import make_batch
 from tests.graph_training import CASES, CPU, LENGTH, ON_DEVICE, SHAPE, graph_config
 from tests.memory_models import build_with
-from triton_kernels.reference_quantize import dynamic_map, nf4_values
 
 META = torch.device("meta")
 

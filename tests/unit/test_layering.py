@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LEVELS = {
-    "triton_kernels": 0,
+    "engine.kernels": 0,
+    "triton_kernels": 1,
     "engine.errors": 1,
     "engine.batch": 1,
     "engine.files": 1,
@@ -108,7 +109,7 @@ def test_imports_go_downward(path: str) -> None:
         ("engine.config.load", "from engine import telemetry", "its own level"),
         ("engine.training.trainer", "from tools import convert", "higher level"),
         ("engine.data.loader", "from tests.helpers import spawn", "higher level"),
-        ("triton_kernels.rope", "from engine.errors import UserError", "higher level"),
+        ("engine.kernels.philox", "from engine.errors import UserError", "higher level"),
         ("engine.errors", "import engine.config", "its own level"),
         ("engine.novelty.thing", "import os", "no level"),
         ("engine", "import engine.batch", "before everything"),
@@ -131,11 +132,19 @@ def test_downward_imports_pass(module: str, source: str) -> None:
     assert faults(source, module) == []
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.startswith("triton_kernels/")])
+KERNELS = {
+    "triton_kernels": {"torch", "triton", "triton_kernels", "engine.kernels"},
+    "engine/kernels": {"torch", "engine.kernels"},
+}
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.startswith(tuple(KERNELS))])
 def test_kernels_need_torch_and_triton_only(path: str) -> None:
+    allowed = next(names for folder, names in KERNELS.items() if path.startswith(folder))
     source = (ROOT / path).read_text(encoding="utf-8")
-    tops = {name.partition(".")[0] for name in imported_modules(source, path.replace("/", "."), False)}
-    assert tops - set(sys.stdlib_module_names) <= {"torch", "triton", "triton_kernels", ""}
+    names = imported_modules(source, path.replace("/", "."), False)
+    tops = {unit_of(name) or name.partition(".")[0] for name in names}
+    assert tops - set(sys.stdlib_module_names) <= {*allowed, ""}
 
 
 @pytest.mark.parametrize(

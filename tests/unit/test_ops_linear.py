@@ -12,6 +12,9 @@ from torch.nn import functional as F
 
 from engine.batch import IGNORE_LABEL
 from engine.distributed.mesh import Axis
+from engine.kernels.philox import dropout_mask
+from engine.kernels.records import DropoutKey
+from engine.ops.adapters import Adapter, LowRank
 from engine.ops.context import TokenContext
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.dropout import DropoutSite
@@ -19,14 +22,12 @@ from engine.ops.embedding import EmbeddingOperands, embedding
 from engine.ops.gradients import GradientSink
 from engine.ops.inputs import GivenInput, LinearInput, NormInput, SwiGLUInput
 from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.low_rank import Factor, LowRank
 from engine.ops.native import product
 from engine.ops.native.backend import NATIVE
 from engine.ops.native.loader import native_status
 from engine.ops.operands import LinearOperands, RowsSink
 from engine.ops.parallel_linear import column_linear, row_linear
 from tests.projection_norm import norms_by_projection
-from triton_kernels.philox import dropout_mask
 
 TOKENS, IN, RANK = 5, 12, 3
 ROWS = (8, 6)
@@ -73,9 +74,9 @@ class _Linear:
         self.sink_bias = GradientSink(torch.Size((ROWS[1],)), device)
         self.probability = probability
         site = DropoutSite(probability=probability, seed=5, site=6) if probability else None
-        factors = tuple(
-            Factor(
-                b_OR=self.b[place], first_column=8 * place, num_columns=ROWS[place], first_row=RANK * place,
+        adapters = tuple(
+            Adapter(
+                b_OR=self.b[place], first_column=8 * place, first_row=RANK * place,
                 scale=SCALES[place], sink_a=self.sinks_a[place], sink_b=self.sinks_b[place],
             )
             for place in range(2)
@@ -83,17 +84,16 @@ class _Linear:
         trained = (RowsSink(first=8, count=ROWS[1], weight=self.sink_weight, bias=self.sink_bias),)
         self.operands = LinearOperands(
             extended_OE=extended, in_features=IN, bias_O=self.bias,
-            low_rank=LowRank(a_RI=self.a, factors=factors, dropout=site), folded=folded,
+            low_rank=LowRank(a_RI=self.a, adapters=adapters, dropout=site), folded=folded,
             sinks=trained if trains else (), axis=ALONE, sequence_parallel=False, joint=False, kernels=REFERENCE,
         )  # fmt: skip
 
     def plain(self, x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b: list[Tensor]) -> Tensor:
         dropped = x
         if self.probability:
-            kept = dropout_mask(
-                _context().token_index, feature_offset=0, num_features=IN, probability=self.probability, seed=5, site=6,
-                step=4,
-            )  # fmt: skip
+            tokens = _context().token_index
+            key = DropoutKey(token_index=tokens, step=4, seed=5, site=6, probability=self.probability, num_features=IN)
+            kept = dropout_mask(key)
             dropped = x * kept / (1 - self.probability)
         low_rank = [SCALES[place] * dropped @ a[RANK * place : RANK * (place + 1)].T @ b[place].T for place in range(2)]
         return x @ weight.T + bias + torch.cat(low_rank, 1)

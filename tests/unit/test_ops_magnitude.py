@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.ops.adapters import Adapter
 from engine.ops.gradients import GradientSink
-from engine.ops.low_rank import Factor
 from engine.ops.magnitude import AdapterBias, Magnitude, biased_output, scaled_output
 
 T, I, O, R, SCALE = 7, 11, 9, 3, 1.7  # noqa: E741
@@ -35,13 +35,13 @@ class _Context:
     adapters = True
 
 
-def _drawn() -> tuple[Tensor, Tensor, Tensor, Factor]:
+def _drawn() -> tuple[Tensor, Tensor, Tensor, Adapter]:
     torch.manual_seed(0)
     weight, a, b = torch.randn(O, I), torch.randn(R + 1, I), torch.randn(ROWS, R)
-    factor = Factor(
-        b_OR=b, first_column=FIRST, num_columns=ROWS, first_row=1, scale=SCALE, sink_a=None, sink_b=None
+    adapter = Adapter(
+        b_OR=b, first_column=FIRST, first_row=1, scale=SCALE, sink_a=None, sink_b=None
     )  # fmt: skip
-    return weight, a, b, factor
+    return weight, a, b, adapter
 
 
 def _run(output: Any, z: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,11 +65,11 @@ def test_magnitudes(dtype: torch.dtype) -> None:
 
     expected = _run(formula, z, m)
     sink = GradientSink((ROWS,), torch.device("cpu"))
-    cast = Factor(b_OR=b.to(dtype), first_column=FIRST, num_columns=ROWS, first_row=1, scale=SCALE, sink_a=None,
+    cast = Adapter(b_OR=b.to(dtype), first_column=FIRST, first_row=1, scale=SCALE, sink_a=None,
                   sink_b=None)  # fmt: skip
     operands: Any = _Operands(weight.to(dtype), a.to(dtype))
     context: Any = _Context()
-    one = Magnitude(m_O=m.to(dtype), factor=cast, sink=sink)
+    one = Magnitude(m_O=m.to(dtype), adapter=cast, sink=sink)
 
     def ours(z: Tensor, m: Tensor) -> Tensor:
         return scaled_output(z.to(dtype), operands, (one,), context, (m,), split_inputs=False).float()
@@ -81,7 +81,7 @@ def test_magnitudes(dtype: torch.dtype) -> None:
 
 
 def test_biases() -> None:
-    _, _, _, factor = _drawn()
+    _, _, _, adapter = _drawn()
     z, bias = torch.randn(T, O), torch.randn(ROWS)
 
     def formula(z: Tensor, bias: Tensor) -> Tensor:
@@ -90,17 +90,17 @@ def test_biases() -> None:
     expected = _run(formula, z, bias)
     sink = GradientSink((ROWS,), torch.device("cpu"))
     context: Any = _Context()
-    one = AdapterBias(b_O=bias, factor=factor, sink=sink)
+    one = AdapterBias(b_O=bias, adapter=adapter, sink=sink)
     y, dz, _ = _run(lambda z, bias: biased_output(z, (one,), context, (bias,)), z, bias)
     for found, wanted in zip((y, dz, sink.buffer), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_without_adapters_the_output_stays() -> None:
-    weight, a, _, factor = _drawn()
+    weight, a, _, adapter = _drawn()
     z, operands = torch.randn(T, O), _Operands(weight, a)
     context: Any = _Context()
     context.adapters = False
-    one = Magnitude(m_O=torch.ones(ROWS), factor=factor, sink=None)
+    one = Magnitude(m_O=torch.ones(ROWS), adapter=adapter, sink=None)
     assert scaled_output(z, operands, (one,), context, (), split_inputs=False) is z  # type: ignore[arg-type]
-    assert biased_output(z, (AdapterBias(b_O=torch.ones(ROWS), factor=factor, sink=None),), context, ()) is z
+    assert biased_output(z, (AdapterBias(b_O=torch.ones(ROWS), adapter=adapter, sink=None),), context, ()) is z

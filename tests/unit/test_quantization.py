@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
+from engine.kernels.reference_quantize import NF4_VALUES, dynamic_map
 from engine.quantization.encoding import ENCODING_NAMES, Encoding, encoding
 from engine.quantization.nf4 import num_groups
 from engine.quantization.parts import Whole
-from triton_kernels.reference_quantize import NF4_VALUES, dynamic_map
 
 names = pytest.mark.parametrize("name", ENCODING_NAMES)
 

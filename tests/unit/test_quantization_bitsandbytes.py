@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.reference_quantize import dynamic_map, nf4_values, scale_codes
 from engine.quantization.encoding import encoding
-from triton_kernels.reference_quantize import dynamic_map, nf4_values, scale_codes
 
 CPU = torch.device("cpu")
 

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.distributed.sharding import split_spec
+from engine.kernels.philox import dropout_mask, dropout_scale
+from engine.kernels.records import DropoutKey
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
 from engine.ops.context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput, NormInput, SwiGLUInput
 from engine.ops.kernels import Kernels
-from triton_kernels.philox import dropout_mask, dropout_scale
 
 from .case import Contestant, Results, deviation
 from .options import Shape
@@ -205,10 +206,11 @@ def _engine_masks(layer: Layer) -> Masks:
     if layer.dropout == 0:
         return [None] * len(layer.a)
     context = _context(layer)
-    kept = dropout_mask(
-        context.token_index, feature_offset=0, num_features=layer.shape.inputs, probability=layer.dropout, seed=_SEED,
-        site=_SITE, step=context.step,
+    key = DropoutKey(
+        token_index=context.token_index, step=context.step, seed=_SEED, site=_SITE, probability=layer.dropout,
+        num_features=layer.shape.inputs,
     )  # fmt: skip
+    kept = dropout_mask(key)
     return [kept.double().mul_(dropout_scale(layer.dropout))] * len(layer.a)
 
 

@@ -15,10 +15,10 @@ from itertools import chain
 
 from torch import Tensor
 
+from engine.kernels.records import AdapterSection
 from engine.ops.native.arguments import matrix, optional_bits, threads
 from engine.ops.native.loader import library
 from engine.ops.native.product import has_tiles, product_arguments
-from triton_kernels.reference_fused import OutputSection
 
 _LOW_RANK, _FACTOR = "7qd5q", "7qd"
 """`struct LowRank` and `struct Factor` of csrc/adapters_amx.h; the factors lie behind the other."""
@@ -30,7 +30,7 @@ def forward(
     x_TI: Tensor,
     weight_OI: Tensor,
     a_RI: Tensor,
-    sections: Sequence[OutputSection],
+    sections: Sequence[AdapterSection],
     *,
     bits: Tensor | None,
     keep_scale: float,
@@ -55,7 +55,7 @@ def forward(
     )
     h = x_TI.new_empty(tokens, ranks) if h_TR is None else h_TR
     mask = optional_bits(bits if h_TR is None else None, features, tokens)
-    up = [_b_factor(section, section.b_OR, 1.0) for section in sections]
+    up = [_b_factor(section, section.b, 1.0) for section in sections]
     return _product(x_TI, weight_OI.t(), h, left_bits=mask, down=down, up=up), h
 
 
@@ -63,7 +63,7 @@ def backward(
     dy_TO: Tensor,
     weight_OI: Tensor,
     a_RI: Tensor,
-    sections: Sequence[OutputSection],
+    sections: Sequence[AdapterSection],
     *,
     h_TR: Tensor,
     bits: Tensor | None,
@@ -82,8 +82,8 @@ def backward(
     dh = dy_TO.new_empty(tokens, ranks)
     mask = optional_bits(bits if updates else None, features, tokens)
     up = [_a_factor(a_RI, 0, ranks, 1.0)] if updates else []
-    down = [_b_factor(section, section.b_OR, section.scale) for section in sections]
-    gradients = [_b_factor(section, section.db_out, 1.0) for section in sections if section.db_out is not None]
+    down = [_b_factor(section, section.b, section.scale) for section in sections]
+    gradients = [_b_factor(section, section.db, 1.0) for section in sections if section.db is not None]
     dx = _product(
         dy_TO, weight_OI, dh, out_bits=mask, out_scale=keep_scale, down=down, up=up, gradients=gradients,
         h=matrix(h_TR, ranks, tokens),
@@ -128,7 +128,7 @@ def _a_factor(a_RI: Tensor, first: int, ranks: int, scale: float) -> _Factor:
     return pointer + first * stride * a_RI.element_size(), 1, stride, 0, features, first, ranks, scale
 
 
-def _b_factor(section: OutputSection, values: Tensor | None, scale: float) -> _Factor:
+def _b_factor(section: AdapterSection, values: Tensor | None, scale: float) -> _Factor:
     """B or its gradient."""
     assert values is not None and values.shape == (section.num_columns, section.num_ranks), section
     place = (section.first_column, section.num_columns, section.first_row, section.num_ranks)

@@ -6,10 +6,10 @@ gradients of weights, which are fp32. A matrix may have any row stride, but its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
+
+from engine.kernels.records import InputUpdate
 
 DTYPES = (torch.float32, torch.bfloat16)
 """What the kernels read and write; each at the number by which the launchers know it."""
@@ -79,23 +79,6 @@ def optional_bits(bits: Tensor | None, columns: int, rows: int) -> tuple[int | N
     return bits.data_ptr(), bits.shape[1]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputUpdate:
-    """What an adapter adds to the gradient of its input: scale * mask * (dH A).
-
-    Args:
-        dh_TR: [T, R], gradient of H = drop(x) A^T.
-        a_RI: [R, I] stacked A.
-        bits: packed mask of x, from `dropout_bits`; None without dropout.
-        scale: 1 / (1 - p); 1 without dropout.
-    """
-
-    dh_TR: Tensor
-    a_RI: Tensor
-    bits: Tensor | None = None
-    scale: float = 1.0
-
-
 def update_arguments(
     update: InputUpdate | None, columns: int, rows: int, *, dtype: torch.dtype
 ) -> tuple[int | float | None, ...]:
@@ -107,6 +90,6 @@ def update_arguments(
         rank,
         *matrix(update.dh_TR, rank, rows, dtype=dtype),
         *matrix(update.a_RI, columns, dtype=dtype),
-        *optional_bits(update.bits, columns, rows),
+        *optional_bits(update.mask, columns, rows),
         update.scale,
     )

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.kernels.linear_cross_entropy import LossKernels
+from engine.kernels.records import AdapterSection, InputUpdate
 from engine.ops import kernels
 from engine.ops.native import (
     adapted,
-    arguments,
     attention,
     cross_entropy,
     dropout,
@@ -20,14 +21,6 @@ from engine.ops.native import (
     rope,
     swiglu,
 )
-from triton_kernels.linear_cross_entropy import LossKernels
-from triton_kernels.reference_fused import OutputSection
-
-
-def _update(update: kernels.InputUpdate | None) -> arguments.InputUpdate | None:
-    if update is None:
-        return None
-    return arguments.InputUpdate(dh_TR=update.dh_TR, a_RI=update.a_RI, bits=update.mask, scale=update.scale)
 
 
 def _norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
@@ -39,33 +32,30 @@ def _norm_backward(
     x: Tensor,
     weight: Tensor,
     rstd: Tensor,
-    update: kernels.InputUpdate | None,
+    update: InputUpdate | None,
     weight_gradient: Tensor | None,
 ) -> Tensor:
-    return norm.rmsnorm_backward(dy, x, weight, rstd, update=_update(update), weight_gradient=weight_gradient)
+    return norm.rmsnorm_backward(dy, x, weight, rstd, update=update, weight_gradient=weight_gradient)
 
 
 def _swiglu_forward(gate_up: Tensor, out: Tensor) -> None:
     swiglu.swiglu_forward(gate_up, out=out)
 
 
-def _swiglu_backward(
-    dy: Tensor, gate_up: Tensor, update: kernels.InputUpdate | None, y: Tensor | None = None
-) -> Tensor:
-    return swiglu.swiglu_backward(dy, gate_up, update=_update(update), y=y)
+def _swiglu_backward(dy: Tensor, gate_up: Tensor, update: InputUpdate | None, y: Tensor | None = None) -> Tensor:
+    return swiglu.swiglu_backward(dy, gate_up, update=update, y=y)
 
 
 def _swiglu_backward_adapted(
     dy: Tensor,
     gate_up: Tensor,
-    update: kernels.InputUpdate | None,
+    update: InputUpdate | None,
     dh_TR: Tensor,
     mask: Tensor | None,
     scale: float,
-    gradients: Sequence[tuple[int, Tensor]],
+    sections: Sequence[AdapterSection],
 ) -> Tensor:
-    sections = _sections_of_a(gradients, scale)
-    return swiglu.swiglu_backward_adapted(dy, gate_up, dh_TR, mask, sections, update=_update(update))
+    return swiglu.swiglu_backward_adapted(dy, gate_up, dh_TR, mask, sections, scale=scale, update=update)
 
 
 def _project(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Tensor) -> None:
@@ -73,13 +63,9 @@ def _project(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Te
 
 
 def _a_gradient(
-    dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, gradients: Sequence[tuple[int, Tensor]]
+    dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, sections: Sequence[AdapterSection]
 ) -> None:
-    low_rank.accumulate_a(dh_TR, x, mask, _sections_of_a(gradients, scale))
-
-
-def _sections_of_a(gradients: Sequence[tuple[int, Tensor]], scale: float) -> list[low_rank.GradientA]:
-    return [low_rank.GradientA(gradient_rI=buffer, first_row=first, scale=scale) for first, buffer in gradients]
+    low_rank.accumulate_a(dh_TR, x, mask, sections, scale=scale)
 
 
 def _norm_a_gradient(
@@ -89,31 +75,17 @@ def _norm_a_gradient(
     weight: Tensor,
     mask: Tensor | None,
     scale: float,
-    gradients: Sequence[tuple[int, Tensor]],
+    sections: Sequence[AdapterSection],
 ) -> None:
-    sections, columns = _sections_of_a(gradients, scale), weight.to(torch.float32)
-    low_rank.accumulate_a(dh_TR, u, mask, sections, row_scale_T=rstd, column_scale_I=columns)
-
-
-def _b_gradient(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[tuple[int, int, Tensor]]) -> None:
-    sections = [
-        low_rank.GradientB(gradient_or=buffer, first_column=column, first_row=row, scale=1.0)
-        for column, row, buffer in gradients
-    ]
-    low_rank.accumulate_b(dy_TO, h_TR, sections)
-
-
-def _apply_update(dx: Tensor, update: kernels.InputUpdate) -> Tensor:
-    native = _update(update)
-    assert native is not None
-    return low_rank.add_input_gradient(dx, native)
+    columns = weight.to(torch.float32)
+    low_rank.accumulate_a(dh_TR, u, mask, sections, scale=scale, row_scale_T=rstd, column_scale_I=columns)
 
 
 def _adapted_forward(
     x: Tensor,
     weight_OI: Tensor,
     a_RI: Tensor,
-    sections: Sequence[OutputSection],
+    sections: Sequence[AdapterSection],
     *,
     mask: Tensor | None,
     keep_scale: float,
@@ -126,7 +98,7 @@ def _adapted_backward(
     dy: Tensor,
     weight_OI: Tensor,
     a_RI: Tensor,
-    sections: Sequence[OutputSection],
+    sections: Sequence[AdapterSection],
     *,
     h_TR: Tensor,
     mask: Tensor | None,
@@ -152,8 +124,8 @@ NATIVE = kernels.Kernels(
     swiglu_backward=_swiglu_backward,
     project=_project,
     a_gradient=_a_gradient,
-    b_gradient=_b_gradient,
-    apply_update=_apply_update,
+    b_gradient=low_rank.accumulate_b,
+    apply_update=low_rank.add_input_gradient,
     split_rotate=rope.split_rotate,
     split_rotate_backward=rope.split_rotate_backward,
     attention=attention.attention_by_document,

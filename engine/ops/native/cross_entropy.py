@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary shard by the compiled kernels; the plain spec is triton_kernels.reference_fused."""
+"""Cross-entropy over a vocabulary shard by the compiled kernels; the plain spec is engine.kernels.reference_fused."""
 
 from __future__ import annotations
 

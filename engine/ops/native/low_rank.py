@@ -1,4 +1,4 @@
-"""The skinny products of adapters by the compiled kernels; the plain spec is engine.ops.low_rank.
+"""The skinny products of adapters by the compiled kernels; the plain spec is engine.ops.adapters.
 
 drop(x) = scale * mask * x; masks are packed bits (`dropout_bits`), or None without dropout.
 
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.kernels.records import AdapterSection, InputUpdate
 from engine.ops.native.arguments import (
-    InputUpdate,
     matrix,
     optional_bits,
     optional_vector,
@@ -23,39 +22,6 @@ from engine.ops.native.arguments import (
     update_arguments,
 )
 from engine.ops.native.loader import library
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradientA:
-    """Where one adapter's dA goes.
-
-    Args:
-        gradient_rI: fp32 [r, I], added to.
-        first_row: of its r rows in the stacked A.
-        scale: factor of this adapter, dropout's included.
-    """
-
-    gradient_rI: Tensor
-    first_row: int
-    scale: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradientB:
-    """Where one adapter's dB goes.
-
-    Args:
-        gradient_or: fp32 [o, r], added to.
-        first_column: of its o columns in dY.
-        first_row: of its r columns in H.
-        scale: alpha / r, or alpha / sqrt(r).
-    """
-
-    gradient_or: Tensor
-    first_column: int
-    first_row: int
-    scale: float = 1.0
-
 
 _SECTION = "4qQqd"
 """`struct Section` of csrc/rank_sums.h: first rank, ranks, first column, columns, gradient, its row stride, scale."""
@@ -99,18 +65,20 @@ def accumulate_a(
     dh_TR: Tensor,
     x: Tensor,
     bits: Tensor | None,
-    gradients: Sequence[GradientA],
+    sections: Sequence[AdapterSection],
     *,
+    scale: float = 1.0,
     row_scale_T: Tensor | None = None,
     column_scale_I: Tensor | None = None,
 ) -> None:
-    """dA_i += scale_i * dH_i^T (mask * x) for all adapters on x, from one read of x.
+    """dA += scale * dH^T (mask * x) for all adapters on x, from one read of x.
 
     Args:
         dh_TR: fp32 or bfloat16, gradient of the stacked H.
         x: rows of any stride.
         bits: packed mask of x, or None.
-        gradients: adapters that are trained; their rows of dH may have gaps.
+        sections: adapters on x; those without `da` are left out.
+        scale: dropout's 1 / (1 - p).
         row_scale_T, column_scale_I: fp32, what rows and columns of x are multiplied by, as by a norm; None for 1.
     """
     (rows, ranks), inputs = dh_TR.shape, x.shape[1]
@@ -118,37 +86,39 @@ def accumulate_a(
         threads(), type_number(x), rows, inputs, ranks, *matrix(dh_TR, dtype=x.dtype),
         *matrix(x, rows=rows, dtype=x.dtype), optional_vector(row_scale_T, rows),
         optional_vector(column_scale_I, inputs), *optional_bits(bits, inputs, rows),
-        *sections_of_a(gradients, ranks, inputs),
+        *sections_of_a(sections, ranks, inputs, scale),
     )  # fmt: skip
 
 
-def sections_of_a(gradients: Sequence[GradientA], ranks: int, inputs: int) -> tuple[int, bytes]:
-    """How many there are, and `struct Section` of each (csrc/rank_sums.h)."""
-    sections = b""
-    for given in gradients:
-        num = given.gradient_rI.shape[0]
-        assert given.first_row >= 0 and given.first_row + num <= ranks, (given.first_row, num, ranks)
-        sections += struct.pack(_SECTION, given.first_row, num, 0, 0, *matrix(given.gradient_rI, inputs), given.scale)
-    return len(gradients), sections
+def sections_of_a(sections: Sequence[AdapterSection], ranks: int, inputs: int, scale: float) -> tuple[int, bytes]:
+    """Returns how many of them have a `da`, and `struct Section` of each (csrc/rank_sums.h)."""
+    packed = []
+    for one in sections:
+        if one.da is not None:
+            num = one.da.shape[0]
+            assert one.first_row >= 0 and one.first_row + num <= ranks, (one.first_row, num, ranks)
+            packed.append(struct.pack(_SECTION, one.first_row, num, 0, 0, *matrix(one.da, inputs), scale))
+    return len(packed), b"".join(packed)
 
 
-def accumulate_b(dy_TO: Tensor, h_TR: Tensor, gradients: Sequence[GradientB]) -> None:
-    """dB_i += scale_i * dY_i^T H_i for all adapters of a linear, from one read of dY.
+def accumulate_b(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]) -> None:
+    """dB += dY^T H for all adapters of a linear, from one read of dY.
 
     Args:
         dy_TO: fp32 or bfloat16, rows of any stride.
         h_TR: rows of any stride.
-        gradients: adapters that are trained.
+        sections: the adapters; those without `db` are left out.
     """
     (rows, outputs), ranks = dy_TO.shape, h_TR.shape[1]
-    sections = b""
-    for given in gradients:
-        num_columns, num_ranks = given.gradient_or.shape
-        assert given.first_row >= 0 and given.first_row + num_ranks <= ranks, (given.first_row, num_ranks, ranks)
-        assert given.first_column >= 0 and given.first_column + num_columns <= outputs, (num_columns, outputs)
-        place = (given.first_row, num_ranks, given.first_column, num_columns)
-        sections += struct.pack(_SECTION, *place, *matrix(given.gradient_or), given.scale)
+    packed = []
+    for one in sections:
+        if one.db is not None:
+            num_columns, num_ranks = one.db.shape
+            assert one.first_row >= 0 and one.first_row + num_ranks <= ranks, (one.first_row, num_ranks, ranks)
+            assert one.first_column >= 0 and one.first_column + num_columns <= outputs, (num_columns, outputs)
+            place = (one.first_row, num_ranks, one.first_column, num_columns)
+            packed.append(struct.pack(_SECTION, *place, *matrix(one.db), 1.0))
     library().engine_accumulate_b(
         threads(), type_number(dy_TO), rows, *matrix(dy_TO, dtype=dy_TO.dtype),
-        *matrix(h_TR, ranks, rows, dtype=dy_TO.dtype), len(gradients), sections,
+        *matrix(h_TR, ranks, rows, dtype=dy_TO.dtype), len(packed), b"".join(packed),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""RMSNorm by the compiled kernels; the plain spec is triton_kernels.reference."""
+"""RMSNorm by the compiled kernels; the plain spec is engine.kernels.reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes of quantised weights and their decoding by the compiled kernels; the spec is triton_kernels.reference_quantize.
+"""Codes of quantised weights and their decoding by the compiled kernels; the spec is engine.kernels.reference_quantize.
 
 For fp32 and bf16 on the CPU, which is what weights are there. e4m3 codes and other dtypes are torch's own work: its
 casts are compiled, and nothing multiplies with what they decode to.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels import reference_quantize
+from engine.kernels.reference_quantize import NF4_BLOCK, dynamic_map
 from engine.ops.native.arguments import threads, vector
 from engine.ops.native.loader import library
 from engine.quantization.arithmetic import Arithmetic
-from triton_kernels import reference_quantize
-from triton_kernels.reference_quantize import NF4_BLOCK, dynamic_map
 
 _COMPILED = (torch.float32, torch.bfloat16)
 

@@ -21,7 +21,6 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_dropout_bits": [
         *_THREADS, *_SIZE, *_SIZE, *_POINTER, c_int64, c_uint32, c_uint32, c_uint32, c_uint32, *_MATRIX,
     ],
-    "engine_unpack_bits": [*_THREADS, *_SIZE, *_SIZE, *_MATRIX, *_POINTER],
     "engine_rmsnorm_forward": [
         *_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX, *_MATRIX, *_POINTER, c_float, *_MATRIX, *_POINTER,
     ],

@@ -1,4 +1,4 @@
-"""SwiGLU by the compiled kernels; the plain spec is triton_kernels.reference."""
+"""SwiGLU by the compiled kernels; the plain spec is engine.kernels.reference."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.kernels.records import AdapterSection, InputUpdate
 from engine.ops.native.arguments import (
-    InputUpdate,
     matrix,
     optional_bits,
     optional_matrix,
@@ -17,7 +17,7 @@ from engine.ops.native.arguments import (
     update_arguments,
 )
 from engine.ops.native.loader import library
-from engine.ops.native.low_rank import GradientA, sections_of_a
+from engine.ops.native.low_rank import sections_of_a
 
 
 def swiglu_forward(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -71,19 +71,21 @@ def swiglu_backward_adapted(
     gate_up: Tensor,
     dh_TR: Tensor,
     bits: Tensor | None,
-    gradients: Sequence[GradientA],
+    sections: Sequence[AdapterSection],
     *,
+    scale: float = 1.0,
     update: InputUpdate | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[dgate | dup], and dA_i += scale_i * dH_i^T (mask * y) of the adapters on y, which is never written.
+    """[dgate | dup], and dA += scale * dH^T (mask * y) of the adapters on y, which is never written.
 
     Args:
         dy: fp32 or bfloat16 [T, F].
         gate_up: [T, 2F] of the same dtype, forward's input.
         dh_TR: of the same dtype, gradient of the stacked H.
         bits: packed mask of y, or None.
-        gradients: adapters that are trained.
+        sections: adapters on y; those without `da` are left out.
+        scale: dropout's 1 / (1 - p).
         update: what the adapters add to dy, of the same dH and mask; None where dy has it already.
         out: where the gradient goes; may be gate_up.
     """
@@ -91,12 +93,12 @@ def swiglu_backward_adapted(
     gradient = torch.empty(gate_up.shape, dtype=dtype) if out is None else out
     added: tuple[int | float | None, ...] = (0, None, 0, 1.0)
     if update is not None:
-        assert update.dh_TR.data_ptr() == dh_TR.data_ptr() and (update.bits is None) == (bits is None)
+        assert update.dh_TR.data_ptr() == dh_TR.data_ptr() and (update.mask is None) == (bits is None)
         added = (ranks, *matrix(update.a_RI, features, ranks, dtype=dtype), update.scale)
     library().engine_swiglu_backward_adapted(
         threads(), type_number(gate_up), rows, features, *matrix(dy, dtype=dtype),
         *matrix(gate_up, 2 * features, rows, dtype=dtype), *added, *matrix(gradient, 2 * features, rows, dtype=dtype),
         ranks, *matrix(dh_TR, rows=rows, dtype=dtype), *optional_bits(bits, features, rows),
-        *sections_of_a(gradients, ranks, features),
+        *sections_of_a(sections, ranks, features, scale),
     )  # fmt: skip
     return gradient

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.ops.kernels import InputUpdate, Kernels
-from triton_kernels.philox import dropout_mask
+from engine.kernels.philox import dropout_mask
+from engine.kernels.records import InputUpdate
+from engine.ops.kernels import Kernels
 
 from ..case import TORCH, Case, Contestant, Results
 from ..ceilings import Demand
@@ -20,14 +21,14 @@ from .setting import Setting
 def draw(setting: Setting) -> Case:
     options = setting.options
     shape = (options.tokens, options.hidden)
-    arguments = setting.mask_arguments(options.hidden)
-    right = dropout_mask(**arguments)
+    key = setting.dropout_key(options.hidden)
+    right = dropout_mask(key)
 
     def engine(kernels: Kernels) -> Contestant:
         def error(results: Results) -> float:
             return float((_as_numbers(setting, kernels, results[0]) != right).float().mean())
 
-        return Contestant(run=lambda: (kernels.draw_mask(**arguments),), error=error)
+        return Contestant(run=lambda: (kernels.draw_mask(key),), error=error)
 
     contestants = {name: engine(kernels) for name, kernels in setting.backends.items()}
     if TORCH in setting.peers:

@@ -172,7 +172,7 @@ def head_loss(setting: Setting) -> Case:
 
 
 def _head_demand(setting: Setting) -> Demand:
-    from triton_kernels.linear_cross_entropy import arithmetic, bytes_moved
+    from engine.kernels.linear_cross_entropy import arithmetic, bytes_moved
 
     sizes = (setting.options.tokens, setting.options.hidden, setting.options.vocab)
     return Demand(moved=bytes_moved(*sizes, setting.itemsize), operations=arithmetic(*sizes))

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.kernels.records import AdapterSection
 from engine.ops.kernels import Kernels
-from triton_kernels.reference_fused import OutputSection
 
 from ..case import TORCH, Case, Contestant, Results
 from ..ceilings import Demand
@@ -121,7 +121,10 @@ def a_gradient(setting: Setting, *, dropped: bool) -> Case:
 
     def engine(kernels: Kernels) -> Contestant:
         buffers = [torch.zeros(rank, given.x.shape[1], device=setting.device) for _ in range(SECTIONS)]
-        sections = [(index * rank, buffer) for index, buffer in enumerate(buffers)]
+        sections = [
+            AdapterSection(first_column=0, num_columns=0, first_row=index * rank, num_ranks=rank, da=buffer)
+            for index, buffer in enumerate(buffers)
+        ]
         mask, scale = setting.drawn(kernels, given.x.shape[1]) if dropped else None, setting.keep_scale
         scale = scale if dropped else 1.0
 
@@ -164,8 +167,12 @@ def b_gradient(setting: Setting) -> Case:
     def engine(kernels: Kernels) -> Contestant:
         buffers = [torch.zeros(options.intermediate, options.rank, device=setting.device) for _ in range(SECTIONS)]
         sections = [
-            (index * options.intermediate, index * options.rank, buffer) for index, buffer in enumerate(buffers)
-        ]
+            AdapterSection(
+                first_column=index * options.intermediate, num_columns=options.intermediate,
+                first_row=index * options.rank, num_ranks=options.rank, db=buffer,
+            )
+            for index, buffer in enumerate(buffers)
+        ]  # fmt: skip
 
         def run() -> Results:
             kernels.b_gradient(given.dy, given.h, sections)
@@ -218,13 +225,12 @@ def _output_gradients_of(kernels: Kernels, dy: Tensor, h: Tensor, parts: Sequenc
     sections, column = [], 0
     for number, (b, buffer) in enumerate(zip(parts, buffers, strict=True)):
         sections.append(
-            OutputSection(
-                first_column=column, num_columns=b.shape[0], first_row=number * rank, num_ranks=rank, b_OR=b,
-                db_out=buffer,
+            AdapterSection(
+                first_column=column, num_columns=b.shape[0], first_row=number * rank, num_ranks=rank, b=b,
+                db=buffer,
             )
         )  # fmt: skip
         column += b.shape[0]
-    places = [(one.first_column, one.first_row, buffer) for one, buffer in zip(sections, buffers, strict=True)]
     dh = torch.empty_like(h)
 
     def run() -> Results:
@@ -232,9 +238,8 @@ def _output_gradients_of(kernels: Kernels, dy: Tensor, h: Tensor, parts: Sequenc
             kernels.output_gradients(dy, h, sections, dh_out=dh)
             return dh, *buffers
         for one, b in zip(sections, parts, strict=True):
-            columns = dy.narrow(1, one.first_column, one.num_columns)
-            torch.mm(columns, b, out=dh.narrow(1, one.first_row, rank))
-        kernels.b_gradient(dy, h, places)
+            torch.mm(one.columns(dy), b, out=one.ranks(dh))
+        kernels.b_gradient(dy, h, sections)
         return dh, *buffers
 
     return Contestant(run=run, reset=partial(_clear, buffers))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from engine.kernels import reference
 from engine.ops.kernels import Kernels
-from triton_kernels import reference
 
 from ..case import TORCH, Case, Contestant, Results
 from ..ceilings import Demand

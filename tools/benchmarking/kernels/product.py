@@ -2,7 +2,6 @@
 
     fold        [x | H] [W | B]^T;       dY [W | B] = [dX | dH], then dX += dH A
     separate    x W^T, then += H B^T;    dY B = dH, dY W, then += dH A
-    one kernel  triton_kernels.lora_matmul, which adds the low-rank product to the accumulator of the other
 
 H lies beside x already, where the op that makes x writes it there; where x comes from elsewhere (attention's output)
 the fold has to copy it, which is a contestant of its own. The scale of the adapters sits on H and dH and is left out.
@@ -24,7 +23,7 @@ from ..case import Case, Contestant, Results, deviation
 from ..ceilings import Demand
 from .setting import Setting
 
-FOLD, COPIED, SEPARATE, ONE_KERNEL, FROZEN = "fold", "fold, x copied", "separate", "triton, one kernel", "frozen alone"
+FOLD, COPIED, SEPARATE, FROZEN = "fold", "fold, x copied", "separate", "frozen alone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,16 +106,6 @@ def _demand(setting: Setting, linear: _Linear) -> Demand:
     return Demand(moved=moved * setting.itemsize, operations=2 * tokens * outputs * (linear.inputs + linear.rank))
 
 
-def _verdicts(copied: bool, contestants: dict[str, Contestant]) -> dict[str, tuple[str, ...]]:
-    def present(*names: str) -> tuple[str, ...]:
-        return tuple(name for name in names if name in contestants)
-
-    verdicts = {"where x is made beside H" if copied else "": present(FOLD, SEPARATE, ONE_KERNEL)}
-    if copied:
-        verdicts["where x is given"] = present(COPIED, SEPARATE, ONE_KERNEL)
-    return verdicts
-
-
 def forward(setting: Setting, *, name: str) -> Case:
     """Y from x and H."""
     linear, draws = _linear(setting, name), setting.draws(f"product {name}, x")
@@ -154,22 +143,13 @@ def forward(setting: Setting, *, name: str) -> Case:
             run=frozen, error=lambda found: deviation(found, (x.double() @ linear.weight.double().t(),))
         ),
     }  # fmt: skip
-    if setting.has_triton:
-        from triton_kernels.lora_matmul import lora_matmul
-
-        def one_kernel() -> Results:
-            for columns, ranks, b in linear.sections():
-                lora_matmul(x, linear.weight[columns], h[:, ranks], b, 1.0, out=y[:, columns])
-            return (y,)
-
-        contestants[ONE_KERNEL] = Contestant(run=one_kernel)
     return Case(
         size=_size(setting, linear),
         demand=_demand(setting, linear),
         contestants=contestants,
         answer=answer,
         baseline=FROZEN,
-        verdicts=_verdicts(True, contestants),
+        verdicts={"where x is made beside H": (FOLD, SEPARATE), "where x is given": (COPIED, SEPARATE)},
     )
 
 
@@ -208,21 +188,13 @@ def backward(setting: Setting, *, name: str) -> Case:
             run=frozen, error=lambda found: deviation(found, (dy.double() @ linear.weight.double(),))
         ),
     }  # fmt: skip
-    if setting.has_triton:
-        from triton_kernels.lora_matmul import lora_matmul
-
-        def one_kernel() -> Results:
-            low_rank()
-            return lora_matmul(dy, linear.weight.t(), dh, linear.a.t(), 1.0, out=dx), dh
-
-        contestants[ONE_KERNEL] = Contestant(run=one_kernel)
     return Case(
         size=_size(setting, linear),
         demand=_demand(setting, linear),
         contestants=contestants,
         answer=answer,
         baseline=FROZEN,
-        verdicts=_verdicts(False, contestants),
+        verdicts={"": (FOLD, SEPARATE)},
     )
 
 

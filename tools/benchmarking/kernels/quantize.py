@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.kernels import reference_quantize
 from engine.ops.kernels import REFERENCE, Kernels, RowCodeKernels
 from engine.ops.quantized_backends import QuantizedBackend, choose_quantized
 from engine.quantization.encoding import encoding
-from triton_kernels import reference_quantize
 
 from ..case import TORCH, Case, Contestant, Results
 from ..ceilings import Demand

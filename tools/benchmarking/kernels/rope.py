@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from engine.kernels.reference import rope_tables
 from engine.ops.rope import inverse_frequencies
-from triton_kernels.reference import rope_tables
 
 from ..case import TORCH, Case, Contestant, Results, deviation
 from ..ceilings import Demand

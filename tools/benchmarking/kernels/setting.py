@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.ops.kernels import InputUpdate, Kernels, Mask
-from triton_kernels.philox import dropout_mask, dropout_scale
+from engine.kernels.philox import dropout_mask, dropout_scale
+from engine.kernels.records import DropoutKey, InputUpdate
+from engine.ops.kernels import Kernels
 
 from ..options import KernelOptions
 from ..peers import Peers
@@ -72,17 +73,16 @@ class Setting:
         """torch.compile for the sizes at hand."""
         return torch.compile(function, dynamic=False)
 
-    def mask_arguments(self, num_features: int) -> dict:
+    def dropout_key(self, num_features: int) -> DropoutKey:
         """Coordinates of a mask over `num_features` of all tokens."""
-        return {
-            "token_index": torch.arange(self.options.tokens, device=self.device),
-            "feature_offset": 0,
-            "num_features": num_features,
-            "probability": self.options.dropout,
-            "seed": SEED,
-            "site": SITE,
-            "step": torch.zeros((), dtype=torch.int64, device=self.device),
-        }
+        return DropoutKey(
+            token_index=torch.arange(self.options.tokens, device=self.device),
+            step=torch.zeros((), dtype=torch.int64, device=self.device),
+            seed=SEED,
+            site=SITE,
+            probability=self.options.dropout,
+            num_features=num_features,
+        )
 
     @property
     def keep_scale(self) -> float:
@@ -91,11 +91,11 @@ class Setting:
 
     def scaled_mask(self, num_features: int) -> Tensor:
         """fp64 [T, F]: 0 where dropped, 1 / (1 - p) where kept, by the plain specification."""
-        return dropout_mask(**self.mask_arguments(num_features)).double().mul_(self.keep_scale)
+        return dropout_mask(self.dropout_key(num_features)).double().mul_(self.keep_scale)
 
-    def drawn(self, kernels: Kernels, num_features: int) -> Mask:
+    def drawn(self, kernels: Kernels, num_features: int) -> Tensor:
         """The same mask in the backend's own form."""
-        return kernels.draw_mask(**self.mask_arguments(num_features))
+        return kernels.draw_mask(self.dropout_key(num_features))
 
     def update(
         self, kernels: Kernels, dh_TR: Tensor, a_RI: Tensor, *, dropped: bool, h_TR: Tensor | None = None

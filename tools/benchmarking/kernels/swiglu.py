@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from engine.kernels import reference
 from engine.ops.kernels import Kernels
-from triton_kernels import reference
 
 from ..case import TORCH, Case, Contestant, Results, deviation
 from ..ceilings import Demand

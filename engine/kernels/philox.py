@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.records import DropoutKey
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -54,40 +56,24 @@ def dropout_scale(probability: float) -> float:
     return 65536.0 / (65536 - dropout_threshold(probability))
 
 
-def dropout_mask(
-    token_index: Tensor,
-    *,
-    feature_offset: int,
-    num_features: int,
-    probability: float,
-    seed: int,
-    site: int,
-    step: Tensor | int,
-) -> Tensor:
+def dropout_mask(key: DropoutKey) -> Tensor:
     """Which elements dropout keeps, as a function of global coordinates only.
 
     Key (seed, site), counter (feature // 8, token low, token high, step); one call gives eight 16-bit decisions, lane
     feature % 8 of the global feature, so shards of the feature dimension need not align.
 
-    Args:
-        token_index: int64 [T], global index of each row.
-        feature_offset, num_features: the slice of global features held here.
-        probability: of dropping, rounded to 1/65536.
-        seed, site, step: 32-bit words; step may be a device tensor, so that a captured graph draws anew each replay.
-
     Returns:
         bool [T, num_features], True where kept.
     """
-    first, last = feature_offset // 8, (feature_offset + num_features - 1) // 8
-    device = token_index.device
+    tokens, device = key.token_index[:, None], key.token_index.device
+    first, last = key.feature_offset // 8, (key.feature_offset + key.num_features - 1) // 8
     blocks = torch.arange(first, last + 1, device=device, dtype=torch.int64)[None, :]
-    tokens = token_index[:, None]
-    steps = torch.as_tensor(step, device=device, dtype=torch.int64).bitwise_and(_MASK).reshape(1, 1)
-    words = philox4x32((blocks, tokens & _MASK, (tokens >> 32) & _MASK, steps), (seed & _MASK, site & _MASK))
+    steps = torch.as_tensor(key.step, device=device, dtype=torch.int64).bitwise_and(_MASK).reshape(1, 1)
+    words = philox4x32((blocks, tokens & _MASK, (tokens >> 32) & _MASK, steps), (key.seed & _MASK, key.site & _MASK))
     halves = torch.stack([part for word in words for part in (word & 0xFFFF, word >> 16)], dim=-1)
-    draws = halves.reshape(token_index.shape[0], 8 * blocks.shape[1])
-    skip = feature_offset - first * 8
-    return draws[:, skip : skip + num_features] >= dropout_threshold(probability)
+    draws = halves.reshape(tokens.shape[0], 8 * blocks.shape[1])
+    skip = key.feature_offset - first * 8
+    return draws[:, skip : skip + key.num_features] >= dropout_threshold(key.probability)
 
 
 def uniform_rows(rows: Tensor, num_columns: int, *, seed: int, site: int, draw: int = 0) -> Tensor:

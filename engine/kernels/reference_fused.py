@@ -6,76 +6,40 @@ Legend: T tokens, F features, V vocabulary rows held here, O output features, R 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from triton_kernels import reference
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutputSection:
-    """One adapter's place on the side of a linear's output.
-
-    Args:
-        first_column, num_columns: its output columns.
-        first_row, num_ranks: its columns of H and of dH, which are its rows of the stacked A.
-        b_OR: [num_columns, num_ranks], rows any distance apart; None where no dH is asked for.
-        scale: of dH.
-        db_out: fp32 [num_columns, num_ranks]; None where B is frozen.
-    """
-
-    first_column: int
-    num_columns: int
-    first_row: int
-    num_ranks: int
-    b_OR: Tensor | None = None
-    scale: float = 1.0
-    db_out: Tensor | None = None
+from engine.kernels import reference
+from engine.kernels.records import AdapterSection
 
 
 def output_gradients(
     dy_TO: Tensor,
     h_TR: Tensor | None,
-    sections: Sequence[OutputSection],
+    sections: Sequence[AdapterSection],
     *,
     dh_out: Tensor | None = None,
     add: bool = False,
 ) -> None:
-    """dH = s dY B into `dh_out` [T, R], and dB = dY^T H into the sections' `db_out` or added to them."""
+    """dH = s dY B into `dh_out` [T, R], and dB = dY^T H into the sections' `db` or added to them."""
     for one in sections:
-        dy = dy_TO.narrow(1, one.first_column, one.num_columns)
+        dy = one.columns(dy_TO)
         if dh_out is not None:
-            assert one.b_OR is not None, "dH needs B"
-            dh = dh_out.narrow(1, one.first_row, one.num_ranks)
-            torch.mm(dy, one.b_OR, out=dh)
+            assert one.b is not None, "dH needs B"
+            dh = one.ranks(dh_out)
+            torch.mm(dy, one.b, out=dh)
             dh.mul_(one.scale)
-        if one.db_out is None:
+        if one.db is None:
             continue
         assert h_TR is not None, "dB needs H"
-        h = h_TR.narrow(1, one.first_row, one.num_ranks)
-        if dy.dtype == one.db_out.dtype:
-            one.db_out.addmm_(dy.t(), h, beta=1.0 if add else 0.0)
+        h = one.ranks(h_TR)
+        if dy.dtype == one.db.dtype:
+            one.db.addmm_(dy.t(), h, beta=1.0 if add else 0.0)
         elif add:
-            one.db_out.add_(dy.t() @ h)
+            one.db.add_(dy.t() @ h)
         else:
-            one.db_out.copy_(dy.t() @ h)
-
-
-def residual_rmsnorm_forward(
-    x_TF: Tensor,
-    residual_TF: Tensor,
-    weight_F: Tensor,
-    eps: float,
-    *,
-    out: Tensor | None = None,
-    sum_out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """s = x + residual, then the norm of s: y, s, rstd. See `triton_kernels.rmsnorm`."""
-    total = torch.add(x_TF, residual_TF, out=sum_out)
-    y, rstd = reference.rmsnorm_forward(total, weight_F, eps)
-    return (y if out is None else out.copy_(y)), total, rstd
+            one.db.copy_(dy.t() @ h)
 
 
 def rmsnorm_backward_with_update(

@@ -1,0 +1,83 @@
+"""What every backend's kernels are given: where a dropout mask lies, an adapter's place in a linear, an input's update.
+
+Legend: T tokens, I input features, O output features of one adapter, R rows of the stacked A, r of one adapter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropoutKey:
+    """The coordinates that a dropout mask [T, num_features] is a function of; see `engine.kernels.philox`.
+
+    Args:
+        token_index: int64 [T], global index of each row.
+        step: the optimizer step; a device tensor, so that a captured graph draws anew at each replay.
+        seed, site: 32-bit words; the run's seed, and the number of the layer's input.
+        probability: of dropping, rounded to 1/65536.
+        num_features, feature_offset: the slice of global features held here.
+    """
+
+    token_index: Tensor
+    step: Tensor | int
+    seed: int
+    site: int
+    probability: float
+    num_features: int
+    feature_offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterSection:
+    """One adapter as a kernel sees it.
+
+    Args:
+        first_column, num_columns: its columns of the linear's output.
+        first_row, num_ranks: its rows of the stacked A, which are its columns of H and of dH.
+        scale: s, of H and of dH.
+        b: [num_columns, num_ranks], rows any distance apart; None where no product with B is asked for.
+        da: fp32 [num_ranks, I], to which dA is added; None where A is frozen or not asked for.
+        db: fp32 [num_columns, num_ranks], to which dB is added; None where B is frozen or not asked for.
+    """
+
+    first_column: int
+    num_columns: int
+    first_row: int
+    num_ranks: int
+    scale: float = 1.0
+    b: Tensor | None = None
+    da: Tensor | None = None
+    db: Tensor | None = None
+
+    def columns(self, y_TO: Tensor) -> Tensor:
+        """Returns the output columns that the adapter adds to, a view."""
+        return y_TO.narrow(1, self.first_column, self.num_columns)
+
+    def ranks(self, h_TR: Tensor) -> Tensor:
+        """Returns the adapter's columns of a [T, R] product, a view."""
+        return h_TR.narrow(1, self.first_row, self.num_ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputUpdate:
+    """What adapters add to the gradient of their input: scale * mask * (dH A).
+
+    Args:
+        dh_TR: [T, R], gradient of the adapters' projection, complete.
+        a_RI: [R, I] stacked A.
+        mask: the input's, as the backend's `draw_mask` returned it; None without dropout.
+        scale: 1 / (1 - p); 1 without dropout.
+        h_TR, h_scale: h_scale * h_TR is drop(x) A^T of the same tokens, which norms can make use of; None where it is
+            not at hand.
+    """
+
+    dh_TR: Tensor
+    a_RI: Tensor
+    mask: Tensor | None = None
+    scale: float = 1.0
+    h_TR: Tensor | None = None
+    h_scale: float = 1.0

@@ -1,4 +1,4 @@
-// Best-fit-decreasing packing, the same rows as engine/data/packing.py's `pack`, and the blending of data sets.
+// Best-fit-decreasing packing, the same rows as engine/data/packing.py's `pack`.
 //
 // Documents of one length are placed together and rows with the same room are kept together, so that the work grows
 // with the number of distinct (length, room) pairs. Plain integers: the result is the same on every machine.
@@ -133,20 +133,4 @@ EXPORT void engine_pack(int64_t count, const int64_t* lengths, int64_t capacity,
     std::fill(offsets, offsets + *num_rows + 1, 0);
     for (int64_t i = 0; i < count; ++i) ++offsets[rows[(size_t)i] + 1];
     for (int64_t row = 0; row < *num_rows; ++row) offsets[row + 1] += offsets[row];
-}
-
-// Step i (from 0) takes from the set with the largest deficit weight * (i + 1) - 2^32 * taken, the first of equals.
-// Weights are 2^32ths that sum to 2^32; count < 2^31. samples[i] counts within the set, from 0 and past its size.
-EXPORT void engine_blend(int64_t num_sets, const int64_t* weights, int64_t count, int32_t* sets, int64_t* samples) {
-    std::vector<int64_t> deficits((size_t)num_sets, 0), taken((size_t)num_sets, 0);
-    for (int64_t i = 0; i < count; ++i) {
-        int64_t best = 0;
-        for (int64_t s = 0; s < num_sets; ++s) {
-            deficits[(size_t)s] += weights[s];
-            if (deficits[(size_t)s] > deficits[(size_t)best]) best = s;
-        }
-        deficits[(size_t)best] -= (int64_t)1 << 32;
-        sets[i] = (int32_t)best;
-        samples[i] = taken[(size_t)best]++;
-    }
 }

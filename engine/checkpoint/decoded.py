@@ -54,15 +54,6 @@ class DecodedSource(WeightSource):
         self._encoding = encoding(base_dtype)
         self._absmax = lru_cache(maxsize=_KEPT_MAXIMA)(self._find_absmax)
 
-    def tensor_names(self) -> list[str]:
-        return self.base.tensor_names()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.base
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.base.shape(name)
-
     def dtype(self, name: str) -> torch.dtype:
         return self.base.dtype(name)
 

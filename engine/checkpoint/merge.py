@@ -106,7 +106,6 @@ class MergedSource(WeightSource):
         self.live_config = model.decoder
         has_tied_head = not self._unties and base is not None and base.has_tied_head
         super().__init__(_untied(model) if self._unties else model, has_tied_head=has_tied_head)
-        self._shapes = self.model.expected_shapes()
         if TIED_HEAD in self._full:
             self.live_config = self.model.decoder
         self._check(model.path)
@@ -131,15 +130,6 @@ class MergedSource(WeightSource):
             for name in self._shapes
             if name in self._full or name in before or self._module(name) in self._adapter_of or self._shift(name)
         ]
-
-    def tensor_names(self) -> list[str]:
-        return list(self._shapes)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
         if self.base is None:

@@ -15,6 +15,7 @@ from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.models.config import DecoderConfig
 from engine.models.describe import parameter_specs
+from engine.models.dtypes import TORCH_DTYPES
 from engine.models.families import family_of
 from engine.models.names import NameMap
 
@@ -56,10 +57,9 @@ class ModelFolder:
         """The dtype that config.json asks for; float32 where it does not say."""
         text = family_of(self.hf_config)[1]
         name = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
-        known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        if name not in known:
-            raise UserError(f"{self.path / CONFIG} has dtype {name!r}: expected one of {', '.join(known)}.")
-        return known[name]
+        if name not in TORCH_DTYPES:
+            raise UserError(f"{self.path / CONFIG} has dtype {name!r}: expected one of {', '.join(TORCH_DTYPES)}.")
+        return TORCH_DTYPES[name]
 
 
 def open_model(path: str | Path) -> ModelFolder:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from engine.config.matching import matches_target
+from engine.config.lora import patterned
 from engine.models.names import NameMap, fused_parts
 
 Scale = float | Mapping[str, float]
@@ -34,6 +34,5 @@ def recorded_alpha(lora: Mapping[str, Any], module: str, names: NameMap) -> floa
     """
     first = fused_parts(module)[0]  # the parts of a fused one have the same
     aliases = [names.module_to_hf(first), module]
-    pattern = lora.get("alpha_pattern") or {}  # checkpoints from before there were patterns have no such entry
-    found = (float(value) for key, value in pattern.items() if matches_target(first, (key,), aliases))
-    return next(found, float(lora["alpha"]))
+    pattern = lora.get("alpha_pattern")  # checkpoints from before there were patterns have no such entry
+    return float(patterned(pattern, lora["alpha"], first, aliases))

@@ -40,7 +40,7 @@ _HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_
 
 
 class WeightSource(StoredTensors):
-    """The weights of a base model by logical name.
+    """The weights of a base model by logical name: all parameters that its description calls for.
 
     Tied embeddings appear once, as `embed_tokens.weight`.
 
@@ -52,7 +52,17 @@ class WeightSource(StoredTensors):
     def __init__(self, model: ModelFolder, *, has_tied_head: bool) -> None:
         self.model = model
         self.has_tied_head = has_tied_head
+        self._shapes = model.expected_shapes()
         self._fingerprint: str | None = None
+
+    def tensor_names(self) -> list[str]:
+        return list(self._shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
 
     @property
     def kind(self) -> str:
@@ -144,9 +154,8 @@ class HfSource(WeightSource):
         model = ModelFolder(
             path=model.path, hf_config=model.hf_config, decoder=model.decoder, names=names, manifest=None
         )
-        self._shapes = model.expected_shapes()
-        self._locations = {name: names.to_hf(name) for name in self._shapes}
         super().__init__(model, has_tied_head=self._check_tied_head(model))
+        self._locations = {name: names.to_hf(name) for name in self._shapes}
         self._checks = PieceChecks(self)
         self._expected: Mapping[str, str] = {}
         self._recorded_by = ""
@@ -154,15 +163,6 @@ class HfSource(WeightSource):
         for name in self._shapes:
             self._check_shape(name)
             self._check_dtype(name)
-
-    def tensor_names(self) -> list[str]:
-        return list(self._shapes)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors.dtype(self._locations[name].name)
@@ -307,18 +307,8 @@ class PartitionedSource(WeightSource):
         assert model.manifest is not None
         super().__init__(model, has_tied_head=bool(model.manifest.model["has_tied_head"]))
         self.pieces = PieceReader(model.path, model.manifest)
-        self._shapes = model.expected_shapes()
         for name, shape in self._shapes.items():
             self.pieces.require(name, shape)
-
-    def tensor_names(self) -> list[str]:
-        return list(self._shapes)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
         return self.pieces.dtype(name)

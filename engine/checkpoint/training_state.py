@@ -9,7 +9,7 @@ Where they lie is `saved_steps`' to say, and how they are written `saver`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
-from engine.checkpoint.save_parts import RUN_CONFIG, TrainingContents, owned, text_checksum
+from engine.checkpoint.save_parts import RUN_CONFIG, text_checksum
 from engine.checkpoint.saved_steps import (
     CHECKPOINTS,
     best_step,
@@ -30,9 +30,7 @@ from engine.checkpoint.saved_steps import (
     mark_best,
     prune,
 )
-from engine.checkpoint.saver import SaveGroup, save_now
 from engine.checkpoint.source import WeightSource
-from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 
 __all__ = [
@@ -48,52 +46,10 @@ __all__ = [
     "mark_best",
     "open_run",
     "prune",
-    "save_training",
 ]
 
 MASTER, ADAPTER = "master/", "adapter/"
 _MAX_CONFIG_BYTES = 16 << 20
-
-
-def save_training(
-    run_dir: Path,
-    *,
-    step: int,
-    tensors: Iterable[NamedShard],
-    state: dict[str, Any],
-    run_config: str,
-    base: dict[str, Any],
-    lora: dict[str, Any],
-    layout: dict[str, int],
-    rank: int = 0,
-    ranks: int = 1,
-    number: int = 1,
-) -> Path:
-    """Saves a checkpoint, once and now; every rank calls this, at about the same time.
-
-    Args:
-        run_dir: the run's folder.
-        tensors: this rank's tensors; those it does not own are skipped.
-        step, state, run_config, base, lora, layout: see `TrainingContents`; a checkpoint of the same step is replaced.
-        rank, ranks: this process, and how many there are.
-        number: counts the saves of this step.
-
-    Returns:
-        The checkpoint's folder. On rank 0 it is whole and durable, another rank's part of it is.
-
-    Raises:
-        UserError: the disk does not take it.
-    """
-    shards = owned(tensors)
-    group = SaveGroup(
-        run_dir=run_dir,
-        rank=rank,
-        writers=tuple(range(ranks)),
-        num_bytes=sum(shard.tensor.nbytes for shard in shards),
-    )
-    contents = TrainingContents(step=step, state=state, run_config=run_config, base=base, lora=lora, layout=layout)
-    save_now(group, number, shards, contents)
-    return checkpoint_folder(run_dir, step)
 
 
 class TrainingCheckpoint(PieceReader):

@@ -112,11 +112,11 @@ class LoraOptions:
 
     def rank_of(self, module: str, aliases: Sequence[str] = ()) -> int:
         """Rank of the adapter on `module`; arguments as of `targets_module`."""
-        return _patterned(self.rank_pattern, self.rank, module, aliases)
+        return patterned(self.rank_pattern, self.rank, module, aliases)
 
     def scale_of(self, module: str, aliases: Sequence[str] = ()) -> float:
         """Factor on the output of the adapter on `module`; arguments as of `targets_module`."""
-        alpha = _patterned(self.alpha_pattern, self.alpha, module, aliases)
+        alpha = patterned(self.alpha_pattern, self.alpha, module, aliases)
         return adapter_scale(self.rank_of(module, aliases), alpha, rslora=self.rslora)
 
 
@@ -127,7 +127,14 @@ def adapter_scale(rank: int, alpha: float, *, rslora: bool) -> float:
     return alpha / (rank**0.5 if rslora else rank)
 
 
-def _patterned(pattern: Mapping[str, Number] | None, default: Number, module: str, aliases: Sequence[str]) -> Number:
+def patterned(pattern: Mapping[str, Number] | None, default: Number, module: str, aliases: Sequence[str]) -> Number:
+    """The number of the first key that means `module`, as a target does; `default` where none does.
+
+    Args:
+        pattern: of `lora.rank_pattern` or `lora.alpha_pattern`.
+        default: of all other modules.
+        module, aliases: as of `LoraOptions.targets_module`.
+    """
     return next((value for key, value in (pattern or {}).items() if matches_target(module, (key,), aliases)), default)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -272,12 +271,3 @@ def barrier() -> None:
     if dist.is_initialized():
         with _blocking("barrier"):
             dist.barrier()
-
-
-def same_on_all(value: Tensor, axis: Axis) -> Tensor:
-    """0-dim bool: whether `value` has the same bits on every rank of the axis (min equals max)."""
-    if axis.size == 1:
-        return torch.ones((), dtype=torch.bool, device=value.device)
-    low = all_reduce(value.clone(), axis, dist.ReduceOp.MIN)
-    high = all_reduce(value.clone(), axis, dist.ReduceOp.MAX)
-    return (low == high).all()

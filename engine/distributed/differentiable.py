@@ -1,12 +1,9 @@
-"""Collectives as autograd Functions, in adjoint pairs.
+"""Collectives as autograd Functions, each with its adjoint.
 
 | forward                         | backward                          |
 |---------------------------------|-----------------------------------|
-| copy (identity)                 | all-reduce                        |
-| reduce (all-reduce)             | copy (identity)                   |
-| gather tokens (all-gather)      | reduce-scatter tokens             |
-| reduce-scatter tokens           | gather tokens                     |
-| split tokens (local slice)      | gather tokens (no sum)            |
+| reduce (all-reduce)             | identity                          |
+| split tokens (local slice)      | all-gather (no sum)               |
 
 Parallel linears do not use these: they overlap the same collectives with their own arithmetic.
 """
@@ -18,19 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.distributed.collectives import all_gather, all_reduce, local_part, reduce_scatter
+from engine.distributed.collectives import all_gather, all_reduce, local_part
 from engine.distributed.mesh import Axis
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(dy.contiguous().clone(), ctx.axis), None
 
 
 class _Reduce(torch.autograd.Function):
@@ -41,28 +27,6 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy, None
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(dy, ctx.axis), None
-
-
-class _ReduceScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return reduce_scatter(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_gather(dy, ctx.axis), None
 
 
 class _SplitTokens(torch.autograd.Function):
@@ -76,24 +40,9 @@ class _SplitTokens(torch.autograd.Function):
         return all_gather(dy, ctx.axis), None
 
 
-def copy_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Identity whose gradient is summed over the axis."""
-    return x if axis.size == 1 else _Copy.apply(x, axis)
-
-
 def reduce_from_all(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis whose gradient passes unchanged."""
     return x if axis.size == 1 else _Reduce.apply(x, axis)
-
-
-def gather_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """[T / size, ...] -> [T, ...]; the gradient is summed and scattered."""
-    return x if axis.size == 1 else _GatherTokens.apply(x, axis)
-
-
-def reduce_scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """[T, ...] partial sums -> [T / size, ...]; the gradient is gathered."""
-    return x if axis.size == 1 else _ReduceScatterTokens.apply(x, axis)
 
 
 def split_tokens(x: Tensor, axis: Axis) -> Tensor:

@@ -73,13 +73,7 @@ def read_json(path: str | os.PathLike[str], advice: str = _COPY_AGAIN) -> dict[s
     Raises:
         UserError: as `read_bytes`; it is not JSON, is ambiguous or nested too deeply, or holds no mapping.
     """
-    try:
-        found = parse_json(read_bytes(path))
-    except JsonFlaw as flaw:
-        raise UserError(f"{shown(path)} is not valid JSON ({flaw}): {advice}.") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{shown(path)} holds no JSON mapping: {advice}.")
-    return found
+    return parse_record(read_bytes(path), shown(path), advice)
 
 
 def parse_record(line: str | bytes, place: str, advice: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Built from a DecoderConfig alone; families differ in configuration, not in code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -50,6 +51,15 @@ class Part:
     last: int
     embedding: bool = True
     head: bool = True
+
+
+def split_parts(layers: Sequence[int]) -> list[Part]:
+    """The parts of the whole model, in order, with so many layers each."""
+    ends = [sum(layers[: index + 1]) for index in range(len(layers))]
+    return [
+        Part(first=end - count, last=end, embedding=index == 0, head=index == len(layers) - 1)
+        for index, (count, end) in enumerate(zip(layers, ends, strict=True))
+    ]
 
 
 def _attention_kind(config: DecoderConfig, index: int) -> AttentionKind:

@@ -19,6 +19,11 @@ def layer_parameters(config: DecoderConfig) -> int:
     return config.hidden * (2 * queries + 2 * keys + 3 * config.intermediate)
 
 
+def head_in_layers(config: DecoderConfig) -> float:
+    """The head's arithmetic in that of a layer: both are products with each of their weights."""
+    return config.hidden * config.vocab_size / layer_parameters(config)
+
+
 def forward_flops(config: DecoderConfig, *, tokens: float, row_tokens: float) -> tuple[float, float, float]:
     """Of the linears of all layers, of attention, and of the head.
 

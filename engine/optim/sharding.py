@@ -62,18 +62,3 @@ class Sharding:
         if self.size == 1:
             return f"sharding: nothing, since one rank sees all the data (parallel.shard is {self.level})"
         return f"sharding: {self.level}, over {self.size} ranks"
-
-
-def state_bytes(elements: int, level: ShardLevel, size: int) -> int:
-    """What a rank keeps of the optimizer from step to step: fp32 gradients, masters and two moments.
-
-    While a step runs, whole buckets of gradients come on top where these are sharded (see engine.optim.reduce), and
-    whole buckets of weights while they are gathered (see engine.optim.publish).
-
-    Args:
-        elements: in the flat buffers of all ranks together, alignment included.
-        size: ranks they are spread over.
-    """
-    own = elements // (1 if level == "none" else size)
-    gradient = own if level in ("gradients", "parameters") else elements
-    return 4 * gradient + 12 * own

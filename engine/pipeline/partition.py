@@ -1,5 +1,7 @@
 """Which layers each stage holds: contiguous pieces of the model, the longest as short as it can be.
 
+A run and the planner both ask `plan_stages`, so that what is predicted is what trains.
+
 Costs are in layers: the forward and backward of one trainable layer is 1. The embedding belongs to the first stage,
 the head and the loss to the last. Layers below the first trainable one have no backward; with a frozen base, where
 backward costs what forward costs, they cost half.
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.errors import UserError
+from engine.pipeline.schedules import ScheduleChoice, chosen_schedule, default_virtual
 
 _PARTS = 10**6  # costs are compared in millionths of a layer, so that equal ones are equal
 
@@ -19,6 +22,69 @@ def time_without_backward(*, layers_are_frozen: bool) -> float:
     """What a layer below the first trainable one takes, in layers that have a backward: 1/2 with a frozen base, whose
     backward costs what forward costs, and 1/3 where weight gradients cost as much again."""
     return 1 / 2 if layers_are_frozen else 1 / 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageOptions:
+    """What is asked of a pipeline, and what of the model decides about it.
+
+    Args:
+        num_ranks: pipeline ranks.
+        schedule: one of engine.config.parallel.SCHEDULES, or "auto".
+        virtual: stages a rank; None where nothing was said.
+        layers_per_stage: the split that the user wrote; None for the best one.
+        num_layers: of the model.
+        head: the time of the head and the loss, in layers.
+        first_trainable_layer: the first one with a trainable parameter; `num_layers` where only what follows the
+            layers trains.
+        layers_are_frozen: no matrix of a layer trains, adapters aside.
+    """
+
+    num_ranks: int
+    schedule: str
+    virtual: int | None
+    layers_per_stage: Sequence[int] | None
+    num_layers: int
+    head: float
+    first_trainable_layer: int
+    layers_are_frozen: bool
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule that is taken, never "auto"."""
+        return chosen_schedule(self.schedule, self.virtual, layers_are_frozen=self.layers_are_frozen)
+
+    @property
+    def stages_per_rank(self) -> int:
+        return self.virtual or default_virtual(self.schedule_name)
+
+
+def plan_stages(options: StageOptions) -> tuple[tuple[int, ...], ScheduleChoice]:
+    """The number of layers of each stage, and the schedule over them.
+
+    Raises:
+        UserError: the layers cannot be split like that.
+    """
+    if options.num_ranks == 1:
+        return (options.num_layers,), ScheduleChoice()
+    virtual = options.stages_per_rank
+    num_stages = options.num_ranks * virtual
+    if options.layers_per_stage is not None:
+        layers = parse_layers(",".join(map(str, options.layers_per_stage)), options.num_layers, num_stages)
+    else:
+        weights = LayerWeights(
+            head=options.head,
+            first_trainable_layer=options.first_trainable_layer,
+            frozen_layer=time_without_backward(layers_are_frozen=options.layers_are_frozen),
+        )
+        layers = split_layers(options.num_layers, num_stages, weights)
+    choice = ScheduleChoice(
+        name=options.schedule_name,
+        num_ranks=options.num_ranks,
+        virtual=virtual,
+        first_trainable_stage=first_trainable_stage(layers, options.first_trainable_layer),
+    )
+    return layers, choice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,16 +116,6 @@ class LayerWeights:
         ):
             if value < 0:
                 raise UserError(f"the partition's {name} is {value}: give 0 or more.")
-
-    def stage_costs(self, layers: Sequence[int]) -> list[float]:
-        """The time of each stage, in layers."""
-        return [cost / _PARTS for cost in self._stage_parts(layers)]
-
-    def _stage_parts(self, layers: Sequence[int]) -> list[int]:
-        sums = _Sums(self, sum(layers), len(layers))
-        ends = [sum(layers[: stage + 1]) for stage in range(len(layers))]
-        starts = [0, *ends[:-1]]
-        return [sums.cost(stage, start, end) for stage, (start, end) in enumerate(zip(starts, ends, strict=True))]
 
 
 class _Sums:

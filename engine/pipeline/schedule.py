@@ -125,8 +125,3 @@ class Schedule:
     def text(self) -> str:
         """One line a rank."""
         return "\n".join(" ".join(map(str, actions)) for actions in self.actions)
-
-
-def single_stage(num_microbatches: int) -> list[Action]:
-    """Gradient accumulation on one stage: backward follows forward, so that one micro-batch is alive at a time."""
-    return [Action(op, 0, index) for index in range(num_microbatches) for op in ("F", "B")]

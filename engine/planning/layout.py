@@ -1,6 +1,6 @@
 """A layout of ranks, what is trained under it, and which layers its pipeline ranks hold.
 
-The split of layers is that of `engine.training.partition`, computed from sizes that are read once for a whole search.
+The split of layers is that of a run, computed from sizes that are read once for a whole search.
 """
 
 from __future__ import annotations
@@ -13,15 +13,10 @@ import torch
 from engine.config.parallel import ParallelOptions
 from engine.layers.plan import TrainingPlan
 from engine.models.config import DecoderConfig
-from engine.pipeline.partition import (
-    LayerWeights,
-    first_trainable_stage,
-    parse_layers,
-    split_layers,
-    time_without_backward,
-)
+from engine.models.flops import head_in_layers
+from engine.pipeline.partition import StageOptions, plan_stages
 from engine.pipeline.schedule import Schedule
-from engine.pipeline.schedules import chosen_schedule, default_virtual, make_schedule
+from engine.pipeline.schedules import ScheduleChoice
 from engine.planning.kernels import KernelMemory
 from engine.planning.shapes import ModelShape, model_shape
 from engine.planning.stage import StageRange
@@ -190,33 +185,20 @@ def pipeline_plan(
     Raises:
         UserError: they cannot be split like that, or the schedule does not fit the micro-batches.
     """
-    first_layer, frozen = shape.first_trainable_layer, shape.layers_are_frozen
-    name = chosen_schedule(parallel.schedule, parallel.virtual, layers_are_frozen=frozen)
-    if parallel.pipeline == 1:
-        return PipelinePlan(layers=(decoder.num_layers,), schedule=_schedule("1f1b", 1, 1, num_microbatches, 0))
-    virtual = parallel.virtual or default_virtual(name)
-    num_stages = parallel.pipeline * virtual
-    if parallel.layers_per_stage is not None:
-        layers = parse_layers(",".join(map(str, parallel.layers_per_stage)), decoder.num_layers, num_stages)
-    else:
-        weights = LayerWeights(
-            head=decoder.hidden * decoder.vocab_size / layer_matrix_elements(decoder),
-            first_trainable_layer=first_layer,
-            frozen_layer=time_without_backward(layers_are_frozen=frozen),
-        )
-        layers = split_layers(decoder.num_layers, num_stages, weights)
-    first_stage = first_trainable_stage(layers, first_layer)
-    return PipelinePlan(
-        layers=layers, schedule=_schedule(name, parallel.pipeline, virtual, num_microbatches, first_stage)
+    options = StageOptions(
+        num_ranks=parallel.pipeline,
+        schedule=parallel.schedule,
+        virtual=parallel.virtual,
+        layers_per_stage=parallel.layers_per_stage,
+        num_layers=decoder.num_layers,
+        head=head_in_layers(decoder),
+        first_trainable_layer=shape.first_trainable_layer,
+        layers_are_frozen=shape.layers_are_frozen,
     )
-
-
-def layer_matrix_elements(decoder: DecoderConfig) -> int:
-    """Elements of the matrices of one layer, over all ranks: its arithmetic."""
-    attention = 2 * decoder.num_heads + 2 * decoder.num_kv_heads
-    return decoder.hidden * (attention * decoder.head_dim + 3 * decoder.intermediate)
+    layers, choice = plan_stages(options)
+    return PipelinePlan(layers=layers, schedule=_schedule(choice, num_microbatches))
 
 
 @lru_cache(maxsize=256)
-def _schedule(name: str, num_ranks: int, virtual: int, num_microbatches: int, first_stage: int) -> Schedule:
-    return make_schedule(name, num_ranks, virtual, num_microbatches, first_stage)
+def _schedule(choice: ScheduleChoice, num_microbatches: int) -> Schedule:
+    return choice.schedule(num_microbatches)

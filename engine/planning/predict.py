@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-
 from engine.config.run import RunConfig
 from engine.layers.plan import TrainingPlan
 from engine.layers.recompute import MemoryPlan
-from engine.layers.rounding import FLOAT8
 from engine.models.config import DecoderConfig
+from engine.models.dtypes import STORED_DTYPES, TORCH_DTYPES
 from engine.planning.kernels import kernel_memory
 from engine.planning.layout import Layout, Workload
 from engine.planning.memory import PeakEstimate, predict_layout
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_STORED = {None: None, "bfloat16": torch.bfloat16, "float8": FLOAT8}
 
 
 def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *, device_type: str) -> Workload:
@@ -35,7 +30,7 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
     return Workload(
         decoder=decoder,
         plan=plan,
-        dtype=_DTYPES[config.model.dtype],
+        dtype=TORCH_DTYPES[config.model.dtype],
         micro_batch=config.train.micro_batch_size,
         global_batch=config.train.global_batch_size,
         seq_length=config.row_length,
@@ -62,11 +57,12 @@ def _answers(config: RunConfig) -> int:
 def memory_plan_of(config: RunConfig) -> MemoryPlan:
     """What a configuration keeps for backward."""
     memory = config.memory
+    stored = memory.activation_dtype
     return MemoryPlan(
         recompute=memory.recompute,
         recompute_layers=memory.recompute_layers,
         offload=memory.offload_activations,
-        stored_dtype=_STORED[memory.activation_dtype],
+        stored_dtype=None if stored is None else STORED_DTYPES[stored],
     )
 
 

@@ -48,9 +48,6 @@ class Encoding(Protocol):
     def parts(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each stored tensor; the first dimension of all is `rows`."""
 
-    def bytes_per_parameter(self, rows: int, columns: int) -> float:
-        """Bytes of all parts over rows * columns."""
-
     def absmax(self, weight: Tensor) -> Tensor:
         """What of a shard the whole matrix's scales are made from, fp32 [rows, n].
 

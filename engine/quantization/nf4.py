@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.errors import UserError
 from engine.kernels.reference_quantize import NF4_BLOCK, NF4_GROUP, scale_codes
 from engine.quantization.arithmetic import PLAIN, Arithmetic
-from engine.quantization.parts import Whole, bounds, part_bytes, require_finite
+from engine.quantization.parts import Whole, bounds, require_finite
 
 
 def num_groups(blocks: int) -> int:
@@ -62,9 +62,6 @@ class Nf4:
             "groups": ((rows, 1 + num_groups(blocks)), torch.float32),
             "phase": ((rows,), torch.uint8),
         }
-
-    def bytes_per_parameter(self, rows: int, columns: int) -> float:
-        return part_bytes(self.parts(rows, columns)) / (rows * columns)
 
     def absmax(self, weight: Tensor) -> Tensor:
         absmax = self.arithmetic.block_absmax(weight, NF4_BLOCK)
@@ -119,37 +116,6 @@ class Nf4:
 def mean_absmax(absmax: Tensor) -> Tensor:
     """The offset of a whole matrix's scales, fp32 []: their mean, summed in fp64."""
     return absmax.double().mean().float() if absmax.numel() else absmax.new_zeros(())
-
-
-def from_flat(
-    codes: Tensor, scales: Tensor, largest: Tensor, offset: Tensor, shape: tuple[int, int]
-) -> dict[str, Tensor]:
-    """The parts of a whole matrix from the state that bitsandbytes keeps of it, with its bits.
-
-    Args:
-        codes: uint8, of any shape, two weights each.
-        scales: uint8 [blocks], the codes of the scales.
-        largest: fp32, one for NF4_GROUP scales.
-        offset: fp32 [].
-        shape: rows and columns.
-
-    Raises:
-        UserError: the columns do not divide by NF4_BLOCK, so that blocks run on into the next row.
-    """
-    rows, columns = shape
-    if columns % NF4_BLOCK:
-        raise UserError(
-            f"bitsandbytes' blocks of {NF4_BLOCK} run over the ends of rows of {columns} columns, which nf4 here does "
-            "not store: quantise from the 16-bit weights instead."
-        )
-    blocks = columns // NF4_BLOCK
-    groups, phase = _row_groups(largest, offset, torch.Size((rows, blocks)), blocks, 0, 0)
-    return {
-        "codes": codes.view(rows, columns // 2),
-        "scales": scales.view(rows, blocks),
-        "groups": groups,
-        "phase": phase,
-    }
 
 
 def _first_block(column: int) -> int:

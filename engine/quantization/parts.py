@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +22,6 @@ class Whole:
     absmax: Tensor
     first_row: int = 0
     first_column: int = 0
-
-
-def part_bytes(parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
-    """Bytes of the tensors that `Encoding.parts` describes."""
-    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in parts.values())
 
 
 def require_finite(absmax: Tensor, encoding: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.kernels.reference_quantize import row_scales
 from engine.quantization.arithmetic import PLAIN, Arithmetic
-from engine.quantization.parts import Whole, bounds, part_bytes, require_finite
+from engine.quantization.parts import Whole, bounds, require_finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +43,6 @@ class RowwiseEncoding:
 
     def parts(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"codes": ((rows, columns), self.dtype), "scales": ((rows,), torch.float32)}
-
-    def bytes_per_parameter(self, rows: int, columns: int) -> float:
-        return part_bytes(self.parts(rows, columns)) / (rows * columns)
 
     def absmax(self, weight: Tensor) -> Tensor:
         """[rows, 1], or [rows, 0] of a matrix without columns."""

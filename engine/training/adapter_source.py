@@ -6,13 +6,10 @@ from engine.checkpoint.merge import adapted_modules, fully_trained
 from engine.checkpoint.peft_read import AdapterSource
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from engine.layers.module import shard_entries
-from engine.layers.plan import TrainingPlan
-from engine.models.describe import meta_model
-from engine.training.source import ModelSource
+from engine.training.source import ModelPlan, ModelSource
 
 
-def check_adapter(config: RunConfig, source: ModelSource, plan: TrainingPlan) -> None:
+def check_adapter(config: RunConfig, source: ModelSource, plan: ModelPlan) -> None:
     """Looks into the folder of `lora.init_from`, where there is one.
 
     Raises:
@@ -22,7 +19,7 @@ def check_adapter(config: RunConfig, source: ModelSource, plan: TrainingPlan) ->
         adapter_source(config, source, plan)
 
 
-def adapter_source(config: RunConfig, source: ModelSource, plan: TrainingPlan) -> AdapterSource:
+def adapter_source(config: RunConfig, source: ModelSource, plan: ModelPlan) -> AdapterSource:
     """The adapter of `lora.init_from`.
 
     Raises:
@@ -31,18 +28,17 @@ def adapter_source(config: RunConfig, source: ModelSource, plan: TrainingPlan) -
     """
     lora, model = config.lora, source.model
     assert lora.init_from is not None
-    shapes = {entry.name: entry.spec.global_shape for entry in shard_entries(meta_model(model.decoder, plan=plan))}
-    modules = adapted_modules(list(shapes))
+    modules = adapted_modules(list(plan.shapes))
     found = AdapterSource(
         lora.init_from,
         names=model.names,
         decoder=model.decoder,
-        fused=[module for module in modules if plan.fused(module)],
+        fused=[module for module in modules if plan.modules.fused(module)],
         with_saved_modules=True,
     )
     if source.weights is not None:
         found.require_base(source.weights)
-    settings = {module: own for module in modules if (own := plan.adapter(module)) is not None}
+    settings = {module: own for module in modules if (own := plan.modules.adapter(module)) is not None}
     found.require_matching({module: (own.rank, own.scale) for module, own in settings.items()})
     if found.settings.dora != lora.dora:
         raise UserError(
@@ -55,13 +51,13 @@ def adapter_source(config: RunConfig, source: ModelSource, plan: TrainingPlan) -
             f"{str(found.settings.bias).lower()}: set lora.bias to {str(found.settings.bias).lower()}."
         )
     for name in fully_trained(found.tensor_names()):
-        if not plan.trains(name.rpartition(".")[0]):
+        if not plan.modules.trains(name.rpartition(".")[0]):
             raise UserError(
                 f"the adapter in {lora.init_from} has {name} trained in full (modules_to_save), which this run does "
                 f"not train: add {name.rpartition('.')[0]} to trainable."
             )
     for name in found.tensor_names():
-        _check_tensor(found, name, shapes.get(name))
+        _check_tensor(found, name, plan.shapes.get(name))
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 
@@ -14,14 +13,11 @@ from engine.config.run import RunConfig
 from engine.distributed.launch import Launch
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
-from engine.layers.module import shard_entries
-from engine.layers.plan import TensorLayout, TrainingPlan
-from engine.layers.recompute import MemoryPlan
-from engine.layers.rounding import FLOAT8
+from engine.layers.plan import TensorLayout
 from engine.layers.sharded_storage import SpreadWeights
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
-from engine.models.describe import meta_model
+from engine.models.dtypes import TORCH_DTYPES
 from engine.models.plain_torch import plain_torch_parts
 from engine.objectives.build import build_objective
 from engine.objectives.objective import Objective
@@ -31,19 +27,18 @@ from engine.optim.flat import FlatParameters
 from engine.optim.loss_scale import LossScale
 from engine.optim.reduce import GradientReducer
 from engine.optim.sharding import Sharding
+from engine.planning.predict import memory_plan_of
 from engine.telemetry.log import Log
 from engine.training.base_encoding import fill_base
 from engine.training.cuda_graph.build import Graphs, build_graphs, graphs_sentence
-from engine.training.device_choices import DTYPES, DeviceChoices, choose_for_device
+from engine.training.device_choices import DeviceChoices, choose_for_device
 from engine.training.host_places import host_places, host_sentence
-from engine.training.partition import Partition, plan_partition
-from engine.training.source import ModelSource
+from engine.training.partition import Partition
+from engine.training.source import ModelPlan, ModelSource
 from engine.training.stage import ModelStage
 from engine.training.stages import Stages
 from engine.training.step import TrainStep
 from engine.training.weights import fill_parameters
-
-STORED_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float8": FLOAT8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +46,7 @@ class Training:
     """A model ready to train on this rank."""
 
     source: ModelSource
-    plan: TrainingPlan
-    partition: Partition
+    plan: ModelPlan
     mesh: Mesh
     parts: tuple[Decoder, ...]
     """The model, or under pipeline parallelism this rank's parts of it."""
@@ -63,17 +57,12 @@ class Training:
     graphs: Graphs | None = None
     """What the loop calls in place of `step`, where graphs are asked for."""
 
-    def trainable_parameters(self) -> int:
-        """Over the whole model, each parameter once."""
-        entries = shard_entries(meta_model(self.source.model.decoder, plan=self.plan))
-        return sum(prod(entry.spec.global_shape) for entry in entries if entry.sink is not None)
-
 
 def build_training(
     config: RunConfig,
     launch: Launch,
     source: ModelSource,
-    plan: TrainingPlan,
+    plan: ModelPlan,
     log: Log,
     *,
     documents_per_row: int | None = None,
@@ -88,15 +77,14 @@ def build_training(
     """
     grid = _grid(config, launch.world_size)
     decoder = source.model.decoder
-    partition = plan_partition(config, source.model, plan, launch.world_size)
     mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=decoder.num_kv_heads)
     choices = choose_for_device(config, launch.device, decoder)
-    layout = _layout(config, mesh, partition, decoder, choices, log)
+    layout = _layout(config, mesh, plan.partition, decoder, choices, log)
     places = host_places(config.memory, launch.device)
     weights = SpreadWeights(mesh.dp_cp if config.parallel.shard == "parameters" else Axis("dp_cp"), host=places.weights)
     objective = build_objective(config.objective, cp=mesh.cp, dp=mesh.dp)
     loss_scale = _loss_scale(config, launch.device)
-    stages = _build_stages(config, launch, decoder, plan, partition, layout, mesh, weights, objective, loss_scale)
+    stages = _build_stages(config, launch, decoder, plan, layout, mesh, weights, objective, loss_scale)
     entries = stages.entries()
     flat = FlatParameters(entries, launch.device, sharding=_sharding(config, mesh, weights, log), host=places.state)
     if (sentence := host_sentence(places, weights, flat)) is not None:
@@ -111,7 +99,6 @@ def build_training(
     return Training(
         source=source,
         plan=plan,
-        partition=partition,
         mesh=mesh,
         parts=stages.models(),
         optimizer=optimizer,
@@ -214,24 +201,19 @@ def _layout(
 
 
 def _build_stages(
-    config: RunConfig, launch: Launch, decoder: DecoderConfig, plan: TrainingPlan, partition: Partition,
-    layout: TensorLayout, mesh: Mesh, weights: SpreadWeights, objective: Objective, loss_scale: LossScale | None,
+    config: RunConfig, launch: Launch, decoder: DecoderConfig, plan: ModelPlan, layout: TensorLayout, mesh: Mesh,
+    weights: SpreadWeights, objective: Objective, loss_scale: LossScale | None,
 ) -> Stages:  # fmt: skip
     """This rank's parts of the model, still empty, as stages."""
-    first_trained = partition.choice.first_trainable_stage
+    partition, first_trained = plan.partition, plan.partition.choice.first_trainable_stage
     step = torch.zeros((), dtype=torch.int64, device=launch.device)
-    memory = MemoryPlan(
-        recompute=config.memory.recompute,
-        recompute_layers=config.memory.recompute_layers,
-        offload=config.memory.offload_activations,
-        stored_dtype=STORED_DTYPES[config.memory.activation_dtype],
-    )
+    memory = memory_plan_of(config)
     stages: dict[int, ModelStage] = {}
     embedding_weight = None
     for number, part in partition.parts(mesh.pp.rank).items():
         model = Decoder(
-            decoder, layout=layout, plan=plan, device=launch.device, dtype=DTYPES[config.model.dtype], part=part,
-            embedding_weight=embedding_weight, memory=memory, weights=weights,
+            decoder, layout=layout, plan=plan.modules, device=launch.device, dtype=TORCH_DTYPES[config.model.dtype],
+            part=part, embedding_weight=embedding_weight, memory=memory, weights=weights,
         )  # fmt: skip
         if model.embedding is not None:
             embedding_weight = model.embedding.weight

@@ -26,8 +26,6 @@ from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.distributed.launch import Launch
 from engine.distributed.sharding import NamedShard
-from engine.layers.module import shard_entries
-from engine.models.describe import meta_model
 from engine.models.initialise import fill_normal
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
@@ -62,9 +60,7 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
     torch.set_deterministic_debug_mode("error")
     source = model_source(config)
     plan = check_model(config, source.model, launch.world_size)
-    entries = shard_entries(meta_model(source.model.decoder, plan=plan))
-    trained = sum(math.prod(entry.spec.global_shape) for entry in entries if entry.sink is not None)
-    config = certificate_config(config, trained)
+    config = certificate_config(config, plan.num_trained())
     choose_for_device(config, launch.device, source.model.decoder)
     loader = build_data(config, launch, source.model.decoder, log).train
     training = build_training(config, launch, source, plan, log)

@@ -13,6 +13,7 @@ import torch
 from engine.config.run import RunConfig
 from engine.layers.saved import check_offload
 from engine.models.config import DecoderConfig
+from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.attention_blocks import REFERENCE_BLOCKS, AttentionBlocks, choose_attention_blocks
 from engine.ops.backends import choose_kernels
 from engine.ops.encoded_weight import BaseEncoding
@@ -20,8 +21,6 @@ from engine.ops.varlen_attention import AttentionChoice, choose_attention
 from engine.optim.backends import OptimizerBackend, choose_backend
 from engine.training.base_encoding import base_encoding
 from engine.training.cuda_graph.build import check_graphs
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,18 +45,17 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
     Raises:
         UserError: something was asked for by name that this device, or what is installed for it, cannot do.
     """
-    dtype = DTYPES[config.model.dtype]
     optimizer, which_optimizer = choose_backend(config.optim.backend, device=device)
-    kernels, which_kernels = choose_kernels(config.model.kernels, device=device, dtype=dtype)
     # also where a row is cut out of samples end to end: a graph wants its boundaries read on the device all the same
     packed = config.data.fills_rows or config.objective.compares_pairs
-    attention = choose_attention(kernels, device=device, dtype=dtype, head_dim=decoder.head_dim, packed=packed)
+    attention, which_kernels = choose_model_kernels(config, device, decoder, packed=packed)
     check_graphs(config, device, attention, decoder)
     if config.memory.offload_activations:
         check_offload(device)
     sentences = [which_optimizer, which_kernels, attention.sentence]
     blocks = REFERENCE_BLOCKS
     if config.parallel.context > 1:
+        dtype = TORCH_DTYPES[config.model.dtype]
         blocks = choose_attention_blocks("auto", device=device, dtype=dtype, head_dim=decoder.head_dim)
         sentences.append(f"context parallelism: {config.parallel.context_method} attention, blocks by {blocks.name}")
     return DeviceChoices(
@@ -67,3 +65,20 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
         base=base_encoding(config, device),
         sentences=tuple(sentences),
     )
+
+
+def choose_model_kernels(
+    config: RunConfig, device: torch.device, decoder: DecoderConfig, *, packed: bool
+) -> tuple[AttentionChoice, str]:
+    """The kernels of a model, those of attention among them, and one sentence that says which backend it is and why.
+
+    Args:
+        packed: rows may hold several documents.
+
+    Raises:
+        UserError: kernels were asked for by name that cannot run here.
+    """
+    dtype = TORCH_DTYPES[config.model.dtype]
+    kernels, sentence = choose_kernels(config.model.kernels, device=device, dtype=dtype)
+    attention = choose_attention(kernels, device=device, dtype=dtype, head_dim=decoder.head_dim, packed=packed)
+    return attention, sentence

@@ -94,7 +94,7 @@ def _predict(config: RunConfig, launch: Launch, training: Training, dataset: Tok
     Raises:
         UserError: the planner does not know what is asked for.
     """
-    workload = workload_of(config, training.source.model.decoder, training.plan, device_type=launch.device.type)
+    workload = workload_of(config, training.source.model.decoder, training.plan.modules, device_type=launch.device.type)
     data = max(1, launch.world_size // config.parallel.model_parallel_size)
     layout = Layout(parallel=config.parallel, data=data)
     return predict_layout(_with_rows(workload, config, dataset), layout, memory_plan_of(config))[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,15 +33,14 @@ from engine.layers.module import shard_entries
 from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.layers.sharded_storage import SpreadWeights
 from engine.models.config import DecoderConfig
-from engine.models.decoder import Decoder, Part
-from engine.models.describe import parameter_specs
-from engine.ops.backends import choose_kernels
-from engine.ops.varlen_attention import choose_attention
+from engine.models.decoder import Decoder, Part, split_parts
+from engine.models.dtypes import TORCH_DTYPES
+from engine.models.flops import head_in_layers
 from engine.pipeline.partition import LayerWeights, split_layers
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.base_encoding import base_encoding, check_base, fill_base
-from engine.training.device_choices import DTYPES
+from engine.training.device_choices import choose_model_kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +107,7 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log) -> Opened
         layout=_layout(options, mesh, live.config, launch, log),
         plan=live.plan,
         device=launch.device,
-        dtype=DTYPES[dtype_name],
+        dtype=TORCH_DTYPES[dtype_name],
         part=part_of[mesh.pp.rank],
     )
     shards = [entry.shard for entry in shard_entries(decoder)]
@@ -185,10 +183,8 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
 
 def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launch, log: Log) -> TensorLayout:
     """How this rank's tensors lie; adapters are folded also without sequence parallelism, as nothing trains."""
-    dtype = DTYPES[options.model.dtype]
-    kernels, sentence = choose_kernels(options.model.kernels, device=launch.device, dtype=dtype)
+    attention, sentence = choose_model_kernels(options, launch.device, config, packed=True)
     log.info(sentence)
-    attention = choose_attention(kernels, device=launch.device, dtype=dtype, head_dim=config.head_dim, packed=True)
     return TensorLayout(
         tp=mesh.tp,
         kv_replica=mesh.kv_replica,
@@ -200,7 +196,7 @@ def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launc
 
 
 def _parts(config: DecoderConfig, pipeline: int) -> list[Part]:
-    """The part of each pipeline rank; the head counts as the layers that take as long.
+    """The part of each pipeline rank.
 
     Raises:
         UserError: fewer layers than ranks.
@@ -210,15 +206,7 @@ def _parts(config: DecoderConfig, pipeline: int) -> list[Part]:
             f"--pipeline {pipeline} needs a layer for each rank, but the model has {config.num_layers}: use at most "
             f"{config.num_layers}."
         )
-    shapes = {name: spec.global_shape for name, spec in parameter_specs(config, tensor_rank=0, tensor_size=1).items()}
-    layer = sum(prod(shape) for name, shape in shapes.items() if name.startswith("layers.0.") and len(shape) == 2)
-    head = config.hidden * config.vocab_size / layer
-    layers = split_layers(config.num_layers, pipeline, LayerWeights(head=head))
-    ends = [sum(layers[: rank + 1]) for rank in range(pipeline)]
-    return [
-        Part(first=end - count, last=end, embedding=rank == 0, head=rank == pipeline - 1)
-        for rank, (count, end) in enumerate(zip(layers, ends, strict=True))
-    ]
+    return split_parts(split_layers(config.num_layers, pipeline, LayerWeights(head=head_in_layers(config))))
 
 
 def storage_bytes(decoder: Decoder, *, each_token: bool = False) -> int:

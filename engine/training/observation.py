@@ -11,7 +11,6 @@ import platform
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,13 @@ from engine.config.run_files import ENVIRONMENT, TELEMETRY, TRACES
 from engine.distributed.launch import Launch
 from engine.distributed.transfer_meter import METER
 from engine.files.durable import write_durably
-from engine.layers.module import shard_entries
-from engine.models.describe import meta_model, num_parameters
+from engine.models.describe import num_parameters
+from engine.models.dtypes import TORCH_DTYPES
 from engine.models.flops import step_flops, trained_work
 from engine.telemetry.memory import peak_memory_bytes
 from engine.telemetry.rank_file import RankFile
 from engine.training.build import Training
 from engine.training.ceiling import measure_products
-from engine.training.device_choices import DTYPES
 from engine.training.trace import StepTraces
 
 
@@ -49,12 +47,10 @@ class Observation:
         self._file = RankFile(run_dir / TELEMETRY, launch.rank) if config.log.metrics else None
         self._traces = StepTraces(config.log.profile_steps, run_dir / TRACES, launch.rank)
         self._ceiling = self._measured_ceiling()
-        whole = shard_entries(meta_model(training.source.model.decoder, plan=training.plan))
-        shapes = {entry.name: tuple(entry.spec.global_shape) for entry in whole if entry.sink is not None}
-        self._trained = trained_work(training.source.model.decoder, shapes)
+        self._trained = trained_work(training.source.model.decoder, training.plan.trained)
         if launch.rank == 0 and config.log.metrics:
-            whole, trained = num_parameters(training.source.model.decoder), sum(map(prod, shapes.values()))
-            sizes = {"parameters": whole, "trained": trained}
+            whole = num_parameters(training.source.model.decoder)
+            sizes = {"parameters": whole, "trained": training.plan.num_trained()}
             text = json.dumps(_environment(launch, training, sizes, self._ceiling), indent=2)
             write_durably(run_dir / ENVIRONMENT, text)
         if config.log.communication:
@@ -113,14 +109,14 @@ class Observation:
         given = self._config.log.peak_tflops
         if given is not None or self._launch.rank != 0:
             return (given or 0.0) * 1e12
-        return measure_products(self._launch.device, DTYPES[self._config.model.dtype])
+        return measure_products(self._launch.device, TORCH_DTYPES[self._config.model.dtype])
 
 
 def _environment(launch: Launch, training: Training, sizes: dict[str, int], ceiling: float) -> dict[str, Any]:
     """Which machine, which versions, which layout, which model; and when, in UTC."""
     cuda = launch.device.type == "cuda"
     grid = training.mesh.grid
-    choice = training.partition.choice
+    choice = training.plan.partition.choice
     return {
         "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "model": sizes,
@@ -137,7 +133,7 @@ def _environment(launch: Launch, training: Training, sizes: dict[str, int], ceil
             "name": choice.name,
             "virtual": choice.virtual,
             "first_trainable_stage": choice.first_trainable_stage,
-            "layers": list(training.partition.layers),
+            "layers": list(training.plan.partition.layers),
         },
         "ceiling_tflops": ceiling / 1e12 if ceiling else None,
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,41 +14,11 @@ from engine.distributed.mesh import Axis
 from engine.layers.module import ShardEntry
 from engine.models.decoder import Decoder
 from engine.pipeline.runner import Runner
-from engine.pipeline.schedule import Action, Schedule
-from engine.pipeline.schedules import make_schedule
+from engine.pipeline.schedule import Action
+from engine.pipeline.schedules import ScheduleChoice
 from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.static_batch import StaticShape
 from engine.training.stage import ModelStage, ReadHead
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleChoice:
-    """Which schedule a run follows.
-
-    Args:
-        name: one of engine.config.parallel.SCHEDULES.
-        num_ranks: pipeline ranks.
-        virtual: stages a rank.
-        first_trainable_stage: stages below it have no backward.
-    """
-
-    name: str = "1f1b"
-    num_ranks: int = 1
-    virtual: int = 1
-    first_trainable_stage: int = 0
-
-    @property
-    def num_stages(self) -> int:
-        return self.num_ranks * self.virtual
-
-    def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
-        """The lists of all ranks; forwards alone where not training.
-
-        Raises:
-            UserError: the schedule cannot be made of so many micro-batches.
-        """
-        first = self.first_trainable_stage if training else self.num_stages
-        return make_schedule(self.name, self.num_ranks, self.virtual, num_microbatches, first)
 
 
 class Stages:

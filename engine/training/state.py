@@ -21,12 +21,9 @@ from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.files.strict_json import shown
-from engine.layers.module import shard_entries
-from engine.layers.plan import TrainingPlan
-from engine.models.describe import meta_model
 from engine.training.best import BestLoss
 from engine.training.build import Training
-from engine.training.source import ModelSource
+from engine.training.source import ModelPlan, ModelSource
 
 
 def state_tensors(training: Training) -> list[NamedShard]:
@@ -91,7 +88,7 @@ def check_state(
     path: Path,
     config: RunConfig,
     source: ModelSource,
-    plan: TrainingPlan,
+    plan: ModelPlan,
     say: Callable[[str], None] | None = None,
 ) -> TrainingCheckpoint:
     """Opens a checkpoint to go on from; reads no tensor of it.
@@ -110,7 +107,7 @@ def check_state(
         added = {"rank_pattern": None, "alpha_pattern": None, "dora": False, "bias": False}
         saved = {**added, **checkpoint.lora}
         _check_same("lora", saved, asdict(config.lora), path, _SAME_LORA)
-    _check_trained(checkpoint, source, plan)
+    _check_trained(checkpoint, plan)
     fingerprint = source.fingerprint()
     if checkpoint.base["fingerprint"] != fingerprint:
         raise UserError(
@@ -173,10 +170,9 @@ def _check_recorded(checkpoint: TrainingCheckpoint) -> None:
                 )
 
 
-def _check_trained(checkpoint: TrainingCheckpoint, source: ModelSource, plan: TrainingPlan) -> None:
+def _check_trained(checkpoint: TrainingCheckpoint, plan: ModelPlan) -> None:
     """Raises UserError unless the checkpoint has exactly what this run trains."""
-    entries = shard_entries(meta_model(source.model.decoder, plan=plan))
-    now, saved = {entry.name for entry in entries if entry.sink is not None}, set(checkpoint.trained().tensor_names())
+    now, saved = set(plan.trained), set(checkpoint.trained().tensor_names())
     if differing := sorted(now ^ saved):
         does, does_not = ("this run", checkpoint.folder) if differing[0] in now else (checkpoint.folder, "this run")
         raise UserError(

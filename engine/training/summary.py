@@ -58,13 +58,13 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
     """Logs which model is trained on which layout."""
     grid = training.mesh.grid
     whole = num_parameters(training.source.model.decoder)
-    trained = training.trainable_parameters()
+    trained = training.plan.num_trained()
     sequence = " with sequence parallelism" if config.parallel.sequence_parallel else ""
     log.info(
         f"model: {config.model.path}, {format_parameters(whole)} parameters, {format_parameters(trained)} trained, "
         f"{config.model.dtype} on {launch.device.type}"
     )
-    for line in fusing_lines(training.plan, training.source.model.decoder, training.source.model.names):
+    for line in fusing_lines(training.plan.modules, training.source.model.decoder, training.source.model.names):
         log.info(line)
     log.info(
         f"layout: {counted(launch.world_size, 'rank')}, tensor {grid.tp}{sequence}, {_pipeline(training)}"
@@ -74,7 +74,7 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
 
 
 def _pipeline(training: Training) -> str:
-    partition = training.partition
+    partition = training.plan.partition
     if len(partition.layers) == 1:
         return ""
     layers = ", ".join(map(str, partition.layers))

@@ -8,7 +8,7 @@ from engine.checkpoint.loading import load_parameters
 from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec
 from engine.layers.module import ShardEntry
-from engine.layers.plan import LORA_LEAVES, TrainingPlan
+from engine.layers.plan import LORA_LEAVES
 from engine.layers.sharded_storage import SpreadWeights
 from engine.models.config import DecoderConfig
 from engine.models.initialise import initialise_adapters, initialise_magnitudes, initialise_weights
@@ -17,13 +17,13 @@ from engine.optim.flat import FlatParameters
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.adapter_source import adapter_source
-from engine.training.source import ModelSource
+from engine.training.source import ModelPlan, ModelSource
 
 
 def fill_parameters(
     config: RunConfig,
     source: ModelSource,
-    plan: TrainingPlan,
+    plan: ModelPlan,
     entries: list[ShardEntry],
     flat: FlatParameters,
     weights: SpreadWeights,

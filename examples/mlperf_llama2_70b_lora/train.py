@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from math import prod
 from pathlib import Path
 
 from rules import BENCHMARK, check_recipe, check_samples, check_size
@@ -111,15 +110,11 @@ def disclosed(config: RunConfig, filename: str) -> Disclosed:
 
 def check_model_size(config: RunConfig) -> None:
     """Refuses another model than the benchmark's before its weights are read."""
-    from engine.layers.module import shard_entries
-    from engine.models.describe import meta_model
     from engine.training.source import check_model, model_source
 
     source = model_source(config)
     plan = check_model(config, source.model, world_size_from_environment())
-    entries = shard_entries(meta_model(source.model.decoder, plan=plan))
-    trained = sum(prod(entry.spec.global_shape) for entry in entries if entry.sink is not None)
-    check_size(config, source.model.decoder, trained)
+    check_size(config, source.model.decoder, plan.num_trained())
 
 
 def main() -> None:

@@ -28,9 +28,10 @@ from engine.optim.backends import TORCH, OptimizerBackend
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.optim.sharding import Sharding, ShardLevel
+from engine.pipeline.schedules import ScheduleChoice
 from engine.quantization.encoding import encoding
 from engine.training.stage import ModelStage
-from engine.training.stages import ScheduleChoice, Stages
+from engine.training.stages import Stages
 from engine.training.step import TrainStep
 from tests.distributed.cases import Case, make_batch, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR

@@ -17,10 +17,11 @@ from engine.distributed.ranks import RankGrid
 from engine.ops import ring_attention, ulysses_attention
 from engine.ops.attention import Documents, attention_by_document
 from engine.ops.attention_blocks import CPU_BLOCKS, NATIVE_BLOCKS, REFERENCE_BLOCKS, AttentionBlocks
-from engine.ops.context_attention import bytes_on_the_wire, context_attention
+from engine.ops.context_attention import context_attention
 from engine.ops.native.loader import native_status
 from engine.zigzag import ContextLayout, make_plan
 from tests.spawning import spawn
+from tests.wire_bytes import bytes_on_the_wire
 
 pytestmark = pytest.mark.distributed
 

@@ -33,8 +33,9 @@ from engine.ops.context_attention import Method
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
+from engine.pipeline.schedules import ScheduleChoice
 from engine.training.stage import ModelStage
-from engine.training.stages import ScheduleChoice, Stages
+from engine.training.stages import Stages
 from engine.training.step import TrainStep
 from tests.distributed.cases import cut, relative_error
 from tests.family_models import FAMILIES, batch_of, engine_model, make_model, stock_losses

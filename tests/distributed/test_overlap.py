@@ -14,7 +14,7 @@ import pytest
 from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.pipeline.communication import Transfer, communication_steps
-from engine.training.stages import ScheduleChoice
+from engine.pipeline.schedules import ScheduleChoice
 from tests.distributed.communication_log import ARITHMETIC, PRODUCTS, Communication, communication_log
 from tests.distributed.test_pipeline_context import ACCUMULATION, FOUR, Layout, Run
 from tests.spawning import spawn

@@ -28,9 +28,9 @@ from engine.ops.context_attention import Method
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
-from engine.pipeline.schedules import make_schedule
+from engine.pipeline.schedules import ScheduleChoice, make_schedule
 from engine.training.stage import ModelStage
-from engine.training.stages import ScheduleChoice, Stages
+from engine.training.stages import Stages
 from engine.training.step import TrainStep
 from tests.distributed.cases import Case, cut, make_batch, relative_error, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR

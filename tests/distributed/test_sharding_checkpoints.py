@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder, save_training
+from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
 from engine.distributed.collectives import barrier
 from engine.distributed.mesh import build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
 from engine.optim.sharding import ShardLevel
 from tests.distributed.sharded_runs import LEVELS, SMALL, Layout, Run, assemble
+from tests.saved_training import save_training
 from tests.spawning import spawn
 
 pytestmark = pytest.mark.distributed

@@ -26,7 +26,7 @@ from engine.ops.native.loader import native_status
 from engine.optim import reduce
 from engine.optim.backends import APEX, NATIVE, TORCH
 from engine.optim.layout import ALIGNMENT
-from engine.optim.sharding import ShardLevel, state_bytes
+from engine.optim.sharding import ShardLevel
 from tests.distributed.cases import relative_error, whole_parameters
 from tests.distributed.sharded_runs import CASES, CLIP, LEVELS, SMALL, Layout, Run, assemble
 from tests.spawning import spawn
@@ -259,13 +259,35 @@ def _measured() -> list[dict[tuple[int, ShardLevel], Measured]]:
     return spawn(_measure_all, world=2, args=(MEASURED,), timeout=110)
 
 
+def _state_bytes(elements: int, level: ShardLevel, size: int) -> int:
+    """What a rank keeps of the optimizer from step to step: fp32 gradients, masters and two moments.
+
+    While a step runs, whole buckets of gradients come on top where these are sharded (see engine.optim.reduce), and
+    whole buckets of weights while they are gathered (see engine.optim.publish).
+
+    Args:
+        elements: in the flat buffers of all ranks together, alignment included.
+        size: ranks they are spread over.
+    """
+    own = elements // (1 if level == "none" else size)
+    gradient = own if level in ("gradients", "parameters") else elements
+    return 4 * gradient + 12 * own
+
+
+def test_bytes_of_the_paper() -> None:
+    """K = 12 bytes of state and 4 of gradients an element (arXiv 1910.02054, figure 1, with fp32 gradients)."""
+    per_element = {level: _state_bytes(6400, level, 64) / 6400 for level in ("none", "optimizer", "gradients")}
+    assert per_element == {"none": 16, "optimizer": 4 + 12 / 64, "gradients": 16 / 64}
+    assert _state_bytes(6400, "parameters", 64) == _state_bytes(6400, "gradients", 64)
+
+
 def _predicted(measured: Measured, level: ShardLevel) -> int:
     """Weights, and the optimizer's state."""
     weights = 0
     for size, spread in zip(measured.storages, measured.spread, strict=True):
         assert spread == (level == "parameters") or size <= 4 * SMALL.hidden
         weights += 4 * 32 * math.ceil(size / 4 / 64) if spread else size
-    return weights + state_bytes(measured.elements, level, 2)
+    return weights + _state_bytes(measured.elements, level, 2)
 
 
 @pytest.mark.parametrize("level", SHARDED)

@@ -20,10 +20,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint.source import open_source
-from engine.checkpoint.training_state import MASTER, save_training
+from engine.checkpoint.training_state import MASTER
 from engine.distributed.sharding import NamedShard, replicated_spec
 from engine.models.describe import parameter_specs
 from engine.telemetry.errors import run_command
+from tests.saved_training import save_training
 from tests.unit.checkpoint_models import expected_slice, hf_name, tiny_llama
 from tools.convert import main
 

@@ -21,11 +21,12 @@ from engine.checkpoint.live_logits import live_logits, proof_tokens
 from engine.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from engine.checkpoint.merge import MergedSource
 from engine.checkpoint.source import open_source
-from engine.checkpoint.training_state import TrainingCheckpoint, open_run, save_training
+from engine.checkpoint.training_state import TrainingCheckpoint, open_run
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec, replicated_spec
 from engine.errors import UserError
 from engine.models.describe import parameter_specs
 from tests.distributed.test_shared_checks import flip_a_bit_of, own_sums
+from tests.saved_training import save_training
 from tests.unit.checkpoint_models import tiny_llama
 from tests.unit.test_checkpoint_peft import BLOCK, RANK, factors, trained_run
 from tests.unit.test_checkpoint_training import save_together, shards

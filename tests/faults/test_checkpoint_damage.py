@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from engine.checkpoint.manifest import MANIFEST, sign
-from engine.checkpoint.training_state import TrainingCheckpoint, save_training
+from engine.checkpoint.training_state import TrainingCheckpoint
 from engine.distributed.sharding import NamedShard, replicated_spec, split_spec
 from engine.errors import UserError
 from tests.faults.checkpoint_damage import HOSTILE, KINDS, damage
+from tests.saved_training import save_training
 
 RANKS = 2
 FAST, SLOW = 70, 500

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from engine.distributed.collectives import all_reduce, all_to_all, reduce_scatter
 from engine.distributed.failures import CommunicationError, communicating, raise_if_lost
-from engine.distributed.fake_world import fake_world
 from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
+from tests.fake_world import fake_world
 from tests.spawning import spawn
 
 CLOSED = (

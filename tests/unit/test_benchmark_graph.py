@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
+from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.kernels import REFERENCE
 from engine.ops.varlen_attention import why_not_varlen
 from tests.graph_stand_in import FunctionCapture
 from tests.graph_training import ON_DEVICE
 from tools.benchmarking import graph
 from tools.benchmarking.graph_side import EAGER, LAYERS, STEP, GraphSide, make_steps
-from tools.benchmarking.model import TORCH_DTYPES
 from tools.benchmarking.sections import GraphOptions
 
 CPU = torch.device("cpu")

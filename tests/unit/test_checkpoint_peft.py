@@ -21,9 +21,10 @@ from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.peft_read import AdapterSource
 from engine.checkpoint.peft_write import export_peft
 from engine.checkpoint.source import open_source
-from engine.checkpoint.training_state import MASTER, open_run, save_training
+from engine.checkpoint.training_state import MASTER, open_run
 from engine.distributed.sharding import NamedShard, replicated_spec, split_spec
 from engine.errors import UserError
+from tests.saved_training import save_training
 from tests.unit.checkpoint_models import tiny_llama
 
 RANK = 3

@@ -24,10 +24,10 @@ from engine.checkpoint.training_state import (
     list_checkpoints,
     open_run,
     prune,
-    save_training,
 )
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec, padded_split_spec, replicated_spec, split_spec
 from engine.errors import UserError
+from tests.saved_training import save_training
 
 WHOLE = {
     "master/layers.0.attention.o_proj.lora_A": torch.randn(3, 8),

@@ -19,10 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine.distributed import collectives
 from engine.distributed.collectives import Handle
-from engine.distributed.fake_world import fake_world
 from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.transfer_meter import METER
+from tests.fake_world import fake_world
 
 SIZE = 4
 MAIN = "the computing stream"

@@ -126,7 +126,7 @@ def test_a_process_on_its_own_ends_as_any_program() -> None:
 
 
 ENDS = {
-    "destroy_process_group": {"engine/distributed/launch.py", "engine/distributed/fake_world.py"},
+    "destroy_process_group": {"engine/distributed/launch.py"},
     "_exit": {"engine/telemetry/ending.py"},
     "register": set[str](),  # of atexit
 }
@@ -154,7 +154,5 @@ def test_one_place_ends_processes() -> None:
     joins = [path for path in SOURCES if "init_process_group(" in (ROOT / path).read_text(encoding="utf-8")]
     for path in joins:
         text = (ROOT / path).read_text(encoding="utf-8")
-        assert "joins_others()" in text or 'init_process_group("fake"' in text, (
-            f"{path} joins others, and does not say so"
-        )
-    assert len(joins) >= 3
+        assert "joins_others()" in text, f"{path} joins others, and does not say so"
+    assert len(joins) >= 2

@@ -18,10 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config.load import parse_config
 from engine.config.run import RunConfig
-from engine.distributed.fake_world import fake_world
 from engine.layers.module import ShardEntry
 from engine.training.build import Training
-from tests.fake_world import build_rank, rank_batches
+from tests.fake_training import build_rank, rank_batches
+from tests.fake_world import fake_world
 
 WORLD = 8
 ADAPTER = 16

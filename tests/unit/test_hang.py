@@ -13,12 +13,12 @@ import torch
 
 from engine.distributed import collectives
 from engine.distributed.collectives import all_reduce_async, exchange_async
-from engine.distributed.fake_world import fake_world
 from engine.distributed.hang import RankState, explain
 from engine.distributed.mesh import build_mesh
 from engine.distributed.operations import RECENT, Noted, OperationLog
 from engine.distributed.ranks import RankGrid
 from engine.distributed.watchdog import Watchdog, place
+from tests.fake_world import fake_world
 
 
 def _tp(number: int, operation: str = "all_reduce", seconds: float = 9.0) -> Noted:

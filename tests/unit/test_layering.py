@@ -165,7 +165,7 @@ def test_no_path_of_one_machine() -> None:
     found = [
         name
         for name in listed.stdout.split("\0")
-        if (ROOT / name).suffix in (".py", ".sh", ".md", ".toml", ".txt", ".yaml", ".cpp", ".cu", ".h")
+        if (ROOT / name).suffix in (".py", ".sh", ".md", ".toml", ".txt", ".yaml", ".cpp", ".h")
         and (ROOT / name).is_file()
         and pattern.search((ROOT / name).read_text(encoding="utf-8"))
     ]

@@ -90,7 +90,7 @@ def _config(folder: Path, changes: tuple[str, ...]) -> RunConfig:
 
 def _predicted(config: RunConfig) -> PeakEstimate:
     source = model_source(config)
-    return predict_peak(config, source.model.decoder, check_model(config, source.model, 1), device_type="cpu")
+    return predict_peak(config, source.model.decoder, check_model(config, source.model, 1).modules, device_type="cpu")
 
 
 @pytest.mark.parametrize("name", MIXES)

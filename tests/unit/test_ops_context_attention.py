@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import UserError
-from engine.ops.context_attention import bytes_on_the_wire
 from engine.ops.ulysses_attention import check_context_heads
 from engine.zigzag import ContextLayout
+from tests.wire_bytes import bytes_on_the_wire
 
 BF16 = 2
 
@@ -85,7 +85,3 @@ def test_heads_that_spread(heads: int, kv_heads: int, size: int):
 def test_heads_that_do_not(heads: int, kv_heads: int, size: int, words: str):
     with pytest.raises(UserError, match=words):
         check_context_heads(heads, kv_heads, size)
-    with pytest.raises(UserError, match=words):
-        bytes_on_the_wire(
-            "ulysses", _one_document(size, 64), num_heads=heads, num_kv_heads=kv_heads, head_dim=8, itemsize=4
-        )

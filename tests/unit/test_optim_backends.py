@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.training_state import TrainingCheckpoint, save_training
+from engine.checkpoint.training_state import TrainingCheckpoint
 from engine.config.optim import OptimOptions
 from engine.distributed.mesh import single_process_mesh
 from engine.distributed.sharding import replicated_spec
@@ -23,6 +23,7 @@ from engine.optim import backends
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import APEX, NATIVE, TORCH, OptimizerBackend, choose_backend
 from engine.optim.flat import FlatParameters
+from tests.saved_training import save_training
 from tests.unit.apex_stand_in import NVIDIA, OTHER_PROJECT, Install, install
 
 __all__ = ["install"]

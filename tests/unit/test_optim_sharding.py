@@ -19,7 +19,7 @@ from engine.layers.module import ShardedModule, ShardEntry, empty
 from engine.layers.sharded_storage import SpreadStorage, SpreadWeights
 from engine.ops.gradients import GradientSink
 from engine.optim.layout import ALIGNMENT, own_runs, plan_buckets, plan_regions
-from engine.optim.sharding import Sharding, state_bytes
+from engine.optim.sharding import Sharding
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(
@@ -114,13 +114,6 @@ def test_a_parameter_that_no_stop_reads_is_a_defect() -> None:
     weights.stop(module, before=None, again=True)
     with pytest.raises(AssertionError, match="outside of all stops"):
         weights.attach([torch.zeros(2)], None)  # type: ignore[arg-type]
-
-
-def test_bytes_of_the_paper() -> None:
-    """K = 12 bytes of state and 4 of gradients an element (arXiv 1910.02054, figure 1, with fp32 gradients)."""
-    per_element = {level: state_bytes(6400, level, 64) / 6400 for level in ("none", "optimizer", "gradients")}
-    assert per_element == {"none": 16, "optimizer": 4 + 12 / 64, "gradients": 16 / 64}
-    assert state_bytes(6400, "parameters", 64) == state_bytes(6400, "gradients", 64)
 
 
 def test_sentences() -> None:

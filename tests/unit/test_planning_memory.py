@@ -20,12 +20,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config.load import from_yaml
 from engine.config.run import RunConfig
-from engine.distributed.fake_world import fake_world
 from engine.distributed.launch import Launch
 from engine.planning.ledger import DECODED
 from engine.planning.memory import PeakEstimate
 from engine.planning.predict import predict_peak
 from engine.training.source import check_model, model_source
+from tests.fake_world import fake_world
 from tests.spawning import spawn
 from tools.planning.memory_measure import build, draw_batches, measure
 
@@ -246,7 +246,7 @@ _QUICK = ("pipeline 2x2", "pipeline 2, split backward")
 
 def _prediction(case: Case, config: RunConfig, place: int) -> PeakEstimate:
     source = model_source(config)
-    plan = check_model(config, source.model, case.world)
+    plan = check_model(config, source.model, case.world).modules
     rank = place * config.parallel.pipeline // case.world
     return predict_peak(
         config, source.model.decoder, plan, world_size=case.world, pipeline_rank=rank, device_type="cpu"

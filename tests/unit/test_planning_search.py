@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from engine.config.rules import check_config, check_world
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
+from engine.layers.module import shard_entries
 from engine.layers.recompute import MemoryPlan
+from engine.models.describe import meta_model
 from engine.models.families import family_of
+from engine.models.flops import head_in_layers
 from engine.planning.layout import Layout, Shapes, Workload, pipeline_plan
 from engine.planning.ledger import ADAPTERS, GRADIENTS, MASTERS, OPTIMIZER, WEIGHTS
 from engine.planning.machine import Machine
@@ -131,10 +135,21 @@ def test_stages_are_those_of_a_run(name: str, tmp_path: Path) -> None:
     config = _config(parallel=parallel, **changes)
     model = open_model(tmp_path)
     plan = training_plan(config, model.decoder, model.names)
-    expected = plan_partition(config, model, plan, parallel.pipeline)
+    entries = shard_entries(meta_model(model.decoder, plan=plan))
+    trained = [entry.name for entry in entries if entry.sink is not None]
+    expected = plan_partition(config, model.decoder, trained, parallel.pipeline)
     found = pipeline_plan(model.decoder, Shapes(model.decoder, plan).of(parallel), parallel, 8)
     assert found.layers == expected.layers
     assert found.schedule == expected.choice.schedule(8)
+
+
+def test_the_heads_time_is_that_of_its_weights(tmp_path: Path) -> None:
+    """In layers: a product takes as long as it has weights, whatever the heads' sizes."""
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "vocab_size": 9000, "head_dim": 24}))
+    model = open_model(tmp_path)
+    shapes = model.expected_shapes()
+    layer = sum(prod(shape) for name, shape in shapes.items() if name.startswith("layers.0.") and len(shape) == 2)
+    assert head_in_layers(model.decoder) == prod(shapes["embed_tokens.weight"]) / layer
 
 
 def _answer(devices: int, gib: float, **changes: Any) -> Answer:

@@ -16,10 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import UserError
 from engine.kernels.reference_quantize import dynamic_map, nf4_values, scale_codes
 from engine.quantization.encoding import encoding
-from engine.quantization.nf4 import from_flat
 
 CPU = torch.device("cpu")
 
@@ -97,6 +95,20 @@ def test_tables_are_the_same(functional: ModuleType) -> None:
     assert torch.equal(dynamic_map(CPU), functional.create_dynamic_map())
 
 
+def _parts(codes: Tensor, scales: Tensor, largest: Tensor, offset: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """What the engine stores of a matrix from what bitsandbytes keeps of it: 64 weights have a scale, and 256 scales,
+    counted through all rows, have one number in `largest`."""
+    rows, blocks = shape[0], shape[1] // 64
+    first = torch.arange(rows) * blocks
+    groups = first[:, None] // 256 + torch.arange(encoding("nf4").parts(*shape)["groups"][0][1] - 1)
+    return {
+        "codes": codes.view(rows, -1),
+        "scales": scales.view(rows, blocks),
+        "groups": torch.cat((offset.expand(rows, 1), largest[groups.clamp(max=len(largest) - 1)]), 1),
+        "phase": (first % 256).to(torch.uint8),
+    }
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(2, 64), (5, 192), (64, 1024), (300, 320)])
 def test_codes_scales_and_weights(functional: ModuleType, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -112,7 +124,7 @@ def test_codes_scales_and_weights(functional: ModuleType, shape: tuple[int, int]
     assert abs(float(ours["groups"][0, 0]) - float(state.offset)) <= 16 * 2**-24 * float(state.offset)
     scales, largest = scale_codes(absmax.view(-1), state.offset)
     assert torch.equal(scales, state.absmax) and torch.equal(largest, state.state2.absmax)
-    parts = from_flat(ours["codes"], scales, largest, state.offset, shape)
+    parts = _parts(ours["codes"], scales, largest, state.offset, shape)
     for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
         state.dtype = out_dtype
         assert torch.equal(_decode(parts, weight.shape, out_dtype), functional.dequantize_4bit(codes, state))
@@ -123,7 +135,7 @@ def test_a_stored_state_decodes_to_its_bits(functional: ModuleType) -> None:
     torch.manual_seed(1)
     weight = torch.randn(96, 832).to(torch.bfloat16)
     codes, state = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64, compress_statistics=True)
-    parts = from_flat(codes, state.absmax, state.state2.absmax, state.offset, (96, 832))
+    parts = _parts(codes, state.absmax, state.state2.absmax, state.offset, (96, 832))
     assert torch.equal(_decode(parts, weight.shape, torch.bfloat16), functional.dequantize_4bit(codes, state))
     cut = encoding("nf4").cut(parts, slice(10, 50), slice(128, 640))
     exact = functional.dequantize_4bit(codes, state)[10:50, 128:640]
@@ -142,9 +154,3 @@ def test_error_is_theirs(functional: ModuleType) -> None:
     assert float((ours - theirs).norm()) <= 1e-3 * float(theirs.norm())
     errors = [float((decoded - weight).norm() / weight.norm()) for decoded in (ours, theirs)]
     assert abs(errors[0] / errors[1] - 1) <= 1e-4, errors
-
-
-def test_flat_blocks_over_the_ends_of_rows_are_refused() -> None:
-    empty = torch.zeros(0)
-    with pytest.raises(UserError, match="run over the ends of rows of 100 columns"):
-        from_flat(empty, empty, empty, empty, (4, 100))

@@ -12,6 +12,7 @@ from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import shard_entries
 from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
 from engine.models.decoder import Decoder
+from engine.models.dtypes import TORCH_DTYPES
 from engine.models.families import family_of
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.backends import choose_kernels
@@ -30,7 +31,6 @@ from .model import (
     LEARNING_RATE,
     LORA_ALPHA_OVER_RANK,
     TARGETS,
-    TORCH_DTYPES,
     WEIGHT_DECAY,
     Outcome,
     draw,

@@ -25,11 +25,12 @@ from engine.errors import UserError
 from engine.inference.generate import Generator, Request
 from engine.inference.options import Limits, ModelChoice, Sampling
 from engine.inference.stage import InferenceStage
+from engine.models.dtypes import TORCH_DTYPES
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
 
 from .machine import choose_device, describe
-from .model import TORCH_DTYPES, draw, hf_config
+from .model import draw, hf_config
 from .sections import GenerateOptions
 from .sides import set_up
 from .table import Table

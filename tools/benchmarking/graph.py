@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.errors import UserError
+from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.attention import Documents
 from engine.ops.backends import choose_kernels
 from engine.ops.kernels import Kernels
@@ -30,7 +31,7 @@ from .case import Contestant
 from .graph_side import EAGER, GraphSide, make_batch, make_steps
 from .kernels.trace import kernel_names
 from .machine import choose_device, describe
-from .model import LEARNING_RATE, TORCH_DTYPES
+from .model import LEARNING_RATE
 from .sections import GraphOptions
 from .table import Table
 from .timing import paired_ratio, summarise, take_turns, wait_for

@@ -14,6 +14,7 @@ from engine.distributed.mesh import single_process_mesh
 from engine.layers.module import shard_entries
 from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
 from engine.models.decoder import Decoder
+from engine.models.dtypes import TORCH_DTYPES
 from engine.models.families import family_of
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.kernels import Kernels
@@ -34,7 +35,6 @@ from .model import (
     EPS,
     LORA_ALPHA_OVER_RANK,
     TARGETS,
-    TORCH_DTYPES,
     WEIGHT_DECAY,
     draw,
     hf_config,

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from engine.distributed.launch import keep_freed_memory
+from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.backends import choose_kernels
 from engine.ops.kernels import Kernels
 
@@ -24,7 +25,6 @@ from .ceilings import PRODUCT, Ceilings, Demand
 from .comparison import Timed, time_case
 from .lora_layers import Layer, make_layer
 from .machine import choose_device, describe
-from .model import TORCH_DTYPES
 from .options import Shape, TaxOptions, chosen_names, for_device, read_shapes
 from .peers import find_peers
 from .table import Report, Table

@@ -7,10 +7,10 @@ from dataclasses import asdict
 
 import torch
 
+from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.backends import choose_kernels
 
 from .machine import describe
-from .model import TORCH_DTYPES
 from .options import MemoryOptions
 from .saved import designed_bytes, layer_bytes, plain_bytes
 from .sides import ENGINE, PEER, PEER_KINDS, SideKind, find_sides, set_up, steps_alone

@@ -21,7 +21,6 @@ WEIGHT_DECAY = 0.01
 CLIP_GRAD_NORM = 1.0
 LORA_ALPHA_OVER_RANK = 2
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Outcome(NamedTuple):

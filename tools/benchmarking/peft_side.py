@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
+from engine.models.dtypes import TORCH_DTYPES
 
 from .model import (
     BETAS,
@@ -19,7 +20,6 @@ from .model import (
     LEARNING_RATE,
     LORA_ALPHA_OVER_RANK,
     TARGETS,
-    TORCH_DTYPES,
     WEIGHT_DECAY,
     Outcome,
     draw,

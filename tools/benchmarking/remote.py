@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.models.dtypes import TORCH_DTYPES
+
 from .ceilings import PRODUCT, Ceilings
 from .engine_side import EngineSide
 from .floor import GemmFloor
 from .machine import choose_device
-from .model import TORCH_DTYPES, attention_kernel, draw_batches
+from .model import attention_kernel, draw_batches
 from .options import ModelOptions
 from .sides import ENGINE, find_sides, set_up
 from .timing import Sample, measure

@@ -11,7 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .model import TORCH_DTYPES, Side, draw_batches
+from engine.models.dtypes import TORCH_DTYPES
+
+from .model import Side, draw_batches
 from .options import ModelOptions
 from .sides import SideKind
 

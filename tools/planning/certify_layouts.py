@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,8 +12,6 @@ from engine.config.parallel import ParallelOptions
 from engine.config.rules import check_config, check_world
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from engine.layers.module import shard_entries
-from engine.models.describe import meta_model
 from engine.training.source import check_model, model_source
 
 _COMMA = re.compile(r",(?![^\[]*\])")
@@ -46,7 +44,7 @@ class Layout:
         """The whole layout, for programs."""
         return {"label": self.label, "ranks": self.num_ranks, "data": self.data, **asdict(self.config.parallel)}
 
-    def trained_tensors(self) -> dict[str, tuple[int, ...]]:
+    def trained_tensors(self) -> Mapping[str, tuple[int, ...]]:
         """Logical names of what is trained and their global shapes, in forward order; needs no ranks.
 
         Raises:
@@ -56,11 +54,9 @@ class Layout:
             check_config(self.config)
             check_world(self.config, self.num_ranks)
             source = model_source(self.config)
-            plan = check_model(self.config, source.model, self.num_ranks)
+            return check_model(self.config, source.model, self.num_ranks).trained
         except UserError as error:
             raise UserError(f"{self.source}: {error}") from None
-        entries = shard_entries(meta_model(source.model.decoder, plan=plan))
-        return {entry.name: entry.spec.global_shape for entry in entries if entry.sink is not None}
 
 
 def own_layout(path: Path, data: int, dtype: str | None = None) -> Layout:

@@ -25,8 +25,8 @@ from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.layers.plan import TrainingPlan
 from engine.layers.recompute import Level
-from engine.layers.rounding import FLOAT8
 from engine.models.config import DecoderConfig
+from engine.models.dtypes import STORED_DTYPES
 from engine.models.families import family_of
 from engine.planning.layout import Workload
 from engine.planning.machine import MACHINES, Machine, machine_for
@@ -37,7 +37,6 @@ from engine.training.plan import training_plan
 
 GIB = 2**30
 PLACES = ("weights", "optimizer", "activations")
-STORED = {"bfloat16": torch.bfloat16, "float8": FLOAT8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +69,7 @@ class Allowed:
     Args:
         recompute: levels.
         offload: of PLACES.
-        stored: of STORED.
+        stored: of STORED_DTYPES.
     """
 
     recompute: tuple[Level, ...] = RECOMPUTE_LEVELS
@@ -108,7 +107,7 @@ def ask(arguments: argparse.Namespace) -> Answer:
         allowed=Allowed(
             recompute=_levels(arguments.recompute),
             offload=_chosen("--offload", arguments.offload, PLACES),
-            stored=_chosen("--activation-dtype", arguments.activation_dtype, tuple(STORED)),
+            stored=_chosen("--activation-dtype", arguments.activation_dtype, tuple(STORED_DTYPES)),
         ),
         beside=int(arguments.beside),
     )
@@ -184,7 +183,7 @@ def answer_for(
         config=config, devices=devices, capacity=capacity,
         host_capacity=inf if host_memory is None else host_memory * usable / min(devices, chosen.node_size),
         recompute=allowed.recompute, offload=allowed.offload,
-        stored=(None, *(STORED[name] for name in allowed.stored)),
+        stored=(None, *(STORED_DTYPES[name] for name in allowed.stored)),
     )  # fmt: skip
     return Answer(
         hf_config=hf_config, folder=folder, decoder=decoder, config=config, plan=plan, workload=workload,

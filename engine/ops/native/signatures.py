@@ -67,7 +67,6 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_nf4_decode": [*_THREADS, *_SIZE * 2, *_MATRIX * 3, *_POINTER * 2, c_int, *_MATRIX],
     "engine_int8_codes": [*_THREADS, *_SIZE * 2, c_int, *_MATRIX, *_POINTER * 2],
     "engine_int8_decode": [*_THREADS, *_SIZE * 2, *_MATRIX, *_POINTER, c_int, *_MATRIX],
-    "engine_blend": [*_SIZE, *_POINTER, *_SIZE, *_POINTER * 2],
     "engine_crc32c": [*_SIZE, *_POINTER * 2],
     "engine_crc32c_by_tables": [*_SIZE, *_POINTER * 2],
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from engine.config.parallel import SCHEDULES
 from engine.errors import UserError
@@ -27,6 +28,36 @@ def chosen_schedule(asked: str, virtual: int | None, *, layers_are_frozen: bool)
 def default_virtual(name: str) -> int:
     """Stages a rank where the user says nothing."""
     return 2 if name in ("interleaved", "zb_v") else 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleChoice:
+    """Which schedule a run follows.
+
+    Args:
+        name: one of engine.config.parallel.SCHEDULES.
+        num_ranks: pipeline ranks.
+        virtual: stages a rank.
+        first_trainable_stage: stages below it have no backward.
+    """
+
+    name: str = "1f1b"
+    num_ranks: int = 1
+    virtual: int = 1
+    first_trainable_stage: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks * self.virtual
+
+    def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
+        """The lists of all ranks; forwards alone where not training.
+
+        Raises:
+            UserError: the schedule cannot be made of so many micro-batches.
+        """
+        first = self.first_trainable_stage if training else self.num_stages
+        return make_schedule(self.name, self.num_ranks, self.virtual, num_microbatches, first)
 
 
 def make_schedule(

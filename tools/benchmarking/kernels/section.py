@@ -13,12 +13,13 @@ from dataclasses import asdict
 
 import torch
 
+from engine.models.dtypes import TORCH_DTYPES
+
 from ..backends import find_backends
 from ..case import LIMITS, Case, Checked, check
 from ..ceilings import COPY, PRODUCT, Ceilings
 from ..comparison import Timed, time_case
 from ..machine import choose_device, describe
-from ..model import TORCH_DTYPES
 from ..options import KernelOptions, chosen_names, for_device
 from ..peers import find_peers
 from ..table import Report, Table

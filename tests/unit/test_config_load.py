@@ -198,7 +198,6 @@ def test_help_explains_every_option_in_time() -> None:
         ("--parallel.tensor", "--parallel.tensor has no value"),
         ("--parallel.virtual 2", "set parallel.virtual to null, or parallel.pipeline above 1"),
         ("--parallel.layers_per_stage [2,2]", "one number of layers above 0 for each stage of a pipeline is expected"),
-        ("--parallel.context 4 --data.seq_length 6", "make data.seq_length a multiple of 8"),
         ("--parallel.sequence maybe", "parallel.sequence is 'maybe', but true or false or null is expected"),
         ("--parallel.bucket_mb 0", "parallel.bucket_mb is 0.0"),
         ("stray", "'stray' belongs to no option"),

@@ -121,6 +121,14 @@ def test_tokens_that_do_not_divide() -> None:
     check_world(run(data=data, train=train, parallel=ParallelOptions(tensor=4, sequence=False)), 4)
 
 
+def test_rows_that_do_not_divide_over_context_ranks() -> None:
+    parallel = ParallelOptions(context=4)
+    refused(
+        run(data=DataOptions(seq_length=6), parallel=parallel), "make data.seq_length a multiple of 8", world_size=4
+    )
+    check_world(run(data=DataOptions(seq_length=8), parallel=parallel, train=TrainOptions(global_batch_size=1)), 4)
+
+
 def test_ranks_come_before_tokens() -> None:
     """A mistyped parallel.tensor is not answered with advice on data.seq_length."""
     refused(run(parallel=ParallelOptions(tensor=3)), "2 ranks", "change parallel.tensor.", world_size=2)

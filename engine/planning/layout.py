@@ -13,6 +13,7 @@ import torch
 from engine.config.parallel import ParallelOptions
 from engine.layers.plan import TrainingPlan
 from engine.models.config import DecoderConfig
+from engine.ops.kernels import REFERENCE, Kernels
 from engine.pipeline.partition import (
     LayerWeights,
     first_trainable_stage,
@@ -23,8 +24,10 @@ from engine.pipeline.partition import (
 from engine.pipeline.schedule import Schedule
 from engine.pipeline.schedules import chosen_schedule, default_virtual, make_schedule
 from engine.planning.kernels import KernelMemory
+from engine.planning.shape_kernels import shape_kernels
 from engine.planning.shapes import ModelShape, model_shape
 from engine.planning.stage import StageRange
+from engine.planning.traces import Setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +117,18 @@ class Workload:
         return self.global_batch // (self.micro_batch * layout.data)
 
 
+def setting_of(workload: Workload, parallel: ParallelOptions) -> Setting:
+    """What traces of the model's pieces depend on."""
+    return Setting(
+        decoder=workload.decoder, plan=workload.plan, dtype=workload.dtype, rows=workload.micro_batch,
+        row_length=workload.seq_length, document_length=workload.document_length, answers=workload.answers,
+        base_dtype=workload.base_dtype, kernels=workload.kernels, device_type=workload.device_type,
+        tensor=parallel.tensor, context=parallel.context, context_method=parallel.context_method,
+        sequence_parallel=parallel.sequence_parallel, joint_reduce=parallel.lora_reduce == "joint",
+        tied_ends=workload.decoder.tied_embeddings and parallel.pipeline > 1,
+    )  # fmt: skip
+
+
 class Shapes:
     """Models as ranks of a tensor axis would hold them, each read once.
 
@@ -121,19 +136,22 @@ class Shapes:
         decoder, plan: of the model.
         base_dtype: how frozen weights of the layers are stored; None for the model's dtype.
         device_type: whose products must take what is stored encoded; "meta" asks nobody.
+        kernels: the backend of the ops.
     """
 
     def __init__(
-        self, decoder: DecoderConfig, plan: TrainingPlan, base_dtype: str | None = None, device_type: str = "meta"
-    ) -> None:
-        self._decoder, self._plan = decoder, plan
+        self, decoder: DecoderConfig, plan: TrainingPlan, base_dtype: str | None = None, device_type: str = "meta",
+        kernels: Kernels = REFERENCE,
+    ) -> None:  # fmt: skip
+        self._decoder, self._plan, self._kernels = decoder, plan, kernels
         self._base_dtype, self._device_type = base_dtype, device_type
         self._known: dict[tuple[object, ...], ModelShape] = {}
 
     @classmethod
     def for_workload(cls, workload: Workload) -> Shapes:
         """Of what is trained."""
-        return cls(workload.decoder, workload.plan, workload.base_dtype, workload.device_type)
+        kernels = shape_kernels(workload.kernels)
+        return cls(workload.decoder, workload.plan, workload.base_dtype, workload.device_type, kernels)
 
     def of(self, parallel: ParallelOptions, tensor_rank: int = 0) -> ModelShape:
         """For one tensor-parallel rank.
@@ -148,7 +166,7 @@ class Shapes:
             self._known[key] = model_shape(
                 self._decoder, self._plan, tensor_size=parallel.tensor, tensor_rank=tensor_rank,
                 sequence_parallel=parallel.sequence_parallel, joint_reduce=joint, tied_ends=tied_ends,
-                base_dtype=self._base_dtype, device_type=self._device_type,
+                base_dtype=self._base_dtype, device_type=self._device_type, kernels=self._kernels,
             )  # fmt: skip
         return self._known[key]
 

@@ -16,8 +16,7 @@ from engine.optim.offload import NUM_STATES, device_bytes
 from engine.optim.publish import AHEAD
 from engine.optim.reduce import LEAVING, SQUARED_AT_ONCE
 from engine.optim.sharding import ShardLevel
-from engine.planning.attention import context_sizes
-from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan
+from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan, setting_of
 from engine.planning.ledger import (
     ADAPTERS,
     BATCHES,
@@ -35,9 +34,9 @@ from engine.planning.ledger import (
     without,
 )
 from engine.planning.messages import messages_held
-from engine.planning.shapes import ModelShape, Parameters
-from engine.planning.sizes import WIDE, Sizes
+from engine.planning.shapes import WIDE, ModelShape, Parameters
 from engine.planning.stage import StageBytes, stage_bytes
+from engine.planning.traces import num_tokens, traces
 from triton_kernels.reference_quantize import CHUNK
 
 _BATCH_BYTES = 4 * 8 + 4
@@ -139,17 +138,11 @@ class _Rank:
         self._plan, self._rank = plan, rank
         self._sharding = STATE_SHARDING[layout.parallel.shard if layout.data_and_context > 1 else "none"]
         self._stages = plan.stages(rank)
-        tokens = workload.micro_batch * workload.seq_length // layout.parallel.context
+        setting = setting_of(workload, layout.parallel)
+        self._pieces, self._tokens = traces(setting), num_tokens(setting)
         splits = layout.parallel.sequence_parallel
-        self._sizes = Sizes(
-            tokens=tokens,
-            local=tokens // layout.parallel.tensor if splits else tokens,
-            itemsize=workload.dtype.itemsize,
-            kernels=workload.kernels,
-            row_length=workload.document_length,
-            ranks=layout.parallel.tensor,
-            answers=workload.answers,
-        )
+        local = self._tokens // layout.parallel.tensor if splits else self._tokens
+        self._stream = local * shape.hidden * workload.dtype.itemsize
 
     def estimate(self) -> PeakEstimate:
         static = self._static()
@@ -225,7 +218,9 @@ class _Rank:
         stages = self._stages.values()
         linears = [one for stage in stages for layer in self._shape.layers[stage.first : stage.last]
                    for one in layer.linears if one.is_decoded]  # fmt: skip
-        return max((self._sizes.numbers(one.outputs, one.inputs + one.extra) for one in linears), default=0)
+        return (
+            max((one.outputs * (one.inputs + one.extra) for one in linears), default=0) * self._workload.dtype.itemsize
+        )
 
     def _largest_span(self) -> int:
         """Elements that are treated alike and lie together in what this rank has of the masters."""
@@ -282,13 +277,12 @@ class _Rank:
         """Every moment that may be the fullest, without what is always there."""
         count = self._workload.num_microbatches(self._layout)
         token = _BATCH_BYTES + (_ANSWER_BYTES if self._workload.answers else 0)
-        batches = added({BATCHES: token * self._sizes.tokens * count}, self._gathered(count))
-        message = self._sizes.numbers(self._sizes.local, self._shape.hidden)
+        batches = added({BATCHES: token * self._tokens * count}, self._gathered(count))
         alive: dict[tuple[int, int], Parts] = {}
         deferred: dict[tuple[int, int], Parts] = {}
         for action, waiting in messages_held(self._plan.schedule, self._rank, finds_done=self._workload.finds_done):
             key, stage = (action.stage, action.microbatch), stages[action.stage]
-            others = added(batches, {COMMUNICATION: message * waiting}, *alive.values(), *deferred.values())
+            others = added(batches, {COMMUNICATION: self._stream * waiting}, *alive.values(), *deferred.values())
             if action.op == "F":
                 yield "forward", added(others, stage.forward)
                 if stage.backward:
@@ -324,14 +318,13 @@ class _Rank:
         yield "optimizer step", added(without_whole, {COMMUNICATION: gathered})
 
     def _stage(self, number: int) -> StageBytes:
-        parallel, workload = self._layout.parallel, self._workload
         first = self._plan.schedule.first_trainable_stage
         return stage_bytes(
             self._shape,
             self._stages[number],
-            self._sizes,
-            context_sizes(workload.micro_batch, workload.seq_length, parallel.context, parallel.context_method),
+            self._pieces,
             self._memory,
+            stream=self._stream,
             trains=number >= first,
             gives_gradient=number > first,
             defers=any(action.op == "I" for action in self._plan.schedule.actions[self._rank]),

@@ -16,7 +16,7 @@ from engine.optim.offload import NUM_STATES, device_bytes
 from engine.optim.publish import AHEAD
 from engine.optim.reduce import LEAVING, SQUARED_AT_ONCE
 from engine.optim.sharding import ShardLevel
-from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan, setting_of
+from engine.planning.layout import Layout, Workload
 from engine.planning.ledger import (
     ADAPTERS,
     BATCHES,
@@ -34,9 +34,10 @@ from engine.planning.ledger import (
     without,
 )
 from engine.planning.messages import messages_held
-from engine.planning.shapes import WIDE, ModelShape, Parameters
+from engine.planning.pipeline import PipelinePlan, pipeline_plan
+from engine.planning.shapes import WIDE, Parameters
 from engine.planning.stage import StageBytes, stage_bytes
-from engine.planning.traces import num_tokens, traces
+from engine.planning.traces import RankModel, rank_model
 from triton_kernels.reference_quantize import CHUNK
 
 _BATCH_BYTES = 4 * 8 + 4
@@ -109,40 +110,28 @@ class PeakEstimate:
         return largest_part(self.parts)
 
 
-def predict_layout(
-    workload: Workload,
-    layout: Layout,
-    memory: MemoryPlan,
-    shapes: Shapes | None = None,
-) -> list[PeakEstimate]:
+def predict_layout(workload: Workload, layout: Layout, memory: MemoryPlan) -> list[PeakEstimate]:
     """One estimate for each pipeline rank; its tensor, context and data neighbours hold as much.
 
     Raises:
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
     """
-    shapes = shapes or Shapes.for_workload(workload)
-    shape = shapes.of(layout.parallel)
+    model = rank_model(workload, layout.parallel)
     memory.check_layers(workload.decoder.num_layers)
-    plan = pipeline_plan(workload.decoder, shape, layout.parallel, workload.num_microbatches(layout))
-    return [_Rank(workload, layout, memory, shape, plan, rank).estimate() for rank in range(layout.parallel.pipeline)]
+    plan = pipeline_plan(workload.decoder, model.shape, layout.parallel, workload.num_microbatches(layout))
+    return [_Rank(workload, layout, memory, model, plan, rank).estimate() for rank in range(layout.parallel.pipeline)]
 
 
 class _Rank:
     """One pipeline rank."""
 
     def __init__(
-        self, workload: Workload, layout: Layout, memory: MemoryPlan, shape: ModelShape, plan: PipelinePlan,
-        rank: int,
-    ) -> None:  # fmt: skip
-        self._workload, self._layout, self._memory, self._shape = workload, layout, memory, shape
-        self._plan, self._rank = plan, rank
+        self, workload: Workload, layout: Layout, memory: MemoryPlan, model: RankModel, plan: PipelinePlan, rank: int
+    ) -> None:
+        self._workload, self._layout, self._memory, self._model = workload, layout, memory, model
+        self._plan, self._rank, self._shape = plan, rank, model.shape
         self._sharding = STATE_SHARDING[layout.parallel.shard if layout.data_and_context > 1 else "none"]
         self._stages = plan.stages(rank)
-        setting = setting_of(workload, layout.parallel)
-        self._pieces, self._tokens = traces(setting), num_tokens(setting)
-        splits = layout.parallel.sequence_parallel
-        local = self._tokens // layout.parallel.tensor if splits else self._tokens
-        self._stream = local * shape.hidden * workload.dtype.itemsize
 
     def estimate(self) -> PeakEstimate:
         static = self._static()
@@ -277,12 +266,12 @@ class _Rank:
         """Every moment that may be the fullest, without what is always there."""
         count = self._workload.num_microbatches(self._layout)
         token = _BATCH_BYTES + (_ANSWER_BYTES if self._workload.answers else 0)
-        batches = added({BATCHES: token * self._tokens * count}, self._gathered(count))
+        batches = added({BATCHES: token * self._model.tokens * count}, self._gathered(count))
         alive: dict[tuple[int, int], Parts] = {}
         deferred: dict[tuple[int, int], Parts] = {}
         for action, waiting in messages_held(self._plan.schedule, self._rank, finds_done=self._workload.finds_done):
             key, stage = (action.stage, action.microbatch), stages[action.stage]
-            others = added(batches, {COMMUNICATION: self._stream * waiting}, *alive.values(), *deferred.values())
+            others = added(batches, {COMMUNICATION: self._model.stream * waiting}, *alive.values(), *deferred.values())
             if action.op == "F":
                 yield "forward", added(others, stage.forward)
                 if stage.backward:
@@ -320,11 +309,9 @@ class _Rank:
     def _stage(self, number: int) -> StageBytes:
         first = self._plan.schedule.first_trainable_stage
         return stage_bytes(
-            self._shape,
+            self._model,
             self._stages[number],
-            self._pieces,
             self._memory,
-            stream=self._stream,
             trains=number >= first,
             gives_gradient=number > first,
             defers=any(action.op == "I" for action in self._plan.schedule.actions[self._rank]),

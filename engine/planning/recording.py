@@ -93,14 +93,14 @@ class Recording(TorchDispatchMode):
                 held[part] = held.get(part, 0) + event.nbytes
         return held
 
-    def peak(self, first: int, last: int, pinned: Collection[int] = ()) -> Parts:
-        """What is held at the fullest moment of events [first, last) beside what was held before, by part.
+    def peak(self, first: int, pinned: Collection[int] = ()) -> Parts:
+        """What is held at the fullest moment from the event `first` on beside what was held before, by part.
 
         Args:
             pinned: storages that are not freed.
         """
         held, total, most, fullest = dict.fromkeys(PARTS, 0), 0, 0, {}
-        for event in self.events[first:last]:
+        for event in self.events[first:]:
             if event.nbytes < 0 and event.storage in pinned:
                 continue
             held[self.parts[event.storage]] += event.nbytes

@@ -8,8 +8,6 @@ from math import prod
 
 import torch
 
-from engine.distributed.mesh import Axis, shape_mesh
-from engine.distributed.ranks import RankGrid
 from engine.layers.encoded_storage import encoded_entries, encoded_memories
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -17,11 +15,8 @@ from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.plan import LORA_LEAVES, TensorLayout, TrainingPlan
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.ops.encoded_weight import BaseEncoding
-from engine.ops.kernels import REFERENCE, Kernels
 from engine.ops.quantized_products import require_product_sizes
 from engine.optim.flat import ALIGNMENT
-from engine.quantization.encoding import encoding
 
 DECODED = ("nf4", "int8")
 """Encodings whose numbers are needed for a product; the others multiply with their codes."""
@@ -163,40 +158,17 @@ class ModelShape:
         return sum(sum(group.trained.values()) for group in groups)
 
 
-def model_shape(
-    config: DecoderConfig,
-    plan: TrainingPlan,
-    *,
-    tensor_size: int = 1,
-    tensor_rank: int = 0,
-    sequence_parallel: bool = False,
-    joint_reduce: bool = False,
-    tied_ends: bool = False,
-    base_dtype: str | None = None,
-    device_type: str = "meta",
-    kernels: Kernels = REFERENCE,
-) -> ModelShape:
+def model_shape(config: DecoderConfig, plan: TrainingPlan, layout: TensorLayout, device_type: str) -> ModelShape:
     """Builds the model on the meta device and reads it.
 
     Args:
-        tied_ends: a tied head lies on another pipeline rank than the embedding.
-        base_dtype: how frozen weights of the layers are stored; None for the model's dtype.
+        config, plan: of the model.
+        layout: of this rank.
         device_type: whose products must take what is stored encoded.
-        kernels: the backend, which says whether adapters are folded into their linear's weight.
 
     Raises:
-        UserError: the model's sizes do not fit `tensor_size`, or the encoding does not fit them.
+        UserError: the model's sizes do not fit the layout, or the encoding does not fit them.
     """
-    mesh = shape_mesh(RankGrid(tp=tensor_size), tensor_rank, config.num_kv_heads)
-    layout = TensorLayout(
-        tp=mesh.tp,
-        kv_replica=mesh.kv_replica,
-        pp_ends=Axis("pp_ends", 2) if tied_ends else Axis("pp_ends"),
-        sequence_parallel=sequence_parallel,
-        joint_reduce=joint_reduce,
-        kernels=kernels,
-        base=None if base_dtype is None else BaseEncoding(encoding=encoding(base_dtype)),
-    )
     model = Decoder(config, layout=layout, plan=plan, device=torch.device("meta"), dtype=torch.float32)
     _check_products(model, device_type)
     assert model.embedding is not None and model.head is not None and model.norm is not None

@@ -13,18 +13,8 @@ from itertools import groupby
 
 from engine.layers.recompute import Level, MemoryPlan
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts, added, most, times, without
-from engine.planning.shapes import ModelShape
-from engine.planning.traces import Passage, Traces
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageRange:
-    """Layers [first, last), and whether this stage has the ends."""
-
-    first: int
-    last: int
-    embedding: bool = True
-    head: bool = True
+from engine.planning.pipeline import StageRange
+from engine.planning.traces import Passage, RankModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,23 +56,23 @@ class _Run:
 
 
 def stage_bytes(
-    shape: ModelShape, stage: StageRange, pieces: Traces, memory: MemoryPlan, *, stream: int, trains: bool,
+    model: RankModel, stage: StageRange, memory: MemoryPlan, *, trains: bool,
     gives_gradient: bool, defers: bool = False,
 ) -> StageBytes:  # fmt: skip
     """Goes once forward and once backward through the stage.
 
     Args:
-        stream: bytes of the residual stream on this rank.
         trains: whether this stage or one below it has a trainable parameter.
         gives_gradient: whether one below it has.
         defers: whether backward leaves the weights' gradients for later.
     """
-    tables = pieces.tables()
-    first = pieces.embedding(saved=trains) if stage.embedding else None
+    shape, stream = model.shape, model.stream
+    tables = model.tables()
+    first = model.embedding(saved=trains) if stage.embedding else None
     needs = shape.embedding.trains if stage.embedding else gives_gradient
-    runs = list(_runs(shape, stage, pieces, memory, needs=needs and trains, trains=trains, defers=defers))
+    runs = list(_runs(model, stage, memory, needs=needs and trains, trains=trains, defers=defers))
     needs = needs or any(shape.layers[index].trains for index in range(stage.first, stage.last))
-    last = pieces.head(needs=needs and trains, saved=trains, defers=defers) if stage.head else None
+    last = model.head(needs=needs and trains, saved=trains, defers=defers) if stage.head else None
     forward, kept = _forward(tables, first, runs, last, stream, trains)
     away = sum(run.passage.away * run.count for run in runs)
     if not trains:
@@ -92,10 +82,11 @@ def stage_bytes(
 
 
 def _runs(
-    shape: ModelShape, stage: StageRange, pieces: Traces, memory: MemoryPlan, *, needs: bool, trains: bool, defers: bool
+    model: RankModel, stage: StageRange, memory: MemoryPlan, *, needs: bool, trains: bool, defers: bool
 ) -> Iterator[_Run]:
     """The stage's layers in order. The first and the last one stand alone; the last keeps what it keeps on the device,
     because backward begins with it."""
+    shape = model.shape
 
     def alike(index: int) -> tuple[int, Level, bool, bool, bool, bool]:
         # what comes before the first layer that trains needs no gradient
@@ -105,7 +96,7 @@ def _runs(
 
     for (kind, level, own, has_leaves, is_first, is_last), group in groupby(range(stage.first, stage.last), alike):
         plan = MemoryPlan(recompute=level, offload=memory.offload and not is_last, stored_dtype=memory.stored_dtype)
-        passage = pieces.layer(kind, plan, needs=own, saved=trains, defers=defers)
+        passage = model.layer(kind, plan, needs=own, saved=trains, defers=defers)
         yield _Run(passage, len(list(group)), trains and (own or has_leaves), is_first, is_last)
 
 

@@ -18,12 +18,12 @@ from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.rounding import FLOAT8
 from engine.pipeline.costs import Costs
 from engine.pipeline.simulate import simulate
-from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan, setting_of
+from engine.planning.layout import Layout, Workload
 from engine.planning.ledger import total
 from engine.planning.machine import Machine, check_encoding
+from engine.planning.pipeline import PipelinePlan, StageRange, pipeline_plan
 from engine.planning.shapes import WIDE, EndShape, LayerShape, LinearShape, ModelShape, Parameters
-from engine.planning.stage import StageRange
-from engine.planning.traces import num_tokens, traces
+from engine.planning.traces import RankModel, rank_model
 from engine.zigzag import ContextLayout, make_plan
 
 _AGAIN: dict[Level, tuple[str, ...]] = {"attention": ("attention",), "full": ("attention", "mlp")}
@@ -73,19 +73,18 @@ class _Times:
     """Times of the pieces of one rank's micro-batch."""
 
     def __init__(
-        self, workload: Workload, layout: Layout, shape: ModelShape, machine: Machine, memory: MemoryPlan
+        self, workload: Workload, layout: Layout, model: RankModel, machine: Machine, memory: MemoryPlan
     ) -> None:
         parallel = layout.parallel
         self._known: dict[tuple[int, Level], tuple[Work, Work, float]] = {}
         self._workload, self._memory, self._parallel = workload, memory, parallel
-        self._shape, self._machine, self._ranks = shape, machine, parallel.tensor
+        self._shape, self._machine, self._ranks = model.shape, machine, parallel.tensor
         self._item, self._length = int(workload.dtype.itemsize), workload.document_length
-        setting = setting_of(workload, parallel)
-        self._pieces, self._tokens = traces(setting), num_tokens(setting)
+        self._model, self._tokens, self.message = model, model.tokens, model.stream
         self._keys_sent = _keys_sent(workload, parallel.context)
         self._gathers = layout.data_and_context if parallel.shard == "parameters" else 1
         self._gather_wire = machine.wire(layout.world_size) * 1e9
-        self._splits = parallel.sequence_parallel and parallel.tensor > 1
+        self._splits = parallel.sequence_parallel
         self._context_wire = machine.wire(parallel.tensor * parallel.context) * 1e9
 
     def product(self, rows: int, inner: int, outer: int) -> float:
@@ -228,7 +227,7 @@ class _Times:
     def _kept(self, layer: LayerShape, level: Level, stored_dtype: torch.dtype | None) -> int:
         """Bytes that a layer leaves for backward of one micro-batch, its input included."""
         plan = MemoryPlan(recompute=level, stored_dtype=stored_dtype)
-        return total(self._pieces.layer(self._shape.kinds[self._index(layer)], plan, needs=True).kept)
+        return total(self._model.layer(self._shape.kinds[self._index(layer)], plan, needs=True).kept)
 
     def _index(self, layer: LayerShape) -> int:
         return next(index for index, one in enumerate(self._shape.layers) if one is layer)
@@ -278,20 +277,17 @@ def _keys_sent(workload: Workload, size: int) -> int:
     return sum(step.num_sent for step in make_plan(layout, 0).steps[1:])
 
 
-def predict_time(
-    workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine, shapes: Shapes | None = None
-) -> StepTime:
+def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine) -> StepTime:
     """The time of a step.
 
     Raises:
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
     """
-    shapes = shapes or Shapes.for_workload(workload)
-    shape = shapes.of(layout.parallel)
-    microbatches = workload.num_microbatches(layout)
+    model = rank_model(workload, layout.parallel)
+    shape, microbatches = model.shape, workload.num_microbatches(layout)
     plan = pipeline_plan(workload.decoder, shape, layout.parallel, microbatches)
     check_encoding(machine, workload.base_dtype)
-    times = _Times(workload, layout, shape, machine, memory)
+    times = _Times(workload, layout, model, machine, memory)
     costs, links, hidden = _costs(times, workload, layout, memory, machine, shape, plan)
     simulation = simulate(plan.schedule, costs)
     gradients = _gradients(workload, layout, machine, shape, plan, max(costs.input_grad))
@@ -324,16 +320,13 @@ def _costs(
         forward, backward, weights = _stage(times, memory, shape, stages[number], trains=number >= first)
         columns.append((forward.seconds, backward.seconds, weights))
         waits[plan.schedule.stage_rank[number]] += forward + backward
-    local = workload.micro_batch * workload.seq_length // layout.parallel.context
-    local //= layout.parallel.tensor if layout.parallel.sequence_parallel else 1
-    message = local * shape.hidden * workload.dtype.itemsize
     neighbours = layout.world_size if layout.parallel.pipeline > 1 else 1
     costs = Costs(
         forward=tuple(column[0] for column in columns),
         input_grad=tuple(column[1] for column in columns),
         weight_grad=tuple(column[2] for column in columns),
         activation=(1.0,) * len(columns),
-        transfer=message / (machine.wire(neighbours) * 1e9),
+        transfer=times.message / (machine.wire(neighbours) * 1e9),
     )
     busiest = max(waits, key=lambda work: (work.links, work.hidden))
     return costs, busiest.links, busiest.hidden

@@ -11,26 +11,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.distributed.mesh import Axis, Mesh, Unconnected, shape_mesh
+from engine.config.parallel import ParallelOptions
+from engine.distributed.mesh import Axis, Unconnected, shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.layers.module import shard_entries
-from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.layers.plan import TensorLayout
 from engine.layers.recompute import MemoryPlan
 from engine.layers.saved import SavedTensors
-from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, Part
 from engine.ops.context import TokenContext
-from engine.planning.kernels import KernelMemory
+from engine.planning.kernels import shape_base, shape_blocks, shape_kernels
+from engine.planning.layout import Workload
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts
 from engine.planning.recording import Recording
-from engine.planning.shape_kernels import shape_base, shape_blocks, shape_kernels
+from engine.planning.shapes import model_shape
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
 META = torch.device("meta")
@@ -56,42 +58,6 @@ class Passage:
     backward: dict[tuple[bool, bool], Parts] = field(default_factory=dict)
     left: Parts = field(default_factory=dict)
     away: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """All that a trace depends on beside the piece itself.
-
-    Args:
-        decoder, plan: of the model.
-        dtype: of weights and activations.
-        rows, row_length: of a micro-batch, in tokens of whole rows.
-        document_length: of each document.
-        answers: of a micro-batch, where the objective compares answers; else 0.
-        base_dtype: how frozen weights of the layers are stored.
-        kernels: the backend.
-        device_type: whose attention the context axis uses.
-        tensor, context: ranks of these axes.
-        context_method, sequence_parallel, joint_reduce: see engine.config.parallel.
-        tied_ends: a tied head lies on another pipeline rank than the embedding.
-    """
-
-    decoder: DecoderConfig
-    plan: TrainingPlan
-    dtype: torch.dtype
-    rows: int
-    row_length: int
-    document_length: int
-    answers: int
-    base_dtype: str | None
-    kernels: KernelMemory
-    device_type: str
-    tensor: int
-    context: int
-    context_method: str
-    sequence_parallel: bool
-    joint_reduce: bool
-    tied_ends: bool
 
 
 class _Start(torch.autograd.Function):
@@ -142,16 +108,34 @@ _Body = Callable[[Decoder, Batch, TokenContext, Tensor], Tensor]
 """The piece: model, micro-batch, its coordinates and the input to the output."""
 
 
-class Traces:
-    """The pieces of one model on one rank, each traced once."""
+class RankModel:
+    """A model as one tensor-parallel rank has it: its sizes, and its pieces, each traced once.
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
+    Args:
+        workload: what is trained.
+        parallel: of which the tensor and the context axis matter, and whether there is a pipeline.
+
+    Attributes:
+        shape: what is always there.
+        tokens: of a micro-batch, after context parallelism.
+        stream: bytes of the residual stream between two pieces.
+
+    Raises:
+        UserError: the model's sizes do not fit the ranks.
+    """
+
+    def __init__(self, workload: Workload, parallel: ParallelOptions) -> None:
+        self._workload, self._parallel = workload, parallel
+        self.shape = model_shape(workload.decoder, workload.plan, _layout(workload, parallel), workload.device_type)
+        columns = sum(span.length for span in rank_columns(workload.seq_length, parallel.context, 0))
+        self.tokens = workload.micro_batch * columns
+        local = self.tokens // parallel.tensor if parallel.sequence_parallel else self.tokens
+        self.stream = local * workload.decoder.hidden * workload.dtype.itemsize
         self._known: dict[tuple[object, ...], Passage] = {}
 
     def _once(self, key: tuple[object, ...], part: Part, body: _Body, **options: Any) -> Passage:
         if key not in self._known:
-            self._known[key] = _Tracing(self._setting, part, **options).passage(body)
+            self._known[key] = _Tracing(self._workload, self._parallel, part, **options).passage(body)
         return self._known[key]
 
     def layer(self, kind: int, memory: MemoryPlan, *, needs: bool, saved: bool = True, defers: bool = False) -> Passage:
@@ -191,7 +175,7 @@ class Traces:
         Args:
             needs, saved, defers: as of a layer.
         """
-        answers = self._setting.answers
+        answers = self._workload.answers
 
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
             losses = model.token_losses(x, batch, context) * batch.loss_weights_BS.flatten()
@@ -200,11 +184,9 @@ class Traces:
                 losses = torch.where(batch.tokens_BS.flatten() == numbers[:, None], losses, 0.0)
             return losses.sum()
 
-        last = self._setting.decoder.num_layers
+        last = self._workload.decoder.num_layers
         part = Part(first=last, last=last, embedding=False, head=True)
-        return self._once(
-            ("head", needs, saved, defers), part, body, needs=needs, saved=saved, defers=defers, ends=True
-        )
+        return self._once(("head", needs, saved, defers), part, body, needs=needs, saved=saved, defers=defers)
 
     def tables(self) -> Passage:
         """Rotary tables of a micro-batch, which all layers share."""
@@ -223,74 +205,73 @@ class _Tracing:
     """One piece on its way through forward and backward."""
 
     def __init__(
-        self, setting: Setting, part: Part, *, memory: MemoryPlan | None = None, needs: bool, saved: bool,
-        defers: bool = False, ends: bool = False,
+        self, workload: Workload, parallel: ParallelOptions, part: Part, *, memory: MemoryPlan | None = None,
+        needs: bool, saved: bool, defers: bool = False,
     ) -> None:  # fmt: skip
-        self._setting, self._part, self._memory = setting, part, memory or MemoryPlan()
-        self._needs, self._saved, self._defers, self._ends = needs, saved, defers, ends
-        self._away = _Away()
-        self._recording = Recording()
+        self._workload, self._part, self._memory = workload, part, memory or MemoryPlan()
+        self._needs, self._saved, self._defers = needs, saved, defers
+        self._away, self._recording = _Away(), Recording()
+        self._layout = _layout(workload, parallel, self._arrives)
+        self._batch = partial(_batch, workload, parallel.context)
 
     def passage(self, body: _Body) -> Passage:
-        with self._recording as recording, torch.autograd.set_multithreading_enabled(False):
-            model = self._model()
-            if self._ends:
-                recording.widths = _logit_widths(model)
-            batch = _batch(self._setting)
+        """Forward and, where there is one, backward."""
+        recording, arrived = self._recording, []
+        # one thread, which the recording sees
+        with recording, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            model, batch = self._model(), self._batch()
             context = model.context(batch, torch.zeros((), dtype=torch.int64, device=META), training=True)
             for _ in model.saved.layers(0, context, model.layers.parameters()):
                 pass  # the first micro-batch is over, which alone is measured
-            x = self._input(model)
+            x = self._input(batch)
             before, given, begin = recording.alive(), recording.number(x), len(recording.events)
             with nullcontext() if self._saved else torch.no_grad():
                 y = body(model, batch, context, x)
-            forward, made = recording.peak(begin, len(recording.events)), recording.number(y)
-            goes_back, arrived = self._saved and y.requires_grad, []
+            forward, goes_back = recording.peak(begin), self._saved and y.requires_grad
             end = _End.apply(y, lambda dy: arrived.append((recording.number(dy), len(recording.events))))
+            made = {recording.number(y), recording.number(end)}
             del x, y
-            kept = (recording.alive() - before | {given}) & recording.alive() - {made, recording.number(end)}
+            found = recording.alive()
+            kept = (found - before - made) | (found & {given})
             recording.name(kept, ACTIVATIONS)
-            keeps, held = given in kept, recording.held(kept)
+            passage = Passage(
+                forward=forward, kept=recording.held(kept), keeps_input=given in kept, away=self._away.nbytes
+            )
             if not goes_back:
-                return Passage(forward=forward, kept=held, keeps_input=keeps, away=self._away.nbytes)
+                return passage
             end.backward()
-            (gradient, start), last = arrived[0], len(recording.events)
-            del end
-            left = recording.held(recording.alive() - before - {given})
+            ((gradient, begin),) = arrived
             backward = {
-                (x_held, dy_held): recording.peak(start, last, [given] * x_held + [gradient] * dy_held)
-                for x_held in (False, True)
-                for dy_held in (False, True)
+                (holds_x, holds_dy): recording.peak(begin, [given] * holds_x + [gradient] * holds_dy)
+                for holds_x, holds_dy in product((False, True), repeat=2)
             }
-        return Passage(
-            forward=forward, kept=held, keeps_input=keeps, backward=backward, left=left, away=self._away.nbytes
-        )
+            left = recording.held(recording.alive() - before - made)
+            return replace(passage, backward=backward, left=left)
 
     def _model(self) -> Decoder:
         """The part, with everything made that a second micro-batch would find."""
-        setting, memory = self._setting, self._memory
-        layout = _layout(setting, self._arrives)
-        plain = replace(memory, offload=False)
+        workload, memory = self._workload, self._memory
         model = Decoder(
-            setting.decoder, layout=layout, plan=setting.plan, device=META, dtype=setting.dtype, part=self._part,
-            memory=plain,
+            workload.decoder, layout=self._layout, plan=workload.plan, device=META, dtype=workload.dtype,
+            part=self._part, memory=replace(memory, offload=False),
         )  # fmt: skip
         model.inverse_frequencies = tuple(one.to(META) for one in model.inverse_frequencies)
         if memory.offload:
             model.saved = SavedTensors(memory, META, model.saved.shapes, self._away)
+        if model.head is not None:
+            self._recording.widths = _logit_widths(model)
         for entry in shard_entries(model):
             if entry.sink is not None:
-                assert entry.sink.buffer.is_meta
+                entry.sink.bind(entry.sink.buffer, lambda: None)
                 entry.sink.deferred = [] if self._defers else None
-        if layout.base is not None:
-            layout.base.scratch.take((0,), torch.uint8, META)
+        if self._layout.base is not None:
+            self._layout.base.scratch.take((0,), torch.uint8, META)
         return model
 
-    def _input(self, model: Decoder) -> Tensor:
+    def _input(self, batch: Batch) -> Tensor:
         """The residual stream of this rank's tokens."""
-        setting = self._setting
-        tokens = num_tokens(setting) // (setting.tensor if model.layout.splits_tokens else 1)
-        x = torch.empty(tokens, setting.decoder.hidden, dtype=setting.dtype, device=META)
+        tokens = batch.num_tokens // (self._layout.tp.size if self._layout.splits_tokens else 1)
+        x = torch.empty(tokens, self._workload.decoder.hidden, dtype=self._workload.dtype, device=META)
         if not self._needs:
             return x
         started: Tensor = _Start.apply(x.requires_grad_())
@@ -305,59 +286,57 @@ def _logit_widths(model: Decoder) -> frozenset[int]:
     return frozenset((model.vocab_spec.local_shape[0], pieces[0].length if pieces else 0))
 
 
-def num_tokens(setting: Setting) -> int:
-    """Of a micro-batch on a context rank."""
-    return setting.rows * _columns(setting)
-
-
-def _columns(setting: Setting) -> int:
-    return sum(span.length for span in rank_columns(setting.row_length, setting.context, 0))
-
-
-def _batch(setting: Setting) -> Batch:
-    """Full rows of documents of one length."""
-    shape = setting.rows, _columns(setting)
-    lengths = (setting.document_length,) * (setting.rows * setting.row_length // setting.document_length)
-    plan = None
-    if setting.context > 1:
-        whole = ContextLayout(
-            size=setting.context, num_rows=setting.rows, row_length=setting.row_length, document_lengths=lengths
-        )
-        plan = make_plan(whole, 0)
-
-    def numbers(dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=META)
-
+def _batch(workload: Workload, ranks: int) -> Batch:
+    """Full rows of documents of one length, of which this is the first of some context ranks."""
+    rows, length, document = workload.micro_batch, workload.seq_length, workload.document_length
+    lengths = (document,) * (rows * length // document)
+    whole = ContextLayout(size=ranks, num_rows=rows, row_length=length, document_lengths=lengths)
+    shape = rows, sum(span.length for span in rank_columns(length, ranks, 0))
+    numbers, weights = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.float32))
     return Batch(
-        tokens_BS=numbers(torch.int64), labels_BS=numbers(torch.int64), positions_BS=numbers(torch.int64),
-        token_index_BS=numbers(torch.int64), loss_weights_BS=numbers(torch.float32),
+        tokens_BS=numbers, labels_BS=numbers, positions_BS=numbers, token_index_BS=numbers, loss_weights_BS=weights,
         document_offsets=torch.empty(len(lengths) + 1, dtype=torch.int32, device=META), document_lengths=lengths,
-        context_plan=plan,
+        context_plan=make_plan(whole, 0) if ranks > 1 else None,
     )  # fmt: skip
 
 
-def _layout(setting: Setting, arrives: Callable[[Tensor], None]) -> TensorLayout:
-    decoder = setting.decoder
-    mesh: Mesh = shape_mesh(RankGrid(tp=setting.tensor, cp=setting.context), num_kv_heads=decoder.num_kv_heads)
+def _layout(
+    workload: Workload, parallel: ParallelOptions, arrives: Callable[[Tensor], None] | None = None
+) -> TensorLayout:
+    """How a rank's tensors lie; `arrives` is called with what other ranks would write."""
+    decoder = workload.decoder
+    mesh = shape_mesh(RankGrid(tp=parallel.tensor, cp=parallel.context), num_kv_heads=decoder.num_kv_heads)
 
     def joined(axis: Axis) -> Axis:
-        return replace(axis, group=Unconnected(axis.size, arrives)) if axis.size > 1 else axis
+        return axis if axis.size == 1 or arrives is None else replace(axis, group=Unconnected(axis.size, arrives))
 
     return TensorLayout(
         tp=joined(mesh.tp),
         kv_replica=mesh.kv_replica,
-        pp_ends=Axis("pp_ends", 2) if setting.tied_ends else Axis("pp_ends"),
-        sequence_parallel=setting.sequence_parallel,
-        joint_reduce=setting.joint_reduce,
-        kernels=shape_kernels(setting.kernels),
+        # a tied head lies on another pipeline rank than the embedding
+        pp_ends=Axis("pp_ends", 2 if decoder.tied_embeddings and parallel.pipeline > 1 else 1),
+        sequence_parallel=parallel.sequence_parallel,
+        joint_reduce=parallel.lora_reduce == "joint",
+        kernels=shape_kernels(workload.kernels),
         cp=joined(mesh.cp),
-        context_method=setting.context_method,
-        attention_blocks=shape_blocks(setting.device_type, setting.dtype, decoder.head_dim),
-        base=shape_base(setting.base_dtype, setting.kernels),
+        context_method=parallel.context_method,
+        attention_blocks=shape_blocks(workload.device_type, workload.dtype, decoder.head_dim),
+        base=shape_base(workload.base_dtype, workload.kernels),
     )
 
 
-@lru_cache(maxsize=256)
-def traces(setting: Setting) -> Traces:
-    """Those of a setting, which one process traces once."""
-    return Traces(setting)
+def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
+    """The model on a rank of a layout, which a process makes once for all layouts that leave it alike.
+
+    Raises:
+        UserError: the model's sizes do not fit the ranks.
+    """
+    alike = replace(workload, global_batch=0, beside=0, offload_weights=False, offload_optimizer=False)
+    ends = ParallelOptions(
+        tensor=parallel.tensor, sequence=parallel.sequence_parallel, pipeline=min(parallel.pipeline, 2),
+        context=parallel.context, context_method=parallel.context_method, lora_reduce=parallel.lora_reduce,
+    )  # fmt: skip
+    return _rank_model(alike, ends if workload.decoder.tied_embeddings else replace(ends, pipeline=1))
+
+
+_rank_model = lru_cache(maxsize=256)(RankModel)

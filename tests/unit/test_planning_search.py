@@ -25,12 +25,14 @@ from engine.config.train import TrainOptions
 from engine.errors import UserError
 from engine.layers.recompute import MemoryPlan
 from engine.models.families import family_of
-from engine.planning.layout import Layout, Shapes, Workload, pipeline_plan
+from engine.planning.layout import Layout, Workload
 from engine.planning.ledger import ADAPTERS, GRADIENTS, MASTERS, OPTIMIZER, WEIGHTS
 from engine.planning.machine import Machine
 from engine.planning.memory import predict_layout
+from engine.planning.pipeline import pipeline_plan
 from engine.planning.predict import workload_of
 from engine.planning.time import StepTime, predict_time
+from engine.planning.traces import rank_model
 from engine.training.partition import plan_partition
 from engine.training.plan import training_plan
 from tools.planning import memory, memory_examples
@@ -132,7 +134,8 @@ def test_stages_are_those_of_a_run(name: str, tmp_path: Path) -> None:
     model = open_model(tmp_path)
     plan = training_plan(config, model.decoder, model.names)
     expected = plan_partition(config, model, plan, parallel.pipeline)
-    found = pipeline_plan(model.decoder, Shapes(model.decoder, plan).of(parallel), parallel, 8)
+    workload = workload_of(config, model.decoder, plan, device_type="cuda")
+    found = pipeline_plan(model.decoder, rank_model(workload, parallel).shape, parallel, 8)
     assert found.layers == expected.layers
     assert found.schedule == expected.choice.schedule(8)
 

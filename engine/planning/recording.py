@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,7 +49,11 @@ class Recording(TorchDispatchMode):
         self._alive: dict[int, Event] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._scaled_mm.default:
+            # the meta device's refuses sizes that only a GPU's does; the seventh argument is the dtype of the product
+            out = torch.empty(args[0].shape[0], args[1].shape[1], dtype=args[6], device=args[0].device)
+        else:
+            out = func(*args, **(kwargs or {}))
         for value in out if isinstance(out, tuple | list) else (out,):
             if isinstance(value, Tensor):
                 self._see(value)

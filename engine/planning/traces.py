@@ -227,7 +227,7 @@ class _Tracing:
             before, given, begin = recording.alive(), recording.number(x), len(recording.events)
             with nullcontext() if self._saved else torch.no_grad():
                 y = body(model, batch, context, x)
-            forward, goes_back = recording.peak(begin), self._saved and y.requires_grad
+            goes_back = self._saved and y.requires_grad
             end = _End.apply(y, lambda dy: arrived.append((recording.number(dy), len(recording.events))))
             made = {recording.number(y), recording.number(end)}
             del x, y
@@ -235,8 +235,9 @@ class _Tracing:
             kept = (found - before - made) | (found & {given})
             recording.name(kept, ACTIVATIONS)
             passage = Passage(
-                forward=forward, kept=recording.held(kept), keeps_input=given in kept, away=self._away.nbytes
-            )
+                forward=recording.peak(begin), kept=recording.held(kept), keeps_input=given in kept,
+                away=self._away.nbytes,
+            )  # fmt: skip
             if not goes_back:
                 return passage
             end.backward()

@@ -1,9 +1,9 @@
-"""What the pieces of a model hold of one micro-batch: found by running the engine's own code on them once.
+"""What the pieces of a model hold of one micro-batch, found by running the engine's own code on them once.
 
 A piece is a layer, the embedding, or norm, head and loss. It is built as a run builds it, for one rank and on the meta
-device, goes forward and backward while a recording is made, and is forgotten. Only what has no numbers in it has to be
-told apart beforehand: the layers of a model that are alike share a trace, and so do the layouts, schedules and numbers
-of layers of a search. What cannot run without a device is in `shape_kernels.py`.
+device, goes forward and backward while a recording is made, and is forgotten. Layers that are alike share a trace, and
+so do all layouts, schedules and numbers of layers of a search that leave the piece as it is. What cannot run without a
+device is in `kernels.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from engine.batch import Batch
 from engine.config.parallel import ParallelOptions
 from engine.distributed.mesh import Axis, Unconnected, shape_mesh
 from engine.distributed.ranks import RankGrid
+from engine.errors import UserError
 from engine.layers.module import shard_entries
 from engine.layers.plan import TensorLayout
 from engine.layers.recompute import MemoryPlan
@@ -135,7 +136,12 @@ class RankModel:
 
     def _once(self, key: tuple[object, ...], part: Part, body: _Body, **options: Any) -> Passage:
         if key not in self._known:
-            self._known[key] = _Tracing(self._workload, self._parallel, part, **options).passage(body)
+            try:
+                self._known[key] = _Tracing(self._workload, self._parallel, part, **options).passage(body)
+            except RuntimeError as error:  # an operation that this torch cannot do without numbers
+                raise UserError(
+                    f"the planner cannot follow {key[0]} of this model with torch {torch.__version__}: {error}"
+                ) from error
         return self._known[key]
 
     def layer(self, kind: int, memory: MemoryPlan, *, needs: bool, saved: bool = True, defers: bool = False) -> Passage:
@@ -157,7 +163,7 @@ class RankModel:
             return out
 
         part = Part(first=kind, last=kind + 1, embedding=False, head=False)
-        key = ("layer", kind, memory, needs, saved, defers)
+        key = ("a layer", kind, memory, needs, saved, defers)
         return self._once(key, part, body, memory=memory, needs=needs, saved=saved, defers=defers)
 
     def embedding(self, *, saved: bool) -> Passage:
@@ -167,7 +173,7 @@ class RankModel:
             return model.embed(batch)
 
         part = Part(first=0, last=0, embedding=True, head=False)
-        return self._once(("embedding", saved), part, body, needs=False, saved=saved)
+        return self._once(("the embedding", saved), part, body, needs=False, saved=saved)
 
     def head(self, *, needs: bool, saved: bool, defers: bool) -> Passage:
         """Norm, head and loss, which is that of `engine.objectives` in as much as it grows with the tokens.
@@ -186,7 +192,7 @@ class RankModel:
 
         last = self._workload.decoder.num_layers
         part = Part(first=last, last=last, embedding=False, head=True)
-        return self._once(("head", needs, saved, defers), part, body, needs=needs, saved=saved, defers=defers)
+        return self._once(("the head", needs, saved, defers), part, body, needs=needs, saved=saved, defers=defers)
 
     def tables(self) -> Passage:
         """Rotary tables of a micro-batch, which all layers share."""
@@ -198,7 +204,7 @@ class RankModel:
             return x.new_empty(())
 
         part = Part(first=0, last=0, embedding=False, head=False)
-        return self._once(("tables",), part, body, needs=False, saved=False)
+        return self._once(("the positions",), part, body, needs=False, saved=False)
 
 
 class _Tracing:

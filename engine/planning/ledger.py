@@ -36,7 +36,11 @@ def largest_part(parts: Parts) -> str:
 
 def added(*several: Parts) -> dict[str, int]:
     """Part by part."""
-    return {name: sum(parts.get(name, 0) for parts in several) for name in PARTS}
+    sums = dict.fromkeys(PARTS, 0)
+    for parts in several:
+        for name, nbytes in parts.items():
+            sums[name] += nbytes
+    return sums
 
 
 def times(parts: Parts, count: int) -> dict[str, int]:

@@ -83,7 +83,7 @@ def pipeline_plan(
             first_trainable_layer=first_layer,
             frozen_layer=time_without_backward(layers_are_frozen=frozen),
         )
-        layers = split_layers(decoder.num_layers, num_stages, weights)
+        layers = _split_layers(decoder.num_layers, num_stages, weights)
     first_stage = first_trainable_stage(layers, first_layer)
     return PipelinePlan(
         layers=layers, schedule=_schedule(name, parallel.pipeline, virtual, num_microbatches, first_stage)
@@ -99,3 +99,6 @@ def layer_matrix_elements(decoder: DecoderConfig) -> int:
 @lru_cache(maxsize=256)
 def _schedule(name: str, num_ranks: int, virtual: int, num_microbatches: int, first_stage: int) -> Schedule:
     return make_schedule(name, num_ranks, virtual, num_microbatches, first_stage)
+
+
+_split_layers = lru_cache(maxsize=256)(split_layers)

@@ -112,4 +112,4 @@ class Recording(TorchDispatchMode):
             total += event.nbytes
             if total > most:
                 most, fullest = total, dict(held)
-        return fullest
+        return {part: nbytes for part, nbytes in fullest.items() if nbytes}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 
 from engine.layers.recompute import Level, MemoryPlan
@@ -55,6 +56,7 @@ class _Run:
     is_last: bool
 
 
+@lru_cache(maxsize=4096)
 def stage_bytes(
     model: RankModel, stage: StageRange, memory: MemoryPlan, *, trains: bool,
     gives_gradient: bool, defers: bool = False,

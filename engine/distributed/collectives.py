@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.distributed.failures import communicating, raise_if_lost
-from engine.distributed.mesh import Axis
+from engine.distributed.mesh import Axis, Unconnected
 from engine.distributed.operations import LOG
 from engine.distributed.transfer_meter import METER, sent_bytes
 
@@ -71,6 +71,9 @@ class Handle:
 
 def _start(operation: str, primitive: Callable[..., Any], axis: Axis, *arguments: Any, **options: Any) -> Handle:
     """A collective of torch's on the axis, called by the name it is known by here."""
+    if isinstance(axis.group, Unconnected):
+        axis.group.arrives(arguments[0])
+        return Handle()
     number = LOG.began(operation, axis.name, axis.group)
     begun = METER.moment(arguments)
     try:
@@ -90,6 +93,10 @@ def _start_transfers(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis)
     Returns:
         As many parts, or one for all of them.
     """
+    if isinstance(axis.group, Unconnected):
+        for _, tensor, _ in operations:
+            axis.group.arrives(tensor)
+        return []
     posts = [
         dist.P2POp(dist.isend if is_send else dist.irecv, tensor, group=axis.group, group_peer=peer)
         for is_send, tensor, peer in operations

@@ -7,14 +7,30 @@ backend by its axis, which is what NCCL's watchdog prints, and is connected befo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from engine.distributed.failures import communicating
 from engine.distributed.ranks import AXES, RankGrid, kv_replica_ranks
+
+
+class Unconnected(dist.ProcessGroup):
+    """Stands in for the process group of ranks that do not exist: what is sent over it is done at once. Results have
+    their shapes, and no numbers.
+
+    Args:
+        size: number of ranks, of which this is the first.
+        arrives: called with each tensor that another rank would write.
+    """
+
+    def __init__(self, size: int, arrives: Callable[[Tensor], None]) -> None:
+        super().__init__(0, size)
+        self.arrives = arrives
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +93,7 @@ def single_process_mesh() -> Mesh:
 
 
 def shape_mesh(grid: RankGrid, rank: int = 0, num_kv_heads: int | None = None) -> Mesh:
-    """A mesh without process groups: enough to ask for the shapes that `rank` would hold."""
+    """A mesh without process groups: enough to ask for the shapes that `rank` would hold and work on."""
     place = grid.coordinates(rank)
     copies = 1 if num_kv_heads is None else max(1, grid.tp // num_kv_heads)
     return Mesh(

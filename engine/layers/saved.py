@@ -13,9 +13,11 @@ device: backward begins with them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -162,22 +164,22 @@ class _LayerTensors(AbstractContextManager[None]):
     @torch.no_grad()
     def _pack(self, tensor: Tensor) -> Tensor | _View:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._fixed:
+        if storage._cdata in self._fixed:
             return tensor
         fills = tensor.numel() * tensor.element_size() == storage.nbytes()
         shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        key = (storage.data_ptr(), tensor._version, tensor.dtype, None if fills else (shape, stride, offset))
+        key = (storage._cdata, tensor._version, tensor.dtype, None if fills else (shape, stride, offset))
         if key not in self._seen:
             stored = self._store(tensor, fills=fills)
             if stored is None:
                 return tensor
-            # the tensor lives until the layer is done, so that its address stands for it alone
+            # the tensor lives until the layer is done, so that its storage stands for it alone
             self._seen[key] = stored, tensor
             self._stored.append(weakref.ref(stored))
         stored = self._seen[key][0]
         if fills:
             return _View(stored, shape, stride, offset)
-        return _View(stored, shape, torch.empty(shape, device="meta").stride(), 0)
+        return _View(stored, shape, _without_gaps(shape), 0)
 
     def _store(self, tensor: Tensor, *, fills: bool) -> _Stored | None:
         owner = self._owner
@@ -263,9 +265,9 @@ class SavedTensors:
             yield from (nullcontext() for _ in range(count))
             return
         if self._parameters is None:
-            self._parameters = frozenset(map(_address, parameters))
+            self._parameters = frozenset(map(_identity, parameters))
         shared = (getattr(context, field.name) for field in fields(context))
-        fixed = self._parameters | {_address(value) for value in shared if isinstance(value, Tensor)}
+        fixed = self._parameters | {_identity(value) for value in shared if isinstance(value, Tensor)}
         layer = None
         for index in range(count):
             layer = _LayerTensors(
@@ -287,5 +289,11 @@ class SavedTensors:
         return report
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
+
+
+def _identity(tensor: Tensor) -> int:
+    """Of its storage, which tensors of shapes alone have too, while they have no address."""
+    return tensor.untyped_storage()._cdata

@@ -210,7 +210,7 @@ def _each_backward(
     return dq, dk, dv
 
 
-def _one_by_one(
+def one_by_one(
     name: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., tuple[Tensor, ...]]
 ) -> AttentionBlocks:
     return AttentionBlocks(
@@ -248,9 +248,9 @@ def _native_backward(
     return attention_backward(dout_THD, q_THD, k_NKD, v_NKD, out_THD, lse_TH, _segments(blocks), scale=scale)
 
 
-REFERENCE_BLOCKS = _one_by_one("reference", _reference_forward, _reference_backward)
-CPU_BLOCKS = _one_by_one("torch_cpu", _cpu_forward, _cpu_backward)
-CUDA_BLOCKS = _one_by_one("torch_cuda", _cuda_forward, _cuda_backward)
+REFERENCE_BLOCKS = one_by_one("reference", _reference_forward, _reference_backward)
+CPU_BLOCKS = one_by_one("torch_cpu", _cpu_forward, _cpu_backward)
+CUDA_BLOCKS = one_by_one("torch_cuda", _cuda_forward, _cuda_backward)
 NATIVE_BLOCKS = AttentionBlocks(name="native", forward=_native_forward, backward=_native_backward)
 
 _BY_NAME = {blocks.name: blocks for blocks in (REFERENCE_BLOCKS, CPU_BLOCKS, CUDA_BLOCKS, NATIVE_BLOCKS)}

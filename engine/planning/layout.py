@@ -1,25 +1,14 @@
-"""A layout of ranks, what is trained under it, and which layers its pipeline ranks hold.
-
-The split of layers is that of a run, computed from sizes that are read once for a whole search.
-"""
+"""A layout of ranks, and what is trained under it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 
 from engine.config.parallel import ParallelOptions
 from engine.layers.plan import TrainingPlan
 from engine.models.config import DecoderConfig
-from engine.models.flops import head_in_layers
-from engine.pipeline.partition import StageOptions, plan_stages
-from engine.pipeline.schedule import Schedule
-from engine.pipeline.schedules import ScheduleChoice
-from engine.planning.kernels import KernelMemory
-from engine.planning.shapes import ModelShape, model_shape
-from engine.planning.stage import StageRange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +63,7 @@ class Workload:
         base_dtype: how frozen weights of the layers are stored; None for `dtype`.
         device_type: "cuda" or "cpu".
         beside: frozen parameters of other parts than the decoder, in `dtype`; what they compute is not counted.
-        kernels: the backend of the ops.
+        kernels: the backend of the ops, see engine.planning.kernels.
         finds_done: whether a send says that it is done; see engine.planning.messages.
         square_sum_writes: whether the gradient's norm writes the squares of a region, as plain torch does.
         offload_weights: whether frozen weights wait in host memory.
@@ -87,7 +76,7 @@ class Workload:
     micro_batch: int
     global_batch: int
     seq_length: int
-    kernels: KernelMemory
+    kernels: str
     longest_document: int = 0
     answers: int = 0
     refers_to_base: bool = False
@@ -107,98 +96,3 @@ class Workload:
     def num_microbatches(self, layout: Layout) -> int:
         """Of each rank in a step."""
         return self.global_batch // (self.micro_batch * layout.data)
-
-
-class Shapes:
-    """Models as ranks of a tensor axis would hold them, each read once.
-
-    Args:
-        decoder, plan: of the model.
-        base_dtype: how frozen weights of the layers are stored; None for the model's dtype.
-        device_type: whose products must take what is stored encoded; "meta" asks nobody.
-    """
-
-    def __init__(
-        self, decoder: DecoderConfig, plan: TrainingPlan, base_dtype: str | None = None, device_type: str = "meta"
-    ) -> None:
-        self._decoder, self._plan = decoder, plan
-        self._base_dtype, self._device_type = base_dtype, device_type
-        self._known: dict[tuple[object, ...], ModelShape] = {}
-
-    @classmethod
-    def for_workload(cls, workload: Workload) -> Shapes:
-        """Of what is trained."""
-        return cls(workload.decoder, workload.plan, workload.base_dtype, workload.device_type)
-
-    def of(self, parallel: ParallelOptions, tensor_rank: int = 0) -> ModelShape:
-        """For one tensor-parallel rank.
-
-        Raises:
-            UserError: the model's sizes do not fit parallel.tensor.
-        """
-        joint = parallel.lora_reduce == "joint"
-        tied_ends = self._decoder.tied_embeddings and parallel.pipeline > 1
-        key = parallel.tensor, tensor_rank, parallel.sequence_parallel, joint, tied_ends
-        if key not in self._known:
-            self._known[key] = model_shape(
-                self._decoder, self._plan, tensor_size=parallel.tensor, tensor_rank=tensor_rank,
-                sequence_parallel=parallel.sequence_parallel, joint_reduce=joint, tied_ends=tied_ends,
-                base_dtype=self._base_dtype, device_type=self._device_type,
-            )  # fmt: skip
-        return self._known[key]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PipelinePlan:
-    """The stages of a layout.
-
-    Args:
-        layers: of each stage.
-        schedule: the actions of all pipeline ranks.
-    """
-
-    layers: tuple[int, ...]
-    schedule: Schedule
-
-    def stages(self, rank: int) -> dict[int, StageRange]:
-        """Those of a pipeline rank, by their number in the whole model."""
-        ends = [sum(self.layers[: stage + 1]) for stage in range(len(self.layers))]
-        return {
-            stage: StageRange(
-                first=ends[stage] - self.layers[stage], last=ends[stage], embedding=stage == 0,
-                head=stage == len(self.layers) - 1,
-            )
-            for stage in self.schedule.stages_of(rank)
-        }  # fmt: skip
-
-    @property
-    def ends_meet(self) -> bool:
-        """Whether the first and the last stage are on one rank, which then has one tensor for tied embeddings."""
-        return self.schedule.stage_rank[0] == self.schedule.stage_rank[-1]
-
-
-def pipeline_plan(
-    decoder: DecoderConfig, shape: ModelShape, parallel: ParallelOptions, num_microbatches: int
-) -> PipelinePlan:
-    """Splits the layers for a layout.
-
-    Raises:
-        UserError: they cannot be split like that, or the schedule does not fit the micro-batches.
-    """
-    options = StageOptions(
-        num_ranks=parallel.pipeline,
-        schedule=parallel.schedule,
-        virtual=parallel.virtual,
-        layers_per_stage=parallel.layers_per_stage,
-        num_layers=decoder.num_layers,
-        head=head_in_layers(decoder),
-        first_trainable_layer=shape.first_trainable_layer,
-        layers_are_frozen=shape.layers_are_frozen,
-    )
-    layers, choice = plan_stages(options)
-    return PipelinePlan(layers=layers, schedule=_schedule(choice, num_microbatches))
-
-
-@lru_cache(maxsize=256)
-def _schedule(choice: ScheduleChoice, num_microbatches: int) -> Schedule:
-    return choice.schedule(num_microbatches)

@@ -17,8 +17,7 @@ from engine.optim.offload import NUM_STATES, device_bytes
 from engine.optim.publish import AHEAD
 from engine.optim.reduce import LEAVING, SQUARED_AT_ONCE
 from engine.optim.sharding import ShardLevel
-from engine.planning.attention import context_sizes
-from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan
+from engine.planning.layout import Layout, Workload
 from engine.planning.ledger import (
     ADAPTERS,
     BATCHES,
@@ -36,9 +35,10 @@ from engine.planning.ledger import (
     without,
 )
 from engine.planning.messages import messages_held
-from engine.planning.shapes import ModelShape, Parameters
-from engine.planning.sizes import WIDE, Sizes
+from engine.planning.pipeline import PipelinePlan, pipeline_plan
+from engine.planning.shapes import WIDE, Parameters
 from engine.planning.stage import StageBytes, stage_bytes
+from engine.planning.traces import RankModel, rank_model
 
 _BATCH_BYTES = 4 * 8 + 4
 """Of a token: its id, label, position and dropout coordinate as int64, its weight as fp32."""
@@ -110,46 +110,28 @@ class PeakEstimate:
         return largest_part(self.parts)
 
 
-def predict_layout(
-    workload: Workload,
-    layout: Layout,
-    memory: MemoryPlan,
-    shapes: Shapes | None = None,
-) -> list[PeakEstimate]:
+def predict_layout(workload: Workload, layout: Layout, memory: MemoryPlan) -> list[PeakEstimate]:
     """One estimate for each pipeline rank; its tensor, context and data neighbours hold as much.
 
     Raises:
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
     """
-    shapes = shapes or Shapes.for_workload(workload)
-    shape = shapes.of(layout.parallel)
+    model = rank_model(workload, layout.parallel)
     memory.check_layers(workload.decoder.num_layers)
-    plan = pipeline_plan(workload.decoder, shape, layout.parallel, workload.num_microbatches(layout))
-    return [_Rank(workload, layout, memory, shape, plan, rank).estimate() for rank in range(layout.parallel.pipeline)]
+    plan = pipeline_plan(workload.decoder, model.shape, layout.parallel, workload.num_microbatches(layout))
+    return [_Rank(workload, layout, memory, model, plan, rank).estimate() for rank in range(layout.parallel.pipeline)]
 
 
 class _Rank:
     """One pipeline rank."""
 
     def __init__(
-        self, workload: Workload, layout: Layout, memory: MemoryPlan, shape: ModelShape, plan: PipelinePlan,
-        rank: int,
-    ) -> None:  # fmt: skip
-        self._workload, self._layout, self._memory, self._shape = workload, layout, memory, shape
-        self._plan, self._rank = plan, rank
+        self, workload: Workload, layout: Layout, memory: MemoryPlan, model: RankModel, plan: PipelinePlan, rank: int
+    ) -> None:
+        self._workload, self._layout, self._memory, self._model = workload, layout, memory, model
+        self._plan, self._rank, self._shape = plan, rank, model.shape
         self._sharding = STATE_SHARDING[layout.parallel.shard if layout.data_and_context > 1 else "none"]
         self._stages = plan.stages(rank)
-        tokens = workload.micro_batch * workload.seq_length // layout.parallel.context
-        splits = layout.parallel.sequence_parallel
-        self._sizes = Sizes(
-            tokens=tokens,
-            local=tokens // layout.parallel.tensor if splits else tokens,
-            itemsize=workload.dtype.itemsize,
-            kernels=workload.kernels,
-            row_length=workload.document_length,
-            ranks=layout.parallel.tensor,
-            answers=workload.answers,
-        )
 
     def estimate(self) -> PeakEstimate:
         static = self._static()
@@ -225,7 +207,9 @@ class _Rank:
         stages = self._stages.values()
         linears = [one for stage in stages for layer in self._shape.layers[stage.first : stage.last]
                    for one in layer.linears if one.is_decoded]  # fmt: skip
-        return max((self._sizes.numbers(one.outputs, one.inputs + one.extra) for one in linears), default=0)
+        return (
+            max((one.outputs * (one.inputs + one.extra) for one in linears), default=0) * self._workload.dtype.itemsize
+        )
 
     def _largest_span(self) -> int:
         """Elements that are treated alike and lie together in what this rank has of the masters."""
@@ -282,13 +266,12 @@ class _Rank:
         """Every moment that may be the fullest, without what is always there."""
         count = self._workload.num_microbatches(self._layout)
         token = _BATCH_BYTES + (_ANSWER_BYTES if self._workload.answers else 0)
-        batches = added({BATCHES: token * self._sizes.tokens * count}, self._gathered(count))
-        message = self._sizes.numbers(self._sizes.local, self._shape.hidden)
+        batches = added({BATCHES: token * self._model.tokens * count}, self._gathered(count))
         alive: dict[tuple[int, int], Parts] = {}
         deferred: dict[tuple[int, int], Parts] = {}
         for action, waiting in messages_held(self._plan.schedule, self._rank, finds_done=self._workload.finds_done):
             key, stage = (action.stage, action.microbatch), stages[action.stage]
-            others = added(batches, {COMMUNICATION: message * waiting}, *alive.values(), *deferred.values())
+            others = added(batches, {COMMUNICATION: self._model.stream * waiting}, *alive.values(), *deferred.values())
             if action.op == "F":
                 yield "forward", added(others, stage.forward)
                 if stage.backward:
@@ -324,13 +307,10 @@ class _Rank:
         yield "optimizer step", added(without_whole, {COMMUNICATION: gathered})
 
     def _stage(self, number: int) -> StageBytes:
-        parallel, workload = self._layout.parallel, self._workload
         first = self._plan.schedule.first_trainable_stage
         return stage_bytes(
-            self._shape,
+            self._model,
             self._stages[number],
-            self._sizes,
-            context_sizes(workload.micro_batch, workload.seq_length, parallel.context, parallel.context_method),
             self._memory,
             trains=number >= first,
             gives_gradient=number > first,

@@ -7,7 +7,7 @@ from engine.layers.plan import TrainingPlan
 from engine.layers.recompute import MemoryPlan
 from engine.models.config import DecoderConfig
 from engine.models.dtypes import STORED_DTYPES, TORCH_DTYPES
-from engine.planning.kernels import kernel_memory
+from engine.planning.kernels import backend_name
 from engine.planning.layout import Layout, Workload
 from engine.planning.memory import PeakEstimate, predict_layout
 
@@ -24,7 +24,7 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
     Raises:
         UserError: a backend that is not known.
     """
-    kernels = kernel_memory(config.model.kernels, device_type=device_type, dtype=config.model.dtype)
+    kernels = backend_name(config.model.kernels, device_type=device_type, dtype=config.model.dtype)
     optimizer = config.optim.backend
     native = optimizer == "native" or (optimizer == "auto" and device_type == "cpu")
     return Workload(

@@ -24,7 +24,7 @@ from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.rounding import FLOAT8
 from engine.ops.ulysses_attention import check_context_heads
 from engine.optim.sharding import ShardLevel
-from engine.planning.layout import Layout, Shapes, Workload
+from engine.planning.layout import Layout, Workload
 from engine.planning.machine import Machine, check_encoding
 from engine.planning.memory import PeakEstimate, predict_layout
 from engine.planning.time import StepTime, predict_time
@@ -125,14 +125,13 @@ def search(wanted: Wanted, workload: Workload, machine: Machine) -> Found:
         UserError: the machine has no products for the base's encoding.
     """
     check_encoding(machine, workload.base_dtype)
-    shapes = Shapes.for_workload(workload)
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     refused: list[Refused] = []
     for layout in layouts(wanted.devices):
         try:
             _check(wanted, workload, layout)
-            tried = _least_sharding(wanted, workload, layout, shapes)
+            tried = _least_sharding(wanted, workload, layout)
         except UserError as error:
             refused.append(Refused(layout, str(error)))
             continue
@@ -141,7 +140,7 @@ def search(wanted: Wanted, workload: Workload, machine: Machine) -> Found:
             if not wanted.holds(candidate):
                 too_large.append(candidate)
                 continue
-            time = predict_time(candidate.workload, candidate.layout, candidate.memory, machine, shapes)
+            time = predict_time(candidate.workload, candidate.layout, candidate.memory, machine)
             timed.append(replace(candidate, time=time))
         fitting += _fastest_alike(timed)[:_SHOWN_OF_A_LAYOUT]
     return Found(
@@ -236,7 +235,7 @@ def _may(allowed: bool) -> tuple[bool, ...]:
     return (False, True) if allowed else (False,)
 
 
-def _least_sharding(wanted: Wanted, workload: Workload, layout: Layout, shapes: Shapes) -> list[Candidate]:
+def _least_sharding(wanted: Wanted, workload: Workload, layout: Layout) -> list[Candidate]:
     """What to rank of a layout: whole copies on all data and context ranks, and where a level above spreads memory so
     that less has to be made again, or that it fits at all, that level too; and where something must be made again, what
     host memory and fewer bits can do instead."""
@@ -246,18 +245,18 @@ def _least_sharding(wanted: Wanted, workload: Workload, layout: Layout, shapes: 
     for level in levels:
         own = replace(layout, parallel=replace(layout.parallel, shard=level))
         plain, *places = _places(wanted, workload, own)
-        tried += _least_recomputation(wanted, plain, own, shapes)
+        tried += _least_recomputation(wanted, plain, own)
         others += [(own, place) for place in places]
         if any(one.memory.recompute in _LIGHT and wanted.holds(one) for one in tried):
             break
     else:
         for own, place in others:
-            tried += _least_recomputation(wanted, place, own, shapes)
+            tried += _least_recomputation(wanted, place, own)
     fitting = [one for one in tried if wanted.holds(one)]
     return fitting or [min(tried, key=lambda one: one.estimate.peak)]
 
 
-def _least_recomputation(wanted: Wanted, place: _Place, layout: Layout, shapes: Shapes) -> list[Candidate]:
+def _least_recomputation(wanted: Wanted, place: _Place, layout: Layout) -> list[Candidate]:
     """What to rank of a layout and a place: the levels that make little again, and of the others the fewest layers that
     fit.
 
@@ -268,7 +267,7 @@ def _least_recomputation(wanted: Wanted, place: _Place, layout: Layout, shapes: 
 
     def candidate(level: Level, layers: int | None = None) -> Candidate:
         memory = MemoryPlan(recompute=level, recompute_layers=layers, offload=place.offload, stored_dtype=place.stored)
-        estimates = tuple(predict_layout(place.workload, layout, memory, shapes))
+        estimates = tuple(predict_layout(place.workload, layout, memory))
         worst = max(estimates, key=lambda estimate: estimate.peak)
         return Candidate(layout=layout, workload=place.workload, memory=memory, estimate=worst, estimates=estimates)
 

@@ -8,25 +8,21 @@ from math import prod
 
 import torch
 
-from engine.distributed.mesh import Axis, shape_mesh
-from engine.distributed.ranks import RankGrid
-from engine.layers.embedding import VocabParallelEmbedding
 from engine.layers.encoded_storage import encoded_entries, encoded_memories
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
-from engine.layers.module import ShardedModule, ShardEntry, shard_entries
-from engine.layers.norm import RMSNorm
+from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.plan import LORA_LEAVES, TensorLayout, TrainingPlan
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.ops.encoded_weight import BaseEncoding
-from engine.ops.products import FOLDED
 from engine.ops.quantized_products import require_product_sizes
 from engine.optim.flat import ALIGNMENT
-from engine.quantization.encoding import encoding
 
 DECODED = ("nf4", "int8")
 """Encodings whose numbers are needed for a product; the others multiply with their codes."""
+
+WIDE = 4
+"""Bytes of statistics, and of what norms, losses and the optimizer compute in."""
 
 RegionKey = tuple[tuple[str, ...], tuple[str, ...], bool]
 """What parameters of one region of the optimizer have in common; see engine.optim.flat."""
@@ -40,85 +36,46 @@ class LinearShape:
         inputs, outputs: I and O of this rank.
         extra: columns added to the weight for folded adapters.
         rank: rows of the stacked A; 0 without adapters.
-        joint: dH crosses the ranks along with dX.
-        folded: B lies beside W.
-        drops: the adapters' input is dropped out.
         trained_rows: output rows of each weight that trains.
-        trains: a weight or a bias trains.
-        adapter_products: elements of the largest A or B, whose gradient is a product of its own.
         encoding: how the weight is stored; None for the model's dtype.
-        stacked: the largest number of rows of the matrices that are stacked in it, where it is encoded.
     """
 
     inputs: int
     outputs: int
     extra: int
     rank: int
-    joint: bool
-    folded: bool
-    drops: bool
     trained_rows: tuple[int, ...]
-    trains: bool
-    adapter_products: int
     encoding: str | None = None
-    stacked: int = 0
 
     @property
     def is_decoded(self) -> bool:
         """Whether products need its numbers first, see engine.ops.encoded_weight."""
         return self.encoding in DECODED
 
-    @property
-    def has_leaves(self) -> bool:
-        """Whether anything of it trains, so that its output needs a gradient whatever its input does."""
-        return self.trains or self.rank > 0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
-    """One decoder layer on one rank; heads are those of this rank.
+    """One decoder layer on one rank.
 
-    A family may have norms on the inputs of attention and MLP, on their outputs, or on both, and on queries and keys;
-    its attention may see a window, or cap its scores.
+    Args:
+        qkv, out, gate_up, down: its linears.
+        width, kv_width: features of the queries, and of the keys, on this rank.
+        window: positions that a position sees; None for all before it.
+        trains: whether anything of it does.
     """
 
     qkv: LinearShape
     out: LinearShape
     gate_up: LinearShape
     down: LinearShape
-    input_norms: bool
-    output_norms: bool
-    trains_input_norm: bool
-    trains_post_norm: bool
-    trains_output_norms: bool
-    trains_head_norms: bool
-    qk_norm: bool
-    qk_norm_over_all: bool
-    heads: int
-    kv_heads: int
-    head_dim: int
+    width: int
+    kv_width: int
     window: int | None
-    softcap: bool
-
-    @property
-    def width(self) -> int:
-        """Features of the queries."""
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Features of the keys, and of the values."""
-        return self.kv_heads * self.head_dim
+    trains: bool
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
         return (self.qkv, self.out, self.gate_up, self.down)
-
-    @property
-    def trains(self) -> bool:
-        """Whether anything of it trains."""
-        norms = (self.trains_input_norm, self.trains_post_norm, self.trains_output_norms, self.trains_head_norms)
-        return any(norms) or any(linear.has_leaves for linear in self.linears)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,21 +84,13 @@ class EndShape:
 
     Args:
         rows: vocabulary rows here, padding included.
-        ids: of them, rows that stand for a token.
-        trains: the matrix trains.
-        trains_norm: of the head: the norm before it trains.
-        caps_logits: of the head: its loss is plain torch in any backend.
-        rank: of the embedding's adapter; the head's is in `linear`.
-        linear: the head.
+        trains: whether its matrix, or an adapter on it, does.
+        trained_rows: of the head: rows of the matrix, where that trains.
     """
 
     rows: int
-    ids: int
     trains: bool
-    trains_norm: bool = False
-    caps_logits: bool = False
-    rank: int = 0
-    linear: LinearShape | None = None
+    trained_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,20 +132,18 @@ class ModelShape:
 
     hidden: int
     layers: tuple[LayerShape, ...]
+    kinds: tuple[int, ...]
     layer_parameters: tuple[Parameters, ...]
     embedding: EndShape
     embedding_parameters: Parameters
     head: EndShape
     head_parameters: Parameters
     tied: bool
-    scales_embeddings: bool
-    num_ropes: int
-    rotary_dim: int
 
     @property
     def first_trainable_layer(self) -> int:
         """The number of layers where only the norm or head after them trains; 0 where the embedding does."""
-        if self.embedding.trains or self.embedding.rank:
+        if self.embedding.trains:
             return 0
         return next((index for index, layer in enumerate(self.layers) if layer.trains), len(self.layers))
 
@@ -211,79 +158,32 @@ class ModelShape:
         return sum(sum(group.trained.values()) for group in groups)
 
 
-def model_shape(
-    config: DecoderConfig,
-    plan: TrainingPlan,
-    *,
-    tensor_size: int = 1,
-    tensor_rank: int = 0,
-    sequence_parallel: bool = False,
-    joint_reduce: bool = False,
-    tied_ends: bool = False,
-    base_dtype: str | None = None,
-    device_type: str = "meta",
-) -> ModelShape:
+def model_shape(config: DecoderConfig, plan: TrainingPlan, layout: TensorLayout, device_type: str) -> ModelShape:
     """Builds the model on the meta device and reads it.
 
     Args:
-        tied_ends: a tied head lies on another pipeline rank than the embedding.
-        base_dtype: how frozen weights of the layers are stored; None for the model's dtype.
+        config, plan: of the model.
+        layout: of this rank.
         device_type: whose products must take what is stored encoded.
 
     Raises:
-        UserError: the model's sizes do not fit `tensor_size`, or the encoding does not fit them.
+        UserError: the model's sizes do not fit the layout, or the encoding does not fit them.
     """
-    mesh = shape_mesh(RankGrid(tp=tensor_size), tensor_rank, config.num_kv_heads)
-    layout = TensorLayout(
-        tp=mesh.tp,
-        kv_replica=mesh.kv_replica,
-        pp_ends=Axis("pp_ends", 2) if tied_ends else Axis("pp_ends"),
-        sequence_parallel=sequence_parallel,
-        joint_reduce=joint_reduce,
-        base=None if base_dtype is None else BaseEncoding(encoding=encoding(base_dtype)),
-    )
     model = Decoder(config, layout=layout, plan=plan, device=torch.device("meta"), dtype=torch.float32)
     _check_products(model, device_type)
     assert model.embedding is not None and model.head is not None and model.norm is not None
+    operands, head, rows = model.embedding.operands, _linear(model.head), model.vocab_spec.local_shape[0]
     return ModelShape(
         hidden=config.hidden,
         layers=_layers(model),
+        kinds=_kinds(model),
         layer_parameters=tuple(_layer_parameters(layer) for layer in model.layers),
-        embedding=_embedding(model, model.embedding),
+        embedding=EndShape(rows=rows, trains=operands.sink is not None or operands.a_RV is not None),
         embedding_parameters=_parameters(shard_entries(model.embedding)),
-        head=_head(model, model.norm, model.head, caps_logits=config.logits_softcap is not None),
+        head=EndShape(rows=rows, trains=bool(head.rank or head.trained_rows), trained_rows=head.trained_rows),
         head_parameters=_parameters([*shard_entries(model.norm), *shard_entries(model.head)]),
         tied=config.tied_embeddings,
-        scales_embeddings=model.embedding_multiplier != 1.0,
-        num_ropes=len(config.ropes),
-        rotary_dim=config.rotary_dim or config.head_dim,
     )
-
-
-def _embedding(model: Decoder, embedding: VocabParallelEmbedding) -> EndShape:
-    operands = embedding.operands
-    rows, ids = _vocabulary(model)
-    rank = 0 if operands.a_RV is None else operands.a_RV.shape[0]
-    return EndShape(rows=rows, ids=ids, trains=operands.sink is not None, rank=rank)
-
-
-def _head(model: Decoder, norm: RMSNorm, head: ColumnParallelLinear, *, caps_logits: bool) -> EndShape:
-    linear = _linear(head)
-    rows, ids = _vocabulary(model)
-    return EndShape(
-        rows=rows,
-        ids=ids,
-        trains=linear.trains,
-        trains_norm=_trains(norm),
-        caps_logits=caps_logits,
-        linear=linear,
-    )
-
-
-def _vocabulary(model: Decoder) -> tuple[int, int]:
-    """Vocabulary rows of this rank, and those of them that stand for a token."""
-    pieces = model.vocab_spec.pieces
-    return model.vocab_spec.local_shape[0], pieces[0].length if pieces else 0
 
 
 def _layers(model: Decoder) -> tuple[LayerShape, ...]:
@@ -294,55 +194,48 @@ def _layers(model: Decoder) -> tuple[LayerShape, ...]:
 
 def _linear(linear: ColumnParallelLinear | RowParallelLinear) -> LinearShape:
     operands = linear.operands
-    low_rank = operands.low_rank
     outputs, columns = operands.extended_OE.shape
-    adapters = low_rank.adapters if low_rank is not None else ()
-    products = [adapter.b_OR.numel() for adapter in adapters]
-    products += [adapter.b_OR.shape[1] * operands.in_features for adapter in adapters]
     return LinearShape(
         inputs=operands.in_features,
         outputs=outputs,
         extra=columns - operands.in_features,
-        rank=low_rank.rank if low_rank is not None else 0,
-        joint=operands.joint,
-        folded=operands.backward_way is FOLDED,
-        drops=low_rank is not None and low_rank.dropout is not None,
+        rank=0 if operands.low_rank is None else operands.low_rank.rank,
         trained_rows=tuple(sink.count for sink in operands.sinks if sink.weight is not None),
-        trains=bool(operands.sinks),
-        adapter_products=max(products, default=0),
         encoding=None if linear.encoded is None else linear.encoded.weight.encoding.name,
-        stacked=0 if linear.encoded is None else max(linear.encoded.weight.sections),
     )
 
 
 def _layer(layer: DecoderLayer) -> LayerShape:
-    attention, mlp = layer.attention, layer.mlp
-    head_norms = [
-        norm for norm in (attention.q_norm, attention.k_norm, attention.qk_norm) if isinstance(norm, ShardedModule)
-    ]
+    attention = layer.attention
+    qkv, out, gate_up, down = map(_linear, _linears(layer))
     return LayerShape(
-        qkv=_linear(attention.qkv),
-        out=_linear(attention.o_proj),
-        gate_up=_linear(mlp.gate_up),
-        down=_linear(mlp.down),
-        input_norms=layer.input_norm is not None,
-        output_norms=layer.mlp_output_norm is not None,
-        trains_input_norm=_trains(layer.input_norm),
-        trains_post_norm=_trains(layer.post_attention_norm),
-        trains_output_norms=_trains(layer.attention_output_norm) or _trains(layer.mlp_output_norm),
-        trains_head_norms=any(entry.sink is not None for norm in head_norms for entry in norm.entries),
-        qk_norm=bool(head_norms),
-        qk_norm_over_all=attention.qk_norm is not None,
-        heads=attention.num_heads,
-        kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
+        qkv=qkv,
+        out=out,
+        gate_up=gate_up,
+        down=down,
+        width=attention.num_heads * attention.head_dim,
+        kv_width=attention.num_kv_heads * attention.head_dim,
         window=attention.kind.window,
-        softcap=attention.kind.softcap is not None,
+        trains=any(entry.sink is not None for entry in shard_entries(layer)),
     )
 
 
-def _trains(norm: RMSNorm | None) -> bool:
-    return norm is not None and norm.weight.sink is not None
+def _kinds(model: Decoder) -> tuple[int, ...]:
+    """For each layer the number of the first one that is like it in all that a trace could see."""
+    known: dict[object, int] = {}
+    return tuple(known.setdefault(_likeness(layer), index) for index, layer in enumerate(model.layers))
+
+
+def _likeness(layer: DecoderLayer) -> object:
+    entries = [(one.name.split(".", 2)[2], one.spec, one.sink is None) for one in shard_entries(layer)]
+    adapters = [one.operands.low_rank for one in _linears(layer)]
+    drops = [None if one is None else one.dropout is not None for one in adapters]
+    return tuple(entries), layer.attention.kind, tuple(drops)
+
+
+def _linears(layer: DecoderLayer) -> tuple[ColumnParallelLinear | RowParallelLinear, ...]:
+    attention, mlp = layer.attention, layer.mlp
+    return attention.qkv, attention.o_proj, mlp.gate_up, mlp.down
 
 
 def _check_products(model: Decoder, device_type: str) -> None:

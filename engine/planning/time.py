@@ -10,19 +10,24 @@ two layouts are meant to be compared with each other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import torch
 
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.rounding import FLOAT8
 from engine.pipeline.costs import Costs
 from engine.pipeline.simulate import simulate
-from engine.planning.attention import context_sizes
-from engine.planning.layers import POLICIES
-from engine.planning.layout import Layout, PipelinePlan, Shapes, Workload, pipeline_plan
+from engine.planning.layout import Layout, Workload
+from engine.planning.ledger import total
 from engine.planning.machine import Machine, check_encoding
-from engine.planning.shapes import EndShape, LayerShape, LinearShape, ModelShape, Parameters
-from engine.planning.sizes import WIDE, Sizes
-from engine.planning.stage import StageRange, kept_bytes
+from engine.planning.pipeline import PipelinePlan, StageRange, pipeline_plan
+from engine.planning.shapes import WIDE, EndShape, LayerShape, LinearShape, ModelShape, Parameters
+from engine.planning.traces import RankModel, rank_model
+from engine.zigzag import ContextLayout, make_plan
+
+_AGAIN: dict[Level, tuple[str, ...]] = {"attention": ("attention",), "full": ("attention", "mlp")}
+"""What of a layer backward runs a second time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +73,18 @@ class _Times:
     """Times of the pieces of one rank's micro-batch."""
 
     def __init__(
-        self, workload: Workload, layout: Layout, shape: ModelShape, machine: Machine, memory: MemoryPlan
+        self, workload: Workload, layout: Layout, model: RankModel, machine: Machine, memory: MemoryPlan
     ) -> None:
         parallel = layout.parallel
         self._known: dict[tuple[int, Level], tuple[Work, Work, float]] = {}
         self._workload, self._memory, self._parallel = workload, memory, parallel
-        self._shape, self._machine, self._ranks = shape, machine, parallel.tensor
+        self._shape, self._machine, self._ranks = model.shape, machine, parallel.tensor
         self._item, self._length = int(workload.dtype.itemsize), workload.document_length
-        self._tokens = workload.micro_batch * workload.seq_length // parallel.context
-        self._context = context_sizes(workload.micro_batch, workload.seq_length, parallel.context, "ring")
+        self._model, self._tokens, self.message = model, model.tokens, model.stream
+        self._keys_sent = _keys_sent(workload, parallel.context)
         self._gathers = layout.data_and_context if parallel.shard == "parameters" else 1
         self._gather_wire = machine.wire(layout.world_size) * 1e9
-        splits = parallel.sequence_parallel
-        self._sizes = Sizes(
-            tokens=self._tokens,
-            local=self._tokens // parallel.tensor if splits else self._tokens,
-            itemsize=self._item,
-            kernels=workload.kernels,
-            row_length=self._length,
-            ranks=parallel.tensor,
-        )
+        self._splits = parallel.sequence_parallel
         self._context_wire = machine.wire(parallel.tensor * parallel.context) * 1e9
 
     def product(self, rows: int, inner: int, outer: int) -> float:
@@ -149,7 +146,7 @@ class _Times:
     def gathered_input(self, linear: LinearShape) -> float:
         """As one of those, the gather before a column linear; of a base with scales by row it is of codes, and a scale
         a token. H beside it is narrow, and left out of all layouts alike."""
-        if self._sizes.splits and linear.encoding == "fp8_row":
+        if self._splits and linear.encoding == "fp8_row":
             return self._crossing(linear.inputs + WIDE)
         return self.sequence_links(1)
 
@@ -165,7 +162,7 @@ class _Times:
         sends keys again, and their gradients home."""
         length = self._length if layer.window is None else min(2 * layer.window, self._length)
         compute = products * self._tokens * length * layer.width / (self._machine.products * 1e12)
-        sent = sum(step[0] for step in self._context.steps) * 2 * layer.kv_width * self._item
+        sent = self._keys_sent * 2 * layer.kv_width * self._item
         links = sent * (1 if products == 2 else 2) / self._context_wire
         return Work(compute, max(0.0, links - compute), min(links, compute))
 
@@ -191,14 +188,14 @@ class _Times:
         """dX of every linear, attention, norms and SwiGLU made again unless kept, and whatever runs a second time."""
         compute = sum(self.linear(one) + self.adapter_gradients(one) + self._transposed(one) for one in layer.linears)
         numbers = 10 * self._shape.hidden + 5 * layer.down.inputs + 2 * (layer.width + 2 * layer.kv_width)
-        policy = POLICIES[level]
-        if not policy.keeps_inputs:
+        again = _AGAIN.get(level, ())
+        if level != "none":
             numbers += 4 * self._shape.hidden + 3 * layer.down.inputs
         work = Work(compute + self.copy(self._item * self._tokens * numbers), self.sequence_links(4))
         work += self.attention(layer, products=5)
-        if policy.again:
-            work += self.attention_block(layer, last=len(policy.again) > 1)
-        if "mlp" in policy.again:
+        if again:
+            work += self.attention_block(layer, last=len(again) > 1)
+        if "mlp" in again:
             work += self.mlp_block(layer, last=False)
         return work
 
@@ -206,7 +203,7 @@ class _Times:
         """Forward, backward and weight gradients of a layer; of layers that are alike once."""
         key = id(layer), level
         if key not in self._known:
-            kept = kept_bytes(self._sizes, self._shape, layer, replace(self._memory, recompute=level))
+            kept = self._kept(layer, level, self._memory.stored_dtype) if self._memory.offload else 0
             rounding = self._rounding(layer, level)
             forward = self.gathered(layer, self.forward(layer) + Work(13 * rounding))
             backward = self.gathered(layer, self.backward(layer, level) + Work(7 * rounding))
@@ -224,9 +221,16 @@ class _Times:
         bf16 number passes 13 bytes: for the largest of a row, for scaling, for rounding; and 7 on the way back."""
         if self._memory.stored_dtype is None:
             return 0.0
-        plan = replace(self._memory, recompute=level, stored_dtype=None, offload=False)
-        numbers = kept_bytes(self._sizes, self._shape, layer, plan) / self._item
+        numbers = self._kept(layer, level, None) / self._item
         return self.copy(numbers * (1.0 if self._memory.stored_dtype == FLOAT8 else 0.5))
+
+    def _kept(self, layer: LayerShape, level: Level, stored_dtype: torch.dtype | None) -> int:
+        """Bytes that a layer leaves for backward of one micro-batch, its input included."""
+        plan = MemoryPlan(recompute=level, stored_dtype=stored_dtype)
+        return total(self._model.layer(self._shape.kinds[self._index(layer)], plan, needs=True).kept)
+
+    def _index(self, layer: LayerShape) -> int:
+        return next(index for index, one in enumerate(self._shape.layers) if one is layer)
 
     def _moved(self, layer: LayerShape) -> int:
         """Bytes of the layer's frozen weights that come from host memory."""
@@ -235,7 +239,7 @@ class _Times:
         return self._parameters(layer).moved_bytes(self._item)
 
     def _parameters(self, layer: LayerShape) -> Parameters:
-        return self._shape.layer_parameters[next(i for i, one in enumerate(self._shape.layers) if one is layer)]
+        return self._shape.layer_parameters[self._index(layer)]
 
     def _behind(self, nbytes: float, work: Work) -> Work:
         """What is waited for of a transfer that `work` hides."""
@@ -256,24 +260,34 @@ class _Times:
         return sum(self.weight_gradients(linear) for linear in layer.linears)
 
     def head(self, end: EndShape) -> float:
-        """The product with the vocabulary, once each way: under a frozen head both are in forward."""
+        """The product with the vocabulary, one way."""
         return self.product(self._tokens, self._shape.hidden, end.rows)
 
+    def head_weights(self, end: EndShape) -> float:
+        """dW of the head, where it trains."""
+        return sum(self.product(rows, self._tokens, self._shape.hidden) for rows in end.trained_rows)
 
-def predict_time(
-    workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine, shapes: Shapes | None = None
-) -> StepTime:
+
+def _keys_sent(workload: Workload, size: int) -> int:
+    """Tokens whose keys the first rank sends in a ring attention of rows of one document each."""
+    if size == 1:
+        return 0
+    rows, length = workload.micro_batch, workload.seq_length
+    layout = ContextLayout(size=size, num_rows=rows, row_length=length, document_lengths=(length,) * rows)
+    return sum(step.num_sent for step in make_plan(layout, 0).steps[1:])
+
+
+def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine) -> StepTime:
     """The time of a step.
 
     Raises:
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
     """
-    shapes = shapes or Shapes.for_workload(workload)
-    shape = shapes.of(layout.parallel)
-    microbatches = workload.num_microbatches(layout)
+    model = rank_model(workload, layout.parallel)
+    shape, microbatches = model.shape, workload.num_microbatches(layout)
     plan = pipeline_plan(workload.decoder, shape, layout.parallel, microbatches)
     check_encoding(machine, workload.base_dtype)
-    times = _Times(workload, layout, shape, machine, memory)
+    times = _Times(workload, layout, model, machine, memory)
     costs, links, hidden = _costs(times, workload, layout, memory, machine, shape, plan)
     simulation = simulate(plan.schedule, costs)
     gradients = _gradients(workload, layout, machine, shape, plan, max(costs.input_grad))
@@ -306,16 +320,13 @@ def _costs(
         forward, backward, weights = _stage(times, memory, shape, stages[number], trains=number >= first)
         columns.append((forward.seconds, backward.seconds, weights))
         waits[plan.schedule.stage_rank[number]] += forward + backward
-    local = workload.micro_batch * workload.seq_length // layout.parallel.context
-    local //= layout.parallel.tensor if layout.parallel.sequence_parallel else 1
-    message = local * shape.hidden * workload.dtype.itemsize
     neighbours = layout.world_size if layout.parallel.pipeline > 1 else 1
     costs = Costs(
         forward=tuple(column[0] for column in columns),
         input_grad=tuple(column[1] for column in columns),
         weight_grad=tuple(column[2] for column in columns),
         activation=(1.0,) * len(columns),
-        transfer=message / (machine.wire(neighbours) * 1e9),
+        transfer=times.message / (machine.wire(neighbours) * 1e9),
     )
     busiest = max(waits, key=lambda work: (work.links, work.hidden))
     return costs, busiest.links, busiest.hidden
@@ -333,12 +344,11 @@ def _stage(
             backward += back
             weights += products
     if stage.head:
-        assert shape.head.linear is not None
+        # under a frozen head both products are in forward
         once = Work(times.head(shape.head))
-        whole_logits = shape.head.linear.rank > 0 or shape.head.trains
-        forward += once if whole_logits else once + once
-        backward += once if whole_logits else Work()
-        weights += times.weight_gradients(shape.head.linear)
+        forward += once if shape.head.trains else once + once
+        backward += once if shape.head.trains else Work()
+        weights += times.head_weights(shape.head)
     return forward, backward, weights
 
 

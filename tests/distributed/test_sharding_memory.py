@@ -21,7 +21,6 @@ from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.layers.recompute import MemoryPlan
 from engine.optim.sharding import ShardLevel
-from engine.planning.kernels import kernel_memory
 from engine.planning.layout import Layout as PlannedLayout
 from engine.planning.layout import Workload
 from engine.planning.ledger import total
@@ -84,7 +83,7 @@ def _predicted(layout: Layout, level: ShardLevel) -> int:
     workload = Workload(
         decoder=case.config, plan=case.plan(), dtype=torch.float32, micro_batch=GLOBAL_ROWS // grid.dp,
         global_batch=GLOBAL_ROWS, seq_length=SEQ_LENGTH,
-        kernels=kernel_memory("reference", device_type="cpu", dtype="float32"),
+        kernels="reference",
     )  # fmt: skip
     (estimate,) = predict_layout(workload, PlannedLayout(parallel=parallel, data=grid.dp), MemoryPlan())
     return total(estimate.static)

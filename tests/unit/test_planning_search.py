@@ -29,12 +29,14 @@ from engine.layers.recompute import MemoryPlan
 from engine.models.describe import meta_model
 from engine.models.families import family_of
 from engine.models.flops import head_in_layers
-from engine.planning.layout import Layout, Shapes, Workload, pipeline_plan
+from engine.planning.layout import Layout, Workload
 from engine.planning.ledger import ADAPTERS, GRADIENTS, MASTERS, OPTIMIZER, WEIGHTS
 from engine.planning.machine import Machine
 from engine.planning.memory import predict_layout
+from engine.planning.pipeline import pipeline_plan
 from engine.planning.predict import workload_of
 from engine.planning.time import StepTime, predict_time
+from engine.planning.traces import rank_model
 from engine.training.partition import plan_partition
 from engine.training.plan import training_plan
 from tools.planning import memory, memory_examples
@@ -138,7 +140,8 @@ def test_stages_are_those_of_a_run(name: str, tmp_path: Path) -> None:
     entries = shard_entries(meta_model(model.decoder, plan=plan))
     trained = [entry.name for entry in entries if entry.sink is not None]
     expected = plan_partition(config, model.decoder, trained, parallel.pipeline)
-    found = pipeline_plan(model.decoder, Shapes(model.decoder, plan).of(parallel), parallel, 8)
+    workload = workload_of(config, model.decoder, plan, device_type="cuda")
+    found = pipeline_plan(model.decoder, rank_model(workload, parallel).shape, parallel, 8)
     assert found.layers == expected.layers
     assert found.schedule == expected.choice.schedule(8)
 

@@ -91,7 +91,7 @@ def _row(name: str, predicted: float, measured: float, seconds: float, real: flo
 
 
 def _kernels(answer: Answer, device: torch.device) -> str:
-    return workload_of(answer.config, answer.decoder, answer.plan, device_type=device.type).kernels.name
+    return workload_of(answer.config, answer.decoder, answer.plan, device_type=device.type).kernels
 
 
 def _probe(answer: Answer, layers: int, device: torch.device, machine: Machine) -> _Probe:

@@ -58,7 +58,7 @@ def _question(answer: Answer) -> str:
         f"{config.model.path}: {format_parameters(num_parameters(decoder))} parameters, {trained}, {config.model.dtype}"
         f"{f', base {config.model.base_dtype}' if config.model.base_dtype else ''}{_beside(answer)}\n"
         f"{config.train.global_batch_size} rows of {config.row_length} tokens in a step, "
-        f"{config.train.micro_batch_size} in a micro-batch; kernels {answer.workload.kernels.name}\n"
+        f"{config.train.micro_batch_size} in a micro-batch; kernels {answer.workload.kernels}\n"
         f"{answer.devices} x {answer.gpu_memory:g} GiB, of which {answer.capacity / GIB:.1f} GiB each may be used; "
         f"speeds of {answer.machine.name}\n"
         "All figures are predictions; bytes are those of tensors."

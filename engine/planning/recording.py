@@ -1,0 +1,115 @@
+"""Writes down what operations make and free while the engine's own code runs on tensors of shapes alone.
+
+Tensors on the meta device have shapes, dtypes and storages, and no numbers. Running a layer on them makes and frees
+every storage in the order of a real step, in milliseconds whatever its size. What is recorded is what torch sees: the
+results of operations, not what one allocates within itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.planning.ledger import LOGITS, PARTS, TEMPORARY, Parts
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A storage is made, or freed.
+
+    Args:
+        storage: its number.
+        nbytes: negative where it is freed.
+    """
+
+    storage: int
+    nbytes: int
+
+
+class Recording(TorchDispatchMode):
+    """The storages that operations make while this is entered, in a block or in a function of autograd.
+
+    Attributes:
+        events: in their order.
+        parts: what each storage is for.
+        widths: columns of the matrices that are logits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.parts: list[str] = []
+        self.widths: frozenset[int] = frozenset()
+        self._alive: dict[int, Event] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_mm.default:
+            # the meta device's refuses sizes that only a GPU's does; the seventh argument is the dtype of the product
+            out = torch.empty(args[0].shape[0], args[1].shape[1], dtype=args[6], device=args[0].device)
+        else:
+            out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, Tensor):
+                self._see(value)
+        return out
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        event = Event(len(self.parts), storage.nbytes())
+        self._alive[key] = event
+        is_logits = tensor.dim() == 2 and tensor.shape[1] in self.widths
+        self.parts.append(LOGITS if is_logits else TEMPORARY)
+        self.events.append(event)
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        event = self._alive.pop(key)
+        self.events.append(Event(event.storage, -event.nbytes))
+
+    def number(self, tensor: Tensor) -> int:
+        """Of the storage behind a tensor that was made here."""
+        return self._alive[tensor.untyped_storage()._cdata].storage
+
+    def name(self, storages: Iterable[int], part: str) -> None:
+        """Says what storages are for, which holds for all of their time."""
+        for storage in storages:
+            if self.parts[storage] == TEMPORARY:
+                self.parts[storage] = part
+
+    def alive(self) -> frozenset[int]:
+        """The storages that are there now."""
+        return frozenset(event.storage for event in self._alive.values())
+
+    def held(self, storages: Collection[int]) -> Parts:
+        """Bytes of these that are there now, by part."""
+        held: dict[str, int] = {}
+        for event in self._alive.values():
+            if event.storage in storages:
+                part = self.parts[event.storage]
+                held[part] = held.get(part, 0) + event.nbytes
+        return held
+
+    def peak(self, first: int, pinned: Collection[int] = ()) -> Parts:
+        """What is held at the fullest moment from the event `first` on beside what was held before, by part.
+
+        Args:
+            pinned: storages that are not freed.
+        """
+        held, total, most, fullest = dict.fromkeys(PARTS, 0), 0, 0, {}
+        for event in self.events[first:]:
+            if event.nbytes < 0 and event.storage in pinned:
+                continue
+            held[self.parts[event.storage]] += event.nbytes
+            total += event.nbytes
+            if total > most:
+                most, fullest = total, dict(held)
+        return {part: nbytes for part, nbytes in fullest.items() if nbytes}

@@ -1,0 +1,349 @@
+"""What the pieces of a model hold of one micro-batch, found by running the engine's own code on them once.
+
+A piece is a layer, the embedding, or norm, head and loss. It is built as a run builds it, for one rank and on the meta
+device, goes forward and backward while a recording is made, and is forgotten. Layers that are alike share a trace, and
+so do all layouts, schedules and numbers of layers of a search that leave the piece as it is. What cannot run without a
+device is in `kernels.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.config.parallel import ParallelOptions
+from engine.distributed.mesh import Axis, Unconnected, shape_mesh
+from engine.distributed.ranks import RankGrid
+from engine.errors import UserError
+from engine.layers.module import shard_entries
+from engine.layers.plan import TensorLayout
+from engine.layers.recompute import MemoryPlan
+from engine.layers.saved import SavedTensors
+from engine.models.decoder import Decoder, Part
+from engine.ops.context import TokenContext
+from engine.planning.kernels import shape_base, shape_blocks, shape_kernels
+from engine.planning.layout import Workload
+from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts
+from engine.planning.recording import Recording
+from engine.planning.shapes import model_shape
+from engine.zigzag import ContextLayout, make_plan, rank_columns
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passage:
+    """What a piece holds of one micro-batch, beside what was there before.
+
+    Args:
+        forward: at the fullest moment of forward, beside the piece's input.
+        kept: between forward and backward, without the output.
+        keeps_input: whether the input is among it.
+        backward: at the fullest moment of backward, beside `kept` and the output's gradient: by whether somebody else
+            holds on to the input, and to that gradient, until backward is over.
+        left: after backward, where it puts the weights' gradients off.
+        away: bytes that are kept in host memory.
+    """
+
+    forward: Parts
+    kept: Parts
+    keeps_input: bool = False
+    backward: dict[tuple[bool, bool], Parts] = field(default_factory=dict)
+    left: Parts = field(default_factory=dict)
+    away: int = 0
+
+
+class _Start(torch.autograd.Function):
+    """The input of a piece, which no node before it holds on to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_empty(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> None:
+        return None
+
+
+class _End(torch.autograd.Function):
+    """What follows a piece: it makes the gradient of the output, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.arrived = y.shape, y.dtype, arrived
+        return y.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        dy = torch.empty(ctx.shape, dtype=ctx.dtype, device=META)
+        ctx.arrived(dy)
+        return dy, None
+
+
+class _Away:
+    """A transfer to where nothing is counted; see engine.layers.offload.Transfer."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def send(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        self.nbytes += tensor.nbytes
+        return tensor.shape, tensor.dtype
+
+    def fetch(self, sent: tuple[torch.Size, torch.dtype]) -> Tensor:
+        return torch.empty(sent[0], dtype=sent[1], device=META)
+
+    def wait(self, fetched: Tensor) -> Tensor:
+        return fetched
+
+
+_Body = Callable[[Decoder, Batch, TokenContext, Tensor], Tensor]
+"""The piece: model, micro-batch, its coordinates and the input to the output."""
+
+
+class RankModel:
+    """A model as one tensor-parallel rank has it: its sizes, and its pieces, each traced once.
+
+    Args:
+        workload: what is trained.
+        parallel: of which the tensor and the context axis matter, and whether there is a pipeline.
+
+    Attributes:
+        shape: what is always there.
+        tokens: of a micro-batch, after context parallelism.
+        stream: bytes of the residual stream between two pieces.
+
+    Raises:
+        UserError: the model's sizes do not fit the ranks.
+    """
+
+    def __init__(self, workload: Workload, parallel: ParallelOptions) -> None:
+        self._workload, self._parallel = workload, parallel
+        self.shape = model_shape(workload.decoder, workload.plan, _layout(workload, parallel), workload.device_type)
+        columns = sum(span.length for span in rank_columns(workload.seq_length, parallel.context, 0))
+        self.tokens = workload.micro_batch * columns
+        local = self.tokens // parallel.tensor if parallel.sequence_parallel else self.tokens
+        self.stream = local * workload.decoder.hidden * workload.dtype.itemsize
+        self._known: dict[tuple[object, ...], Passage] = {}
+
+    def _once(self, key: tuple[object, ...], part: Part, body: _Body, **options: Any) -> Passage:
+        if key not in self._known:
+            try:
+                self._known[key] = _Tracing(self._workload, self._parallel, part, **options).passage(body)
+            except RuntimeError as error:  # an operation that this torch cannot do without numbers
+                raise UserError(
+                    f"the planner cannot follow {key[0]} of this model with torch {torch.__version__}: {error}"
+                ) from error
+        return self._known[key]
+
+    def layer(self, kind: int, memory: MemoryPlan, *, needs: bool, saved: bool = True, defers: bool = False) -> Passage:
+        """A decoder layer.
+
+        Args:
+            kind: the number of a layer that is like it.
+            memory: whose `recompute` is that of the layer, and `offload` whether it sends away what it keeps.
+            needs: whether its input needs a gradient.
+            saved: whether there is a backward.
+            defers: whether that leaves the weights' gradients for later.
+        """
+
+        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
+            # of two layers, the last of which would keep everything here
+            layers = model.saved.layers(2, context, model.layers.parameters())
+            with next(layers):
+                out: Tensor = model.layers[0](x, context)
+            return out
+
+        part = Part(first=kind, last=kind + 1, embedding=False, head=False)
+        key = ("a layer", kind, memory, needs, saved, defers)
+        return self._once(key, part, body, memory=memory, needs=needs, saved=saved, defers=defers)
+
+    def embedding(self, *, saved: bool) -> Passage:
+        """From token ids to the residual stream."""
+
+        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
+            return model.embed(batch)
+
+        part = Part(first=0, last=0, embedding=True, head=False)
+        return self._once(("the embedding", saved), part, body, needs=False, saved=saved)
+
+    def head(self, *, needs: bool, saved: bool, defers: bool) -> Passage:
+        """Norm, head and loss, which is that of `engine.objectives` in as much as it grows with the tokens.
+
+        Args:
+            needs, saved, defers: as of a layer.
+        """
+        answers = self._workload.answers
+
+        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
+            losses = model.token_losses(x, batch, context) * batch.loss_weights_BS.flatten()
+            if answers:
+                numbers = torch.arange(answers, device=META)
+                losses = torch.where(batch.tokens_BS.flatten() == numbers[:, None], losses, 0.0)
+            return losses.sum()
+
+        last = self._workload.decoder.num_layers
+        part = Part(first=last, last=last, embedding=False, head=True)
+        return self._once(("the head", needs, saved, defers), part, body, needs=needs, saved=saved, defers=defers)
+
+    def tables(self) -> Passage:
+        """Rotary tables of a micro-batch, which all layers share."""
+
+        made: list[TokenContext] = []
+
+        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
+            made.append(model.context(batch, context.step, training=True))
+            return x.new_empty(())
+
+        part = Part(first=0, last=0, embedding=False, head=False)
+        return self._once(("the positions",), part, body, needs=False, saved=False)
+
+
+class _Tracing:
+    """One piece on its way through forward and backward."""
+
+    def __init__(
+        self, workload: Workload, parallel: ParallelOptions, part: Part, *, memory: MemoryPlan | None = None,
+        needs: bool, saved: bool, defers: bool = False,
+    ) -> None:  # fmt: skip
+        self._workload, self._part, self._memory = workload, part, memory or MemoryPlan()
+        self._needs, self._saved, self._defers = needs, saved, defers
+        self._away, self._recording = _Away(), Recording()
+        self._layout = _layout(workload, parallel, self._arrives)
+        self._batch = partial(_batch, workload, parallel.context)
+
+    def passage(self, body: _Body) -> Passage:
+        """Forward and, where there is one, backward."""
+        recording, arrived = self._recording, []
+        # one thread, which the recording sees
+        with recording, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            model, batch = self._model(), self._batch()
+            context = model.context(batch, torch.zeros((), dtype=torch.int64, device=META), training=True)
+            for _ in model.saved.layers(0, context, model.layers.parameters()):
+                pass  # the first micro-batch is over, which alone is measured
+            x = self._input(batch)
+            before, given, begin = recording.alive(), recording.number(x), len(recording.events)
+            with nullcontext() if self._saved else torch.no_grad():
+                y = body(model, batch, context, x)
+            goes_back = self._saved and y.requires_grad
+            end = _End.apply(y, lambda dy: arrived.append((recording.number(dy), len(recording.events))))
+            made = {recording.number(y), recording.number(end)}
+            del x, y
+            found = recording.alive()
+            kept = (found - before - made) | (found & {given})
+            recording.name(kept, ACTIVATIONS)
+            passage = Passage(
+                forward=recording.peak(begin), kept=recording.held(kept), keeps_input=given in kept,
+                away=self._away.nbytes,
+            )  # fmt: skip
+            if not goes_back:
+                return passage
+            end.backward()
+            ((gradient, begin),) = arrived
+            backward = {
+                (holds_x, holds_dy): recording.peak(begin, [given] * holds_x + [gradient] * holds_dy)
+                for holds_x, holds_dy in product((False, True), repeat=2)
+            }
+            left = recording.held(recording.alive() - before - made)
+            return replace(passage, backward=backward, left=left)
+
+    def _model(self) -> Decoder:
+        """The part, with everything made that a second micro-batch would find."""
+        workload, memory = self._workload, self._memory
+        model = Decoder(
+            workload.decoder, layout=self._layout, plan=workload.plan, device=META, dtype=workload.dtype,
+            part=self._part, memory=replace(memory, offload=False),
+        )  # fmt: skip
+        model.inverse_frequencies = tuple(one.to(META) for one in model.inverse_frequencies)
+        if memory.offload:
+            model.saved = SavedTensors(memory, META, model.saved.shapes, self._away)
+        if model.head is not None:
+            self._recording.widths = _logit_widths(model)
+        for entry in shard_entries(model):
+            if entry.sink is not None:
+                entry.sink.bind(entry.sink.buffer, lambda: None)
+                entry.sink.deferred = [] if self._defers else None
+        if self._layout.base is not None:
+            self._layout.base.scratch.take((0,), torch.uint8, META)
+        return model
+
+    def _input(self, batch: Batch) -> Tensor:
+        """The residual stream of this rank's tokens."""
+        tokens = batch.num_tokens // (self._layout.tp.size if self._layout.splits_tokens else 1)
+        x = torch.empty(tokens, self._workload.decoder.hidden, dtype=self._workload.dtype, device=META)
+        if not self._needs:
+            return x
+        started: Tensor = _Start.apply(x.requires_grad_())
+        return started
+
+    def _arrives(self, tensor: Tensor) -> None:
+        self._recording.name([self._recording.number(tensor)], COMMUNICATION)
+
+
+def _logit_widths(model: Decoder) -> frozenset[int]:
+    pieces = model.vocab_spec.pieces
+    return frozenset((model.vocab_spec.local_shape[0], pieces[0].length if pieces else 0))
+
+
+def _batch(workload: Workload, ranks: int) -> Batch:
+    """Full rows of documents of one length, of which this is the first of some context ranks."""
+    rows, length, document = workload.micro_batch, workload.seq_length, workload.document_length
+    lengths = (document,) * (rows * length // document)
+    whole = ContextLayout(size=ranks, num_rows=rows, row_length=length, document_lengths=lengths)
+    shape = rows, sum(span.length for span in rank_columns(length, ranks, 0))
+    numbers, weights = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.float32))
+    return Batch(
+        tokens_BS=numbers, labels_BS=numbers, positions_BS=numbers, token_index_BS=numbers, loss_weights_BS=weights,
+        document_offsets=torch.empty(len(lengths) + 1, dtype=torch.int32, device=META), document_lengths=lengths,
+        context_plan=make_plan(whole, 0) if ranks > 1 else None,
+    )  # fmt: skip
+
+
+def _layout(
+    workload: Workload, parallel: ParallelOptions, arrives: Callable[[Tensor], None] | None = None
+) -> TensorLayout:
+    """How a rank's tensors lie; `arrives` is called with what other ranks would write."""
+    decoder = workload.decoder
+    mesh = shape_mesh(RankGrid(tp=parallel.tensor, cp=parallel.context), num_kv_heads=decoder.num_kv_heads)
+
+    def joined(axis: Axis) -> Axis:
+        return axis if axis.size == 1 or arrives is None else replace(axis, group=Unconnected(axis.size, arrives))
+
+    return TensorLayout(
+        tp=joined(mesh.tp),
+        kv_replica=mesh.kv_replica,
+        # a tied head lies on another pipeline rank than the embedding
+        pp_ends=Axis("pp_ends", 2 if decoder.tied_embeddings and parallel.pipeline > 1 else 1),
+        sequence_parallel=parallel.sequence_parallel,
+        joint_reduce=parallel.lora_reduce == "joint",
+        kernels=shape_kernels(workload.kernels),
+        cp=joined(mesh.cp),
+        context_method=parallel.context_method,
+        attention_blocks=shape_blocks(workload.device_type, workload.dtype, decoder.head_dim),
+        base=shape_base(workload.base_dtype, workload.kernels),
+    )
+
+
+def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
+    """The model on a rank of a layout, which a process makes once for all layouts that leave it alike.
+
+    Raises:
+        UserError: the model's sizes do not fit the ranks.
+    """
+    alike = replace(workload, global_batch=0, beside=0, offload_weights=False, offload_optimizer=False)
+    ends = ParallelOptions(
+        tensor=parallel.tensor, sequence=parallel.sequence_parallel, pipeline=min(parallel.pipeline, 2),
+        context=parallel.context, context_method=parallel.context_method, lora_reduce=parallel.lora_reduce,
+    )  # fmt: skip
+    return _rank_model(alike, ends if workload.decoder.tied_embeddings else replace(ends, pipeline=1))
+
+
+_rank_model = lru_cache(maxsize=256)(RankModel)

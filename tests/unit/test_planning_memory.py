@@ -299,7 +299,7 @@ def test_every_family_is_traced(family: str, tmp_path: Path) -> None:
     _compare(family, _prediction(Case(), config, 0), measured, EXACT)
     fast = replace(config, model=replace(config.model, dtype="bfloat16", kernels="triton"))
     decoder = model_source(fast).model.decoder
-    plan = check_model(fast, model_source(fast).model, 1)
+    plan = check_model(fast, model_source(fast).model, 1).modules
     assert predict_peak(fast, decoder, plan).step < measured
 
 

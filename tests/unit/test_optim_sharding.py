@@ -15,7 +15,7 @@ from engine.config.memory import MemoryOptions
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import ShardSpec, replicated_spec
 from engine.errors import UserError
-from engine.layers.module import ShardedModule, ShardEntry, empty
+from engine.layers.module import ShardedModule, ShardEntry
 from engine.layers.sharded_storage import SpreadStorage, SpreadWeights
 from engine.ops.gradients import GradientSink
 from engine.optim.layout import ALIGNMENT, own_runs, plan_buckets, plan_regions
@@ -94,7 +94,7 @@ class _Scale(ShardedModule):
     def __init__(self) -> None:
         super().__init__()
         self.weight = self.own(
-            "w", empty((3,), torch.float32, CPU), replicated_spec((3,), rank=0, size=1), trainable=True
+            "w", torch.zeros(3), replicated_spec((3,), rank=0, size=1), trainable=True
         )
 
 

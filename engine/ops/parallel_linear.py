@@ -75,8 +75,10 @@ class _ColumnLinear(torch.autograd.Function):
         travels = gathers or operands.joint or axis.size == 1
         update = "now" if not travels else "any time" if axis.size == 1 else "later"
         made = way.gradients(operands, dy, h, mask, needs_dx=needs_du, update=update)
+        has_b, updated = made.has_b, made.updated
         parts, handle = _start_gradients(operands, made.parts, travels=travels, has_dx=needs_du)
-        if h is not None and low_rank is not None and not made.has_b:
+        del made  # the whole dX is free as soon as its reduction is over
+        if h is not None and low_rank is not None and not has_b:
             accumulate_b(dy, h, low_rank, operands.kernels)  # hides the collective
         x = _input_again(operands, source, u)
         full, full_handle = x, Handle()
@@ -91,7 +93,7 @@ class _ColumnLinear(torch.autograd.Function):
         if low_rank is not None and travels:
             assert dh is not None
             _accumulate_a(operands, source, x, u, statistics, dh, mask)
-            if not made.updated:
+            if not updated:
                 adds = low_rank.input_update(dh, mask, _local_rows(operands, h, dh))
         full_handle.wait()
         accumulate_base(operands, dy, full, dy)

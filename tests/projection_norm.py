@@ -11,8 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.kernels.records import InputUpdate
 from engine.kernels.reference_fused import rmsnorm_backward_with_update
-from engine.ops.kernels import REFERENCE, InputUpdate, Kernels
+from engine.ops.kernels import REFERENCE, Kernels
 
 
 def norms_by_projection() -> tuple[Kernels, Callable[[], int]]:

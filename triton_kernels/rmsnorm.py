@@ -114,7 +114,7 @@ def _backward_update_kernel(
         sum_T += h_scale * tl.sum(dh_TR.to(tl.float32) * h_TR.to(tl.float32), 1)
     mean_T1 = (sum_T / num_features)[:, None]
 
-    # second walk: the update is made tile by tile; tiles start at a block of dropout's features
+    # second walk: the update is made tile by tile; tiles start at a whole byte of the mask
     for block in range(tl.cdiv(num_features, FEATURES)):
         features_F = block * FEATURES + tl.arange(0, FEATURES)
         ok_F = features_F < num_features

@@ -1,6 +1,6 @@
-"""What every backend's kernels are given: where a dropout mask lies, an adapter's place in a linear, an input's update.
+"""What every backend's kernels are given: the coordinates of a dropout mask, an adapter's place in a linear, an input's update.
 
-Legend: T tokens, I input features, O output features of one adapter, R rows of the stacked A, r of one adapter.
+Legend: T tokens, I input features, O output features of the linear, R rows of the stacked A.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class DropoutKey:
 
     Args:
         token_index: int64 [T], global index of each row.
-        step: the optimizer step; a device tensor, so that a captured graph draws anew at each replay.
+        step: the optimizer step; an int, or a device tensor where a captured graph must draw anew at each replay.
         seed, site: 32-bit words; the run's seed, and the number of the layer's input.
         probability: of dropping, rounded to 1/65536.
         num_features, feature_offset: the slice of global features held here.

@@ -1,4 +1,4 @@
-"""The plain-torch specification of the ops that fuse what `reference` has apart; same signatures as the kernels.
+"""The plain-torch specification of the ops that fuse what `reference` has apart.
 
 Legend: T tokens, F features, V vocabulary rows held here, O output features, R rows of the stacked A.
 """

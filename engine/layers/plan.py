@@ -1,4 +1,4 @@
-"""What is trained in a model: full parameters by module name, adapters by module name."""
+"""What layers are built with: what trains, how tensors lie, and on which device."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TensorLayout:
         pp_ends: first and last pipeline rank, where they are different ones and this is one of them.
         sequence_parallel: tokens are split over tp between the linears.
         joint_reduce: column linears all-reduce [dX, dH] together (see ops.parallel_linear).
-        fold: adapters are columns of their linear's weight, one product each way for both.
+        fold: adapters may be columns of their linear's weight, in the directions that the backend's `folds` says.
         kernels: the backend of the ops.
         cp: ranks that hold parts of each row of tokens.
         context_method: how attention reaches the tokens of other ranks; see ops.context_attention.

@@ -40,7 +40,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         *leaves: Tensor,
     ) -> Tensor:
         axis = operands.axis
-        gathers = operands.sequence_parallel and axis.size > 1
+        gathers = operands.gathers
         local_x, statistics = source.make(u, None, operands.kernels)
         x_TI = all_gather(local_x, axis) if gathers else local_x
         losses_T, dx_TI = linear_cross_entropy(

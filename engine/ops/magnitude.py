@@ -35,7 +35,7 @@ class Magnitude:
 
     Args:
         m_O: [o], of this rank's rows.
-        adapter: that it belongs to.
+        adapter: the one it belongs to.
         sink: of the gradient of m.
     """
 
@@ -128,7 +128,7 @@ class AdapterBias:
 
     Args:
         b_O: [o], of this rank's rows.
-        adapter: that it belongs to.
+        adapter: the one it belongs to.
         sink: of the gradient of b.
     """
 

@@ -74,7 +74,7 @@ class LinearOperands:
 
     @property
     def gathers(self) -> bool:
-        """Whether the tokens that a linear multiplies are those of all ranks, and outside it each has its own."""
+        """Whether the linear multiplies the tokens of all ranks, while outside it each rank holds its own."""
         return self.sequence_parallel and self.axis.size > 1
 
     def base_product(self, x: Tensor | RowCodes, *, folded: bool) -> Tensor:

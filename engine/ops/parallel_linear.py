@@ -85,8 +85,7 @@ class _ColumnLinear(torch.autograd.Function):
         if operands.trains_weight and x is not None and gathers:
             full, full_handle = all_gather_async(x, axis)
         if low_rank is not None and not travels:
-            dh = way.received(operands, parts, needs_dx=needs_du)[1]
-            _accumulate_a(operands, source, x, u, statistics, dh, mask)  # hides the collective
+            _accumulate_a(operands, source, x, u, statistics, parts[0], mask)  # dH stays here; hides the collective
         handle.wait()
         dx, dh = way.received(operands, parts, needs_dx=needs_du)
         adds = None

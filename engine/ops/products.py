@@ -4,7 +4,7 @@
 
 | way      | forward                              | backward                                                  |
 |----------|--------------------------------------|-----------------------------------------------------------|
-| separate | H, then x W^T, then += H B^T         | dH, with dB in one read of dY if that is known; then dY W |
+| separate | H, then x W^T, then += H B^T         | dH, and dB in one read of dY if the backend can; then dY W |
 | folded   | [x | H] [W | B]^T, one product       | dY [W | B] = [dX | dH / s], one product; then dB          |
 | joined   | one product makes H and adds H B^T   | one product makes dX, dH and dB                           |
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from engine.ops.operands import LinearOperands
 
 Update = Literal["now", "any time", "later"]
-"""When dX gets what the adapters add to it, drop'(dH A): before it leaves, because dH stays here; after, because dH is
-still a partial sum; or whenever that is cheaper."""
+"""When dX gets what the adapters add to it, drop'(dH A). "now": before dX leaves, since dH stays here. "later": after the
+collective, since dH is still a partial sum. "any time": whichever is cheaper."""
 
 
 class Inputs(NamedTuple):
@@ -53,7 +53,7 @@ class Gradients(NamedTuple):
     """Gradients of x and of H as they leave for a collective.
 
     Args:
-        parts: dH and dX, in this order, those that there are; or both in one tensor where folded.
+        parts: dH, then dX, leaving out what was not made; or both in one tensor where folded.
         has_b: dB is in its sinks.
         updated: dX has what the adapters add to it.
     """
@@ -91,7 +91,7 @@ class Way(Protocol):
     def received(
         self, operands: LinearOperands, parts: tuple[Tensor, ...], *, needs_dx: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns dX and dH, for the `parts` of `gradients` after the collective."""
+        """Returns dX and dH, for `parts` after the collective. Called once: it may scale dH in place."""
 
 
 class Separate:

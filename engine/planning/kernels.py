@@ -1,5 +1,4 @@
-"""The backends of the ops as they look to who counts memory: functions that make what the real ones make, and compute
-nothing.
+"""The backends as the planner sees them: functions that allocate what the real ones do, and compute nothing.
 
 Kernels in C++ and Triton cannot run on tensors without numbers, nor can a library's attention, so what they allocate is
 written here: their results, dropout masks in their own form, and the buffers they take meanwhile. Everything else of a

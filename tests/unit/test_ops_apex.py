@@ -7,8 +7,9 @@ import torch
 from torch.nn.functional import rms_norm
 
 from engine.errors import UserError
+from engine.kernels.records import InputUpdate
 from engine.ops.apex import ApexStatus, apex_status, fused_adam, with_apex_norms
-from engine.ops.kernels import REFERENCE, InputUpdate
+from engine.ops.kernels import REFERENCE
 from tests.unit.apex_stand_in import FUSED_ADAM, NVIDIA, OTHER_PROJECT, Install, install
 
 __all__ = ["install"]

@@ -93,9 +93,7 @@ def test_kept_runs_of_a_view_between_other_columns(rows: int, width: int, left: 
 class _Scale(ShardedModule):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = self.own(
-            "w", torch.zeros(3), replicated_spec((3,), rank=0, size=1), trainable=True
-        )
+        self.weight = self.own("w", torch.zeros(3), replicated_spec((3,), rank=0, size=1), trainable=True)
 
 
 def test_without_other_ranks_nothing_is_spread() -> None:

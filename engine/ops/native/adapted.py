@@ -70,7 +70,7 @@ def backward(
     keep_scale: float,
     updates: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dX [T, I] and dH [T, R]; dB is added to the sections' gradients.
+    """dX [T, I] and dH [T, R]; dB is added to the sections' `db`.
 
     Args:
         dy_TO: fp32, rows of any stride.

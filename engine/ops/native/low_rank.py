@@ -1,4 +1,4 @@
-"""The skinny products of adapters by the compiled kernels; the plain spec is engine.ops.adapters.
+"""The skinny products of adapters by the compiled kernels; the plain spec is engine.ops.kernels.
 
 drop(x) = scale * mask * x; masks are packed bits (`dropout_bits`), or None without dropout.
 

@@ -78,7 +78,7 @@ class StoredBytes(Content):
 
 
 def content_checksum(content: Content, scratch: Scratch) -> str:
-    """Of all bytes of a content, which are read for it."""
+    """Reads all bytes of a content and returns their checksum."""
     found = Checksum()
     for block in content.blocks(scratch):
         found.update(block)

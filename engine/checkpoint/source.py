@@ -124,7 +124,7 @@ class WeightSource(StoredTensors):
 
     @property
     def checks(self) -> PieceChecks:
-        """Of what is stored: each piece is summed before its first use where a sum is on record."""
+        """Checks of the stored pieces, each summed before its first use where a checksum is on record."""
         raise NotImplementedError
 
     def sums(self) -> dict[str, str] | None:

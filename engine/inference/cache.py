@@ -58,7 +58,7 @@ class KeyValues:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
 
     def bytes_read(self, lengths: Sequence[int]) -> int:

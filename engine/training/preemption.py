@@ -31,12 +31,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAME_SECONDS = 3.0
 """Signals so close to the first are the first, forwarded."""
 ANSWER_SECONDS = 15.0
-"""After which a rank that does not say where it is counts as lost; torchrun kills after 30 s."""
+"""Seconds after which a rank that does not say where it is counts as lost; torchrun kills after 30 s."""
 _LEAVE_SECONDS = 5.0
 
 
 class Preemption:
-    """Of one rank. `tick` belongs to the main thread, `poll` to the thread that has the store.
+    """Stops one rank on a signal. `tick` belongs to the main thread, `poll` to the thread that has the store.
 
     Args:
         rank, world_size: among all ranks.

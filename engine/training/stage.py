@@ -65,7 +65,7 @@ class ModelStage:
         self.sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float32, device=device)
         """fp32 [1 + metrics]: this rank's loss and metrics, added up since `load`; 0 but on the last stage."""
         self.references: dict[int, Tensor] = {}
-        """By micro-batch; empty but on the last stage."""
+        """The reference's results by micro-batch; empty but on the last stage."""
         self.baseline = torch.zeros((), dtype=torch.float32, device=device)
         """0-dim fp32, what the objective must know of the global batch beforehand; its own value only on the last stage
         and where the objective has a baseline."""

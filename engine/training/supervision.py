@@ -16,7 +16,7 @@ class Preempted(Exception):
 
 
 class Supervision:
-    """Of one rank.
+    """Watches one rank for signals and hangs.
 
     Args:
         options: when a hang is reported.

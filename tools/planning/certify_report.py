@@ -1,4 +1,4 @@
-"""What is said of a comparison of layouts: a table, one verdict each, and everything for programs."""
+"""What is reported of a comparison of layouts: a table, one verdict each, and everything for programs."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Certificate:
 
 
 def _rows(comparison: Comparison) -> Iterator[tuple[str, str, str, str]]:
-    """Of the table: figures, and the worst tensors of each kind."""
+    """Yields the rows of the table: figures, and the worst tensors of each kind."""
     label = comparison.layout.label
     shown = [
         *comparison.worst_of(PARAMETER, at_start=True)[:1],

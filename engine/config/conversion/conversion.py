@@ -86,7 +86,7 @@ class Conversion:
         self.rows.append(Row(given, f"dropped: {why}", "dropped"))
 
     def lack(self, given: Given, why: str) -> None:
-        """A key that changes what is trained and has no counterpart: the run will differ, and that is said."""
+        """A key that changes what is trained and has no counterpart: the run will differ, and that is reported."""
         self.drop(given, f"no counterpart, {why}")
         self.notes.append(f"{given.key} {_text(given.value)} has no counterpart, and the run will differ: {why}")
 

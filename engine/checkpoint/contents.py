@@ -98,7 +98,7 @@ class CheckedRun:
         self._reader = RunReader(run.path, run.offset, run.length)
 
     def read(self, length: int, memory: memoryview) -> memoryview:
-        """As `RunReader.read`."""
+        """Reads as `RunReader.read` does."""
         block = self._reader.read(length, memory)
         if self.run.checksum is not None:
             self._found.update(block)

@@ -361,7 +361,7 @@ class PartitionedSource(WeightSource):
         return self.pieces.read_whole(OUTSIDE + name)
 
     def fingerprint(self) -> str:
-        """As recorded when the checkpoint was written from the model."""
+        """The fingerprint recorded when the checkpoint was written from the model."""
         assert self.model.manifest is not None
         recorded = self.model.manifest.fingerprint
         return super().fingerprint() if recorded is None else recorded

@@ -20,7 +20,7 @@ _TOP_MANTISSA, _TOP_EXPONENT = 0.875, 9
 _SMALLEST_EXPONENT = -100
 """Smallest exponent of a scale; rows of nothing but smaller numbers, and of zeros, get this one."""
 _BLOCK_ELEMENTS = 2**24
-"""Compared at a time when the error is measured, so that the first step needs little more memory than the others."""
+"""Elements compared at a time to measure the error, so that the first step needs little more memory than others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ class FlatParameters:
         self._publish.finish()
 
     def publish_until_read(self) -> None:
-        """As `publish`, but parameters may get their new values as late as the next forward reads them.
+        """Publishes as `publish`, but parameters may get their new values as late as the next forward reads them.
 
         Where masters are in host memory, `rounded` holds what they have become.
         """

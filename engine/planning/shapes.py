@@ -221,7 +221,7 @@ def _layer(layer: DecoderLayer) -> LayerShape:
 
 
 def _kinds(model: Decoder) -> tuple[int, ...]:
-    """For each layer the number of the first one that is like it in all that a trace could see."""
+    """Returns for each layer the number of the first one that is like it in all that a trace could see."""
     known: dict[object, int] = {}
     return tuple(known.setdefault(_likeness(layer), index) for index, layer in enumerate(model.layers))
 

@@ -61,7 +61,7 @@ class Preemption:
         """What all stop for; set when `tick` has said so."""
 
     def listen(self) -> None:
-        """From now on the signals stop the run. In the main thread only."""
+        """Has the signals stop the run from now on. In the main thread only."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         self._pipe = reader, writer

@@ -189,7 +189,7 @@ class ModelStage:
         self._start_reduction = start
 
     def capture_layers(self, capture: Capture, shape: StaticShape, num_slots: int) -> None:
-        """From now on the layers of training's micro-batches of this shape are replayed. Between two steps.
+        """Has the layers of training's micro-batches of this shape replayed from now on. Between two steps.
 
         Args:
             num_slots: micro-batches whose backward is still to come at once, at most.

@@ -30,7 +30,7 @@ class Supervision:
         self._watchdog: Watchdog | None = None
 
     def start(self, step: int) -> None:
-        """Before the first place where the run may stop; in the main thread.
+        """Begins to watch, before the first place where the run may stop; in the main thread.
 
         Raises:
             CommunicationError: who holds the store does not answer.

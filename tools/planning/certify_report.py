@@ -42,7 +42,7 @@ class Certificate:
         return all(comparison.certified for comparison in self.comparisons)
 
     def text(self) -> str:
-        """For a terminal."""
+        """The text for a terminal."""
         rows = [("against", "quantity", "deviation", "step")]
         for comparison in self.comparisons:
             rows += _rows(comparison)
@@ -56,7 +56,7 @@ class Certificate:
         return [_verdict(self.layout, comparison) for comparison in self.comparisons]
 
     def record(self) -> dict[str, Any]:
-        """For programs; deviations that are no finite number are text."""
+        """The record for programs; deviations that are no finite number are text."""
         return {
             "certified": self.certified,
             "steps": self.steps,

@@ -93,7 +93,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """In a few words."""
+        """The run's status in a few words."""
         last = max((record.step for record in self.steps), default=None)
         if last is None:
             return "evaluated only" if self.evaluations else "no steps recorded"

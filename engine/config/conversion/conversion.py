@@ -244,7 +244,7 @@ def set_dtype(conversion: Conversion, given: Given, dtype: str) -> None:
 
 
 def dtype_switch(dtype: str) -> Rule:
-    """For a key that switches an arithmetic on."""
+    """Returns the rule of a key that switches a dtype on."""
 
     def rule(conversion: Conversion, given: Given) -> None:
         if truth(given):

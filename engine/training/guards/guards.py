@@ -116,7 +116,7 @@ class Guards:
         self._begun_at = 0
 
     def begin(self, step: int, consumed: int) -> None:
-        """Before the loop. Collective; waits for the device.
+        """Called before the loop. Collective; waits for the device.
 
         Args:
             step: steps taken so far.
@@ -171,7 +171,7 @@ class Guards:
         self._read_liveness(step)
 
     def finish(self, step: int, consumed: int) -> None:
-        """After the loop, when all figures are read. Collective; waits for the device.
+        """Called after the loop, when all figures are read. Collective; waits for the device.
 
         Raises:
             UserError: a guard saw what its policy stops at.

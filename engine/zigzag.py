@@ -134,7 +134,7 @@ class ContextLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Of all ranks together."""
+        """Tokens of all ranks together."""
         return self.num_rows * self.row_length
 
     def tokens_on(self, rank: int) -> int:

@@ -282,7 +282,7 @@ def casts(x: Tensor) -> bool:
 
 
 def float_bits(value: float) -> int:
-    """Of an fp32 number, as an integer."""
+    """Returns the bits of an fp32 number, as an integer."""
     return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
 
 

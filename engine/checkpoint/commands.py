@@ -96,7 +96,7 @@ class Options:
 
     @contextmanager
     def work(self, log: Log, title: str, weights: WeightSource) -> Iterator[Work]:
-        """With a line of progress, of bytes written and, where that is asked for, read back; a proof is not in it."""
+        """Shows a line of progress, of bytes written and, where that is asked for, read back; a proof is not in it."""
         total = weights.total_bytes() * (2 if self.verify else 1)
         done = 0
         if (slow := slow_checksums()) is not None:

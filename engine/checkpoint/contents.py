@@ -78,7 +78,7 @@ class StoredBytes(Content):
 
 
 def content_checksum(content: Content, scratch: Scratch) -> str:
-    """Of all bytes of a content, which are read for it."""
+    """Reads all bytes of a content and returns their checksum."""
     found = Checksum()
     for block in content.blocks(scratch):
         found.update(block)
@@ -98,7 +98,7 @@ class CheckedRun:
         self._reader = RunReader(run.path, run.offset, run.length)
 
     def read(self, length: int, memory: memoryview) -> memoryview:
-        """As `RunReader.read`."""
+        """Reads as `RunReader.read` does."""
         block = self._reader.read(length, memory)
         if self.run.checksum is not None:
             self._found.update(block)

@@ -370,7 +370,7 @@ def _assembled(source: WeightSource, hf_name: str, members: list[str]) -> Piece:
 
 
 def _refuse_bad_values(source: WeightSource, parts: dict[str, list[str]], streamed: Streaming) -> list[str]:
-    """Refuses values that no model has; what the base itself has of zeros is said.
+    """Refuses values that no model has; the base's own zeros are reported.
 
     A matrix of zeros that nobody changed is the base's own affair: some have biases or whole matrices of them.
     """

@@ -26,7 +26,7 @@ BLOCK_BYTES = 4 << 20
 """Bytes handled at a time by each thread: large enough for a disk, small enough for a processor's cache."""
 
 ALIGNMENT = 4096
-"""Of addresses, offsets and lengths: what no disk in use asks more than."""
+"""Alignment of addresses, offsets and lengths; no disk in use asks for more."""
 
 _FEWEST_BYTES = 1 << 20
 """Below, a run is left to the page cache: a direct write waits for the disk."""
@@ -41,7 +41,7 @@ class Scratch:
         self._blocks: dict[str, memoryview] = {}
 
     def block(self, use: str, num_bytes: int = BLOCK_BYTES) -> memoryview:
-        """At least `num_bytes`, with room for what alignment adds; contents are left over from before.
+        """Returns at least `num_bytes`, with room for what alignment adds; contents are left over from before.
 
         Args:
             use: tells apart the blocks that are in use together.
@@ -225,5 +225,5 @@ def _round_up(size: int) -> int:
 
 
 def _address(memory: memoryview) -> int:
-    """Of the first byte; memory that may not be written to has one too."""
+    """Returns the address of the first byte, of read-only memory too; 0 where there is none."""
     return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data) if len(memory) else 0

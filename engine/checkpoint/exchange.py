@@ -54,7 +54,7 @@ class Exchange:
         self._stored = [(_ranges(piece.box, shape), piece.run) for piece in stored]
         self._wanted = [_ranges(box, shape) for box in wanted]
         self.checksum: str | None = None
-        """Of the whole tensor, once all of it has been read."""
+        """Checksum of the whole tensor, once all of it has been read."""
 
     def part(self, index: int) -> ExchangedPart:
         """Content of a wanted part."""

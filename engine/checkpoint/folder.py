@@ -22,11 +22,11 @@ MERGE_REPORT = "merge_report.json"
 _AUXILIARY_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".md", ".py")
 _AUXILIARY_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 _MAX_COMPANION_BYTES = 256 << 20
-"""Of a file beside the weights; the largest tokenizers have some 30 MB."""
+"""Size limit of a file beside the weights; the largest tokenizers have some 30 MB."""
 
 
 def stats_of(folder: Path) -> Iterator[os.stat_result]:
-    """Of what lies in a folder that others write to: a file that is renamed or deleted meanwhile is passed over."""
+    """Yields the stats of a folder's entries, skipping files that others rename or delete meanwhile."""
     for entry in os.scandir(folder):
         with suppress(FileNotFoundError):
             yield entry.stat()

@@ -25,7 +25,7 @@ _MAX_ELEMENTS = 1 << 48
 _MAX_DIMS = 16
 _MAX_NAME = 512
 _MAX_PIECES = 1 << 14
-"""Of one tensor: comparing them with each other must come to an end."""
+"""Most pieces of one tensor: comparing them with each other must come to an end."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 

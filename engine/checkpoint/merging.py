@@ -27,7 +27,7 @@ from engine.files.durable import write_durably
 from engine.ops.native.merge import can_merge, merge_rows
 
 _BLOCK_BYTES = 1 << 20
-"""Of the weight: the fp32 blocks beside it then still fit a processor's cache."""
+"""Bytes of the weight in a block, so few that the fp32 blocks beside it still fit a processor's cache."""
 
 ROUNDING = "rounding"
 """Key of a tensor's `Rounding` among the facts of its content."""
@@ -85,7 +85,7 @@ class Shift:
         return rows.add_(self.added[first : first + rows.shape[0]].to(rows.dtype))
 
     def norm(self) -> float:
-        """Of the update."""
+        """Returns the norm of the update."""
         return float(self.added.double().norm())
 
 

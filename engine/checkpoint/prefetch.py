@@ -14,7 +14,7 @@ _STEP_BYTES = 8 << 20
 _MOST_BYTES = 4 << 30
 """More than a disk reads in the seconds that this is about."""
 _PART_OF_MEMORY = 4
-"""Of the memory available one part in so many: what the system drops before it is used would be read twice."""
+"""Divisor of the available memory that limits reading ahead: what the system drops before its use is read twice."""
 
 
 def start_reading(folders: Sequence[Path]) -> None:

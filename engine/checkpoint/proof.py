@@ -221,7 +221,7 @@ def _widen_while_running(model: nn.Module) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own bars and advice, which are for who trains with it."""
+    """Silences transformers' own bars and advice, which are for who trains with it."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -36,7 +36,7 @@ from engine.ops.checksum import Checksum
 
 RUN_CONFIG = "run.yaml"
 _ROOM_BESIDE, _SHARE_BESIDE = 64 << 10, 16
-"""For manifest and records, beside the tensors: so many bytes, and one for so many of the tensors."""
+"""Room for manifest and records, beside the tensors: so many bytes, and one for so many of the tensors."""
 _FIRST_LOOK, _LAST_LOOK = 0.002, 0.2
 """Seconds between looks for the other ranks' records, at first and after a while."""
 
@@ -64,7 +64,7 @@ class TrainingContents:
 
 
 def owned(shards: Iterable[NamedShard]) -> list[NamedShard]:
-    """Those that this rank saves."""
+    """Returns the shards that this rank saves."""
     return [shard for shard in shards if shard.spec.owner]
 
 
@@ -237,7 +237,7 @@ def publish(staging: Path, out: Path, contents: TrainingContents, parts: Iterabl
 
 
 def text_checksum(text: bytes) -> str:
-    """Of a small file beside the tensors."""
+    """Returns the checksum of a small file beside the tensors."""
     found = Checksum()
     found.update(memoryview(text))
     return found.text()

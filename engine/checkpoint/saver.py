@@ -150,7 +150,7 @@ class _Running:
 
 
 class Saver:
-    """Of one rank of a run.
+    """Saves a run's checkpoints on one rank.
 
     Args:
         group: the ranks.

@@ -124,7 +124,7 @@ class WeightSource(StoredTensors):
 
     @property
     def checks(self) -> PieceChecks:
-        """Of what is stored: each piece is summed before its first use where a sum is on record."""
+        """Checks of the stored pieces, each summed before its first use where a checksum is on record."""
         raise NotImplementedError
 
     def sums(self) -> dict[str, str] | None:
@@ -361,7 +361,7 @@ class PartitionedSource(WeightSource):
         return self.pieces.read_whole(OUTSIDE + name)
 
     def fingerprint(self) -> str:
-        """As recorded when the checkpoint was written from the model."""
+        """The fingerprint recorded when the checkpoint was written from the model."""
         assert self.model.manifest is not None
         recorded = self.model.manifest.fingerprint
         return super().fingerprint() if recorded is None else recorded

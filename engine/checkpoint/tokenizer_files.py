@@ -31,7 +31,7 @@ class TrainedTokenizer(NamedTuple):
     chat_template: str | None = None
 
     def record(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
+        """Returns the record that a checkpoint has of it."""
         return {"path": None if self.path is None else str(self.path), "chat_template": self.chat_template}
 
     def companions(self, base: Companions, *, with_model: bool) -> Companions:

@@ -52,7 +52,7 @@ class PieceChecks:
     def __init__(self, reader: CheckedReader) -> None:
         self._reader = reader
         self.sums: dict[Piece, str] = {}
-        """Of the pieces that were summed; all of them have their recorded checksums."""
+        """Checksums of the pieces that were summed; all of them have their recorded checksums."""
         self._learns = False
         self._put_off: set[Piece] | None = None
         self._is_off = False

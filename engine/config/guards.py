@@ -23,12 +23,12 @@ class GuardOptions:
         replicas_every: Steps between comparisons of what several ranks hold copies of; 0 does not compare. Trained
             parameters are compared each time, frozen ones at the start and every tenth time.
         replicas_policy: What follows where copies differ, "stop" or "warn".
-        spike_policy: What follows where the loss or the gradient norm leaps: "warn", "skip" (the update is left out,
+        spike_policy: What follows where the loss or the gradient norm spikes: "warn", "skip" (the update is left out,
             by the device itself), "stop" (left out, and training stops), or "off".
-        spike_deviations: How far above the recent median a leap is, in robust standard deviations (1.4826 times the
+        spike_deviations: How far above the recent median a spike is, in robust standard deviations (1.4826 times the
             median absolute deviation; of the norm's logarithm). A loss that is less than 1 above the median, or a norm
             that is less than 4 times it, is none in any case.
-        spike_window: Steps that the median is taken of; nothing is a leap in the first half of them.
+        spike_window: Steps that the median is taken of; nothing is a spike in the first half of them.
         non_finite_policy: What follows where the loss or the gradient is not finite: "skip" leaves the update out,
             and stops after optim.max_skipped_steps of them in a row; "stop" stops at the first.
         locate_non_finite: Compute such a step again to name the module where it began, at most three times in a run.

@@ -26,7 +26,7 @@ class OptimOptions:
         weight_decay: Decoupled weight decay, of all that trains (adapters and DoRA's magnitudes too) but biases and the
             weights of norms, as in Hugging Face's Trainer.
         clip_grad_norm: Gradients are scaled down to this norm where theirs is larger; 0 switches clipping off.
-        max_skipped_steps: A step whose loss or gradient is not finite, or leaps where guards.spike_policy is skip,
+        max_skipped_steps: A step whose loss or gradient is not finite, or spikes where guards.spike_policy is skip,
             changes nothing and is counted; after so many of them in a row the run stops. 1 stops at the first.
         loss_scale: What the loss is multiplied by at first where model.dtype is float16, a power of two. It halves when
             the gradient overflows, and that step is left out.

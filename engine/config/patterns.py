@@ -17,7 +17,7 @@ from engine.errors import UserError
 
 _MAX_CHARACTERS = 10_000
 _MAX_STEPS = 1_000_000
-"""Of one expression in a process, for all names: some seconds."""
+"""Most steps that one expression may take in a process, over all names: some seconds."""
 _FEW_REPEATS = 3
 """So many, one behind the other, may each try every place of a name."""
 

@@ -39,7 +39,7 @@ SAID: dict[str, tuple[str, ...]] = {
     "memory": ("activation_dtype",),
     "guards": ("spike_policy", "spike_deviations", "spike_window", "non_finite_policy"),
 }  # fmt: skip
-"""By section."""
+"""The options whose change a resumed run reports, by section."""
 
 SILENT: dict[str, tuple[str, ...]] = {
     # the base is compared by fingerprint; kernels agree to rounding; weights are not drawn again
@@ -67,7 +67,7 @@ SILENT: dict[str, tuple[str, ...]] = {
     "checkpoint": ("*",),
     "log": ("*",),
 }  # fmt: skip
-"""By section, * for all of it: what may differ without a word, and why."""
+"""The options that may change without a word, and why, by section; * for all of it."""
 
 _BEFORE: dict[str, Any] = {"train.last_batch": "full"}
 """What runs did before there was the option."""
@@ -119,7 +119,7 @@ _SECTIONS = frozenset((SAID.keys() | SILENT.keys()) - {""})
 
 
 def _shown(value: Any) -> str:
-    """As a user writes it."""
+    """Returns a value as a user writes it."""
     if isinstance(value, bool) or value is None:
         return "null" if value is None else str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -40,7 +40,7 @@ class TrainOptions:
         sample_tokens: New tokens of a sample, at most.
         sample_chat: Put each prompt through the tokenizer's chat template, as what a user says.
         synthetic_steps: Steps on made-up tokens that warm the devices up before any data is read; what they change
-            is put back. The data is then read after the model, so that what is wrong with it is said later.
+            is put back. The data is then read after the model, so that what is wrong with it is reported later.
         collective_timeout: Seconds that ranks wait for one that does not answer before the run stops; more than the
             longest time that one rank may be behind the others, such as rank 0 while it writes a file.
         hang_report_after: Seconds without any progress after which the run says which ranks wait in what and which

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SECONDS = 10.0
-"""Of processor time that one call may take."""
+"""Processor time that one call may take."""
 
 EXTRA_BYTES = 2 * 2**30
-"""Of memory that one call may add."""
+"""Memory that one call may add."""
 
 _STATM = Path("/proc/self/statm")
 

@@ -16,7 +16,7 @@ from engine.errors import UserError
 from engine.ops.checksum import crc32c
 
 BLOCK_BYTES = 64 << 10
-"""Of a file; a checksum each."""
+"""Bytes of a file that one checksum covers."""
 _CHUNK_BYTES = 16 << 20
 
 

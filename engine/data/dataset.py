@@ -55,7 +55,7 @@ class Stored:
 
 
 def _in_memory(tokens: NDArray[np.integer], targets: NDArray[np.bool_] | None, offsets: NDArray[np.int64]) -> Stored:
-    """Of documents that lie end to end."""
+    """Describes documents in memory that lie end to end."""
     assert targets is not None and offsets[0] == 0, "documents in memory have targets"
     assert len(tokens) == len(targets) == offsets[-1], (len(tokens), len(targets))
     assert not targets[offsets[:-1]].any(), "the first token of a document has nothing to be predicted from"
@@ -295,7 +295,7 @@ class _Collector:
             self._keep(replace(document, tokens=document.tokens[:limit], targets=document.targets[:limit]))
 
     def _keep(self, *pieces: Document) -> None:
-        """Of one document."""
+        """Adds the pieces of one document."""
         self.documents += 1
         self.tokens += [piece.tokens for piece in pieces]
         self.targets += [piece.targets for piece in pieces]

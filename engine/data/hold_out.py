@@ -13,7 +13,7 @@ from engine.errors import UserError
 from engine.telemetry.format import counted
 
 _DRAW = 2**64 - 1
-"""In place of an epoch, so that what is held out has nothing to do with the order of training."""
+"""Stands in place of an epoch, so that what is held out has nothing to do with the order of training."""
 
 
 def hold_out(dataset: TokenDataset, share: float, seed: int) -> tuple[TokenDataset, TokenDataset]:

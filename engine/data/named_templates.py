@@ -20,7 +20,7 @@ _WRONG_ROLE = "raise_exception('this format has no turns of ' + message.role)"
 _FIRST_SYSTEM = """\
 {%- set system = messages[0].content if messages[0].role == 'system' else '' %}
 """
-"""For formats that have a place for one system message only."""
+"""A template's beginning for formats that have a place for one system message only."""
 
 _CHATML = """\
 {%- for message in messages %}

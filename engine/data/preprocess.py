@@ -172,7 +172,7 @@ def _again(record: bytes, progress: Callable[[int], None] | None) -> Summary:
 
 
 def _identity(request: Request, units: list[Unit], tokenizer: Tokenizer) -> str:
-    """Of everything that decides what a unit's files hold."""
+    """Returns a hash of everything that decides what a unit's files hold."""
     facts: list[Any] = [VERSION, tokenizer_fingerprint(tokenizer), request.data_format, request.mask_prompt]
     facts += [request.stream_length, request.skip_bad_records, tokenizer.chat_template, asdict(request.chat)]
     facts += [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in request.files]
@@ -226,7 +226,7 @@ def _run(
 
 
 _worker: tuple[Request, Tokenizer] | None = None
-"""Of this process, where it is a worker: set once as it starts, because a tokenizer cannot travel with each unit."""
+"""Request and tokenizer of a worker process, set once as it starts: a tokenizer cannot travel with each unit."""
 
 
 def _start(request: Request) -> None:

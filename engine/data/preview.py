@@ -15,7 +15,7 @@ from engine.data.units import plan_units, unit_records
 from engine.errors import UserError
 
 MOST_TOKENS = 2000
-"""Of one sample that are shown."""
+"""Most tokens of one sample that are shown."""
 
 _LEARNT, _GIVEN, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 

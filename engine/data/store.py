@@ -82,7 +82,7 @@ class TokenStore:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """Of what a tokenizer does: its special ids and how it encodes some texts."""
+    """Returns a hash of what a tokenizer does: its special ids and how it encodes some texts."""
     facts = [tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.adds_bos]
     facts += [tokenizer.encode(text) for text in _PROBES]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()

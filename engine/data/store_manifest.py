@@ -21,7 +21,7 @@ DTYPES: dict[str, type[np.uint16 | np.int32]] = {"uint16": np.uint16, "int32": n
 TOKENS, TARGETS, OFFSETS, BLOCKS = "tokens.bin", "targets.bin", "offsets.bin", "blocks.bin"
 
 _OLDEST = 1
-"""Without block checksums and digest."""
+"""The oldest version, without block checksums and digest."""
 _KEYS = {"format", "version", "dtype", "tokens", "documents", "max_token", "tokenizer", "checksums", "sources"}
 _TEMPLATE = "chat_template"
 """A key that may be missing."""

@@ -14,7 +14,7 @@ from engine.errors import UserError
 from engine.files.documents import open_file
 
 UNIT_BYTES = 4 * 2**20
-"""Of a JSONL file that one unit has, about."""
+"""Bytes of a JSONL file that one unit has, about."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,7 @@ _reduce_scatter: Callable[..., Any] = (
 
 
 _Part = tuple[Any, str, Axis, int | None, int]
-"""A piece of work and what is said where it fails, see `raise_if_lost`: its operation, axis, and peer if it has one;
+"""A piece of work and what is reported if it fails, see `raise_if_lost`: its operation, axis, and peer if it has one;
 and its number in the log of operations, 0 where it is not one operation."""
 
 

@@ -136,7 +136,7 @@ def build_mesh(grid: RankGrid, *, device_type: str, num_kv_heads: int) -> Mesh:
 
 
 def _default_timeout(device_type: str) -> timedelta | None:
-    """Of the default group; None where its backend has none, as the fake one."""
+    """Returns the default group's timeout; None where its backend has none, as the fake one."""
     options = dist.group.WORLD._get_backend(torch.device(device_type)).options
     return None if options is None else options._timeout
 

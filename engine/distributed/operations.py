@@ -106,7 +106,7 @@ class OperationLog:
 
 
 LOG = OperationLog()
-"""Of this process."""
+"""The operation log of this process."""
 
 
 def _noted(key: _Key, number: int, operation: str, since: float, now: float) -> Noted:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Moved:
-    """Since the totals were asked for last.
+    """The transfers since the totals were last taken.
 
     Args:
         calls, sent: collectives that were begun and bytes that this rank sent with them.
@@ -45,7 +45,7 @@ _Moment = float | torch.cuda.Event
 
 
 class TransferMeter:
-    """Of this process. Not for several threads at once."""
+    """Measures the transfers of this process. Not thread-safe."""
 
     def __init__(self) -> None:
         self.on = False
@@ -98,13 +98,13 @@ class TransferMeter:
         return _Held(work, [one for one in tensors if isinstance(one, Tensor)])
 
     def _stream(self, axis: str) -> torch.cuda.Stream:
-        """Of one axis: what ends on it ends in order, and does not wait for what is under way on others."""
+        """Returns the stream of one axis: work on it ends in order, and does not wait for that of other axes."""
         if axis not in self._streams:
             self._streams[axis] = torch.cuda.Stream()
         return self._streams[axis]
 
     def totals(self) -> dict[str, Moved]:
-        """By axis and operation, since the last call."""
+        """Returns the transfers since the last call, by axis and operation."""
         waiting: deque[tuple[str, float, torch.cuda.Event, torch.cuda.Event]] = deque()
         for name, sent, begun, ended in self._open:
             if not ended.query():
@@ -167,4 +167,4 @@ def sent_bytes(operation: str, tensors: Any, size: int) -> float:
 
 
 METER = TransferMeter()
-"""Of this process."""
+"""The meter of this process."""

@@ -37,7 +37,7 @@ def seconds_between_looks(world_size: int) -> float:
 
 
 class Watchdog:
-    """Of one rank.
+    """Watches the progress of one rank.
 
     Args:
         store: over a connection that nobody else uses; None where there is but one rank.
@@ -224,7 +224,7 @@ def _line(noted: Noted) -> str:
 
 
 def _stacks() -> list[str]:
-    """Of all threads of Python but this one, innermost call last."""
+    """Returns the stacks of all Python threads but this one, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     for ident, frame in sys._current_frames().items():

@@ -14,7 +14,7 @@ from engine.files.strict_json import JsonFlaw, parse_json
 
 _COPY_AGAIN = "copy it again"
 _MOST_BYTES = 256 << 20
-"""Of such a file. A vocabulary of 250,000 tokens takes 20 MiB."""
+"""Size limit of such a file. A vocabulary of 250,000 tokens takes 20 MiB."""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 MAX_BYTES = 65536
-"""Of a holder's record."""
+"""Size limit of a holder's record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,7 +58,7 @@ class KeyValues:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
 
     def bytes_read(self, lengths: Sequence[int]) -> int:
@@ -173,7 +173,7 @@ class NextPass(_Pass):
 
 
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """In fp32: scores become softcap * tanh(score / softcap)."""
+    """Computes attention in fp32; scores become softcap * tanh(score / softcap)."""
     scores = (q.float() @ k.float().transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
     if mask is not None:
         scores = scores.masked_fill_(~mask, -torch.inf)

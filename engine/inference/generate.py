@@ -80,7 +80,7 @@ class _Row:
 
     @property
     def position(self) -> int:
-        """Of the last token."""
+        """The position of the last token."""
         return len(self.request.ids) + len(self.ids) - 1
 
 

@@ -54,7 +54,7 @@ class RankFigures:
 
     @property
     def busy_seconds(self) -> float:
-        """Of passes of one token a row, without waiting for other pipeline ranks."""
+        """Seconds of the passes of one token a row, without waiting for other pipeline ranks."""
         return self.speed.decode_seconds - self.speed.decode_waited
 
     @property
@@ -159,7 +159,7 @@ def _tensor_rate(tp: Axis, device: torch.device) -> float | None:
 
 
 def _pipeline_rate(pp: Axis, device: torch.device) -> float | None:
-    """To the next rank, one pair at a time; every rank takes part where it has a neighbour."""
+    """Bytes a second to the next rank, one pair at a time; every rank takes part where it has a neighbour."""
     rate = None
     for sender in range(pp.size - 1):
         if pp.rank not in (sender, sender + 1):

@@ -54,7 +54,7 @@ class LossKernels:
 
 
 class Statistics(NamedTuple):
-    """Of a shard, or of the whole vocabulary; each [C].
+    """Softmax statistics of a shard, or of the whole vocabulary; each [C].
 
     Args:
         maximum: of the logits.
@@ -129,7 +129,7 @@ def linear_cross_entropy(
 def combine_statistics(
     maximum: Tensor, total: Tensor, target: Tensor, *, combine_max: Combine | None, combine_sum: Combine | None
 ) -> Statistics:
-    """Those of the whole vocabulary from a shard's; the same where there is one shard."""
+    """Returns the statistics of the whole vocabulary from a shard's; the same where there is one shard."""
     if combine_max is None or combine_sum is None:
         return Statistics(maximum, total, target)
     whole_max = combine_max(maximum.clone())

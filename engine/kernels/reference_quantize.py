@@ -46,7 +46,7 @@ def nf4_values(device: torch.device) -> Tensor:
 
 @cache
 def nf4_bounds(device: torch.device) -> Tensor:
-    """Between neighbours of the table, fp32 [15]; a number on a bound gets the lower code."""
+    """The bounds between neighbours of the table, fp32 [15]; a number on a bound gets the lower code."""
     values = nf4_values(device)
     return (values[:-1] + values[1:]) / 2
 
@@ -69,7 +69,7 @@ def dynamic_map(device: torch.device) -> Tensor:
 
 @cache
 def dynamic_bounds(device: torch.device) -> Tensor:
-    """Between neighbours of the map, fp32 [255]."""
+    """The bounds between neighbours of the map, fp32 [255]."""
     values = dynamic_map(device)
     return (values[:-1] + values[1:]) / 2
 

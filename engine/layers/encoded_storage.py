@@ -58,7 +58,7 @@ class EncodedEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Of the parts."""
+        """Bytes of the parts."""
         return sum(part.nbytes for part in self.parts.values())
 
     @torch.no_grad()

@@ -47,7 +47,7 @@ class HostStorage:
         self.host = memory.zeros(elements, tensor.dtype)
         self.host.copy_(self.whole)
         self.trained = {id(one.parameter): one.parameter.data.clone() for one in entries if one.sink is not None}
-        """Of each trained parameter, by its identity: dense, on the device."""
+        """The numbers of each trained parameter, by its identity: dense, on the device."""
         self.views = [one.parameter.data for one in entries if one.sink is not None]
         """Where these belong, in the same order."""
         self.free()

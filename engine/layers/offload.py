@@ -156,5 +156,5 @@ class CudaHostMemory:
 
 
 def host_memory(device: torch.device) -> HostMemory:
-    """Of a device: pinned and copied beside the computation on a GPU, plain where the device's memory is the host's."""
+    """Returns pinned memory with asynchronous copies on a GPU, plain where the device's memory is the host's."""
     return CudaHostMemory(device) if device.type == "cuda" else PlainHostMemory()

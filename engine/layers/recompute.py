@@ -1,6 +1,6 @@
-"""What a layer keeps for backward, and what backward makes again.
+"""What a layer keeps for backward, and what backward recomputes.
 
-| level     | made again in backward | kept of a layer, in numbers a token                                            |
+| level     | recomputed in backward | kept of a layer, in numbers a token                                            |
 |-----------|------------------------|--------------------------------------------------------------------------------|
 | none      | nothing                | as selective, and three linears' inputs, with H beside them: 2 h + f + R       |
 | selective | norms, SwiGLU          | the residual stream twice, q, k, v, attention's output, [gate | up], H of all, |
@@ -13,10 +13,10 @@ h hidden size, w and w_kv widths of the queries and of the keys, f width of the 
 R = 6 r, padded where adapters are folded (all on one rank). Dropout's masks come on top, as bits in most backends.
 
 H = s * drop(x) A^T is never dropped by itself: it is 7 r numbers, at r = 16 one in 420 of what a layer of
-Llama-3-8B keeps under selective, and the gradient of B reads it before x has been made again, while a collective is
-on its way. Making it again would read x and the mask once more and delay that.
+Llama-3-8B keeps under selective, and the gradient of B reads it before x has been recomputed, while a collective is
+on its way. Recomputing it would read x and the mask once more and delay that.
 
-A region that is made again runs twice under torch's checkpoint: its second run is a function of the same input and
+A region that is recomputed runs twice under torch's checkpoint: its second run is a function of the same input and
 the same token coordinates, so no generator state is kept, and every rank calls the same collectives in the same order.
 Gradients are added to their sinks by the backward of the first run's operations alone; the second run's are never
 called. Its last product is left out, because nobody reads it: see `LastLinear`.
@@ -61,12 +61,12 @@ class MemoryPlan:
     stored_dtype: torch.dtype | None = None
 
     def level(self, index: int) -> Level:
-        """Of the layer with this number in the whole model."""
+        """Returns the level of a layer, by its index in the whole model."""
         beyond = self.recompute_layers is not None and index >= self.recompute_layers
         return "selective" if beyond else self.recompute
 
     def check_layers(self, num_layers: int) -> None:
-        """Whether the model has as many layers as are to be made again.
+        """Whether the model has as many layers as are to be recomputed.
 
         Raises:
             UserError: it has fewer.
@@ -83,13 +83,13 @@ SELECTIVE = MemoryPlan()
 
 
 class SecondRun(TokenContext):
-    """Token coordinates of the second run of a region that is made again."""
+    """Token coordinates of the second run of a recomputed region."""
 
     __slots__ = ()
 
 
 class KeepsInput(nn.Module):
-    """A linear whose input is kept instead of made again."""
+    """A linear whose input is kept instead of recomputed."""
 
     def __init__(self, linear: ColumnParallelLinear | RowParallelLinear) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class KeepsInput(nn.Module):
 
 
 class LastLinear(nn.Module):
-    """The last linear of a region that is made again.
+    """The last linear of a recomputed region.
 
     Its backward needs what its input was made from, H and the mask, but nobody reads its output a second time. So the
     second run gives it a weight without rows, which leaves out the product and the reduction over tensor ranks.
@@ -135,7 +135,7 @@ def apply_level(level: Level, attention: Attention, mlp: MLP) -> None:
 
 
 def _last(linear: RowParallelLinear) -> nn.Module:
-    """Magnitudes read the product in backward, so that it must be made again too."""
+    """Magnitudes read the product in backward, so that it must be recomputed too."""
     return linear if linear.magnitudes else LastLinear(linear)
 
 

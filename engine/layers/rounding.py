@@ -18,9 +18,9 @@ FLOAT8 = torch.float8_e4m3fn
 _TOP_MANTISSA, _TOP_EXPONENT = 0.875, 9
 """448, the largest float8 number, as frexp gives it."""
 _SMALLEST_EXPONENT = -100
-"""Of a scale; rows of nothing but smaller numbers, and of zeros, get this one."""
+"""Smallest exponent of a scale; rows of nothing but smaller numbers, and of zeros, get this one."""
 _BLOCK_ELEMENTS = 2**24
-"""Compared at a time when the error is measured, so that the first step needs little more memory than the others."""
+"""Elements compared at a time to measure the error, so that the first step needs little more memory than others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class RoundingReport:
         return (error / exact) ** 0.5 if exact else 0.0
 
     def line(self) -> str:
-        """For the log; waits for the device."""
+        """The line for the log; waits for the device."""
         name = str(self._dtype).removeprefix("torch.")
         return (
             f"activations kept as {name}: {format_bytes(self._after)} in place of {format_bytes(self._before)} a "

@@ -295,5 +295,5 @@ def _without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _identity(tensor: Tensor) -> int:
-    """Of its storage, which tensors of shapes alone have too, while they have no address."""
+    """Returns the identity of a tensor's storage, which meta tensors have too, although they have no address."""
     return tensor.untyped_storage()._cdata

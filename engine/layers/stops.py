@@ -123,7 +123,7 @@ class Stop:
 
     @property
     def _is_last_in_forward(self) -> bool:
-        """Of the stops that backward comes back to, where the model ends."""
+        """Whether this stop at the model's end is the last in forward that backward returns to."""
         return self.is_end or (self.after is not None and self.after.is_end and not self.after.again)
 
     def start(self) -> None:

@@ -138,7 +138,7 @@ class DecoderConfig:
         return (main,) if self.second_rope is None else (main, self.second_rope)
 
     def layer_kind(self, index: int) -> LayerKind:
-        """Of the layer with this number in the whole model."""
+        """Returns the kind of a layer, by its index in the whole model."""
         return self.layer_kinds[index] if self.layer_kinds else PLAIN_LAYER
 
     def to_dict(self) -> dict[str, Any]:

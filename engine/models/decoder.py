@@ -151,7 +151,7 @@ class DecoderLayer(nn.Module):
         self.mlp_output_norm = norm("mlp_output_norm", "outputs", "both")
         self.level = memory.level(index)
         if self.mlp_output_norm is None or self.level == "none":
-            # a norm on the output of a region that is made again reads its last product, which so must be made too
+            # a norm on the output of a recomputed region reads its last product, which so must be recomputed too
             apply_level(self.level, self.attention, self.mlp)
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:

@@ -25,7 +25,7 @@ def head_in_layers(config: DecoderConfig) -> float:
 
 
 def forward_flops(config: DecoderConfig, *, tokens: float, row_tokens: float) -> tuple[float, float, float]:
-    """Of the linears of all layers, of attention, and of the head.
+    """FLOPs in forward of the linears of all layers, of attention, and of the head.
 
     Args:
         tokens: of the step.
@@ -59,7 +59,7 @@ class TrainedWork:
 
 
 def trained_work(config: DecoderConfig, trained: Mapping[str, tuple[int, ...]]) -> TrainedWork:
-    """Of a model that trains these weights: logical name -> global shape.
+    """The training work of a model in which these weights are trained: logical name -> global shape.
 
     An adapter takes part in forward, input gradients and weight gradients. An embedding's gradient is no product.
     """
@@ -75,7 +75,7 @@ def trained_work(config: DecoderConfig, trained: Mapping[str, tuple[int, ...]]) 
 
 
 def step_flops(config: DecoderConfig, *, tokens: float, row_tokens: float, trained: TrainedWork) -> float:
-    """Of forward and backward.
+    """FLOPs of forward and backward.
 
     Backward computes the input gradients of what lies above the lowest trained weight, as much work as forward, and
     the gradients of trained weights.

@@ -67,7 +67,7 @@ def fill_normal(shard: NamedShard, std: float, seed: int) -> None:
 
 
 def initialise_adapters(shards: Iterable[NamedShard], seed: int, *, gaussian: bool = False) -> None:
-    """As PEFT: A uniform (Kaiming with a = sqrt(5): bound 1 / sqrt(in)), B zero; embeddings A zero, B normal.
+    """Draws like PEFT: A uniform (Kaiming with a = sqrt(5): bound 1 / sqrt(in)), B zero; embeddings A zero, B normal.
 
     Args:
         gaussian: A, and of embeddings B, normal with standard deviation 1 / rank instead.

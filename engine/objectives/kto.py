@@ -98,7 +98,7 @@ class Kto:
 
     @property
     def loss_at_chance(self) -> float | None:
-        """Of a policy that is its reference: a half, where liked and disliked answers weigh 1."""
+        """The loss of a policy equal to its reference: a half where liked and disliked answers weigh 1, else None."""
         settings = self.settings
         return AT_CHANCE if settings.desirable_weight == settings.undesirable_weight == 1 else None
 

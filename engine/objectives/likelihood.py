@@ -20,7 +20,7 @@ def answers_of(batch: Batch) -> Answers:
 
 
 def log_likelihoods(token_losses_T: Tensor, batch: Batch, cp: Axis) -> Tensor:
-    """Of each answer given its question, summed over its target tokens in the whole row; differentiable.
+    """Log-likelihood of each answer given its question, over its target tokens in the whole row; differentiable.
 
     Args:
         token_losses_T: fp32 [T] negative log-likelihoods.

@@ -87,7 +87,7 @@ class Preference:
 
     @property
     def loss_at_chance(self) -> float | None:
-        """Of a policy that is its reference: log 2 for sigmoid, whatever the smoothing."""
+        """The loss of a policy equal to its reference: log 2 for sigmoid, whatever the smoothing; else None."""
         return CHANCE if self.settings.loss == "sigmoid" else None
 
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:

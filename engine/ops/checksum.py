@@ -16,7 +16,7 @@ from engine.ops.native import checksum as native
 from engine.ops.native.loader import native_status
 
 ALGORITHM = "crc32c"
-"""As manifests record it."""
+"""The checksum's name in manifests."""
 
 _POLYNOMIAL = 0x82F63B78
 _LANE_BYTES = 1024
@@ -43,7 +43,7 @@ def slow_checksums() -> str | None:
 
 
 class Checksum:
-    """Of bytes that come in parts."""
+    """Accumulates the checksum of bytes that come in parts."""
 
     __slots__ = ("_value",)
 
@@ -55,7 +55,7 @@ class Checksum:
         self._value = crc32c(data, self._value)
 
     def text(self) -> str:
-        """Of all so far, eight hexadecimal digits, as manifests have it."""
+        """Returns the checksum of all bytes so far as eight hexadecimal digits, as manifests have it."""
         return f"{self._value:08x}"
 
 

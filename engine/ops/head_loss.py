@@ -23,7 +23,7 @@ from engine.ops.inputs import LinearInput
 from engine.ops.operands import LinearOperands
 
 BLOCK_BYTES = 128 * 2**20
-"""Of logits alive at a time. Small blocks make the product with the head read its weight more often."""
+"""Bytes of logits alive at a time. Small blocks make the product with the head read its weight more often."""
 
 
 class _FrozenHeadLoss(torch.autograd.Function):

@@ -45,7 +45,7 @@ class OutputGradients(Protocol):
 
 
 class AdaptedForward(Protocol):
-    """y = x W^T + H B^T, [T, O], and H = s keep_scale drop(x) A^T, [T, R]. An H that is given is not made again."""
+    """y = x W^T + H B^T, [T, O], and H = s keep_scale drop(x) A^T, [T, R]. An H that is given is not recomputed."""
 
     def __call__(
         self, x: Tensor, weight_OI: Tensor, a_RI: Tensor, sections: Sequence[AdapterSection], *, mask: Tensor | None,
@@ -189,7 +189,7 @@ class Kernels:
         row_codes: norm and SwiGLU with the quantisation of their output; None where that is a pass of its own.
         adapted: a linear and its adapters as one product each way; None where there is nothing better than `project`,
             `product` and so on, one after the other.
-        norm_a_gradient: dA from a norm's own input; None where the norm has to be made again for it.
+        norm_a_gradient: dA from a norm's own input; None where the norm has to be recomputed for it.
         swiglu_backward_adapted: SwiGLU's backward and dA of the adapters on its output in one pass; None where they are
             two, with the output written between them.
         loss: statistics and gradient of a shard of the vocabulary; see engine.kernels.linear_cross_entropy.

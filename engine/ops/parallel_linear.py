@@ -18,7 +18,7 @@ What backward leaves as a partial sum over the tensor-parallel ranks depends on 
 
 The layers record this in each factor's ShardSpec; the optimizer sums what is recorded there, once per step.
 With sequence parallelism a column linear's input, and a row linear's output, hold this rank's T / tp tokens.
-x is not kept for backward unless it is u: it is made again there (see ops.inputs).
+x is not kept for backward unless it is u: it is recomputed there (see ops.inputs).
 
 Legend: T tokens, I input features, O output features, R stacked adapter rows; all of this rank unless said otherwise.
 """

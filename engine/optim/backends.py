@@ -28,7 +28,7 @@ from engine.optim.reduce import plain_square_sum
 
 
 class Buffers(Protocol):
-    """As much of `FlatParameters` as an update needs where it does not write weights itself."""
+    """The part of `FlatParameters` that an update needs where it does not write weights itself."""
 
     master: Tensor
     gradient: Tensor

@@ -83,9 +83,9 @@ class FlatParameters:
         self.slots = tuple(
             sorted((slot for region in self.regions for slot in region.slots), key=lambda slot: order[id(slot.entry)])
         )
-        """In backward order."""
+        """The regions' slots in backward order."""
         self.buckets = tuple(buckets)
-        """Those that divide over the ranks; empty where nothing is sharded."""
+        """The buckets that divide over the ranks; empty where nothing is sharded."""
         self.spans = tuple(self._make_spans())
         self._publish: Publish
         source = self.master if self.rounded is None else self.rounded
@@ -157,7 +157,7 @@ class FlatParameters:
         self._publish.finish()
 
     def publish_until_read(self) -> None:
-        """As `publish`, but parameters may get their new values as late as the next forward reads them.
+        """Publishes as `publish`, but parameters may get their new values as late as the next forward reads them.
 
         Where masters are in host memory, `rounded` holds what they have become.
         """

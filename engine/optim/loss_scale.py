@@ -28,7 +28,7 @@ class LossScale:
         self.value = torch.full((), initial, dtype=torch.float32, device=device)
         """What the loss of the next step is multiplied by."""
         self.good_steps = torch.zeros_like(self.value)
-        """In a row, since the scale last changed."""
+        """Steps in a row without an overflow since the scale last changed."""
         self.overflow = torch.zeros_like(self.value)
         """1 where the last gradient was not finite."""
 

@@ -27,7 +27,7 @@ NUM_SLOTS = 2
 PIECE_ELEMENTS = 1 << 22
 """48 MiB of state."""
 NUM_STATES = 3
-"""Of a parameter: master and two moments."""
+"""States kept for each parameter: the fp32 master and two moments."""
 
 
 class _Piece:

@@ -56,7 +56,7 @@ class Sharding:
         return self.size > 1 and self.level in ("gradients", "parameters")
 
     def sentence(self) -> str | None:
-        """For the log; None where nothing was asked for."""
+        """The line for the log; None where nothing was asked for."""
         if self.level == "none":
             return None
         if self.size == 1:

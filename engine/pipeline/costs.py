@@ -11,7 +11,7 @@ from engine.pipeline.schedule import Action
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Per stage of the whole model. Times have one unit, whichever.
+    """The costs per stage of the whole model. Times have one unit, whichever.
 
     Args:
         forward: time of F.

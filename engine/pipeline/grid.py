@@ -22,7 +22,7 @@ class _Style:
 
 
 def _styles(simulation: Simulation) -> tuple[_Style, ...]:
-    """From the one that says most to the one that takes least room."""
+    """Returns the styles, from the one that says most to the one that takes least room."""
     small = {stage for runs in simulation.timeline for stage in sorted({run.action.stage for run in runs})[1::2]}
 
     def short(action: Action) -> str:

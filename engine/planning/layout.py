@@ -94,5 +94,5 @@ class Workload:
         return self.longest_document or self.seq_length
 
     def num_microbatches(self, layout: Layout) -> int:
-        """Of each rank in a step."""
+        """Micro-batches of each rank in a step."""
         return self.global_batch // (self.micro_batch * layout.data)

@@ -41,11 +41,11 @@ from engine.planning.stage import StageBytes, stage_bytes
 from engine.planning.traces import RankModel, rank_model
 
 _BATCH_BYTES = 4 * 8 + 4
-"""Of a token: its id, label, position and dropout coordinate as int64, its weight as fp32."""
+"""Bytes of a token: its id, label, position and dropout coordinate as int64, its loss weight as fp32."""
 _ENCODING_BYTES = {"nf4": 14, "int8": 9, "fp8": 9, "fp8_row": 9}
-"""Of a number that is being encoded, beside what it was read as: in fp32, scaled, its scale, and its codes."""
+"""Bytes of a number being encoded, beside its source: an fp32 copy, a scaled one, its scale, and its codes."""
 _ANSWER_BYTES = 8
-"""And the number of its answer, where answers are compared."""
+"""Bytes of a token's answer number, where answers are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,12 +91,12 @@ class PeakEstimate:
 
     @property
     def step(self) -> int:
-        """At the fullest moment of a step."""
+        """Peak bytes of a step."""
         return total(self.parts)
 
     @property
     def peak(self) -> int:
-        """At the fullest moment of all."""
+        """Peak bytes over loading, steps and saving."""
         return max(self.step, self.load, self.save)
 
     def fullest(self) -> tuple[str, Parts]:

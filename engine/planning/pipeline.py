@@ -40,7 +40,7 @@ class PipelinePlan:
     schedule: Schedule
 
     def stages(self, rank: int) -> dict[int, StageRange]:
-        """Those of a pipeline rank, by their number in the whole model."""
+        """Returns the stages of a pipeline rank, by their number in the whole model."""
         ends = [sum(self.layers[: stage + 1]) for stage in range(len(self.layers))]
         return {
             stage: StageRange(

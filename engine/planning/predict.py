@@ -48,7 +48,7 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
 
 
 def _answers(config: RunConfig) -> int:
-    """Of a micro-batch of full rows, where answers are compared; else 0."""
+    """Answers in a micro-batch of full rows where answers are compared, else 0."""
     objective = config.objective
     in_a_row = config.row_length // config.data.seq_length
     return config.train.micro_batch_size * in_a_row if objective.compares_answers else 0

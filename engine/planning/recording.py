@@ -76,7 +76,7 @@ class Recording(TorchDispatchMode):
         self.events.append(Event(event.storage, -event.nbytes))
 
     def number(self, tensor: Tensor) -> int:
-        """Of the storage behind a tensor that was made here."""
+        """Returns the number of the storage behind a tensor that was allocated here."""
         return self._alive[tensor.untyped_storage()._cdata].storage
 
     def name(self, storages: Iterable[int], part: str) -> None:

@@ -109,7 +109,7 @@ class Found:
 
     Args:
         fitting: fastest first.
-        too_large: what does not fit however much is made again, smallest first.
+        too_large: what does not fit however much is recomputed, smallest first.
         refused: what cannot be.
     """
 
@@ -154,7 +154,7 @@ _SHOWN_OF_A_LAYOUT = 8
 
 
 def _fastest_alike(candidates: list[Candidate]) -> list[Candidate]:
-    """Of candidates that differ in nothing but the number of layers that are made again, the fastest."""
+    """Keeps the fastest of the candidates that differ only in the number of recomputed layers."""
     best: dict[object, Candidate] = {}
     for one in sorted(candidates, key=_seconds):
         workload, memory = one.workload, replace(one.memory, recompute_layers=None)
@@ -163,7 +163,7 @@ def _fastest_alike(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _seconds(candidate: Candidate) -> tuple[float, int]:
-    """Equally fast ones by the memory they need."""
+    """The key that sorts candidates by step time, and equally fast ones by the memory they need."""
     assert candidate.time is not None
     return round(candidate.time.step, 6), candidate.estimate.peak
 
@@ -237,7 +237,7 @@ def _may(allowed: bool) -> tuple[bool, ...]:
 
 def _least_sharding(wanted: Wanted, workload: Workload, layout: Layout) -> list[Candidate]:
     """What to rank of a layout: whole copies on all data and context ranks, and where a level above spreads memory so
-    that less has to be made again, or that it fits at all, that level too; and where something must be made again, what
+    that less has to be recomputed, or that it fits at all, that level too; and where something must be recomputed, what
     host memory and fewer bits can do instead."""
     tried: list[Candidate] = []
     levels: tuple[ShardLevel, ...] = ("none", "gradients", "parameters") if layout.data_and_context > 1 else ("none",)
@@ -257,11 +257,11 @@ def _least_sharding(wanted: Wanted, workload: Workload, layout: Layout) -> list[
 
 
 def _least_recomputation(wanted: Wanted, place: _Place, layout: Layout) -> list[Candidate]:
-    """What to rank of a layout and a place: the levels that make little again, and of the others the fewest layers that
+    """What to rank of a layout and a place: the levels that recompute little, and of the others the fewest layers that
     fit.
 
-    Making more again than needed is never faster, so a level that makes whole regions again is tried only where the
-    lighter ones are too large; but where activations travel to host memory, which layers made again do not need, some
+    Recomputing more than needed is never faster, so a level that recomputes whole regions is tried only where the
+    lighter ones are too large; but where activations travel to host memory, which recomputed layers do not need, some
     more layers are tried on one device. Where nothing fits, the smallest.
     """
 

@@ -95,7 +95,7 @@ class EndShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameters:
-    """Of a layer or an end: elements stored in the model's dtype, and what the optimizer holds of them.
+    """Parameters of a layer or an end: elements stored in the model's dtype, and what the optimizer holds of them.
 
     Args:
         base: elements of weights, norms and biases, but for those that are stored encoded.
@@ -118,11 +118,11 @@ class Parameters:
     encoded_moved: int = 0
 
     def base_bytes(self, itemsize: int) -> int:
-        """Of weights, norms and biases."""
+        """Bytes of weights, norms and biases."""
         return self.base * itemsize + self.encoded
 
     def moved_bytes(self, itemsize: int) -> int:
-        """Of what waits in host memory, where frozen weights do."""
+        """Bytes that wait in host memory, where frozen weights do."""
         return self.moved * itemsize + self.encoded_moved
 
 
@@ -153,7 +153,7 @@ class ModelShape:
         return not any(linear.trained_rows for layer in self.layers for linear in layer.linears)
 
     def trained_elements(self) -> int:
-        """On this rank, alignment included."""
+        """Trained elements on this rank, alignment included."""
         groups = (*self.layer_parameters, self.embedding_parameters, self.head_parameters)
         return sum(sum(group.trained.values()) for group in groups)
 
@@ -221,7 +221,7 @@ def _layer(layer: DecoderLayer) -> LayerShape:
 
 
 def _kinds(model: Decoder) -> tuple[int, ...]:
-    """For each layer the number of the first one that is like it in all that a trace could see."""
+    """Returns for each layer the number of the first one that is like it in all that a trace could see."""
     known: dict[object, int] = {}
     return tuple(known.setdefault(_likeness(layer), index) for index, layer in enumerate(model.layers))
 
@@ -246,7 +246,7 @@ def _check_products(model: Decoder, device_type: str) -> None:
 
 
 def _layer_parameters(layer: DecoderLayer) -> Parameters:
-    """With what of it is stored encoded."""
+    """Returns a layer's parameters, with what of it is stored encoded."""
     found = _parameters(shard_entries(layer))
     sizes = [entry.parameter.nbytes for entry in encoded_memories(layer)]
     largest = [prod(entry.spec.local_shape) for entry in encoded_entries(layer)]

@@ -20,7 +20,7 @@ from engine.planning.traces import Passage, RankModel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageBytes:
-    """Of one micro-batch, beside what is always there.
+    """Memory that one micro-batch takes on a stage, beside what is always allocated.
 
     Args:
         forward: at the fullest moment of forward.

@@ -185,7 +185,7 @@ class _Times:
         return self.attention_block(layer) + self.mlp_block(layer)
 
     def backward(self, layer: LayerShape, level: Level) -> Work:
-        """dX of every linear, attention, norms and SwiGLU made again unless kept, and whatever runs a second time."""
+        """dX of every linear, attention, norms and SwiGLU recomputed unless kept, and whatever runs a second time."""
         compute = sum(self.linear(one) + self.adapter_gradients(one) + self._transposed(one) for one in layer.linears)
         numbers = 10 * self._shape.hidden + 5 * layer.down.inputs + 2 * (layer.width + 2 * layer.kv_width)
         again = _AGAIN.get(level, ())

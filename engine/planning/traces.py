@@ -167,7 +167,7 @@ class RankModel:
         return self._once(key, part, body, memory=memory, needs=needs, saved=saved, defers=defers)
 
     def embedding(self, *, saved: bool) -> Passage:
-        """From token ids to the residual stream."""
+        """Traces the way from token ids to the residual stream."""
 
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
             return model.embed(batch)

@@ -33,7 +33,7 @@ EXIT_STOPPED = 75
 """A scheduler stopped the run, which has saved and can go on: "temporary failure, try again" in sysexits.h. Not 0,
 which schedulers take for the end of the work. torchrun turns it, as any status of its ranks, into 1."""
 _WAIT_SECONDS = 2.0
-"""For torchrun to see that the rank that has spoken, or that was lost, has ended: it takes the first for the cause."""
+"""Time for torchrun to see that the rank that spoke, or that was lost, has ended: it takes the first for the cause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -207,7 +207,7 @@ def _named(metadata: dict[str, str | float]) -> dict[str, str | float]:
 
 
 def require_package() -> None:
-    """To be called before anything that takes time.
+    """Checks for the package mlperf-logging; called before anything that takes time.
 
     Raises:
         UserError: mlperf-logging is not installed.

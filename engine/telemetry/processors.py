@@ -6,5 +6,5 @@ import os
 
 
 def available_processors() -> int:
-    """Those that this process may use, where the system says so: fewer than the machine has inside a container."""
+    """Processors that this process may use, where the system tells: inside a container fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,7 +16,7 @@ from engine.files.durable import open_append
 
 
 class RankFile:
-    """Of one rank.
+    """The telemetry file of one rank.
 
     Args:
         folder: for the files of all ranks.

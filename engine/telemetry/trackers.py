@@ -241,7 +241,7 @@ def check_trackers(choice: TrackerChoice) -> None:
 
 
 def open_trackers(choice: TrackerChoice, run: TrackedRun, warn: Callable[[str], None]) -> Trackers:
-    """Those that are asked for.
+    """Opens the trackers that are asked for.
 
     Raises:
         UserError: one is not installed or cannot start.
@@ -308,7 +308,7 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _indented(text: str) -> str:
-    """As Markdown that shows the lines as they are."""
+    """Returns Markdown that shows the lines as they are."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 

@@ -62,7 +62,7 @@ def adapter_source(config: RunConfig, source: ModelSource, plan: ModelPlan) -> A
 
 
 def _check_tensor(source: AdapterSource, name: str, shape: tuple[int, ...] | None) -> None:
-    """As `load_parameters` would find it later, when everything else has been read."""
+    """Refuses a tensor as `load_parameters` would later, when everything else has been read."""
     if shape is not None and source.shape(name) != shape:
         raise UserError(
             f"the adapter in {source.label} has {name} with shape {list(source.shape(name))}, but this model takes "

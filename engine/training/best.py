@@ -41,11 +41,11 @@ class BestLoss:
         return True
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: numbers that JSON has; empty before the first evaluation."""
+        """The state for a checkpoint: numbers that JSON has; empty before the first evaluation."""
         finite = {key: value for key, value in asdict(self).items() if abs(value) < float("inf")}
         return finite if self.seen >= 0 else {}
 
     @classmethod
     def of_state(cls, state: dict[str, Any] | None) -> BestLoss:
-        """As it was saved; none is found in checkpoints that were saved before an evaluation."""
+        """Restores a saved state; checkpoints that were saved before an evaluation have none."""
         return cls(**(state or {}))

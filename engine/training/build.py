@@ -119,7 +119,7 @@ def _grid(config: RunConfig, world_size: int) -> RankGrid:
 
 
 def _loss_scale(config: RunConfig, device: torch.device) -> LossScale | None:
-    """Of float16, whose small gradients would be zeros without it."""
+    """Returns the loss scale for float16, whose small gradients would underflow without it; else None."""
     if config.model.dtype != "float16":
         return None
     return LossScale(config.optim.loss_scale, config.optim.loss_scale_window, device)

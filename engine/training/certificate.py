@@ -40,7 +40,7 @@ LOSS, NORM = "loss", "gradient norm"
 """Figures of each step: mean loss over the target tokens of the global batch; norm of the gradient before clipping."""
 MAX_LR = 2e-4
 DRAWN_STD = 0.02
-"""Of the factors that would be zero: an adapter's part of the output is then smaller than the base's, but not lost."""
+"""Standard deviation of factors that would be zero: an adapter's output is then below the base's, but not lost."""
 
 
 def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_steps: int) -> None:

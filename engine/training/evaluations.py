@@ -1,4 +1,4 @@
-"""The evaluations of a run: when there is one, what is said of it, and whether it ends the run."""
+"""The evaluations of a run: when there is one, what is logged of it, and whether it ends the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ending = Literal["target", "patience"]
 
 
 class Evaluations:
-    """Of one run. Collective: every rank has one and calls it at the same places.
+    """The evaluations of one run. Collective: every rank has one and calls it at the same places.
 
     Args:
         config, training: of the run.

@@ -21,7 +21,7 @@ from engine.telemetry.format import format_bytes
 from engine.training.build import Training
 
 TOLERANCE = 0.1
-"""Of the prediction, by which the measured peak may differ before it is spoken of."""
+"""Share of the prediction by which the measured peak may differ before that is reported."""
 
 
 class MemoryForecast:
@@ -48,7 +48,7 @@ class MemoryForecast:
             self._reason = str(error)
 
     def line(self) -> str | None:
-        """For the log at the start; None on other ranks than 0."""
+        """The prediction's line for the log at the start; None on other ranks than 0."""
         if self._rank != 0:
             return None
         if self.estimate is None:
@@ -89,7 +89,7 @@ class MemoryForecast:
 
 
 def _predict(config: RunConfig, launch: Launch, training: Training, dataset: TokenDataset) -> PeakEstimate:
-    """Of rank 0.
+    """Predicts the peak memory of rank 0.
 
     Raises:
         UserError: the planner does not know what is asked for.
@@ -101,7 +101,7 @@ def _predict(config: RunConfig, launch: Launch, training: Training, dataset: Tok
 
 
 def _with_rows(workload: Workload, config: RunConfig, dataset: TokenDataset) -> Workload:
-    """With rows as they are padded: to the longest of the data, unless they are packed."""
+    """The workload with rows as they are padded: to the longest of the data, unless they are packed."""
     if dataset.packing or not len(dataset):
         return workload
     multiple = 2 * config.parallel.context * config.parallel.tensor

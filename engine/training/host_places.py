@@ -1,4 +1,4 @@
-"""What of a run waits in host memory, and what is said of it."""
+"""What of a run waits in host memory, and what is logged of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HostPlaces(NamedTuple):
 
 
 def host_places(memory: MemoryOptions, device: torch.device) -> HostPlaces:
-    """As a configuration asks for."""
+    """Returns the places that a configuration asks for."""
     asked = memory.offload_weights or memory.offload_optimizer
     place = host_memory(device) if asked else None
     return HostPlaces(

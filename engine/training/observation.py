@@ -32,7 +32,7 @@ from engine.training.trace import StepTraces
 
 
 class Observation:
-    """Of one rank, from before the first step.
+    """Records what one rank sees of itself, from before the first step.
 
     Args:
         config, launch, training: of the run.
@@ -61,7 +61,7 @@ class Observation:
         self._traces.before(step)
 
     def step_launched(self, step: int) -> str | None:
-        """What is said where a trace has been written."""
+        """The line that is logged where a trace has been written."""
         path = self._traces.after(step)
         if path is None:
             return None

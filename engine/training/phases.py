@@ -16,7 +16,7 @@ _Moment = float | torch.cuda.Event
 
 
 class PhaseClock:
-    """Of one rank.
+    """Times the phases of one rank's steps.
 
     Args:
         device: of the step.

@@ -66,7 +66,7 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
 
 
 def fusing_lines(plan: TrainingPlan, decoder: DecoderConfig, names: NameMap) -> list[str]:
-    """What is said where the checkpoint stores modules as one matrix, or where several share one adapter."""
+    """What is logged where the checkpoint stores modules as one matrix, or where several share one adapter."""
     lines = []
     for kind, parts in FUSED.items():
         layers = [f"layers.{index}" for index in range(decoder.num_layers)]

@@ -31,12 +31,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAME_SECONDS = 3.0
 """Signals so close to the first are the first, forwarded."""
 ANSWER_SECONDS = 15.0
-"""After which a rank that does not say where it is counts as lost; torchrun kills after 30 s."""
+"""Seconds after which a rank that does not say where it is counts as lost; torchrun kills after 30 s."""
 _LEAVE_SECONDS = 5.0
 
 
 class Preemption:
-    """Of one rank. `tick` belongs to the main thread, `poll` to the thread that has the store.
+    """Stops one rank on a signal. `tick` belongs to the main thread, `poll` to the thread that has the store.
 
     Args:
         rank, world_size: among all ranks.
@@ -61,7 +61,7 @@ class Preemption:
         """What all stop for; set when `tick` has said so."""
 
     def listen(self) -> None:
-        """From now on the signals stop the run. In the main thread only."""
+        """Has the signals stop the run from now on. In the main thread only."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         self._pipe = reader, writer

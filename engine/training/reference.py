@@ -120,7 +120,7 @@ def _found(path: Path, resumed: Path) -> Path:
 
 
 def _write(path: Path, dataset: TokenDataset) -> None:
-    """Under its name only when it is whole: a run may be killed at any moment."""
+    """Writes a file that gets its name only when it is whole: a run may be killed at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     assert dataset.reference_logps is not None

@@ -45,7 +45,7 @@ class StartingPoint:
 
     @classmethod
     def of(cls, checkpoint: TrainingCheckpoint) -> StartingPoint:
-        """Of a checkpoint that `check_state` has looked at."""
+        """Returns the starting point of a checkpoint that `check_state` has checked."""
         state = checkpoint.state
         return cls(
             path=checkpoint.folder,

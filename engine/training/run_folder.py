@@ -63,7 +63,7 @@ class RunFolder:
         return open_run(self._options.resume).folder
 
     def require_own(self) -> None:
-        """To be called before the folder is written.
+        """Refuses a folder that another run has taken over; called before it is written.
 
         Raises:
             UserError: another run has taken the folder over.

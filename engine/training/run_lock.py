@@ -161,7 +161,7 @@ class RunLock:
         return now is not None and now.token == self._me.token
 
     def require_own(self) -> None:
-        """To be called before the folder is written.
+        """Refuses a lock that was lost; called before the folder is written.
 
         Raises:
             UserError: the lock was lost.

@@ -132,7 +132,7 @@ class TextSamples:
 
 
 def quoted(text: str) -> str:
-    """On one line, with what would move a terminal's cursor escaped."""
+    """Quotes a text on one line, with what would move a terminal's cursor escaped."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in f'"{text}"')
 
 

@@ -31,7 +31,7 @@ class ModelSource:
     weights: WeightSource | None
 
     def fingerprint(self) -> str | None:
-        """Of the weights; None when there are none."""
+        """Returns the fingerprint of the weights; None when there are none."""
         return self.weights.fingerprint() if self.weights is not None else None
 
     def sums(self) -> dict[str, str] | None:

@@ -65,7 +65,7 @@ class ModelStage:
         self.sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float32, device=device)
         """fp32 [1 + metrics]: this rank's loss and metrics, added up since `load`; 0 but on the last stage."""
         self.references: dict[int, Tensor] = {}
-        """By micro-batch; empty but on the last stage."""
+        """The reference's results by micro-batch; empty but on the last stage."""
         self.baseline = torch.zeros((), dtype=torch.float32, device=device)
         """0-dim fp32, what the objective must know of the global batch beforehand; its own value only on the last stage
         and where the objective has a baseline."""
@@ -189,7 +189,7 @@ class ModelStage:
         self._start_reduction = start
 
     def capture_layers(self, capture: Capture, shape: StaticShape, num_slots: int) -> None:
-        """From now on the layers of training's micro-batches of this shape are replayed. Between two steps.
+        """Has the layers of training's micro-batches of this shape replayed from now on. Between two steps.
 
         Args:
             num_slots: micro-batches whose backward is still to come at once, at most.

@@ -143,7 +143,7 @@ class Stages:
 
     @property
     def _last(self) -> ModelStage:
-        """Of this rank's; the model's last one on the rank that has it."""
+        """This rank's last stage; the model's last one on the rank that has it."""
         return list(self._stages.values())[-1]
 
     def _compare_with_base(self, batches: list[Batch]) -> None:

@@ -204,5 +204,5 @@ def _check_same(section: str, saved: dict[str, Any], now: dict[str, Any], path: 
 
 
 def _shown(value: Any) -> str:
-    """As a user writes it."""
+    """Returns a value as a user writes it."""
     return "null" if value is None else str(value)

@@ -16,7 +16,7 @@ class Preempted(Exception):
 
 
 class Supervision:
-    """Of one rank.
+    """Watches one rank for signals and hangs.
 
     Args:
         options: when a hang is reported.
@@ -30,7 +30,7 @@ class Supervision:
         self._watchdog: Watchdog | None = None
 
     def start(self, step: int) -> None:
-        """Before the first place where the run may stop; in the main thread.
+        """Begins to watch, before the first place where the run may stop; in the main thread.
 
         Raises:
             CommunicationError: who holds the store does not answer.

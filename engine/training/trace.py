@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class StepTraces:
-    """Of one rank.
+    """The traces of one rank's steps.
 
     Args:
         steps: which are traced, from 1; neighbours go into one trace.

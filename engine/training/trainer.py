@@ -405,7 +405,7 @@ def _ends(losses: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
 
 
 def _lost_rank(error: CommunicationError, step: int | None, config: RunConfig) -> str:
-    """What is said where the run cannot go on; `step` is the last one that this rank finished, None before the loop."""
+    """What is reported where the run cannot go on; `step` is the last that this rank finished, None before the loop."""
     when = "before the first step" if step is None else f"after step {step}"
     if error.timed_out:
         limit = f"{config.train.collective_timeout:g} s"

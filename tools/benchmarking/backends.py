@@ -14,7 +14,7 @@ BACKENDS = ("reference", "native", "triton")
 def find_backends(
     device: torch.device, dtype: torch.dtype, *, timed: bool
 ) -> tuple[dict[str, Kernels], dict[str, str]]:
-    """By name; and name -> why it is absent.
+    """Returns the kernels by name; and name -> why it is absent.
 
     Args:
         device, dtype: what they would compute on.

@@ -55,7 +55,7 @@ class Ceilings:
         return torch.mm(self._left, self._right, out=self._result)
 
     def contestants(self, demand: Demand) -> dict[str, Work]:
-        """Those that the limit of such an op is made of."""
+        """The contestants that the limit of such an op is made of."""
         return {name: work for name, work in self._all().items() if _needs(demand)[name]}
 
     def _all(self) -> dict[str, Work]:
@@ -96,7 +96,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 _PASSES = 4
-"""Over a GiB: about a millisecond, in which a layer's forward and backward are launched."""
+"""Passes over a GiB: about a millisecond, in which a layer's forward and backward are launched."""
 
 
 class ColdCache:

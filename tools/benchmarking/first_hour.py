@@ -30,7 +30,7 @@ from .first_hour_figures import key_figures, record_of_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 540.0
-"""Of one part at most."""
+"""Time limit of one part."""
 PRESET = "--preset llama3-8b"
 
 

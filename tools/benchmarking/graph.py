@@ -38,7 +38,7 @@ from .timing import paired_ratio, summarise, take_turns, wait_for
 
 _CHECKED_STEPS = WARMUP_STEPS + 3
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-"""Of losses, relative. torch's flash attention adds up its backward in any order, so that bits may differ on a GPU."""
+"""Relative tolerance of losses. torch's flash attention sums its backward in any order: bits may differ on a GPU."""
 
 
 class Timed(NamedTuple):
@@ -54,7 +54,7 @@ class Timed(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of one row length.
+    """The measurements of one row length.
 
     Args:
         samples: kind -> its timed steps.
@@ -168,7 +168,7 @@ def _say(what: str) -> None:
 
 
 def _attention_kernels(options: GraphOptions, kernels: Kernels, device: torch.device) -> tuple[str, ...]:
-    """Of one layer's attention, forward and backward."""
+    """Returns the names of the kernels of one layer's attention, forward and backward."""
     batch = make_batch(replace(options, length=options.row_lengths()[0]), 0).to(device)
     documents = Documents(
         lengths=batch.document_lengths, offsets=batch.document_offsets, max_length=batch.row_length

@@ -106,7 +106,7 @@ class GraphSide:
         return [self.flat.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.updates, optimizer.skipped]
 
     def restore(self) -> None:
-        """To the state at first."""
+        """Restores the initial state."""
         for tensor, value in self._kept:
             tensor.copy_(value)
         self.flat.publish()

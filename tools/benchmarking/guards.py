@@ -214,7 +214,7 @@ def run(options: GuardsOptions) -> Table:
 
 
 def _medians(samples: list[Timed], *, own: bool = False) -> tuple[float, float]:
-    """By the clock and of the CPU."""
+    """Median seconds by the clock and of the CPU."""
     pairs = [(one.own, one.own_cpu) if own else (one.seconds, one.cpu_seconds) for one in samples]
     seconds, cpu = zip(*pairs, strict=True)
     return summarise(seconds).median, summarise(cpu).median

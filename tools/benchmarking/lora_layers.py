@@ -33,7 +33,7 @@ SCALE = 2.0
 _EPS = 1e-5
 _SEED, _SITE, _TORCH_SEED = 5, 3, 11
 Masks = list[Tensor | None]
-"""Of each section: fp64 [T, I], 0 where dropped and 1 / (1 - p) where kept; None without dropout."""
+"""A dropout mask for each section: fp64 [T, I], 0 where dropped, 1 / (1 - p) where kept; None without dropout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -142,7 +142,7 @@ def make_case(
 
 
 def frozen_operations(shape: Shape) -> int:
-    """Of the frozen linear, forward and input gradient."""
+    """Operations of the frozen linear, forward and input gradient."""
     return 4 * shape.tokens * shape.inputs * sum(shape.outputs)
 
 
@@ -180,7 +180,7 @@ def _faster_frozen(timed: Timed) -> str:
 
 
 def layer_linears(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-    """Those that make up a decoder layer, queries to down projection; empty where one is missing."""
+    """The linears that make up a decoder layer, queries to down projection; empty where one is missing."""
     for qkv in shapes:
         for gate_up in shapes:
             if (
@@ -198,7 +198,7 @@ def layer_linears(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
 
 
 def _layer_verdicts(timed: dict[tuple[str, float], Timed], chosen: Kernels, target: float) -> list[str]:
-    """Of the linears of a layer together, where all were timed: turn by turn, sum over sum."""
+    """Verdicts on the linears of a layer together, where all were timed: turn by turn, sum over sum."""
     who = f"engine ({chosen.name})"
     linears = layer_linears([read_shapes(name)[0] for name, _ in timed])
     verdicts = []
@@ -223,7 +223,7 @@ def _together(samples: Iterable[Sequence[float]]) -> list[float]:
 
 
 def _verdicts(where: str, chosen: Kernels, timed: Timed, target: float) -> list[str]:
-    """Of the engine as a model takes it, and whether another way of it would be faster."""
+    """A verdict on the engine as a model takes it, and whether another of its kernels would be faster."""
     if not timed.samples:
         return []
     base = timed.seconds(_faster_frozen(timed))

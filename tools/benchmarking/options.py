@@ -14,7 +14,7 @@ from engine.config.model import KERNELS, DType
 from engine.errors import UserError
 
 DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
-"""Of the engine's: float16 wants a loss scale, which the peers' sides have not."""
+"""The engine's dtypes without float16, which wants a loss scale that the peers' sides do not have."""
 DEVICES = ("auto", "cpu", "cuda")
 PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -75,7 +75,7 @@ def check_common(record: Any) -> None:
 
 
 def chosen_names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
-    """Of a list such as `a,b`, "all" or "none".
+    """Returns the names in a list such as `a,b`, "all" or "none".
 
     Raises:
         UserError: a name that is not known.
@@ -126,7 +126,7 @@ class ModelOptions:
 
     @property
     def tokens(self) -> int:
-        """In a batch."""
+        """Tokens of a batch."""
         return self.rows * self.length
 
     @property
@@ -258,7 +258,7 @@ KINDS = ("column", "row", "norm-column", "swiglu-row")
 
 
 def read_shapes(text: str) -> tuple[Shape, ...]:
-    """Of a list such as `column:1024x1024x2816,norm-column:1024x1024x1024+512+512`.
+    """Reads the shapes from a list such as `column:1024x1024x2816,norm-column:1024x1024x1024+512+512`.
 
     Raises:
         UserError: one that is not of this form; names it.

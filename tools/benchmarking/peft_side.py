@@ -65,7 +65,7 @@ class PeftSide:
         self.model.train()
 
     def _change_base(self, base: PreTrainedModel) -> None:
-        """Before the adapters are put in."""
+        """Changes the base before the adapters are put in; nothing here."""
 
     def prepare(self) -> None:
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -110,7 +110,7 @@ _REPLACED = ("LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb")
 
 
 class LigerSide(PeftSide):
-    """With `apply_liger_kernel_to_llama`: norms, SwiGLU, rotary embedding, and head and loss in one.
+    """PEFT with `apply_liger_kernel_to_llama`: norms, SwiGLU, rotary embedding, and head and loss in one.
 
     It replaces names in transformers' module, where plain PEFT would meet them too. So the module is put back, and what
     is looked up there at each forward, the rotary embedding, is Liger's only while this side computes.

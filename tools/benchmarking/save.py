@@ -34,7 +34,7 @@ QUIET, WAITING, BESIDE = "no save", "waited for", "written beside the steps"
 
 @dataclass(slots=True)
 class _Figures:
-    """Of one kind of turn."""
+    """The figures of one kind of turn."""
 
     pauses: list[float] = field(default_factory=list)
     written: list[float] = field(default_factory=list)

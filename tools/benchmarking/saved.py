@@ -18,11 +18,11 @@ from .options import ModelOptions
 from .sides import SideKind
 
 _LAYERS = 2
-"""Of the smaller of two models. Not 1: below the first layer nothing is trained, so it keeps less than the others."""
+"""Layers of the smaller model. Not 1: below the first layer nothing is trained, so it keeps less than the others."""
 
 
 def saved_bytes(side: Side, ids_BS: Tensor, own: Iterable[Tensor]) -> int:
-    """Of all storages that the graph of a loss keeps, each once, without those of `own`.
+    """Bytes of all storages that the graph of a loss keeps, each counted once, without those of `own`.
 
     Sees what is saved through autograd, which is everything but the closures of non-reentrant checkpointing.
     """
@@ -65,7 +65,7 @@ def plain_bytes(options: ModelOptions) -> int:
 
 
 def designed_bytes(options: ModelOptions, *, bits: bool) -> float:
-    """The same of this engine's design: norms and SwiGLU are made again, H and statistics are kept.
+    """The same of this engine's design: norms and SwiGLU are recomputed, H and statistics are kept.
 
     The residual stream twice, q, attention's output, k, v, [gate | up], H of seven adapters; in fp32 two reciprocal
     norms and attention's logarithm of sums; with dropout a mask for each of four inputs.

@@ -33,7 +33,7 @@ class Table:
         assert all(len(row) == len(self.columns) for row in self.rows), (self.columns, self.rows)
 
     def text(self) -> str:
-        """For a terminal: aligned columns, names left, figures right."""
+        """The text for a terminal: aligned columns, names left, figures right."""
         aligned = [line.rstrip() for line in format_columns((self.columns, *self.rows))]
         rule = "-" * max(len(line) for line in aligned)
         head = (self.title, _in_line(self.machine)) if self.machine else (self.title,)
@@ -50,7 +50,7 @@ class Table:
         return "\n".join([head, rule, *("| " + " | ".join(row) + " |" for row in self.rows)])
 
     def inner_markdown(self) -> str:
-        """As a part of a report's Markdown section."""
+        """The table as a part of a report's Markdown section."""
         parts = [f"#### {self.title}", self._grid(), _sentences(self.findings)]
         return "\n\n".join(part for part in parts if part)
 
@@ -87,7 +87,7 @@ class Report:
     data: dict[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
-        """For a terminal."""
+        """The text for a terminal."""
         return "\n\n".join(
             (f"{self.title}\n{_in_line(self.machine)}", *(table.text().rstrip() for table in self.tables),
              "\n".join(self.findings))

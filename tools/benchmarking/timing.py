@@ -39,17 +39,17 @@ class Summary(NamedTuple):
 
 
 def summarise(values: Sequence[float]) -> Summary:
-    """Of at least one value."""
+    """Summarises one value or more."""
     return Summary(statistics.median(values), min(values), max(values))
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Summary:
-    """Of above[i] / below[i]; both were measured in the same turns."""
+    """Summarises above[i] / below[i]; both were measured in the same turns."""
     return summarise([a / b for a, b in zip(above, below, strict=True)])
 
 
 def wait_for(device: torch.device) -> None:
-    """Until everything queued on the device is done."""
+    """Waits until everything queued on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -104,7 +104,7 @@ class Comparison:
         return not apart and not any(replicas.differing for replicas in self.replicas)
 
     def worst_of(self, kind: str, *, at_start: bool = False) -> list[Deviation]:
-        """Of each name the worst moment, the worst name first.
+        """Returns the worst deviation of each name, the worst name first.
 
         Args:
             kind: of the deviations.
@@ -160,7 +160,7 @@ def compare(
 
 
 def _figures(figure: str, own: Recording, other: Recording) -> list[Deviation]:
-    """Of each step the worst of all ranks of both layouts, against the first rank of the other one."""
+    """Returns each step's worst deviation over all ranks of both layouts, from the first rank of the other one."""
     result = []
     for step, (ours, theirs) in enumerate(zip(own.figures(figure), other.figures(figure), strict=True), 1):
         expected = torch.tensor(theirs[0], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What is said of a comparison of layouts: a table, one verdict each, and everything for programs."""
+"""What is reported of a comparison of layouts: a table, one verdict each, and everything for programs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Certificate:
         return all(comparison.certified for comparison in self.comparisons)
 
     def text(self) -> str:
-        """For a terminal."""
+        """The text for a terminal."""
         rows = [("against", "quantity", "deviation", "step")]
         for comparison in self.comparisons:
             rows += _rows(comparison)
@@ -56,7 +56,7 @@ class Certificate:
         return [_verdict(self.layout, comparison) for comparison in self.comparisons]
 
     def record(self) -> dict[str, Any]:
-        """For programs; deviations that are no finite number are text."""
+        """The record for programs; deviations that are no finite number are text."""
         return {
             "certified": self.certified,
             "steps": self.steps,
@@ -114,7 +114,7 @@ class Certificate:
 
 
 def _rows(comparison: Comparison) -> Iterator[tuple[str, str, str, str]]:
-    """Of the table: figures, and the worst tensors of each kind."""
+    """Yields the rows of the table: figures, and the worst tensors of each kind."""
     label = comparison.layout.label
     shown = [
         *comparison.worst_of(PARAMETER, at_start=True)[:1],

@@ -32,7 +32,7 @@ from .memory_question import GIB, measured_cpu, read_config
 from .memory_report import part_table, table
 
 _STEPS = 4
-"""Of a measurement; the last one counts."""
+"""Steps of a measurement; the last one counts."""
 
 
 def report(arguments: argparse.Namespace) -> str:
@@ -71,7 +71,7 @@ def _read(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _predicted(config: RunConfig, arguments: argparse.Namespace) -> tuple[Candidate, Machine]:
-    """Of a step on the GPU that is asked about, or on this machine's CPU."""
+    """Predicts a step on the GPU that is asked about, or on this machine's CPU."""
     on_cpu = arguments.machine == "cpu" or (arguments.measure and not torch.cuda.is_available())
     device_type = "cpu" if on_cpu else "cuda"
     machine = measured_cpu(arguments.gpu_memory) if on_cpu else machine_for(arguments.machine, arguments.gpu_memory)

@@ -80,7 +80,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _nothing() -> None:
-    """In place of a reference to what is gone."""
+    """Stands in for a reference to what is gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

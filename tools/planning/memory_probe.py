@@ -31,7 +31,7 @@ from .memory_question import Answer, measured_cpu
 from .memory_report import memory_options, table
 
 LAYERS = (2, 4)
-"""Of the two models: the difference of both is that of whole layers, first and last ones apart."""
+"""Layers of the two models: the difference of both is that of whole layers, first and last ones apart."""
 _STEPS = 2
 """The first makes what the other finds made."""
 

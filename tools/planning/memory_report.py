@@ -143,7 +143,7 @@ def _ranking(answer: Answer, candidates: Sequence[Candidate]) -> str:
 
 
 def _nothing_fits(answer: Answer) -> str:
-    """With what the smallest lacks."""
+    """Says that nothing fits, and what the smallest lacks."""
     if not answer.found.too_large:
         return "No layout is possible."
     smallest = answer.found.too_large[0]

@@ -213,7 +213,7 @@ def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most a few hundred points: of each stretch of a longer line its mean."""
+    """Returns at most a few hundred points: of each stretch of a longer line its mean."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = math.ceil(len(points) / _MOST_POINTS)
@@ -222,7 +222,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:
-    """At each point from the `window`-th on the mean of the last `window` values."""
+    """Returns at each point from the `window`-th on the mean of the last `window` values."""
     total, found = 0.0, []
     for place, (x, y) in enumerate(points):
         total += y

@@ -10,7 +10,7 @@ from .markup import EMPTY, Content, element
 from .reading import Run
 
 COLOURS = 6
-"""Of the palette."""
+"""Number of colours in the palette."""
 
 
 def section(title: str, content: Content) -> Markup:

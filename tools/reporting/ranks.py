@@ -65,7 +65,7 @@ def memory(run: Run, runs: Sequence[Run]) -> Markup:
 
 
 def bandwidth(run: Run, runs: Sequence[Run]) -> Markup:
-    """By axis and operation, over all ranks and steps."""
+    """Shows the bandwidth by axis and operation, over all ranks and steps."""
     sums: dict[str, list[float]] = {}
     for records in run.ranks.values():
         for record in records:

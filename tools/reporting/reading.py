@@ -20,7 +20,7 @@ from engine.config.run_files import CONFIG, ENVIRONMENT, TELEMETRY
 from engine.errors import UserError
 
 _LARGEST = 1e100
-"""Of a figure: sums and differences of such numbers are finite."""
+"""Largest magnitude of a figure: sums and differences of such numbers are finite."""
 _LARGEST_COUNT = 2**53
 _METRICS = "metrics.jsonl"
 
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """In a few words."""
+        """The run's status in a few words."""
         last = max((record.step for record in self.steps), default=None)
         if last is None:
             return "evaluated only" if self.evaluations else "no steps recorded"

@@ -86,7 +86,7 @@ class Conversion:
         self.rows.append(Row(given, f"dropped: {why}", "dropped"))
 
     def lack(self, given: Given, why: str) -> None:
-        """A key that changes what is trained and has no counterpart: the run will differ, and that is said."""
+        """A key that changes what is trained and has no counterpart: the run will differ, and that is reported."""
         self.drop(given, f"no counterpart, {why}")
         self.notes.append(f"{given.key} {_text(given.value)} has no counterpart, and the run will differ: {why}")
 
@@ -244,7 +244,7 @@ def set_dtype(conversion: Conversion, given: Given, dtype: str) -> None:
 
 
 def dtype_switch(dtype: str) -> Rule:
-    """For a key that switches an arithmetic on."""
+    """Returns the rule of a key that switches a dtype on."""
 
     def rule(conversion: Conversion, given: Given) -> None:
         if truth(given):

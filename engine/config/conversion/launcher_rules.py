@@ -10,7 +10,7 @@ RULES: dict[str, Rule] = accelerate_rules.RULES | deepspeed_rules.RULES
 
 
 def rule_for(key: str) -> Rule | None:
-    """Of a key as it was read; what accelerate nests as deepspeed_config.* and fsdp_config.* is found too."""
+    """Returns the rule for a key as it was read, also below accelerate's deepspeed_config.* and fsdp_config.*."""
     for prefix in ("deepspeed_config.", "fsdp_config.", ""):
         found = find_rule(RULES, key.removeprefix(prefix).strip()) if key.startswith(prefix) else None
         if found is not None:

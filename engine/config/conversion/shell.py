@@ -275,7 +275,7 @@ def _calculated(match: re.Match[str]) -> str:
 
 
 def _quoted(word: str) -> str:
-    """In quotes where it needs them, so that a variable in it is still put in."""
+    """Quotes a word where it needs quotes, so that a variable in it is still expanded."""
     if _VARIABLE.fullmatch(word):
         return word  # it may hold several words
     return shlex.quote(word) if re.search(r"[\s'\"\\()*|;&]", word) else word

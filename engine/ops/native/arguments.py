@@ -42,7 +42,7 @@ def heads(tensor: Tensor, tokens: int, num_heads: int, head_dim: int, *, dtype: 
 
 
 def optional_matrix(tensor: Tensor | None, columns: int, rows: int, *, dtype: torch.dtype) -> tuple[int | None, int]:
-    """As `matrix`; a null pointer for None."""
+    """Returns what `matrix` does; a null pointer for None."""
     return (None, 0) if tensor is None else matrix(tensor, columns, rows, dtype=dtype)
 
 
@@ -58,7 +58,7 @@ def optional_vector(tensor: Tensor | None, length: int, dtype: torch.dtype = tor
 
 
 def threads() -> int:
-    """As many threads as torch would take now."""
+    """The number of threads that torch would take now."""
     return int(torch.get_num_threads())
 
 

@@ -103,7 +103,7 @@ def make_schedule(
 
 
 _MOST_PASSES = 1_000_000
-"""Of a schedule that is listed and validated; a step of so many micro-batches would be a slip."""
+"""Most passes of a schedule that is listed and validated; a step of so many micro-batches would be a mistake."""
 
 
 def _check(name: str, num_ranks: int, virtual: int, num_microbatches: int, first_trainable_stage: int) -> None:

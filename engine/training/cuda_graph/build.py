@@ -88,7 +88,7 @@ def build_graphs(
 
 
 def graphs_sentence(graphs: Graphs) -> str:
-    """For the log."""
+    """The sentence for the log."""
     shape = graphs.shape
     what = "the whole step" if isinstance(graphs, StepGraph) else "each layer's forward and backward"
     return (

@@ -110,7 +110,7 @@ class GraphCounts:
     beside: int = 0
 
     def line(self) -> str:
-        """For the summary."""
+        """The line for the summary."""
         return (
             f"{self.replayed} {self.unit} replayed, {self.warmup} before the capture, {self.beside} beside the graph "
             "(they did not fit)"

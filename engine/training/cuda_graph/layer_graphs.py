@@ -61,7 +61,7 @@ class _GraphedLayer:
         return self._forward.outputs[0].detach().requires_grad_(self._live.requires_grad)
 
     def capture_backward(self, capture: Capture, pool: Any) -> None:
-        """After the forwards of all layers and the backwards of those above."""
+        """Captures backward, after the forwards of all layers and the backwards of those above."""
         assert self._live is not None
         if self._live.requires_grad:
             self._backward = capture.capture(self._run_backward, pool)
@@ -165,7 +165,7 @@ class Slot:
         self._context_graph.replay()
 
     def run_layers(self, x: Tensor) -> Tensor:
-        """As `Decoder.run_layers`, on the micro-batch that was loaded. The output stays until its backward is done."""
+        """Runs the layers on the micro-batch that was loaded. The output stays until its backward is done."""
         for layer in self._layers:
             x = layer(x)
         return x
@@ -214,7 +214,7 @@ class StageGraphs:
         return self._taken.get(microbatch)
 
     def release(self, microbatch: int) -> None:
-        """After the micro-batch's backward."""
+        """Frees a micro-batch's slot, after its backward."""
         slot = self._taken.pop(microbatch, None)
         if slot is not None:
             self._free.append(slot)

@@ -30,7 +30,7 @@ _COPIED = ("tokens_BS", "labels_BS", "positions_BS", "token_index_BS", "loss_wei
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StaticShape:
-    """Of every micro-batch that a graph replays.
+    """The shape of every micro-batch that a graph replays.
 
     Args:
         rows, length: of tokens.

@@ -1,7 +1,7 @@
 """All guards of a run, as the loop sees them: told of every step, asked when its figures have been read.
 
 What a guard does in the hot path is to launch work whose results lie on the device until the report of the step, which
-comes when the next step already runs. So what is said of a step is said one step later.
+comes when the next step already runs. So a step is reported on one step later.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Guards:
         self._begun_at = 0
 
     def begin(self, step: int, consumed: int) -> None:
-        """Before the loop. Collective; waits for the device.
+        """Called before the loop. Collective; waits for the device.
 
         Args:
             step: steps taken so far.
@@ -171,7 +171,7 @@ class Guards:
         self._read_liveness(step)
 
     def finish(self, step: int, consumed: int) -> None:
-        """After the loop, when all figures are read. Collective; waits for the device.
+        """Called after the loop, when all figures are read. Collective; waits for the device.
 
         Raises:
             UserError: a guard saw what its policy stops at.
@@ -188,7 +188,7 @@ class Guards:
             self._compared = step
             self._read_comparison()
 
-    # leaps, and what is not finite
+    # spikes, and what is not finite
 
     def _judge(self, seen: StepSeen, loss: float, norm: float) -> None:
         if isfinite(loss) and not isfinite(norm) and self._is_overflow(seen):

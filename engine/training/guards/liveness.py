@@ -25,7 +25,7 @@ from engine.training.guards.replicas import NAMED, ReplicaGuard
 
 FACTORS = tuple(f".{leaf}" for leaf in LORA_LEAVES)
 _SAME = 1e-4
-"""Of the first moment of an earlier run: it fell by beta1 a step and nothing else, within rounding."""
+"""Relative tolerance of an earlier run's first moment that only decayed by beta1 a step, for rounding."""
 
 
 class Dead(NamedTuple):

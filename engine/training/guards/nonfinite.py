@@ -225,7 +225,7 @@ class Locator:
         self._replicas, self._world = replicas, world
 
     def locate(self, batches: list[Batch], target_count: float, step: int) -> Located:
-        """Between two steps. Collective.
+        """Locates where the step stopped being finite, between two steps. Collective.
 
         Args:
             batches: this rank's micro-batches.

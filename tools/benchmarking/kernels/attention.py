@@ -79,7 +79,7 @@ def causal(setting: Setting) -> Case:
 
 
 def _answer(length: int, qkv: list[Tensor], dout: Tensor) -> Results:
-    """In float64 by plain products, a document at a time, for all its scores are kept."""
+    """Computes the answer in float64 by plain products, a document at a time, for all its scores are kept."""
     parts = []
     for start in range(0, dout.shape[0], length):
         document = slice(start, start + length)

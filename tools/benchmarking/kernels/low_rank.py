@@ -73,7 +73,7 @@ def _wide_mask(setting: Setting, dropped: bool) -> Tensor | float:
 
 
 def _plain_mask(setting: Setting, dropped: bool) -> Tensor | None:
-    """For plain torch: 0 or 1 / (1 - p), made beforehand, so that it pays for one multiplication only."""
+    """The mask for plain torch: 0 or 1 / (1 - p), made beforehand, so that it pays for one multiplication only."""
     return setting.scaled_mask(setting.options.hidden).to(setting.dtype) if dropped else None
 
 

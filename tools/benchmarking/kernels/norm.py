@@ -117,7 +117,7 @@ def backward(setting: Setting) -> Case:
 
 
 def _liger_backward(x: Tensor, weight: Tensor, dy: Tensor) -> Contestant:
-    """In place over dy, which is its default."""
+    """Liger's backward, in place over dy, which is its default."""
     from liger_kernel.ops import LigerRMSNormFunction
 
     leaf, consumed = x.clone().requires_grad_(), dy.clone()

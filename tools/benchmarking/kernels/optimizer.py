@@ -29,7 +29,7 @@ from .setting import Setting
 _FIRST_MOMENT, _SECOND_MOMENT = -1e-3, 1e-6
 """Moments before the step over the gradient (its square). With moments of 0 a wrong clip factor would hardly show."""
 _STATE_BYTES = 7 * 4
-"""Of an fp32 update, a parameter: weight, gradient and two moments read, weight and moments written."""
+"""Bytes per parameter of an fp32 update: weight, gradient and two moments read, weight and moments written."""
 
 
 class _State:

@@ -99,7 +99,7 @@ def _size(setting: Setting, linear: _Linear) -> str:
 
 
 def _demand(setting: Setting, linear: _Linear) -> Demand:
-    """Of the product with the base and the low-rank one, without the zeros beside B."""
+    """The demand of the product with the base and of the low-rank one, without the zeros beside B."""
     tokens, outputs = setting.options.tokens, linear.extended.shape[0]
     both = linear.num_ranks + linear.inputs
     moved = tokens * (both + outputs) + outputs * (linear.inputs + linear.rank)

@@ -77,7 +77,7 @@ def split(setting: Setting) -> Case:
 
 
 def _answer(setting: Setting, qkv: Tensor, cos: Tensor, sin: Tensor) -> Results:
-    """In float64, differentiable."""
+    """Computes the answer in float64, differentiable."""
     wide = qkv.double()
     return _plain_split(setting, wide, halves_twice(cos, wide), halves_twice(sin, wide))
 

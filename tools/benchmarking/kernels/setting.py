@@ -17,7 +17,7 @@ from ..options import KernelOptions
 from ..peers import Peers
 
 SEED, SITE = 5, 3
-"""Of the dropout masks."""
+"""Seed and site of the dropout masks."""
 
 
 class Draws:
@@ -28,7 +28,7 @@ class Draws:
         self._device, self._dtype = device, dtype
 
     def normal(self, *shape: int, scale: float = 1.0, mean: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
-        """In the case's dtype unless said otherwise."""
+        """Draws normal values, in the case's dtype unless another is given."""
         values = torch.randn(shape, generator=self._generator, device=self._device)
         return values.mul_(scale).add_(mean).to(dtype or self._dtype)
 

@@ -106,7 +106,7 @@ def backward(setting: Setting) -> Case:
 
 
 def _liger_backward(gate_up: Tensor, dy: Tensor) -> Contestant:
-    """In place over gate and up, which is all it does."""
+    """Liger's backward, in place over gate and up, the only way it has."""
     from liger_kernel.ops import LigerSiLUMulFunction
 
     gate, up = (half.contiguous() for half in gate_up.chunk(2, dim=-1))

@@ -67,7 +67,7 @@ def _figures(timed: Timed, who: str, baseline: str) -> tuple[str, ...]:
 
 
 def _first_calls(first_calls: FirstCalls, name: str, who: str, checked: Checked) -> tuple[str, ...]:
-    """With empty caches, or of this process; where it was measured, with warm caches."""
+    """Times with empty caches, or of this process; where it was measured, with warm caches."""
     cold = first_calls.cold.get(name, {}).get(who, checked.first_seconds)
     warm = first_calls.warm.get(name, {}).get(who)
     return f"{cold * 1e3:,.1f}", *((f"{warm * 1e3:,.1f}",) if warm is not None else ())

@@ -13,7 +13,7 @@ _MINOR = ("aten::empty", "aten::view", "aten::transpose", "aten::as_strided", "a
 
 
 def kernel_names(contestant: Contestant, device: torch.device) -> tuple[str, ...]:
-    """Of one run, longest first; the few that take the time."""
+    """Returns the names of the few kernels of one run that take the time, longest first."""
     contestant.restore()
     wait_for(device)
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU

@@ -20,7 +20,7 @@ from engine.config.conversion.trainers.trl import TRL
 TRAINERS: tuple[Trainer, ...] = (
     TRL, LLAMA_FACTORY, AXOLOTL, MEGATRON, MINIMIND, SAT, MLPERF, MINICPM, HUGGING_FACE, LAUNCHERS,
 )  # fmt: skip
-"""In the order in which a key that several of them have is looked up for a hint."""
+"""The trainers in the order in which a key that several of them have is looked up for a hint."""
 
 _PROGRAMS = (
     ("trl ", TRL), ("llamafactory-cli", LLAMA_FACTORY), ("lmf ", LLAMA_FACTORY), ("llamafactory", LLAMA_FACTORY),
@@ -50,7 +50,7 @@ _KEYS: tuple[tuple[Trainer, frozenset[str]], ...] = (
 
 
 def recognise(given: Iterable[Given]) -> Trainer:
-    """Whose files and flags these are; accelerate's and DeepSpeed's where no trainer's are among them."""
+    """Returns the trainer whose files and flags these are; LAUNCHERS where no trainer's are among them."""
     everything = list(given)
     keys = {part for one in everything for part in (one.key, one.key.partition(".")[0]) if not one.idle}
     programs = [str(one.value) for one in everything if one.key == PROGRAM]

@@ -1,5 +1,5 @@
 """Keys of transformers' TrainingArguments, of PEFT's LoraConfig and of scripts around them that set no option here:
-they change nothing, or what they ask for is not there, and that is said."""
+they change nothing, or what they ask for is not there, and that is reported."""
 
 from __future__ import annotations
 

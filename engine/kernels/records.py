@@ -1,4 +1,4 @@
-"""What every backend's kernels are given: the coordinates of a dropout mask, an adapter's place in a linear, an input's update.
+"""What every backend's kernels are given: a mask's coordinates, an adapter's place in a linear, an input's update.
 
 Legend: T tokens, I input features, O output features of the linear, R rows of the stacked A.
 """

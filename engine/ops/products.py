@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from engine.ops.operands import LinearOperands
 
 Update = Literal["now", "any time", "later"]
-"""When dX gets what the adapters add to it, drop'(dH A). "now": before dX leaves, since dH stays here. "later": after the
-collective, since dH is still a partial sum. "any time": whichever is cheaper."""
+"""When dX gets what the adapters add to it, drop'(dH A). "now": before dX leaves, since dH stays here. "later": after
+the collective, since dH is still a partial sum. "any time": whichever is cheaper."""
 
 
 class Inputs(NamedTuple):

@@ -2,9 +2,8 @@
 
     out_i = x_i cos_i - x_(i + D/2) sin_i,   out_(i + D/2) = x_(i + D/2) cos_i + x_i sin_i
 
-Backward is the rotation the other way (`inverse`). A program loads both halves before it stores either, so every form
-works in place. Three forms: one tensor of heads; the packed product [q | k | v], in place, v untouched; and the packed
-product split into q, k and v, whose backward merges the three gradients into one.
+Backward is the rotation the other way. Forward splits the packed product [q | k | v] into q, k and v, of which v is not
+rotated; backward merges the three gradients into one.
 
 Legend: T tokens, H query heads, K key and value heads, D head dimension.
 """
@@ -42,20 +41,6 @@ def _turn(first_HD, second_HD, cos_ptr, sin_ptr, token, columns_D, half, INVERSE
     if INVERSE:
         sin_D = -sin_D
     return first_HD * cos_D - second_HD * sin_D, second_HD * cos_D + first_HD * sin_D
-
-
-@triton.jit
-def _rotate_kernel(
-    x_ptr, x_stride_t, x_stride_h, out_ptr, out_stride_t, out_stride_h, cos_ptr, sin_ptr, num_heads, half,
-    INVERSE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    heads_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    columns_D = tl.arange(0, COLUMNS)
-    ok_HD = (heads_H < num_heads)[:, None] & (columns_D < half)[None, :]
-    first, second = _load_halves(x_ptr, x_stride_t, x_stride_h, token, heads_H, ok_HD, columns_D, half)
-    first, second = _turn(first, second, cos_ptr, sin_ptr, token, columns_D, half, INVERSE)
-    _store_halves(out_ptr, out_stride_t, out_stride_h, token, heads_H, ok_HD, columns_D, half, first, second)
 
 
 @triton.jit
@@ -99,24 +84,6 @@ def _blocks(num_heads: int, half: int) -> tuple[int, int, int]:
     columns = power_of_2(half)
     heads = power_of_2(num_heads, 1, max(1, 2048 // columns))
     return heads, columns, triton.cdiv(num_heads, heads)
-
-
-def rope_rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, out_THD: Tensor, *, inverse: bool = False) -> None:
-    """Rotates each head into `out`, which may be `x` itself.
-
-    Args:
-        x_THD, out_THD: [T, H, D], contiguous along D, any strides else.
-        cos, sin: fp32 contiguous [T, D / 2].
-        inverse: the other way.
-    """
-    num_tokens, num_heads, head_dim = x_THD.shape
-    if x_THD.numel() == 0:
-        return
-    heads, columns, programs = _blocks(num_heads, head_dim // 2)
-    _rotate_kernel[(num_tokens, programs)](
-        x_THD, x_THD.stride(0), x_THD.stride(1), out_THD, out_THD.stride(0), out_THD.stride(1), cos, sin,
-        num_heads, head_dim // 2, INVERSE=inverse, HEADS=heads, COLUMNS=columns, num_warps=num_warps(heads * columns),
-    )  # fmt: skip
 
 
 def _launch_packed(

@@ -36,21 +36,6 @@ def _torchs(x_THD: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 
 
 @places
-@pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotate(place, shape: tuple[int, ...], inverse: bool) -> None:
-    num_tokens, num_heads, _, head_dim = shape
-    angles, cos, sin = _tables(place, num_tokens, head_dim)
-    x = random_rows(place, num_tokens, num_heads, head_dim, gap=3)
-    exact, torchs = _rotated(x, angles, inverse=inverse), _torchs(x, cos, sin, inverse)
-    out = torch.empty(num_tokens, head_dim, num_heads, dtype=place[1], device=place[0]).new_empty(torchs.shape)
-    rope.rope_rotate(x, cos, sin, out, inverse=inverse)
-    assert_as_exact_as_torch(out, torchs, exact, "rotated")
-    rope.rope_rotate(x, cos, sin, x, inverse=inverse)
-    assert torch.equal(x, out), "in place gives other bits"
-
-
-@places
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_split_and_merge(place, shape: tuple[int, ...]) -> None:
     num_tokens, num_heads, num_kv_heads, head_dim = shape

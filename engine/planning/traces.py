@@ -294,9 +294,10 @@ def _logit_widths(model: Decoder) -> frozenset[int]:
 
 
 def _batch(workload: Workload, ranks: int) -> Batch:
-    """Full rows of documents of one length, of which this is the first of some context ranks."""
+    """Makes full rows of documents of one length, the last of a row as long as fits; for the first context rank."""
     rows, length, document = workload.micro_batch, workload.seq_length, workload.document_length
-    lengths = (document,) * (rows * length // document)
+    rest = (length % document,) if length % document else ()
+    lengths = ((document,) * (length // document) + rest) * rows
     whole = ContextLayout(size=ranks, num_rows=rows, row_length=length, document_lengths=lengths)
     shape = rows, sum(span.length for span in rank_columns(length, ranks, 0))
     numbers, weights = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.float32))

@@ -70,7 +70,7 @@ def _named(log: list[Communication], caller: str, operation: str) -> list[Commun
 def test_input_gradient_of_column_linears(name: str, operation: str) -> None:
     """[dX | dH] is summed while the product dB = dY^T H is computed."""
     for log in _of(name):
-        found = _named(log, "ops.parallel_linear._column_input_gradient", operation)
+        found = _named(log, "ops.parallel_linear._start_gradients", operation)
         assert len(found) == ACCUMULATION * COLUMN_LINEARS
         assert all(one.waited and one.count(PRODUCTS) >= 1 for one in found), found
 

@@ -146,6 +146,16 @@ def test_stages_are_those_of_a_run(name: str, tmp_path: Path) -> None:
     assert found.schedule == expected.choice.schedule(8)
 
 
+@pytest.mark.parametrize("longest", [3, 48, 64, 100])
+def test_documents_that_do_not_fill_a_row(longest: int) -> None:
+    """Every row has as many tokens, whatever documents it is filled with, and kernels of a GPU keep no scores."""
+    workload = _workload(SMALL, _config(length=64))
+    (whole,), (found,) = (
+        predict_layout(one, Layout(), MemoryPlan()) for one in (workload, replace(workload, longest_document=longest))
+    )
+    assert found.step == whole.step
+
+
 def test_the_heads_time_is_that_of_its_weights(tmp_path: Path) -> None:
     """In layers: a product takes as long as it has weights, whatever the heads' sizes."""
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "vocab_size": 9000, "head_dim": 24}))

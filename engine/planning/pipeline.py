@@ -10,21 +10,12 @@ from functools import lru_cache
 
 from engine.config.parallel import ParallelOptions
 from engine.models.config import DecoderConfig
+from engine.models.decoder import Part, split_parts
 from engine.models.flops import head_in_layers
 from engine.pipeline.partition import StageOptions, plan_stages
 from engine.pipeline.schedule import Schedule
 from engine.pipeline.schedules import ScheduleChoice
 from engine.planning.shapes import ModelShape
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageRange:
-    """Layers [first, last), and whether this stage has the ends."""
-
-    first: int
-    last: int
-    embedding: bool = True
-    head: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,16 +30,10 @@ class PipelinePlan:
     layers: tuple[int, ...]
     schedule: Schedule
 
-    def stages(self, rank: int) -> dict[int, StageRange]:
+    def stages(self, rank: int) -> dict[int, Part]:
         """Returns the stages of a pipeline rank, by their number in the whole model."""
-        ends = [sum(self.layers[: stage + 1]) for stage in range(len(self.layers))]
-        return {
-            stage: StageRange(
-                first=ends[stage] - self.layers[stage], last=ends[stage], embedding=stage == 0,
-                head=stage == len(self.layers) - 1,
-            )
-            for stage in self.schedule.stages_of(rank)
-        }  # fmt: skip
+        parts = split_parts(self.layers)
+        return {stage: parts[stage] for stage in self.schedule.stages_of(rank)}
 
     @property
     def ends_meet(self) -> bool:

@@ -13,8 +13,8 @@ from functools import lru_cache
 from itertools import groupby
 
 from engine.layers.recompute import Level, MemoryPlan
+from engine.models.decoder import Part
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts, added, most, times, without
-from engine.planning.pipeline import StageRange
 from engine.planning.traces import Passage, RankModel
 
 
@@ -58,7 +58,7 @@ class _Run:
 
 @lru_cache(maxsize=4096)
 def stage_bytes(
-    model: RankModel, stage: StageRange, memory: MemoryPlan, *, trains: bool,
+    model: RankModel, stage: Part, memory: MemoryPlan, *, trains: bool,
     gives_gradient: bool, defers: bool = False,
 ) -> StageBytes:  # fmt: skip
     """Goes once forward and once backward through the stage.
@@ -84,7 +84,7 @@ def stage_bytes(
 
 
 def _runs(
-    model: RankModel, stage: StageRange, memory: MemoryPlan, *, needs: bool, trains: bool, defers: bool
+    model: RankModel, stage: Part, memory: MemoryPlan, *, needs: bool, trains: bool, defers: bool
 ) -> Iterator[_Run]:
     """The stage's layers in order. The first and the last one stand alone; the last keeps what it keeps on the device,
     because backward begins with it."""

@@ -16,12 +16,13 @@ import torch
 
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.rounding import FLOAT8
+from engine.models.decoder import Part
 from engine.pipeline.costs import Costs
 from engine.pipeline.simulate import simulate
 from engine.planning.layout import Layout, Workload
 from engine.planning.ledger import total
 from engine.planning.machine import Machine, check_encoding
-from engine.planning.pipeline import PipelinePlan, StageRange, pipeline_plan
+from engine.planning.pipeline import PipelinePlan, pipeline_plan
 from engine.planning.shapes import WIDE, EndShape, LayerShape, LinearShape, ModelShape, Parameters
 from engine.planning.traces import RankModel, rank_model
 from engine.zigzag import ContextLayout, make_plan
@@ -333,7 +334,7 @@ def _costs(
 
 
 def _stage(
-    times: _Times, memory: MemoryPlan, shape: ModelShape, stage: StageRange, *, trains: bool
+    times: _Times, memory: MemoryPlan, shape: ModelShape, stage: Part, *, trains: bool
 ) -> tuple[Work, Work, float]:
     """Forward, input gradient and weight gradients of one stage."""
     forward, backward, weights = Work(), Work(), 0.0

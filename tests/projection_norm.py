@@ -12,8 +12,24 @@ import torch
 from torch import Tensor
 
 from engine.kernels.records import InputUpdate
-from engine.kernels.reference_fused import rmsnorm_backward_with_update
 from engine.ops.kernels import REFERENCE, Kernels
+
+
+def rmsnorm_backward_with_update(
+    dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T1: Tensor, update_TF: Tensor, dh_TR: Tensor, h_TR: Tensor
+) -> Tensor:
+    """dx = rstd (g - xhat mean(g xhat)) for g = (dy + u) w, where the share of u in the mean is taken from dH . H.
+
+    Args:
+        update_TF: u = drop'(dH A), what adapters on y add to dy.
+        dh_TR, h_TR: gradient of H, and H = drop(y) A^T.
+    """
+    wide = torch.float64 if x_TF.dtype == torch.float64 else torch.float32
+    xhat = x_TF.to(wide) * rstd_T1
+    weight, dy = weight_F.to(wide), dy_TF.to(wide)
+    share_T1 = (dy * weight * xhat).sum(-1, keepdim=True) + (dh_TR.to(wide) * h_TR.to(wide)).sum(-1, keepdim=True)
+    g = (dy + update_TF.to(wide)) * weight
+    return ((g - xhat * share_T1 / x_TF.shape[-1]) * rstd_T1).to(x_TF.dtype)
 
 
 def norms_by_projection() -> tuple[Kernels, Callable[[], int]]:

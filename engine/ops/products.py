@@ -148,11 +148,9 @@ class Separate:
 
     def _projection(self, operands: LinearOperands, x: Tensor, mask: Tensor | None) -> Tensor | None:
         low_rank = operands.low_rank
-        return (
-            None
-            if low_rank is None
-            else project(x, mask, low_rank, operands.kernels, x.new_empty(x.shape[0], low_rank.rank))
-        )
+        if low_rank is None:
+            return None
+        return project(x, mask, low_rank, operands.kernels, x.new_empty(x.shape[0], low_rank.rank))
 
 
 class Folded:

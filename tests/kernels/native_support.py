@@ -42,13 +42,18 @@ def b_section(db: Tensor, first_column: int = 0, first_row: int = 0) -> AdapterS
     return AdapterSection(first_column=first, num_columns=num_columns, first_row=first_row, num_ranks=num_ranks, db=db)
 
 
-def drawn_bits(tokens: int, features: int) -> tuple[Tensor, Tensor]:
-    """A packed mask that drops a fifth, and the same as fp32."""
+def packed_mask(tokens: int, features: int, offset: int) -> Tensor:
+    """A mask that drops a fifth, in bits."""
     key = DropoutKey(
         token_index=torch.arange(tokens), step=3, seed=1, site=2, probability=0.2, num_features=features,
-        feature_offset=5,
+        feature_offset=offset,
     )  # fmt: skip
-    bits = dropout_bits(key)
+    return dropout_bits(key)
+
+
+def drawn_bits(tokens: int, features: int) -> tuple[Tensor, Tensor]:
+    """A packed mask, and the same as fp32."""
+    bits = packed_mask(tokens, features, 5)
     return bits, unpack_bits(bits, features).float()
 
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.records import AdapterSection, DropoutKey
+from engine.kernels.records import AdapterSection
 from engine.ops.native import adapted
-from engine.ops.native.dropout import dropout_bits
 from engine.ops.native.product import has_tiles, multiply_by_tiles
 from tests.kernels.native_support import (
     assert_accurate,
     assert_same_on_any_threads,
     needs_native,
+    packed_mask,
     threads,
     unpack_bits,
     widened,
@@ -89,17 +89,7 @@ def _operands(case: Case, masked: bool) -> Operands:
         column, row = column + rows, row + rank
     bits, kept = None, torch.ones(case.tokens, case.inputs)
     if masked:
-        bits = dropout_bits(
-            DropoutKey(
-                token_index=torch.arange(case.tokens),
-                feature_offset=3,
-                num_features=case.inputs,
-                probability=0.2,
-                seed=1,
-                site=2,
-                step=3,
-            )
-        )
+        bits = packed_mask(case.tokens, case.inputs, 3)
         kept = KEEP_SCALE * unpack_bits(bits, case.inputs)
     x, weight, a = normal(case.tokens, case.inputs), normal(outputs, case.inputs), normal(ranks, case.inputs)
     return Operands(x, weight, a, normal(case.tokens, outputs), sections, bits, kept)

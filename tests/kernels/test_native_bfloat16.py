@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.records import DropoutKey, InputUpdate
+from engine.kernels.records import InputUpdate
 from engine.ops.native import attention, cross_entropy, low_rank, norm, rope, swiglu
-from engine.ops.native.dropout import dropout_bits
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     SHAPES,
@@ -22,6 +21,7 @@ from tests.kernels.native_support import (
     assert_same_on_any_threads,
     attention_by_torch,
     b_section,
+    packed_mask,
     unpack_bits,
     widened,
 )
@@ -44,17 +44,7 @@ def _rounded_once(half: Tensor, wide: Tensor) -> None:
 def _update(tokens: int, features: int, rank: int) -> tuple[InputUpdate, InputUpdate, Tensor]:
     """An update in bfloat16, the same in fp32, and what it adds in fp64."""
     dh, a = _drawn((tokens, rank), (rank, features), seed=9)
-    bits = dropout_bits(
-        DropoutKey(
-            token_index=torch.arange(tokens),
-            feature_offset=0,
-            num_features=features,
-            probability=0.2,
-            seed=1,
-            site=2,
-            step=3,
-        )
-    )
+    bits = packed_mask(tokens, features, 0)
     added = SCALE * unpack_bits(bits, features).double() * (dh.double() @ a.double())
     half = InputUpdate(dh_TR=widened(dh), a_RI=widened(a), mask=bits, scale=SCALE)
     return half, InputUpdate(dh_TR=dh.float(), a_RI=a.float(), mask=bits, scale=SCALE), added
@@ -145,17 +135,7 @@ def test_split_rotate(tokens: int, heads: int, kv_heads: int, half: int) -> None
 @pytest.mark.parametrize("shape", [*SHAPES, (2100, 40)])
 def test_low_rank(shape: tuple[int, int], rank: int, masked: bool) -> None:
     x, dh, a = _drawn(shape, (shape[0], rank), (rank, shape[1]))
-    bits = dropout_bits(
-        DropoutKey(
-            token_index=torch.arange(shape[0]),
-            feature_offset=5,
-            num_features=shape[1],
-            probability=0.2,
-            seed=1,
-            site=2,
-            step=3,
-        )
-    )
+    bits = packed_mask(shape[0], shape[1], 5)
     mask = unpack_bits(bits, shape[1]) if masked else torch.ones(shape, dtype=torch.bool)
     given, kept = bits if masked else None, x * mask
     h = low_rank.project(widened(x), given, widened(a), out=widened(torch.zeros(shape[0], rank, dtype=HALF)))

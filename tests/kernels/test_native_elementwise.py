@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.records import DropoutKey, InputUpdate
+from engine.kernels.records import InputUpdate
 from engine.ops.native import cross_entropy, rope, swiglu
-from engine.ops.native.dropout import dropout_bits
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     SHAPES,
     assert_accurate,
     assert_same_on_any_threads,
+    packed_mask,
     unpack_bits,
     widened,
 )
@@ -61,17 +61,7 @@ def test_swiglu_with_rank_r_update(shape: tuple[int, int], rank: int) -> None:
     torch.manual_seed(0)
     gate_up, dy = torch.randn(shape[0], 2 * shape[1]), torch.randn(shape)
     dh, a = torch.randn(shape[0], rank), torch.randn(rank, shape[1])
-    bits = dropout_bits(
-        DropoutKey(
-            token_index=torch.arange(shape[0]),
-            feature_offset=0,
-            num_features=shape[1],
-            probability=0.2,
-            seed=1,
-            site=2,
-            step=3,
-        )
-    )
+    bits = packed_mask(shape[0], shape[1], 0)
     kept = unpack_bits(bits, shape[1]).double()
     update = InputUpdate(dh_TR=widened(dh), a_RI=widened(a), mask=bits, scale=1.25)
     gradient = swiglu.swiglu_backward(widened(dy), gate_up, update=update)

@@ -137,7 +137,7 @@ def same_bits(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, d
 
 
 def gradients_on_two_ranks(case: Case, kernels: Kernels) -> dict[str, Tensor]:
-    """Of one micro-batch, with two ranks along the tensor-parallel axis."""
+    """The gradients of one micro-batch, with two ranks along the tensor-parallel axis."""
     mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=case.config.num_kv_heads)
     built = build_with(case, MemoryPlan(), mesh, kernels=kernels)
     batch = make_batch([(0, (9, 1, 14)), (1, (24,))], row_length=24, seq_length=24, vocab_size=131, seed=1)

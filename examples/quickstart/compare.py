@@ -63,7 +63,7 @@ def run_config(run: Path) -> RunConfig:
 
 @torch.no_grad()
 def engine_logits(config: RunConfig, run: Path, dataset: TokenDataset) -> Tensor:
-    """Of the model as it was trained, from the run's last checkpoint."""
+    """Returns the logits of the model as it was trained, from the run's last checkpoint."""
     log = Log(rank=1)  # what it says was said by the training
     launch = Launch(rank=0, world_size=1, device=torch.device("cpu"))
     source = model_source(config)

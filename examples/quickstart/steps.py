@@ -63,7 +63,7 @@ class Done:
 
 
 def fingerprint(paths: Iterable[Path]) -> str:
-    """Of small files their content, of large ones size and time of change; folders with all that is in them."""
+    """Hashes small files' content, large ones' size and time of change; folders with all that is in them."""
     digest = hashlib.sha256()
     for path in paths:
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]

@@ -63,7 +63,7 @@ def _run(folder: Path, kind: str, mesh: Mesh) -> Seen:
 
 
 def _logits(folder: Path, mesh: Mesh) -> Tensor:
-    """Of this rank's part of the vocabulary."""
+    """The logits of this rank's part of the vocabulary."""
     built, batch = engine_model(folder, mesh), batch_of()
     with torch.no_grad():
         context = built.model.context(batch, built.stage.step, training=False)
@@ -148,7 +148,7 @@ def _methods(source: WeightSource) -> tuple[Method, ...]:
 
 
 def _run_context(folder: str) -> dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]]:
-    """Of the rank's own tokens: their coordinates, losses, and the gradient that reaches their embeddings."""
+    """The rank's own tokens: their coordinates, losses, and the gradient that reaches their embeddings."""
     mesh = build_mesh(RankGrid(cp=2), device_type="cpu", num_kv_heads=2)
     batch = context_part(batch_of(), size=2, rank=mesh.cp.rank)
     seen = {}

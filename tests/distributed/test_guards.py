@@ -244,7 +244,7 @@ def _nan_once(run: Run, step: int) -> None:
 
 
 def test_a_skipped_step_is_said_and_the_run_goes_on():
-    """When the figures are read the weight has been corrected, and that is what is said."""
+    """When the figures are read the weight has been corrected, and that is what is logged."""
     said = _said(TP2, _nan_once, replicas_every=0)
     assert said == [
         "step 3: loss nan, gradient norm nan: not finite, the update was skipped; computed again, the step was finite"

@@ -77,7 +77,7 @@ def _ranks(world: int) -> list[dict[tuple[str, ShardLevel], tuple[int, int | Non
 
 
 def _predicted(layout: Layout, level: ShardLevel) -> int:
-    """Of what is always there."""
+    """The bytes of what is always there."""
     case, grid = CASES[layout.case], layout.grid
     parallel = ParallelOptions(tensor=grid.tp, shard=level, bucket_mb=BUCKET_ELEMENTS * 4 / 2**20)
     workload = Workload(

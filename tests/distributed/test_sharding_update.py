@@ -168,7 +168,7 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(level: ShardLevel
 
 
 def _live_bytes() -> int:
-    """Of all tensors that Python knows, each memory once."""
+    """Counts all tensors that Python knows, each memory once."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
@@ -304,7 +304,7 @@ def test_bytes_between_steps(place: int, level: ShardLevel) -> None:
 
 
 def test_bytes_while_a_step_runs() -> None:
-    """Of the buckets, and of the weights, a few are there at a time; with more micro-batches all buckets are."""
+    """A few of the buckets, and of the weights, are there at a time; with more micro-batches all buckets are."""
     for rank in _measured():
         for place, layout in enumerate(MEASURED):
             gradients = rank[place, "gradients"]

@@ -28,7 +28,7 @@ Reading = tuple[str, int, dict[str, str] | None]
 
 
 def _read_together(folders: list[Path], sums: dict[str, str] | None) -> list[Reading]:
-    """Of each base the error, the bytes summed, and the sums, of a rank of two that reads at tensor 2."""
+    """Each base's error, the bytes summed, and the sums, of a rank of two that reads at tensor 2."""
     return [_read_one_together(folder, sums) for folder in folders]
 
 

@@ -189,7 +189,7 @@ class Sweep:
         return [(how, at) for how in hows for at, kind in enumerate(kinds, 1) if kind in able.get(how, (kind,))]
 
     def different_points(self, operations: Sequence[str], hows: Sequence[str]) -> list[tuple[str, int]]:
-        """Of `points` the first and the last of the same kind on the same file."""
+        """Picks from `points` the first and the last of the same kind on the same file."""
         found: dict[tuple[str, str], list[tuple[str, int]]] = {}
         for how, at in self.points(operations, hows):
             found.setdefault((how, operations[at - 1]), []).append((how, at))

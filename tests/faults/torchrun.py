@@ -55,7 +55,7 @@ class Torchrun:
         self.process.wait()
 
     def pids(self) -> list[int]:
-        """Of the ranks that are alive, in the order in which they were started."""
+        """The ranks that are alive, in the order in which they were started."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():

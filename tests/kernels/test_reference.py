@@ -161,7 +161,7 @@ def _bf16_error(ours: Callable[[], Tensor], theirs: Callable[[], Tensor], exact:
 
 
 def _gradient(fn: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> Tensor:
-    """Of the first input, by torch's autograd at the inputs' dtype."""
+    """The gradient of the first input, by torch's autograd at the inputs' dtype."""
     leaf = inputs[0].detach().clone().requires_grad_()
     return torch.autograd.grad(fn(leaf, *inputs[1:]), leaf, dy)[0]
 

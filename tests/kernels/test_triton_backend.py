@@ -105,7 +105,7 @@ def _of_b(columns: list[int], rows: list[int], gradients: list[Tensor]) -> list[
 @MASKS
 @pytest.mark.parametrize("adapters", ["all", "the last", "first and last"])
 def test_a_gradient(place, shape: tuple[int, int, int], mask, adapters: str) -> None:
-    """Of the adapters in the stack, one or several train."""
+    """One or several of the adapters in the stack train."""
     num_tokens, num_features, rank = shape
     x, dh = random_rows(place, num_tokens, num_features, gap=5), random_rows(place, num_tokens, rank, gap=2, seed=1)
     ours_mask, plain, scale = _masks(place, num_tokens, num_features, mask)

@@ -7,33 +7,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.kernels import philox
-from engine.kernels.records import AdapterSection, DropoutKey, InputUpdate
+from engine.kernels.records import AdapterSection, InputUpdate
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
+from tests.kernels.triton_masks import drawn_mask
 from triton_kernels import lora
-from triton_kernels.dropout import dropout_bits
 from triton_kernels.output_gradients import output_gradients
 
 SCALE = 2.0
 SHAPES = [(5, 123, 45, 3), (1, 17, 20, 16), (150, 290, 270, 24)]
 """tokens, inputs, outputs, rank; the last one is split over several programs in every direction."""
-
-
-def _mask(place, num_tokens: int, offset: int | None, num_features: int) -> tuple[Tensor | None, float, Tensor]:
-    """The mask as the kernels take it, what is kept is multiplied by, and both as a factor: keep / (1 - p)."""
-    if offset is None:
-        return None, 1.0, torch.ones(num_tokens, num_features, dtype=place[1], device=place[0])
-    tokens, step = torch.arange(num_tokens, device=place[0]) * 7 + 2**33, torch.tensor(3, device=place[0])
-    key = DropoutKey(
-        token_index=tokens, step=step, seed=5, site=9, probability=0.25, num_features=num_features,
-        feature_offset=offset,
-    )  # fmt: skip
-    scale = philox.dropout_scale(0.25)
-    return dropout_bits(key), scale, philox.dropout_mask(key) * scale
 
 
 MASKS = pytest.mark.parametrize("dropout", [None, 0, 3], ids=str)
@@ -46,7 +31,7 @@ MASKS = pytest.mark.parametrize("dropout", [None, 0, 3], ids=str)
 def test_project(place, shape: tuple[int, ...], dropout) -> None:
     num_tokens, num_inputs, _, rank = shape
     x, a = random_rows(place, num_tokens, num_inputs, gap=5), random_rows(place, rank, num_inputs, gap=1)
-    mask, keep_scale, factor = _mask(place, num_tokens, dropout, num_inputs)
+    mask, keep_scale, factor = drawn_mask(place, num_tokens, num_inputs, dropout, probability=0.25)
     wide = torch.empty(num_tokens, rank + 4, dtype=place[1], device=place[0]).fill_(7)
     ours = lora.project(x, a, mask, keep_scale=keep_scale, out=wide[:, 4:])
     torchs = (x * factor.to(x.dtype)) @ a.t()
@@ -60,7 +45,7 @@ def test_project(place, shape: tuple[int, ...], dropout) -> None:
 def test_a_gradient(place, shape: tuple[int, ...], dropout) -> None:
     num_tokens, num_inputs, _, rank = shape
     x, dh = random_rows(place, num_tokens, num_inputs, gap=5), random_rows(place, num_tokens, rank, gap=1)
-    mask, keep_scale, factor = _mask(place, num_tokens, dropout, num_inputs)
+    mask, keep_scale, factor = drawn_mask(place, num_tokens, num_inputs, dropout, probability=0.25)
     da = torch.full((rank, num_inputs), 9.0, device=place[0])
     lora.a_gradient(dh, x, mask, da, keep_scale=keep_scale)
     exact = dh.double().t() @ (x.double() * factor.double())
@@ -77,7 +62,7 @@ def test_add_input_gradient(place, shape: tuple[int, ...], dropout) -> None:
     num_tokens, num_inputs, _, rank = shape
     dx, dh = random_rows(place, num_tokens, num_inputs, gap=5), random_rows(place, num_tokens, rank, gap=1)
     a = random_rows(place, rank, num_inputs)
-    mask, keep_scale, factor = _mask(place, num_tokens, dropout, num_inputs)
+    mask, keep_scale, factor = drawn_mask(place, num_tokens, num_inputs, dropout, probability=0.25)
     exact = dx.double() + (dh.double() @ a.double()) * factor.double()
     torchs = dx + (dh @ a) * factor.to(dx.dtype)
     ours = lora.add_input_gradient(dx, InputUpdate(dh_TR=dh, a_RI=a, mask=mask, scale=keep_scale))
@@ -91,7 +76,7 @@ def test_equals_autograd_of_a_whole_adapter(place) -> None:
     device = place[0]
     x, a = random_rows(place, 6, 40).requires_grad_(), random_rows(place, 4, 40, seed=1).requires_grad_()
     b, dy = random_rows(place, 9, 4, seed=2).requires_grad_(), random_rows(place, 6, 9, seed=3)
-    mask, keep_scale, factor = _mask(place, 6, 5, 40)
+    mask, keep_scale, factor = drawn_mask(place, 6, 40, 5, probability=0.25)
     leaves = [leaf.detach().double().requires_grad_() for leaf in (x, a, b)]
     wide_x, wide_a, wide_b = leaves
     exact = torch.autograd.grad(SCALE * ((wide_x * factor) @ wide_a.t()) @ wide_b.t(), leaves, dy.double())

@@ -10,11 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.kernels import philox
-from engine.kernels.records import DropoutKey, InputUpdate
+from engine.kernels.records import InputUpdate
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
+from tests.kernels.triton_masks import drawn_mask
 from triton_kernels import swiglu
-from triton_kernels.dropout import dropout_bits
 
 SHAPES = [(5, 123), (1, 1), (40, 50), (3, 1100)]
 
@@ -68,15 +67,7 @@ def test_backward_with_an_adapters_update(place, shape: tuple[int, int, int], of
     gate_up = random_rows(place, num_tokens, 2 * num_features, gap=5)
     dy = random_rows(place, num_tokens, num_features, gap=3, seed=1)
     a, dh = random_rows(place, rank, num_features, seed=2), random_rows(place, num_tokens, rank, gap=2, seed=3)
-    mask, keep_scale, factor = None, 1.0, torch.ones(num_tokens, num_features, device=place[0])
-    if offset is not None:
-        tokens, step = torch.arange(num_tokens, device=place[0]), torch.tensor(2, device=place[0])
-        key = DropoutKey(
-            token_index=tokens, step=step, seed=1, site=2, probability=0.5, num_features=num_features,
-            feature_offset=offset,
-        )  # fmt: skip
-        mask, keep_scale = dropout_bits(key), philox.dropout_scale(0.5)
-        factor = philox.dropout_mask(key) * keep_scale
+    mask, keep_scale, factor = drawn_mask(place, num_tokens, num_features, offset, probability=0.5)
 
     def loss(x: Tensor) -> Tensor:
         y = _activation(x)

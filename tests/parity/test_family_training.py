@@ -74,7 +74,7 @@ def _leaf(peft_name: str) -> str:
     [pytest.param(one, marks=() if one in ("llama", "qwen3", "gemma3") else pytest.mark.slow) for one in STOCK],
 )
 def test_weight_decay_is_that_of_hugging_faces_trainer(name: str, kind: str, tmp_path: Path) -> None:
-    """Of all that trains: norms, biases, embedding and head, or adapters, magnitudes and norms beside them."""
+    """Decays all that trains: norms, biases, embedding and head, or adapters, magnitudes and norms beside them."""
     if kind == "whole":
         model, given = make_model(name, tmp_path / "hf"), {"lora.rank": 0, "trainable": "*"}
     else:

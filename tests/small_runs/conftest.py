@@ -32,7 +32,7 @@ class SmallRuns:
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """The run's folder."""
         return Path(str(self.place.options["checkpoint.dir"]))
 
 

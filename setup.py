@@ -1,4 +1,4 @@
-"""Installs the packages `engine` and `triton_kernels`; a C++ compiler adds the faster CPU kernels, no GPU is needed."""
+"""Installs the packages `engine` and `rankfold`; a C++ compiler adds the faster CPU kernels, no GPU is needed."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 from csrc import build as native_build  # noqa: E402 (a build need not start in this folder)
 
-NATIVE_PACKAGE = "engine.ops.native"
+NATIVE_PACKAGE = "engine.kernels.native"
 
 
 class BuildKernels(build_ext):
@@ -39,14 +39,17 @@ class WithKernels(Distribution):
 
 
 setup(
-    name="lora-engine",
+    name="rankfold",
     version="0.1.0",
     description="A throughput-focused training engine for LoRA and full fine-tuning of large language models",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=find_packages(include=["engine", "engine.*", "triton_kernels", "triton_kernels.*"]),
+    packages=find_packages(include=["engine", "engine.*", "rankfold", "rankfold.*"]),
+    # a package `triton_kernels` of its own would be in the way of another project's
+    package_dir={"engine.kernels.triton": "triton_kernels"},
+    entry_points={"console_scripts": ["rankfold = rankfold.__main__:run"]},
     python_requires=">=3.11",
     ext_modules=[Extension(f"{NATIVE_PACKAGE}.{name}", []) for name in native_build.instruction_sets()],
     cmdclass={"build_ext": BuildKernels},

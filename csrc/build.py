@@ -1,10 +1,10 @@
 """Compiles the CPU kernels with the machine's C++ compiler; needs nothing but the standard library.
 
 One shared library for each instruction set, because a library must hold no instruction that the processor lacks; the
-loader (engine/ops/native) picks one when it knows the processor. The OpenMP runtime is not linked in: the loader makes
-the libraries use the one that torch has brought, since two runtimes in a process fight for the cores.
+loader (engine/kernels/native) picks one when it knows the processor. The OpenMP runtime is not linked in: the loader
+makes the libraries use the one that torch has brought, since two runtimes in a process fight for the cores.
 
-    python csrc/build.py            # into engine/ops/native
+    python csrc/build.py            # into engine/kernels/native
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCE_DIR = Path(__file__).resolve().parent
-OUTPUT_DIR = SOURCE_DIR.parent / "engine" / "ops" / "native"
+OUTPUT_DIR = SOURCE_DIR.parent / "engine" / "kernels" / "native"
 
 INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
     "baseline": (),

@@ -11,10 +11,10 @@ from engine.batch import Batch
 from engine.config.rules import check_config, check_world, data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.data.collate import context_part
-from engine.distributed.launch import Launch
+from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
-from engine.training.source import check_model, model_source
+from engine.training.start_model import check_model, model_source
 from tests.distributed.cases import make_batch
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.checkpoint.loading import load_parameters
-from engine.checkpoint.source import open_source
+from engine.checkpoint.model_weights import open_source
 from engine.distributed.mesh import Mesh
 from tests.distributed.cases import Built, Case, build, make_batch
 

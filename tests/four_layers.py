@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.config.memory import RECOMPUTE_LEVELS
+from engine.kernels.native.loader import native_status
 from engine.layers.recompute import MemoryPlan
 from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.native.loader import native_status
 from tests.distributed.cases import Case, small_config
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.memory_models import LONG, build_with, long_batch, two_alive

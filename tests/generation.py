@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from engine.distributed.launch import Launch
 from engine.inference.generate import Answer, Generator, Request
+from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
-from engine.inference.stage import InferenceStage
+from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
 

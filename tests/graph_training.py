@@ -10,14 +10,14 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.layers.recompute import MemoryPlan
+from engine.ops.attention.varlen import VarlenAttention
 from engine.ops.kernels import REFERENCE
-from engine.ops.varlen_attention import VarlenAttention
 from engine.training.cuda_graph.build import Graphs
 from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.layer_step import LayerGraphs
 from engine.training.cuda_graph.static_batch import StaticShape
 from engine.training.cuda_graph.step_graph import StepGraph
-from engine.training.stages import Stages
+from engine.training.rank_stages import Stages
 from engine.training.step import TrainStep
 from tests.distributed.cases import Built, Case, make_batch, small_config
 from tests.graph_stand_in import FunctionCapture, lasting_tensors

@@ -11,9 +11,9 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.distributed.mesh import Mesh, build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
+from engine.layers.context import TensorLayout
+from engine.layers.host_copies import Transfer
 from engine.layers.module import shard_entries
-from engine.layers.offload import Transfer
-from engine.layers.plan import TensorLayout
 from engine.layers.recompute import MemoryPlan
 from engine.layers.saved import SavedTensors
 from engine.models.decoder import Decoder
@@ -22,8 +22,8 @@ from engine.ops.kernels import REFERENCE, Kernels
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
+from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
-from engine.training.stages import Stages
 from engine.training.step import TrainStep
 from tests.distributed.cases import Built, Case, cut, encode_base, make_batch, relative_error, whole_tensor
 

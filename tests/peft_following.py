@@ -16,12 +16,12 @@ from torch import nn
 from engine.batch import Batch
 from engine.config.load import parse_config
 from engine.config.rules import check_config
-from engine.distributed.launch import Launch
+from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.adapter_source import check_adapter
 from engine.training.build import Training, build_training
-from engine.training.source import check_model, model_source
-from engine.training.summary import announce
+from engine.training.reports.summary import announce
+from engine.training.start_model import check_model, model_source
 from tests.commands import options
 from tests.distributed.cases import make_batch
 from tests.family_models import make_model, stock_losses

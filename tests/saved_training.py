@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.save_parts import TrainingContents, owned
-from engine.checkpoint.saved_steps import checkpoint_folder
+from engine.checkpoint.commit import TrainingContents, owned
 from engine.checkpoint.saver import SaveGroup, save_now
+from engine.checkpoint.step_folders import checkpoint_folder
 from engine.distributed.sharding import NamedShard
 
 

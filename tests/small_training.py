@@ -10,18 +10,18 @@ from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.distributed.mesh import single_process_mesh
+from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
-from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
+from engine.models.decoder_config import DecoderConfig
 from engine.models.initialise import fill_normal, initialise_weights
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.kernels import Kernels
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
+from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
-from engine.training.stages import Stages
 from engine.training.step import TrainStep
 
 

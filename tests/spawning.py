@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.distributed.launch import stop
+from engine.runtime.launch import stop
 from engine.telemetry.ending import end_at_once
 
 _GRACE_SECONDS = 3.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.ops.context_attention import Method
-from engine.ops.ulysses_attention import check_context_heads
+from engine.ops.attention.context_parallel import Method
+from engine.ops.attention.ulysses import check_context_heads
 from engine.zigzag import ContextLayout, make_plan
 
 

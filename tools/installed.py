@@ -6,7 +6,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 
-if any(find_spec(name) is None for name in ("engine", "torch", "yaml")):
+if any(find_spec(name) is None for name in ("engine", "rankfold", "torch", "yaml")):
     sys.stderr.write(
         f"error: the engine is not installed for {sys.executable}: run `bash tools/setup_venv.sh` and "
         f"`source .venv/bin/activate` in {_ROOT}, or `pip install -e .` there.\n"

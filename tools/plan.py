@@ -1,45 +1,9 @@
-"""Plans a run before it is started, and certifies its layout.
-
-python tools/plan.py schedule --pipeline 4 --virtual 2 --microbatches 8
-python tools/plan.py memory --model MODEL --gpus 8 --gpu-memory 80 --seq-length 8192
-python tools/plan.py certify --config run.yaml --against tensor=1
-"""
-
-from __future__ import annotations
-
-import inspect
+"""Plans a run before it is started, and certifies its layout: `rankfold plan` as a script."""
 
 import installed  # noqa: F401 - before what needs it
-from planning import certify, memory, schedule
 
-from engine.config.command_line import CommandLine, named_as
 from engine.telemetry.errors import run_command
-
-COMMANDS = {"schedule": schedule, "memory": memory, "certify": certify}
-"""Name -> its module in `planning`, which has `add_arguments(parser)`, `run(arguments)` and STANDS_FOR. All are
-imported for every command line, also for --help: they import torch inside `run` where they need it."""
-
-
-def _parser() -> CommandLine:
-    parser = CommandLine(prog="plan.py", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        text = inspect.cleandoc(module.__doc__ or "")
-        command = commands.add_parser(
-            name,
-            help=text.partition("\n")[0],
-            description=text,
-            stands_for=module.STANDS_FOR,
-        )
-        module.add_arguments(command)
-    return parser
-
-
-def main() -> None:
-    arguments = _parser().parse_args()
-    with named_as(arguments.stands_for):
-        COMMANDS[arguments.command].run(arguments)
-
+from rankfold.plan import main
 
 if __name__ == "__main__":
     run_command(main)

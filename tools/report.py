@@ -1,40 +1,9 @@
-"""Writes a page about a run, or several beside each other: one HTML file that opens in any browser, without a network.
-
-python tools/report.py RUN_DIR
-python tools/report.py RUN_DIR OTHER_RUN_DIR --out compared.html
-
-What was trained, loss, throughput, parts of a step, memory of each rank, bandwidth (with log.communication), the
-pipeline's timeline, options and environment; of several runs what differs, and their speed against the number of
-devices where they do the same work.
-"""
-
-from __future__ import annotations
-
-from pathlib import Path
+"""Writes a page about a run, or several beside each other: `rankfold report` as a script."""
 
 import installed  # noqa: F401 - before what needs it
-from reporting.page import page
-from reporting.reading import read_runs
 
-from engine.config.command_line import CommandLine
-from engine.config.run_files import REPORT
-from engine.files.durable import write_durably
-from engine.files.refusals import writing
 from engine.telemetry.errors import run_command
-
-
-def main() -> None:
-    parser = CommandLine(prog="report.py", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run")
-    parser.add_argument("--out", type=Path, help="HTML file (default: report.html in the first run's folder)")
-    arguments = parser.parse_args()
-    out = arguments.out or arguments.runs[0] / REPORT
-    text = page(read_runs(arguments.runs))
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(out, text.encode(errors="replace"))  # a log can name half a character
-    print(f"written: {out}")
-
+from rankfold.report import main
 
 if __name__ == "__main__":
     run_command(main)

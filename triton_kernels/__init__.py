@@ -1,1 +1,2 @@
-"""The Triton kernels. Each has its plain-torch specification in `engine.kernels`; nothing here communicates."""
+"""Triton kernels for GPUs, imported as `engine.kernels.triton`. Each has its plain-torch specification in
+`engine.kernels`; nothing here communicates."""

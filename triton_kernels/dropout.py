@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from engine.kernels.philox import dropout_threshold
 from engine.kernels.records import DropoutKey
-from triton_kernels.launch import power_of_2
+from engine.kernels.triton.launch import power_of_2
 
 _MULTIPLIER_0 = tl.constexpr(0xD2511F53)
 _MULTIPLIER_1 = tl.constexpr(0xCD9E8D57)

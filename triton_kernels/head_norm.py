@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.launch import num_processors, num_warps, power_of_2, rows_of
-from triton_kernels.partial_sums import Sum, sum_all
+from engine.kernels.triton.launch import num_processors, num_warps, power_of_2, rows_of
+from engine.kernels.triton.partial_sums import Sum, sum_all
 
 
 @triton.jit

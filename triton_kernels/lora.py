@@ -24,9 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.records import InputUpdate
-from triton_kernels.dropout import keep_tile, mask_arguments
-from triton_kernels.launch import SMALLEST_DOT, dot_blocks, dot_options, power_of_2, rows_of, split_count
-from triton_kernels.partial_sums import sum_partials
+from engine.kernels.triton.dropout import keep_tile, mask_arguments
+from engine.kernels.triton.launch import SMALLEST_DOT, dot_blocks, dot_options, power_of_2, rows_of, split_count
+from engine.kernels.triton.partial_sums import sum_partials
 
 
 @triton.jit

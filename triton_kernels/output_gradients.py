@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.records import AdapterSection
-from triton_kernels.launch import SMALLEST_DOT, dot_blocks, power_of_2, rows_of, split_count
-from triton_kernels.partial_sums import Sum, sum_all
+from engine.kernels.triton.launch import SMALLEST_DOT, dot_blocks, power_of_2, rows_of, split_count
+from engine.kernels.triton.partial_sums import Sum, sum_all
 
 
 @triton.jit

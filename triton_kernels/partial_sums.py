@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.launch import power_of_2
+from engine.kernels.triton.launch import power_of_2
 
 _FEW = 1 << 16
 """Up to so many results there are too few programs to hide the latency of one partial result after the other: long sums

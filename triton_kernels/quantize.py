@@ -28,7 +28,7 @@ from torch import Tensor
 
 from engine.kernels.reference_quantize import FP8_LARGEST, NF4_BLOCK, NF4_GROUP, SMALLEST_ROW, dynamic_map, nf4_values
 from engine.kernels.reference_quantize import row_decode as reference_decode
-from triton_kernels.launch import num_warps, power_of_2, rows_of
+from engine.kernels.triton.launch import num_warps, power_of_2, rows_of
 
 _LONGEST = 16384
 """Features of a row that a program holds at once; longer rows are walked twice, the second time from cache."""

@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.records import InputUpdate
-from triton_kernels.launch import SMALLEST_DOT, num_processors, num_warps, power_of_2, rows_of
-from triton_kernels.lora import add_input_gradient, update_arguments, update_options, update_tile
-from triton_kernels.partial_sums import sum_partials
-from triton_kernels.quantize import casts, row_code_arguments, row_codes, store_row_codes
+from engine.kernels.triton.launch import SMALLEST_DOT, num_processors, num_warps, power_of_2, rows_of
+from engine.kernels.triton.lora import add_input_gradient, update_arguments, update_options, update_tile
+from engine.kernels.triton.partial_sums import sum_partials
+from engine.kernels.triton.quantize import casts, row_code_arguments, row_codes, store_row_codes
 
 
 @triton.jit

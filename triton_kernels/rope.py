@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.launch import num_warps, power_of_2
+from engine.kernels.triton.launch import num_warps, power_of_2
 
 
 @triton.jit

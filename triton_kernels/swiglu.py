@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.records import InputUpdate
-from triton_kernels.launch import SMALLEST_DOT, num_warps, power_of_2, rows_of
-from triton_kernels.lora import update_arguments, update_options, update_tile
-from triton_kernels.quantize import casts, quantize_rows, row_code_arguments, row_codes, store_row_codes
+from engine.kernels.triton.launch import SMALLEST_DOT, num_warps, power_of_2, rows_of
+from engine.kernels.triton.lora import update_arguments, update_options, update_tile
+from engine.kernels.triton.quantize import casts, quantize_rows, row_code_arguments, row_codes, store_row_codes
 
 _LONGEST = 16384
 """Features of a row that a program holds at once."""

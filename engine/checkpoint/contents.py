@@ -22,7 +22,7 @@ from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box, Copy, box_spec, plan_copies
 from engine.checkpoint.safetensors_file import raw_bytes
 from engine.errors import UserError
-from engine.ops.checksum import Checksum
+from engine.kernels.checksum import Checksum
 
 
 class Content(ABC):

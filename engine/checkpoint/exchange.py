@@ -19,7 +19,7 @@ from engine.checkpoint.contents import BLOCK_BYTES, CheckedRun, Content, Run, bl
 from engine.checkpoint.direct_io import Scratch
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import raw_bytes
-from engine.ops.checksum import Checksum, joined_checksum
+from engine.kernels.checksum import Checksum, joined_checksum
 
 _Ranges = tuple[tuple[int, int], ...]
 

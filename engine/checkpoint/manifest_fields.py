@@ -19,7 +19,7 @@ from engine.checkpoint.reshard import Box, find_flaw, find_gap
 from engine.checkpoint.safetensors_file import dtype_from_name
 from engine.errors import UserError
 from engine.files.strict_json import shown
-from engine.ops.checksum import ALGORITHM
+from engine.kernels.checksum import ALGORITHM
 
 _MAX_ELEMENTS = 1 << 48
 _MAX_DIMS = 16

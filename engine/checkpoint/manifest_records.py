@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.checkpoint.reshard import Box
-from engine.ops.checksum import ALGORITHM
+from engine.kernels.checksum import ALGORITHM
 
 FORMAT = "engine-checkpoint"
 VERSION = 2

@@ -13,7 +13,7 @@ from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from engine.config.hub import instead_of
 from engine.errors import UserError
 from engine.files.documents import read_json
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import parameter_specs
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.families import family_of

@@ -24,7 +24,7 @@ from engine.checkpoint.safetensors_header import read_header, refuse
 from engine.errors import UserError
 from engine.files.durable import open_new
 from engine.files.refusals import writing
-from engine.ops.checksum import Checksum
+from engine.kernels.checksum import Checksum
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",

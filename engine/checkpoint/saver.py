@@ -19,7 +19,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from engine.checkpoint.save_parts import (
+from engine.checkpoint.commit import (
     TrainingContents,
     collect,
     leave_failure,
@@ -29,8 +29,8 @@ from engine.checkpoint.save_parts import (
     require_room,
     write_part,
 )
-from engine.checkpoint.saved_steps import checkpoint_folder, held, mark_best, prune, staging_folder
 from engine.checkpoint.snapshot import Snapshot
+from engine.checkpoint.step_folders import checkpoint_folder, held, mark_best, prune, staging_folder
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.files.refusals import writing

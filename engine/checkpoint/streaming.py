@@ -17,9 +17,9 @@ import torch
 from engine.checkpoint.contents import Content, Run, StoredBytes, content_checksum
 from engine.checkpoint.direct_io import Scratch, ThreadScratch, forget
 from engine.checkpoint.exchange import ExchangedPart
+from engine.checkpoint.file_writers import SCANNED, Output, Piece, PlannedFile, Sink
 from engine.checkpoint.resumable import Journal, Written
 from engine.checkpoint.safetensors_file import file_header
-from engine.checkpoint.sinks import SCANNED, Output, Piece, PlannedFile, Sink
 from engine.errors import UserError
 from engine.files.refusals import FileError, writing
 from engine.telemetry.processors import available_processors

@@ -32,6 +32,7 @@ class CommandLine(argparse.ArgumentParser):
     def __init__(self, *, stands_for: Mapping[str, str] | None = None, **arguments: Any) -> None:
         arguments.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         arguments.setdefault("allow_abbrev", False)  # --base is no short form of --base-dtype
+        arguments.setdefault("prog", Path(sys.argv[0]).name)
         super().__init__(**arguments)
         self.register("type", Path, path)
         self.stands_for = dict(stands_for or {})

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import yaml
 
 from engine.config.checks import require
-from engine.config.names import option_types, sections
+from engine.config.option_names import option_types, sections
 from engine.config.suggestions import closest, meant_options
 from engine.errors import UserError
 from engine.files.documents import read_text

@@ -21,7 +21,7 @@ from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser, Namespace
 
 from engine.config.keys import check_argument_names, check_file, check_text
-from engine.config.names import option_types, sections
+from engine.config.option_names import option_types, sections
 from engine.config.paths import PATH_OPTIONS, at_home
 from engine.config.rules import check_config, check_files
 from engine.config.run import RunConfig

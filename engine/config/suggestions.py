@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable
 
 from engine.config.conversion.tables import options_of, words_for_values
-from engine.config.names import option_types
+from engine.config.option_names import option_types
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:

@@ -1,8 +1,8 @@
 """What data sets of compared and of judged answers have in common: how their records are read and become documents.
 
 A record is parsed into what has `samples`, as many as `AnswerCollector.width`, each a question with an answer. Only the
-last answer of a sample is learnt. What becomes of the documents is the collector's, in `engine.data.preference` and
-`engine.data.judged`.
+last answer of a sample is learnt. What becomes of the documents is the collector's, in
+`engine.data.preference_pairs` and `engine.data.judged`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from engine.data.chat import Message
 from engine.data.dataset import CHUNK, TokenDataset
-from engine.data.files import Place, Record, expand_paths, read_records
 from engine.data.formats import ChatSample, CompletionSample
+from engine.data.record_files import Place, Record, expand_paths, read_records
 from engine.data.tokenize import Document, tokenize_samples
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import UserError
-from engine.ops.checksum import crc32c
+from engine.kernels.checksum import crc32c
 
 BLOCK_BYTES = 64 << 10
 """Bytes of a file that one checksum covers."""

@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 
 from engine.config.data import FORMATS, OVERLONG, Packing
 from engine.data.concatenate import concatenate
-from engine.data.files import expand_paths
+from engine.data.data_report import DatasetReport
 from engine.data.formats import Sample, read_samples
 from engine.data.packing import Packs, one_each, pack
-from engine.data.report import DatasetReport
+from engine.data.record_files import expand_paths
 from engine.data.tokenize import Document, cut_document, tokenize_samples
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
-from engine.ops.native import packing as native_packing
-from engine.ops.native.loader import native_status
+from engine.kernels.native import packing as native_packing
+from engine.kernels.native.loader import native_status
 
 CHUNK = 1024
 """Samples that are tokenised together."""

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from engine.batch import IGNORE_LABEL
 from engine.config.data import FORMATS
 from engine.data.chat import Message
-from engine.data.files import Place, Record, read_records, read_text
 from engine.data.named_templates import ALPACA_TASK
+from engine.data.record_files import Place, Record, read_records, read_text
 from engine.errors import UserError
 
 ALPACA_PROMPT = ALPACA_TASK + "\n\n### Instruction:\n{instruction}\n\n"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.data_report import DatasetReport
 from engine.data.dataset import Stored, TokenDataset
 from engine.data.order import permutation
 from engine.data.packing import Packs
-from engine.data.report import DatasetReport
 from engine.errors import UserError
 from engine.telemetry.format import counted
 

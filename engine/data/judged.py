@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.answers import AnswerCollector, AnswerSample, ends_with_answer
+from engine.data.data_report import DatasetReport
 from engine.data.dataset import TokenDataset
-from engine.data.files import Place, Record
 from engine.data.formats import ChatSample, CompletionSample, conversation_turns, parse_record, refuse_unusable
-from engine.data.report import DatasetReport
+from engine.data.record_files import Place, Record
 from engine.data.tokenize import Document
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -98,8 +98,8 @@ def build_judged(
     overlong: str = "truncate",
     progress: Callable[[int, int], None] | None = None,
 ) -> TokenDataset:
-    """Reads and tokenises files of judged answers; arguments as for `engine.data.preference.build_pairs`, but a row has
-    room for `seq_length` tokens.
+    """Reads and tokenises files of judged answers; arguments as for `engine.data.preference_pairs.build_pairs`, but a
+    row has room for `seq_length` tokens.
 
     Raises:
         UserError: a file or record that cannot be used, or fewer than two answers, which leaves none to mismatch.

@@ -6,7 +6,7 @@ placed together and rows with the same room are kept together, so that the work 
 (length, room) pairs and not with documents times rows.
 
 Pure numpy; what a document is made of is not known here. This is the specification: the compiled code
-(`engine.ops.native.packing`) gives the same rows in less time.
+(`engine.kernels.native.packing`) gives the same rows in less time.
 """
 
 from __future__ import annotations

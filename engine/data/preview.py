@@ -11,7 +11,7 @@ import numpy as np
 from engine.data.formats import Sample, parse_record
 from engine.data.tokenize import Document, tokenize_samples
 from engine.data.tokenizer import Tokenizer
-from engine.data.units import plan_units, unit_records
+from engine.data.work_units import plan_units, unit_records
 from engine.errors import UserError
 
 MOST_TOKENS = 2000

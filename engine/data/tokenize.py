@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.files import Place
 from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample, TokenSample
+from engine.data.record_files import Place
 from engine.data.template import RunawayTemplate
 from engine.data.tokenizer import Learn, Tokenizer
 from engine.errors import UserError

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.errors import UserError
+from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits
-from engine.inference.stage import InferenceStage
 from engine.inference.text import Decodes, TextStream
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 
 Ending = Literal["stop_token", "stop_text", "length"]
 

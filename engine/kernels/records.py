@@ -81,3 +81,20 @@ class InputUpdate:
     scale: float = 1.0
     h_TR: Tensor | None = None
     h_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """Where the documents of a micro-batch lie along its T tokens.
+
+    Args:
+        lengths: on the host, so that nothing waits for the device; they sum to T. Empty where only the device knows
+            them, as in a captured graph, which must not depend on them.
+        offsets: int32 [D + 1] cumulative lengths on the device, from 0 to T; None where no attention here reads them.
+            The last one may be repeated: what follows are documents of no tokens.
+        max_length: no document is longer.
+    """
+
+    lengths: tuple[int, ...]
+    offsets: Tensor | None
+    max_length: int

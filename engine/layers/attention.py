@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 from engine.distributed.sharding import Piece, ShardSpec, split_spec
 from engine.errors import UserError
+from engine.layers.context import LayerContext, TensorLayout
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.layers.norm import QueryKeyNorm, RMSNorm
-from engine.layers.plan import LayerContext, TensorLayout
-from engine.ops.context import TokenContext
-from engine.ops.context_attention import context_attention
+from engine.ops.attention.context_parallel import context_attention
+from engine.ops.attention.masked import MaskedAttention
+from engine.ops.attention.token_context import TokenContext
+from engine.ops.attention.ulysses import check_context_heads
 from engine.ops.head_norm import norm_rotate
 from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.kernels import Attention as AttentionOp
-from engine.ops.masked_attention import MaskedAttention
 from engine.ops.rope import rotate, split_rotate
-from engine.ops.ulysses_attention import check_context_heads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.distributed.sharding import padded_split_spec, replicated_spec
+from engine.layers.context import LayerContext
 from engine.layers.module import ShardedModule
-from engine.layers.plan import LayerContext
 from engine.ops.embedding import EmbeddingOperands, embedding
 
 

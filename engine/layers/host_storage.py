@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from engine.distributed.sharding import NamedShard
+from engine.layers.host_copies import HostMemory
 from engine.layers.module import ShardEntry
-from engine.layers.offload import HostMemory
 
 STAYS_BELOW = 1 << 15
 """Elements. A storage of less (a norm's weight, a bias) stays: a copy of it takes longer to start than to run."""

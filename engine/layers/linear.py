@@ -20,11 +20,11 @@ from torch import Tensor
 
 from engine.distributed.sharding import Piece, ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
+from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import EncodedStorage
 from engine.layers.module import ShardedModule, ShardEntry
-from engine.layers.plan import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.ops.adapters import Adapter, LowRank
-from engine.ops.context import TokenContext
+from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
 from engine.ops.inputs import LinearInput
 from engine.ops.magnitude import AdapterBias, Magnitude, biased_output, scaled_output

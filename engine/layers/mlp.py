@@ -7,9 +7,9 @@ from typing import Literal
 from torch import Tensor, nn
 
 from engine.distributed.sharding import split_spec
+from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
-from engine.layers.plan import LayerContext
-from engine.ops.context import TokenContext
+from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GeGLUInput, LinearInput, SwiGLUInput
 
 Activation = Literal["silu", "gelu_tanh"]

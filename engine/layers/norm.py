@@ -7,8 +7,8 @@ from torch import Tensor
 
 from engine.distributed.sharding import ShardSpec, replicated_spec
 from engine.errors import UserError
+from engine.layers.context import LayerContext
 from engine.layers.module import ShardedModule
-from engine.layers.plan import LayerContext
 from engine.ops.head_norm import HeadNorms
 from engine.ops.inputs import NormInput
 from engine.ops.norm import output_rmsnorm, rmsnorm

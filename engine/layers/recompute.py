@@ -36,7 +36,7 @@ from engine.errors import UserError
 from engine.layers.attention import Attention
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.mlp import MLP
-from engine.ops.context import TokenContext
+from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import KeptInput, LinearInput
 from engine.ops.parallel_linear import row_linear
 

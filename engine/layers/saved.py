@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from engine.errors import UserError
-from engine.layers.offload import CudaTransfer, Transfer
+from engine.layers.host_copies import CudaTransfer, Transfer
 from engine.layers.recompute import MemoryPlan
 from engine.layers.rounding import Rounded, RoundingReport, restored, round_rows
-from engine.ops.context import TokenContext
+from engine.ops.attention.token_context import TokenContext
 
 MIN_ROUNDED_ELEMENTS = 1024
 MIN_MOVED_BYTES = 2**16

@@ -21,14 +21,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from engine.distributed.boxes import part_shards
 from engine.distributed.collectives import Handle, all_gather_async
 from engine.distributed.mesh import Axis
-from engine.distributed.parts import part_shards
 from engine.distributed.sharding import NamedShard, ShardSpec
 from engine.layers.encoded_storage import encoded_memories
+from engine.layers.host_copies import HostMemory
 from engine.layers.host_storage import Fetch, HostStorage, is_kept_in_host_memory
 from engine.layers.module import ShardEntry, shard_entries
-from engine.layers.offload import HostMemory
 from engine.layers.stops import Coming, Route, Stop
 
 MULTIPLE = 32

@@ -21,19 +21,19 @@ from engine.distributed.sharding import padded_split_spec
 from engine.errors import UserError
 from engine.kernels.reference import rope_tables
 from engine.layers.attention import Attention, AttentionKind
+from engine.layers.context import LayerContext, TensorLayout, TrainingPlan
 from engine.layers.embedding import TiedHeadWeight, VocabParallelEmbedding
 from engine.layers.linear import ColumnParallelLinear, Section
 from engine.layers.mlp import MLP
 from engine.layers.module import ShardEntry
 from engine.layers.norm import RMSNorm
-from engine.layers.plan import LayerContext, TensorLayout, TrainingPlan
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, made_again
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.sharded_storage import SpreadWeights
 from engine.layers.stops import Stop
-from engine.models.config import DecoderConfig, Rope
+from engine.models.decoder_config import DecoderConfig, Rope
+from engine.ops.attention.token_context import TokenContext
 from engine.ops.capped_loss import capped_loss
-from engine.ops.context import TokenContext
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.head_loss import frozen_head_losses
 from engine.ops.inputs import GivenInput, LinearInput

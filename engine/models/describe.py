@@ -7,10 +7,10 @@ import torch
 from engine.distributed.mesh import shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
+from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.layers.plan import TensorLayout, TrainingPlan
-from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
+from engine.models.decoder_config import DecoderConfig
 from engine.ops.encoded_weight import BaseEncoding
 
 

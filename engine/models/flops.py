@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 
 
 def layer_parameters(config: DecoderConfig) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec
 from engine.kernels.philox import uniform_rows
-from engine.layers.plan import LORA_LEAVES
+from engine.layers.context import LORA_LEAVES
 
 _CHUNK = 1 << 20
 """Numbers drawn at a time; bounds the memory of a draw."""

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
 

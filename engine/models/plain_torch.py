@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 
 
 def plain_torch_parts(config: DecoderConfig) -> str | None:

@@ -11,10 +11,10 @@ from importlib.util import find_spec
 import torch
 
 from engine.errors import UserError
+from engine.kernels.native.loader import native_status
 from engine.ops.apex import apex_status, with_apex_norms
 from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.native.backend import NATIVE
-from engine.ops.native.loader import native_status
+from engine.ops.native_backend import NATIVE
 
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -78,7 +78,7 @@ def _interprets() -> bool:
     """Whether Triton's own functions and our kernels are interpreted; each was decided when it was imported."""
     import triton
 
-    from triton_kernels.dropout import philox4x32
+    from engine.kernels.triton.dropout import philox4x32
 
     return not any(isinstance(function, triton.JITFunction) for function in (triton.language.cdiv, philox4x32))
 
@@ -86,6 +86,6 @@ def _interprets() -> bool:
 def _triton(device: torch.device) -> tuple[Kernels, str]:
     import triton
 
-    from engine.ops.triton.backend import TRITON
+    from engine.ops.triton_backend import TRITON
 
     return TRITON, f"kernels: triton ({triton.__version__}{', interpreted' if device.type == 'cpu' else ''})"

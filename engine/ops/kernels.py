@@ -16,8 +16,8 @@ from torch import Tensor
 from engine.kernels import reference, reference_fused
 from engine.kernels.linear_cross_entropy import LossKernels
 from engine.kernels.philox import dropout_mask
-from engine.kernels.records import AdapterSection, DropoutKey, InputUpdate
-from engine.ops.attention import Documents, attention_by_document
+from engine.kernels.records import AdapterSection, Documents, DropoutKey, InputUpdate
+from engine.ops.attention.packed import attention_by_document
 from engine.ops.gradients import add_product
 
 
@@ -149,8 +149,8 @@ class RowCodeKernels:
 
 
 class Attention(Protocol):
-    """Differentiable causal attention within documents; see engine.ops.attention.causal_attention. What it reads of
-    the documents, lengths on the host or offsets on the device, is the backend's own choice."""
+    """Differentiable causal attention within documents; see engine.ops.attention.packed.causal_attention. What it
+    reads of the documents, lengths on the host or offsets on the device, is the backend's own choice."""
 
     def __call__(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.distributed.collectives import all_reduce
 from engine.ops.adapters import Adapter
-from engine.ops.context import TokenContext
+from engine.ops.attention.token_context import TokenContext
 from engine.ops.gradients import GradientSink
 from engine.ops.operands import LinearOperands
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.distributed.mesh import Axis
 from engine.ops.adapters import LowRank
-from engine.ops.context import TokenContext
+from engine.ops.attention.token_context import TokenContext
 from engine.ops.encoded_weight import EncodedWeight
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import Kernels

@@ -39,7 +39,7 @@ from engine.distributed.collectives import (
     reduce_scatter_async,
 )
 from engine.ops.adapters import accumulate_a, accumulate_b
-from engine.ops.context import TokenContext
+from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import LinearInput
 from engine.ops.operands import LinearOperands, accumulate_base
 from engine.ops.products import FOLDED, SEPARATE

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.ops.native.loader import native_status
-from engine.ops.native.quantize import NATIVE_ARITHMETIC
+from engine.kernels.codec import PLAIN, Arithmetic
+from engine.kernels.native.loader import native_status
+from engine.kernels.native.quantize import NATIVE_ARITHMETIC
 from engine.ops.quantized_products import REFERENCE_OPERANDS, OperandKernels
-from engine.quantization.arithmetic import PLAIN, Arithmetic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ def choose_quantized(wanted: str, device: torch.device) -> QuantizedBackend:
 
 
 def _triton() -> QuantizedBackend:
-    from triton_kernels import quantize
+    from engine.kernels.triton import quantize
 
     return QuantizedBackend(
         # a weight is encoded once, while it is loaded: torch's ops do that on the GPU

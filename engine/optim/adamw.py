@@ -13,8 +13,8 @@ from engine.distributed.mesh import Mesh
 from engine.distributed.sharding import NamedShard
 from engine.optim.backends import TORCH, AdamWState, OptimizerBackend, Update
 from engine.optim.flat import FlatParameters
+from engine.optim.host_state import PIECE_ELEMENTS, StreamedUpdate
 from engine.optim.loss_scale import LossScale
-from engine.optim.offload import PIECE_ELEMENTS, StreamedUpdate
 from engine.optim.reduce import gradient_norm
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from engine.errors import UserError
+from engine.kernels.native.adamw import adamw_step, square_sum
+from engine.kernels.native.loader import native_status
 from engine.ops.apex import apex_status, fused_adam
-from engine.ops.native.adamw import adamw_step, square_sum
-from engine.ops.native.loader import native_status
 from engine.optim.flat import FlatParameters, Span
-from engine.optim.layout import ALIGNMENT, Region, Slot
+from engine.optim.flat_layout import ALIGNMENT, Region, Slot
 from engine.optim.publish import CopyAll
 from engine.optim.reduce import plain_square_sum
 

@@ -1,8 +1,8 @@
 """Trainable parameters as flat fp32 buffers: gradients, master weights, and where each parameter lies in them.
 
 Each treatment (which ranks still have to be summed, who counts in the norm, whether weights decay) is one operation on
-one slice; `engine.optim.layout` says where everything lies. With a `Sharding` the masters, and further on the gradient,
-are this rank's own part alone. With `HostMemory` the masters wait there; the gradient never does.
+one slice; `engine.optim.flat_layout` says where everything lies. With a `Sharding` the masters, and further on the
+gradient, are this rank's own part alone. With `HostMemory` the masters wait there; the gradient never does.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.distributed.parts import part_shards
+from engine.distributed.boxes import part_shards
 from engine.distributed.sharding import NamedShard
+from engine.layers.host_copies import HostMemory
 from engine.layers.module import ShardEntry
-from engine.layers.offload import HostMemory
-from engine.optim.layout import ALIGNMENT, OwnRun, Region, Slot, own_runs, plan_buckets, plan_regions
+from engine.optim.flat_layout import ALIGNMENT, OwnRun, Region, Slot, own_runs, plan_buckets, plan_regions
 from engine.optim.publish import CopyAll, GatherParts, Publish, SendToKeepers, home
-from engine.optim.sharding import Sharding
+from engine.optim.state_sharding import Sharding
 
 __all__ = ["ALIGNMENT", "FlatParameters", "Region", "Slot", "Span"]
 

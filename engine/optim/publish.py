@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.distributed.boxes import part_shards
 from engine.distributed.collectives import Handle, all_gather_async, all_to_all
 from engine.distributed.mesh import Axis
-from engine.distributed.parts import part_shards
 from engine.distributed.sharding import ShardSpec
 from engine.layers.sharded_storage import SpreadWeights
-from engine.optim.layout import Bucket, Slot, own_runs
+from engine.optim.flat_layout import Bucket, Slot, own_runs
 
 AHEAD = 2
 """Buckets that are on their way while another is copied, where all are wanted at once."""

@@ -21,7 +21,7 @@ from engine.distributed.collectives import Handle, all_reduce, all_reduce_async,
 from engine.distributed.mesh import Axis, Mesh
 from engine.layers.module import ShardEntry
 from engine.optim.flat import FlatParameters
-from engine.optim.layout import Bucket, plan_buckets
+from engine.optim.flat_layout import Bucket, plan_buckets
 
 __all__ = ["GradientReducer", "gradient_norm", "plain_square_sum", "plan_buckets"]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from engine.config.run import RunConfig
-from engine.layers.plan import TrainingPlan
+from engine.layers.context import TrainingPlan
 from engine.layers.recompute import MemoryPlan
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import STORED_DTYPES, TORCH_DTYPES
-from engine.planning.kernels import backend_name
-from engine.planning.layout import Layout, Workload
-from engine.planning.memory import PeakEstimate, predict_layout
+from engine.planning.kernel_shapes import backend_name
+from engine.planning.peak import PeakEstimate, predict_layout
+from engine.planning.rank_layout import Layout, Workload
 
 
 def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *, device_type: str) -> Workload:
@@ -18,7 +18,7 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
     Args:
         config: of the run.
         decoder: of its model.
-        plan: what its modules do; see engine.training.plan.
+        plan: what its modules do; see engine.training.module_plan.
         device_type: "cuda" or "cpu".
 
     Raises:
@@ -82,7 +82,7 @@ def predict_peak(
     Args:
         config: of the run, checked.
         decoder: of its model.
-        plan: what its modules do; see engine.training.plan.
+        plan: what its modules do; see engine.training.module_plan.
         world_size: number of ranks.
         pipeline_rank: whose; None for the one that holds most.
         device_type: "cuda" or "cpu".

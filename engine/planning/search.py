@@ -22,12 +22,12 @@ from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.rounding import FLOAT8
-from engine.ops.ulysses_attention import check_context_heads
-from engine.optim.sharding import ShardLevel
-from engine.planning.layout import Layout, Workload
+from engine.ops.attention.ulysses import check_context_heads
+from engine.optim.state_sharding import ShardLevel
 from engine.planning.machine import Machine, check_encoding
-from engine.planning.memory import PeakEstimate, predict_layout
-from engine.planning.time import StepTime, predict_time
+from engine.planning.peak import PeakEstimate, predict_layout
+from engine.planning.rank_layout import Layout, Workload
+from engine.planning.step_time import StepTime, predict_time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,13 +8,13 @@ from math import prod
 
 import torch
 
+from engine.layers.context import LORA_LEAVES, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, encoded_memories
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import ShardEntry, shard_entries
-from engine.layers.plan import LORA_LEAVES, TensorLayout, TrainingPlan
-from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder_config import DecoderConfig
 from engine.ops.quantized_products import require_product_sizes
 from engine.optim.flat import ALIGNMENT
 

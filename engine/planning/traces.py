@@ -23,15 +23,15 @@ from engine.config.parallel import ParallelOptions
 from engine.distributed.mesh import Axis, Unconnected, shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
+from engine.layers.context import TensorLayout
 from engine.layers.module import shard_entries
-from engine.layers.plan import TensorLayout
 from engine.layers.recompute import MemoryPlan
 from engine.layers.saved import SavedTensors
 from engine.models.decoder import Decoder, Part
-from engine.ops.context import TokenContext
-from engine.planning.kernels import shape_base, shape_blocks, shape_kernels
-from engine.planning.layout import Workload
+from engine.ops.attention.token_context import TokenContext
+from engine.planning.kernel_shapes import shape_base, shape_blocks, shape_kernels
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts
+from engine.planning.rank_layout import Workload
 from engine.planning.recording import Recording
 from engine.planning.shapes import model_shape
 from engine.zigzag import ContextLayout, make_plan, rank_columns
@@ -89,7 +89,7 @@ class _End(torch.autograd.Function):
 
 
 class _Away:
-    """A transfer to where nothing is counted; see engine.layers.offload.Transfer."""
+    """A transfer to where nothing is counted; see engine.layers.host_copies.Transfer."""
 
     def __init__(self) -> None:
         self.nbytes = 0

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from engine.config.model import BASE_DTYPES
 from engine.errors import UserError
-from engine.quantization.arithmetic import PLAIN, Arithmetic
+from engine.kernels.codec import PLAIN, Arithmetic
+from engine.quantization.encoded_parts import Whole
 from engine.quantization.fp8 import fp8
 from engine.quantization.int8 import int8
 from engine.quantization.nf4 import Nf4
-from engine.quantization.parts import Whole
 
 
 class Encoding(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from engine.kernels.codec import PLAIN, Arithmetic
 from engine.kernels.reference_quantize import FP8_LARGEST
-from engine.quantization.arithmetic import PLAIN, Arithmetic
 from engine.quantization.rowwise import RowwiseEncoding
 
 

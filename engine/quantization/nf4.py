@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
+from engine.kernels.codec import PLAIN, Arithmetic
 from engine.kernels.reference_quantize import NF4_BLOCK, NF4_GROUP, scale_codes
-from engine.quantization.arithmetic import PLAIN, Arithmetic
-from engine.quantization.parts import Whole, bounds, require_finite
+from engine.quantization.encoded_parts import Whole, bounds, require_finite
 
 
 def num_groups(blocks: int) -> int:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels.codec import PLAIN, Arithmetic
 from engine.kernels.reference_quantize import row_scales
-from engine.quantization.arithmetic import PLAIN, Arithmetic
-from engine.quantization.parts import Whole, bounds, require_finite
+from engine.quantization.encoded_parts import Whole, bounds, require_finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,8 @@
 from engine.telemetry.errors import run_command
 from engine.telemetry.format import format_bytes, format_columns, format_count, format_duration
 from engine.telemetry.log import Log
-from engine.telemetry.memory import peak_memory_bytes
 from engine.telemetry.metrics import MetricsWriter
+from engine.telemetry.process_memory import peak_memory_bytes
 from engine.telemetry.progress import Progress, ProgressLine, TrainProgress
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 Leaving a process group is collective: with NCCL it waits for kernels and for the other ranks. A rank that fails alone
 would wait there for ranks that wait for it in a collective, and nobody would end it. So groups are left after success
-only (`engine.distributed.launch.stop`). The interpreter's own way out can wait as well, for threads and exit handlers,
+only (`engine.runtime.launch.stop`). The interpreter's own way out can wait as well, for threads and exit handlers,
 and threads of the C++ library meet an interpreter that is being taken down, which now and then aborts even a finished
 process. A process that has joined others therefore ends by `os._exit`, whatever its status; one that never did ends as
 any program. Nothing else in the engine or its tools ends a process or registers an exit handler.

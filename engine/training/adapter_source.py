@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.checkpoint.merge import adapted_modules, fully_trained
-from engine.checkpoint.peft_read import AdapterSource
 from engine.config.run import RunConfig
+from engine.conversion.merged_model import adapted_modules, fully_trained
+from engine.conversion.peft_read import AdapterSource
 from engine.errors import UserError
-from engine.training.source import ModelPlan, ModelSource
+from engine.training.start_model import ModelPlan, ModelSource
 
 
 def check_adapter(config: RunConfig, source: ModelSource, plan: ModelPlan) -> None:

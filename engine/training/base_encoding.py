@@ -10,15 +10,15 @@ from torch import Tensor
 
 from engine.checkpoint.loading import load_encoded
 from engine.checkpoint.model_folder import ModelFolder
-from engine.checkpoint.source import WeightSource
+from engine.checkpoint.model_weights import WeightSource
 from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
+from engine.layers.context import TrainingPlan
 from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded
-from engine.layers.plan import TrainingPlan
 from engine.layers.sharded_storage import SpreadWeights
-from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
+from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import meta_model
 from engine.models.initialise import initialise_weights
 from engine.ops.encoded_weight import BaseEncoding

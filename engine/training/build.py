@@ -10,13 +10,12 @@ from engine.checkpoint.verification import checked_together
 from engine.config.optim import OptimOptions
 from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
-from engine.distributed.launch import Launch
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
-from engine.layers.plan import TensorLayout
+from engine.layers.context import TensorLayout
 from engine.layers.sharded_storage import SpreadWeights
-from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
+from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.plain_torch import plain_torch_parts
 from engine.objectives.build import build_objective
@@ -26,17 +25,18 @@ from engine.optim.backends import OptimizerBackend
 from engine.optim.flat import FlatParameters
 from engine.optim.loss_scale import LossScale
 from engine.optim.reduce import GradientReducer
-from engine.optim.sharding import Sharding
+from engine.optim.state_sharding import Sharding
 from engine.planning.predict import memory_plan_of
+from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.base_encoding import fill_base
 from engine.training.cuda_graph.build import Graphs, build_graphs, graphs_sentence
 from engine.training.device_choices import DeviceChoices, choose_for_device
 from engine.training.host_places import host_places, host_sentence
-from engine.training.partition import Partition
-from engine.training.source import ModelPlan, ModelSource
+from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
-from engine.training.stages import Stages
+from engine.training.stage_layout import Partition
+from engine.training.start_model import ModelPlan, ModelSource
 from engine.training.step import TrainStep
 from engine.training.weights import fill_parameters
 

@@ -9,7 +9,7 @@ from engine.config.optim import OptimOptions
 from engine.config.run import RunConfig
 from engine.data.order import DataOrder
 from engine.errors import UserError
-from engine.optim.schedule import learning_rate
+from engine.optim.lr_schedule import learning_rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,20 +10,20 @@ from engine.config.data import split_mix
 from engine.config.rules import check_warmup, data_parallel_size
 from engine.config.run import RunConfig
 from engine.data.blend import blend
+from engine.data.data_report import context_warning
 from engine.data.dataset import TokenDataset
 from engine.data.hold_out import hold_out
 from engine.data.judged import build_judged
 from engine.data.loader import DataLoader, EvalLoader
-from engine.data.preference import build_pairs
+from engine.data.preference_pairs import build_pairs
 from engine.data.preview import preview
-from engine.data.report import context_warning
 from engine.data.row_means import RowMeanLoader
 from engine.data.store import is_store, open_store
-from engine.data.stored import stored_dataset
+from engine.data.stored_rows import stored_dataset
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
-from engine.distributed.launch import Launch
 from engine.errors import UserError
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
+from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress

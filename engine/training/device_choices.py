@@ -12,12 +12,12 @@ import torch
 
 from engine.config.run import RunConfig
 from engine.layers.saved import check_offload
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES
-from engine.ops.attention_blocks import REFERENCE_BLOCKS, AttentionBlocks, choose_attention_blocks
+from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks, choose_attention_blocks
+from engine.ops.attention.varlen import AttentionChoice, choose_attention
 from engine.ops.backends import choose_kernels
 from engine.ops.encoded_weight import BaseEncoding
-from engine.ops.varlen_attention import AttentionChoice, choose_attention
 from engine.optim.backends import OptimizerBackend, choose_backend
 from engine.training.base_encoding import base_encoding
 from engine.training.cuda_graph.build import check_graphs

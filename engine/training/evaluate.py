@@ -12,7 +12,7 @@ from engine.config.train import TrainOptions
 from engine.data.loader import EvalLoader
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Mesh
-from engine.training.stages import Stages
+from engine.training.rank_stages import Stages
 
 
 def is_due(options: TrainOptions, step: int, *, ends: bool = False) -> bool:

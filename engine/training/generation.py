@@ -6,15 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.checkpoint.commands import open_trained
 from engine.checkpoint.folder import ADAPTER_CONFIG, MANIFEST
 from engine.checkpoint.loading import load_parameters
-from engine.checkpoint.merge import MergedSource, fully_trained
-from engine.checkpoint.peft_read import AdapterSource
-from engine.checkpoint.proof import Live, live_model
+from engine.checkpoint.model_weights import WeightSource, open_source
 from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.scales import Scale
-from engine.checkpoint.source import WeightSource, open_source
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
 from engine.checkpoint.training_state import open_run
 from engine.checkpoint.verification import checked_together
@@ -22,21 +17,26 @@ from engine.config.hub import instead_of
 from engine.config.model import ModelOptions
 from engine.config.parallel import ParallelOptions
 from engine.config.run import RunConfig
-from engine.distributed.launch import Launch
+from engine.conversion.commands import open_trained
+from engine.conversion.lora_scales import Scale
+from engine.conversion.merged_model import MergedSource, fully_trained
+from engine.conversion.peft_read import AdapterSource
+from engine.conversion.proof import Live, live_model
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.inference.options import ModelChoice
+from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries
 from engine.layers.module import shard_entries
-from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.layers.sharded_storage import SpreadWeights
-from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder, Part, split_parts
+from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.flops import head_in_layers
 from engine.pipeline.partition import LayerWeights, split_layers
+from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.base_encoding import base_encoding, check_base, fill_base

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from engine.config.memory import MemoryOptions
-from engine.layers.offload import HostMemory, host_memory
+from engine.layers.host_copies import HostMemory, host_memory
 from engine.layers.sharded_storage import SpreadWeights
 from engine.optim.flat import FlatParameters
 from engine.telemetry.format import format_bytes

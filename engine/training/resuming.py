@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.checkpoint.training_state import TrainingCheckpoint
 from engine.config.load import to_yaml
-from engine.config.resuming import changes
+from engine.config.resume_rules import changes
 from engine.config.run import RunConfig
 from engine.data.order import DataOrder
 from engine.training.best import BestLoss

@@ -22,9 +22,9 @@ from engine.inference.generate import context_limit
 from engine.inference.options import Sampling
 from engine.inference.sampling import Chooser
 from engine.inference.text import TextStream
-from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
-from engine.ops.context import TokenContext
+from engine.models.decoder_config import DecoderConfig
+from engine.ops.attention.token_context import TokenContext
 from engine.training.build import Training
 from engine.training.data import loader_options
 from engine.training.generation import end_tokens

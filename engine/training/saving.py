@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import cast
 
 from engine.checkpoint.manifest import MANIFEST
-from engine.checkpoint.saved_steps import checkpoint_folder, mark_best, prune
 from engine.checkpoint.saver import SaveGroup, Saver, SaveReport
 from engine.checkpoint.snapshot import Snapshot, fits_in_host_memory, snapshot_bytes
+from engine.checkpoint.step_folders import checkpoint_folder, mark_best, prune
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.checkpoint import CheckpointOptions
 from engine.config.run import RunConfig
 from engine.distributed.collectives import gather_objects
-from engine.distributed.launch import Launch
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
+from engine.runtime.launch import Launch
 from engine.telemetry.format import format_bytes
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.best import BestLoss

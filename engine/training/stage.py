@@ -12,7 +12,7 @@ from engine.batch import Batch
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
 from engine.objectives.objective import Objective
-from engine.ops.context import TokenContext
+from engine.ops.attention.token_context import TokenContext
 from engine.pipeline.schedule import Kind
 from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.layer_graphs import StageGraphs

@@ -11,8 +11,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.commit import TrainingContents, owned
 from engine.checkpoint.manifest import MANIFEST
-from engine.checkpoint.save_parts import TrainingContents, owned
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.checkpoint.training_state import TrainingCheckpoint, expect_base
 from engine.checkpoint.verification import checked_together
@@ -23,7 +23,7 @@ from engine.errors import UserError
 from engine.files.strict_json import shown
 from engine.training.best import BestLoss
 from engine.training.build import Training
-from engine.training.source import ModelPlan, ModelSource
+from engine.training.start_model import ModelPlan, ModelSource
 
 
 def state_tensors(training: Training) -> list[NamedShard]:

@@ -12,8 +12,8 @@ from engine.distributed.collectives import all_reduce, all_reduce_async
 from engine.distributed.mesh import Mesh
 from engine.optim.adamw import FlatAdamW
 from engine.optim.reduce import GradientReducer
-from engine.training.phases import PhaseClock
-from engine.training.stages import Stages
+from engine.training.rank_stages import Stages
+from engine.training.reports.phases import PhaseClock
 
 
 class StepResult(NamedTuple):

@@ -9,19 +9,21 @@ from typing import cast
 
 import torch
 
-from engine.checkpoint.saved_steps import checkpoint_folder
+from engine.checkpoint.step_folders import checkpoint_folder
 from engine.config.rules import check_world
 from engine.config.run import RunConfig
 from engine.distributed.collectives import barrier, broadcast_object
 from engine.distributed.failures import CommunicationError
-from engine.distributed.launch import Launch, start, stop, world_size_from_environment
 from engine.errors import LostRankError, UserError
 from engine.objectives.objective import figures_to_show
 from engine.objectives.stuck import StuckLoss
+from engine.runtime.launch import Launch, start, stop, world_size_from_environment
+from engine.runtime.run_folder import RunFolder
+from engine.runtime.supervision import Preempted, Supervision
 from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
-from engine.telemetry.memory import peak_memory_bytes
 from engine.telemetry.metrics import recorded_evaluation
+from engine.telemetry.process_memory import peak_memory_bytes
 from engine.telemetry.progress import TrainProgress
 from engine.telemetry.trackers import check_trackers
 from engine.training.adapter_source import check_adapter
@@ -32,20 +34,18 @@ from engine.training.cuda_graph.static_batch import most_in_a_row
 from engine.training.data import RunData, build_data, trained_tokenizer
 from engine.training.device_choices import choose_for_device
 from engine.training.evaluations import Evaluations
-from engine.training.forecast import MemoryForecast
-from engine.training.guards.guards import StepSeen, build_guards
-from engine.training.observation import Observation
-from engine.training.reference import know_references
-from engine.training.reporting import open_metrics, open_run_trackers, tracker_choice
+from engine.training.guards.run_guards import StepSeen, build_guards
+from engine.training.reference_logps import know_references
+from engine.training.reports.forecast import MemoryForecast
+from engine.training.reports.observation import Observation
+from engine.training.reports.run_metrics import open_metrics, open_run_trackers, tracker_choice
+from engine.training.reports.summary import RunSummary, announce
 from engine.training.resuming import RunComplete, StartingPoint
-from engine.training.run_folder import RunFolder
 from engine.training.samples import TextSamples, quoted, read_prompts
 from engine.training.saving import StateSaver, tidy
-from engine.training.source import check_model, model_source
+from engine.training.start_model import check_model, model_source
 from engine.training.state import check_state, load_state
 from engine.training.step import StepResult
-from engine.training.summary import RunSummary, announce
-from engine.training.supervision import Preempted, Supervision
 from engine.training.warm_up import warm_up
 
 _SECONDS_FOR_A_SAVE = 30.0

@@ -16,7 +16,7 @@ from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
-from engine.distributed.launch import Launch
+from engine.runtime.launch import Launch
 from engine.telemetry.format import format_duration
 from engine.telemetry.log import Log
 from engine.training.build import Training

@@ -7,17 +7,17 @@ import torch
 from engine.checkpoint.loading import load_parameters
 from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec
+from engine.layers.context import LORA_LEAVES
 from engine.layers.module import ShardEntry
-from engine.layers.plan import LORA_LEAVES
 from engine.layers.sharded_storage import SpreadWeights
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.initialise import initialise_adapters, initialise_magnitudes, initialise_weights
 from engine.models.names import fused_parts, fused_rows
 from engine.optim.flat import FlatParameters
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.adapter_source import adapter_source
-from engine.training.source import ModelPlan, ModelSource
+from engine.training.start_model import ModelPlan, ModelSource
 
 
 def fill_parameters(

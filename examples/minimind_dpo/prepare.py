@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.data.files import expand_paths, read_records
 from engine.data.formats import ChatSample
-from engine.data.preference import Pair, parse_pair
+from engine.data.preference_pairs import Pair, parse_pair
+from engine.data.record_files import expand_paths, read_records
 from engine.errors import UserError
 
 HELD_OUT = 10

@@ -30,6 +30,7 @@ ROOT = HERE.parents[1]
 SOURCES = (
     "engine",
     "triton_kernels",
+    "rankfold",
     "csrc",
     "tools/pretrain_lora.py",
     "tools/convert.py",

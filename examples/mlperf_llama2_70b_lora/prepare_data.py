@@ -21,7 +21,7 @@ from packing import SHARES, Tokens, documents, rows
 from rules import EVAL_SAMPLES, SEQUENCE_LENGTH, TRAIN_SAMPLES
 
 from engine.batch import IGNORE_LABEL
-from engine.data.files import Place, read_records
+from engine.data.record_files import Place, read_records
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
 from engine.telemetry.errors import run_command

@@ -10,7 +10,7 @@ from math import ceil, floor
 
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 
 BENCHMARK = "llama2_70b_lora"
 TARGET_LOSS = 0.925

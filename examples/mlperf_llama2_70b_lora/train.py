@@ -12,15 +12,15 @@ import argparse
 import sys
 from pathlib import Path
 
+from mlperf_log import Disclosed, MlperfLog, Submission, require_package
 from rules import BENCHMARK, check_recipe, check_samples, check_size
 
 from engine.config.load import load_config
 from engine.config.run import RunConfig
-from engine.distributed.launch import rank_from_environment, world_size_from_environment
 from engine.errors import UserError
+from engine.runtime.launch import rank_from_environment, world_size_from_environment
 from engine.telemetry.errors import EXIT_STOPPED, run_command
 from engine.telemetry.listener import RunStatus
-from engine.telemetry.mlperf import Disclosed, MlperfLog, Submission, require_package
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bfloat16", "float16": "fp16"}
 BASE_PRECISIONS = {"int8": "int8", "fp8": "fp8", "fp8_row": "fp8"}
@@ -110,7 +110,7 @@ def disclosed(config: RunConfig, filename: str) -> Disclosed:
 
 def check_model_size(config: RunConfig) -> None:
     """Refuses another model than the benchmark's before its weights are read."""
-    from engine.training.source import check_model, model_source
+    from engine.training.start_model import check_model, model_source
 
     source = model_source(config)
     plan = check_model(config, source.model, world_size_from_environment())

@@ -27,10 +27,10 @@ from engine.config.run import RunConfig
 from engine.data.collate import build_batch
 from engine.data.dataset import TokenDataset
 from engine.data.tokenizer import load_tokenizer
-from engine.distributed.launch import Launch
+from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import build_training
-from engine.training.source import check_model, model_source
+from engine.training.start_model import check_model, model_source
 from engine.training.state import load_state
 
 ROWS, QUESTIONS = 4, 3

@@ -17,19 +17,19 @@ from torch import Tensor
 from engine.batch import IGNORE_LABEL, Batch
 from engine.distributed.mesh import Mesh, single_process_mesh
 from engine.distributed.sharding import ShardSpec
+from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.module import ShardEntry, shard_entries
-from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
-from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
+from engine.models.decoder_config import DecoderConfig
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.encoded_weight import BaseEncoding
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.quantization.encoding import encoding
+from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
-from engine.training.stages import Stages
 from engine.training.step import TrainStep
 
 SEED = 11

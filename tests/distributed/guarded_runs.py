@@ -10,8 +10,8 @@ from engine.config.guards import GuardOptions
 from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
-from engine.optim.sharding import ShardLevel
-from engine.training.guards.guards import Guards, StepSeen
+from engine.optim.state_sharding import ShardLevel
+from engine.training.guards.run_guards import Guards, StepSeen
 from engine.training.step import StepResult
 from tests.distributed.sharded_runs import GLOBAL_ROWS, SMALL, Layout, Run
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.kernels.philox import dropout_mask
 from engine.kernels.records import DropoutKey
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from engine.data.collate import context_part
 from engine.distributed.mesh import Axis, Mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard, ShardSpec
+from engine.layers.context import TensorLayout
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
-from engine.layers.offload import host_memory
-from engine.layers.plan import TensorLayout
+from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.sharded_storage import SpreadWeights
 from engine.models.decoder import Decoder, Part
@@ -27,11 +27,11 @@ from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import TORCH, OptimizerBackend
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
-from engine.optim.sharding import Sharding, ShardLevel
+from engine.optim.state_sharding import Sharding, ShardLevel
 from engine.pipeline.schedules import ScheduleChoice
 from engine.quantization.encoding import encoding
+from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
-from engine.training.stages import Stages
 from engine.training.step import TrainStep
 from tests.distributed.cases import Case, make_batch, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR

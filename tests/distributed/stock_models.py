@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.batch import IGNORE_LABEL, Batch
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families import family_of
 from engine.models.families.llama import NAMES, config_from_hf
 from tests.distributed.cases import RANK, SCALE, Case, whole_parameters

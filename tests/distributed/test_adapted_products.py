@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from engine.kernels.native import product
+from engine.kernels.native.loader import native_status
 from engine.ops.kernels import REFERENCE, AdaptedProducts, Kernels
-from engine.ops.native import product
-from engine.ops.native.backend import NATIVE
-from engine.ops.native.loader import native_status
+from engine.ops.native_backend import NATIVE
 from tests.distributed.cases import relative_error
 from tests.distributed.gradient_table import CASES
 from tests.memory_models import gradients_on_two_ranks

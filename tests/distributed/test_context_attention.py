@@ -14,11 +14,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
-from engine.ops import ring_attention, ulysses_attention
-from engine.ops.attention import Documents, attention_by_document
-from engine.ops.attention_blocks import CPU_BLOCKS, NATIVE_BLOCKS, REFERENCE_BLOCKS, AttentionBlocks
-from engine.ops.context_attention import context_attention
-from engine.ops.native.loader import native_status
+from engine.kernels.native.loader import native_status
+from engine.kernels.records import Documents
+from engine.ops.attention import ring as ring_attention
+from engine.ops.attention import ulysses as ulysses_attention
+from engine.ops.attention.blocks import CPU_BLOCKS, NATIVE_BLOCKS, REFERENCE_BLOCKS, AttentionBlocks
+from engine.ops.attention.context_parallel import context_attention
+from engine.ops.attention.packed import attention_by_document
 from engine.zigzag import ContextLayout, make_plan
 from tests.spawning import spawn
 from tests.wire_bytes import bytes_on_the_wire

@@ -16,20 +16,20 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
-from engine.layers.plan import TensorLayout
+from engine.layers.context import TensorLayout
 from engine.models.decoder import Decoder, Part
 from engine.objectives.language_modeling import LanguageModeling
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
-from engine.optim.sharding import Sharding
+from engine.optim.state_sharding import Sharding
 from engine.pipeline.schedules import ScheduleChoice
 from engine.training.cuda_graph.capture import WARMUP_STEPS
 from engine.training.cuda_graph.layer_step import LayerGraphs
 from engine.training.cuda_graph.static_batch import StaticShape
 from engine.training.cuda_graph.step_graph import StepGraph
+from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
-from engine.training.stages import Stages
 from engine.training.step import TrainStep
 from tests.distributed.cases import Case, cut, make_batch, small_config, whole_tensor
 from tests.graph_stand_in import FunctionCapture

@@ -19,7 +19,7 @@ from engine.distributed.mesh import build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
 from engine.layers import host_storage
-from engine.optim.sharding import ShardLevel
+from engine.optim.state_sharding import ShardLevel
 from engine.quantization.encoding import encoding
 from tests.distributed.cases import relative_error, whole_tensor
 from tests.distributed.sharded_runs import BLOCKS, Layout, Run, assemble

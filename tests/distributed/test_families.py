@@ -17,25 +17,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.checkpoint.convert import import_checkpoint
 from engine.checkpoint.loading import load_parameters
-from engine.checkpoint.source import WeightSource, open_source
+from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.conversion.import_export import import_checkpoint
 from engine.data.collate import context_part
 from engine.distributed.mesh import Mesh, build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
+from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.layers.plan import TensorLayout, TrainingPlan
 from engine.models.decoder import Decoder, Part
 from engine.objectives.language_modeling import LanguageModeling
-from engine.ops.attention_blocks import REFERENCE_BLOCKS
-from engine.ops.context_attention import Method
+from engine.ops.attention.blocks import REFERENCE_BLOCKS
+from engine.ops.attention.context_parallel import Method
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.pipeline.schedules import ScheduleChoice
+from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
-from engine.training.stages import Stages
 from engine.training.step import TrainStep
 from tests.distributed.cases import cut, relative_error
 from tests.family_models import FAMILIES, batch_of, engine_model, make_model, stock_losses

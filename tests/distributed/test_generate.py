@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.convert import import_checkpoint
-from engine.checkpoint.source import open_source
+from engine.checkpoint.model_weights import open_source
+from engine.conversion.import_export import import_checkpoint
 from engine.inference.options import Sampling
 from tests.family_models import make_model
 from tests.generation import STORIES, engine_tokens, random_prompts, stock_greedy

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from engine.distributed.ranks import RankGrid
 from engine.layers.encoded_storage import encoded_entries
 from engine.layers.module import ShardEntry
-from engine.optim.sharding import ShardLevel
+from engine.optim.state_sharding import ShardLevel
 from tests.distributed.guarded_runs import OPTIONS, TP2, Fault, no_fault, on_ranks, zero_b
 from tests.distributed.sharded_runs import Layout, Run
 from tests.spawning import spawn

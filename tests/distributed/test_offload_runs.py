@@ -14,10 +14,10 @@ import torch
 from engine.distributed.mesh import build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
+from engine.kernels.native.loader import native_status
 from engine.layers import host_storage
-from engine.ops.native.loader import native_status
 from engine.optim.backends import NATIVE, TORCH
-from engine.optim.sharding import ShardLevel
+from engine.optim.state_sharding import ShardLevel
 from tests.distributed.sharded_runs import SMALL, Layout, Run, assemble
 from tests.spawning import spawn
 

@@ -20,17 +20,17 @@ from engine.data.collate import context_part
 from engine.distributed.mesh import Axis, Mesh, build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
-from engine.layers.plan import TensorLayout
+from engine.layers.context import TensorLayout
 from engine.models.decoder import Decoder, Part
 from engine.objectives.language_modeling import LanguageModeling
-from engine.ops.attention_blocks import REFERENCE_BLOCKS
-from engine.ops.context_attention import Method
+from engine.ops.attention.blocks import REFERENCE_BLOCKS
+from engine.ops.attention.context_parallel import Method
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.pipeline.schedules import ScheduleChoice, make_schedule
+from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
-from engine.training.stages import Stages
 from engine.training.step import TrainStep
 from tests.distributed.cases import Case, cut, make_batch, relative_error, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR

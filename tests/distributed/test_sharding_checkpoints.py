@@ -15,7 +15,7 @@ from engine.distributed.collectives import barrier
 from engine.distributed.mesh import build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
-from engine.optim.sharding import ShardLevel
+from engine.optim.state_sharding import ShardLevel
 from tests.distributed.sharded_runs import LEVELS, SMALL, Layout, Run, assemble
 from tests.saved_training import save_training
 from tests.spawning import spawn

@@ -12,7 +12,7 @@ import torch
 from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
-from engine.optim.sharding import ShardLevel
+from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import CLIP, LEVELS, SMALL, Layout, Run, assemble
 from tests.spawning import spawn

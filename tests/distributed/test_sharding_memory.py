@@ -20,11 +20,11 @@ from engine.config.parallel import ParallelOptions
 from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.layers.recompute import MemoryPlan
-from engine.optim.sharding import ShardLevel
-from engine.planning.layout import Layout as PlannedLayout
-from engine.planning.layout import Workload
+from engine.optim.state_sharding import ShardLevel
 from engine.planning.ledger import total
-from engine.planning.memory import predict_layout
+from engine.planning.peak import predict_layout
+from engine.planning.rank_layout import Layout as PlannedLayout
+from engine.planning.rank_layout import Workload
 from tests.distributed.sharded_runs import CASES, CPU, GLOBAL_ROWS, LEVELS, SEQ_LENGTH, Layout, Run
 from tests.spawning import spawn
 

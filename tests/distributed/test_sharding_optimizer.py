@@ -10,7 +10,7 @@ import torch
 from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.layers import sharded_storage
-from engine.optim.sharding import ShardLevel
+from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import CLIP, LEVELS, SMALL, Layout, Run, Trained, assemble
 from tests.spawning import spawn

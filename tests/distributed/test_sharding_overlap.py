@@ -8,7 +8,7 @@ import pytest
 
 from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
-from engine.optim.sharding import ShardLevel
+from engine.optim.state_sharding import ShardLevel
 from tests.distributed.communication_log import PRODUCTS, Communication, communication_log
 from tests.distributed.sharded_runs import SMALL, Layout, Run
 from tests.spawning import spawn

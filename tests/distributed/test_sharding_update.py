@@ -21,12 +21,12 @@ from torch import Tensor
 from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
+from engine.kernels.native.loader import native_status
 from engine.layers import sharded_storage
-from engine.ops.native.loader import native_status
 from engine.optim import reduce
 from engine.optim.backends import APEX, NATIVE, TORCH
-from engine.optim.layout import ALIGNMENT
-from engine.optim.sharding import ShardLevel
+from engine.optim.flat_layout import ALIGNMENT
+from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error, whole_parameters
 from tests.distributed.sharded_runs import CASES, CLIP, LEVELS, SMALL, Layout, Run, assemble
 from tests.spawning import spawn

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.checkpoint import verification
-from engine.checkpoint.convert import import_checkpoint
+from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import checksum
-from engine.checkpoint.source import open_source
 from engine.checkpoint.verification import checked_together
+from engine.conversion.import_export import import_checkpoint
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.models.describe import parameter_specs

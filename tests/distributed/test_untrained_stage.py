@@ -10,7 +10,7 @@ import torch
 
 from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
-from engine.optim.sharding import ShardLevel
+from engine.optim.state_sharding import ShardLevel
 from tests.distributed.sharded_runs import LEVELS, SMALL, Layout, Run, Trained, assemble
 from tests.spawning import spawn
 

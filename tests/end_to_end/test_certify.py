@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.errors import UserError
-from engine.training.certificate import GRADIENT, LOSS, NORM, PARAMETER, Recording, certificate_config
+from rankfold.certifying.certificate import GRADIENT, LOSS, NORM, PARAMETER, Recording, certificate_config
+from rankfold.certifying.command import COARSE, FINE, CertifyOptions, certify
+from rankfold.certifying.compare import Recorded, compare
+from rankfold.certifying.layouts import Layout, other_layout, own_layout
+from rankfold.certifying.report import Certificate
 from tests.commands import REPOSITORY, run_tool
 from tests.shared_data import write_plays
-from tools.planning.certify import COARSE, FINE, CertifyOptions, certify
-from tools.planning.certify_compare import Recorded, compare
-from tools.planning.certify_layouts import Layout, other_layout, own_layout
-from tools.planning.certify_report import Certificate
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
@@ -41,7 +41,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from engine.layers.module import ShardedModule
-from tools.planning.certify_worker import main
+from rankfold.certifying.worker import main
 
 own = ShardedModule.own
 

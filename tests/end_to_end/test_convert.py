@@ -19,14 +19,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.source import open_source
+from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.training_state import MASTER
 from engine.distributed.sharding import NamedShard, replicated_spec
 from engine.models.describe import parameter_specs
 from engine.telemetry.errors import run_command
+from rankfold.convert import main
 from tests.saved_training import save_training
 from tests.unit.checkpoint_models import expected_slice, hf_name, tiny_llama
-from tools.convert import main
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,8 +22,8 @@ from tests.unit.test_checkpoint_merge import stock_adapter
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from engine.checkpoint.convert import Work, import_checkpoint
-from engine.checkpoint.source import open_source
+from engine.conversion.import_export import Work, import_checkpoint
+from engine.checkpoint.model_weights import open_source
 
 done = 0
 

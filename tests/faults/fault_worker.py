@@ -42,8 +42,8 @@ def _load() -> None:
     import torch  # noqa: F401
     from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
 
-    import engine.checkpoint.commands
-    import engine.data.preprocess
+    import engine.conversion.commands
+    import engine.data.build_store
     import engine.training.generation
     import engine.training.trainer  # noqa: F401
 

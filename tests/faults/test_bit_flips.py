@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.checkpoint import source as source_module
-from engine.checkpoint.convert import export_hf, import_checkpoint
-from engine.checkpoint.decoded import DecodedSource, encoded_names
-from engine.checkpoint.live_logits import live_logits, proof_tokens
+from engine.checkpoint import model_weights as source_module
 from engine.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
-from engine.checkpoint.merge import MergedSource
-from engine.checkpoint.source import open_source
+from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.training_state import TrainingCheckpoint, open_run
+from engine.conversion.decoded_base import DecodedSource, encoded_names
+from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.conversion.live_logits import live_logits, proof_tokens
+from engine.conversion.merged_model import MergedSource
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec, replicated_spec
 from engine.errors import UserError
 from engine.models.describe import parameter_specs

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from engine.checkpoint import saver as saver_module
+from engine.checkpoint.commit import TrainingContents, require_room
 from engine.checkpoint.folder import stats_of
-from engine.checkpoint.save_parts import TrainingContents, require_room
-from engine.checkpoint.saved_steps import latest_checkpoint
 from engine.checkpoint.saver import SaveGroup, Saver
 from engine.checkpoint.snapshot import Snapshot
+from engine.checkpoint.step_folders import latest_checkpoint
 from engine.checkpoint.training_state import TrainingCheckpoint
 from engine.distributed.sharding import NamedShard, replicated_spec
 from engine.errors import UserError

@@ -18,10 +18,10 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c
 
 from engine.data import checked_file
 from engine.data.blend import blend
+from engine.data.build_store import Request, preprocess
 from engine.data.dataset import TokenDataset
-from engine.data.preprocess import Request, preprocess
 from engine.data.store import is_store, open_store
-from engine.data.stored import stored_dataset
+from engine.data.stored_rows import stored_dataset
 from engine.errors import UserError
 
 BLOCK = 64

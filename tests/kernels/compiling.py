@@ -30,8 +30,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from engine.kernels.records import AdapterSection, DropoutKey, InputUpdate
-from tests.kernels.launches import refuse_none_in_tuples
-from triton_kernels import (
+from engine.kernels.triton import (
     cross_entropy,
     dropout,
     head_norm,
@@ -44,6 +43,7 @@ from triton_kernels import (
     rope,
     swiglu,
 )
+from tests.kernels.launches import refuse_none_in_tuples
 
 _PROCESSORS = 132
 """Streaming multiprocessors of an H100 and an H200: the sizes of blocks and ranges follow from it."""

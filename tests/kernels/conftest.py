@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.ops.native.loader import select
+from engine.kernels.native.loader import select
 from tests.kernels.comparing import INTERPRETED
 from tests.kernels.launches import refuse_none_in_tuples
 from tests.kernels.native_support import INSTRUCTION_SETS
@@ -37,7 +37,7 @@ def _import_interpreted() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         for name in KERNELS:
-            importlib.import_module(f"triton_kernels.{name}")
+            importlib.import_module(f"engine.kernels.triton.{name}")
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.kernels.native.dropout import dropout_bits
+from engine.kernels.native.loader import best_instruction_set, native_status
 from engine.kernels.records import AdapterSection, DropoutKey
-from engine.ops.native.dropout import dropout_bits
-from engine.ops.native.loader import best_instruction_set, native_status
 
 _ORDER = ("baseline", "avx2", "avx512")
 INSTRUCTION_SETS = _ORDER[: _ORDER.index(best_instruction_set()) + 1]

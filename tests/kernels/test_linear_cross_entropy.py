@@ -20,7 +20,7 @@ NUM_TOKENS, HIDDEN, NUM_IDS = 11, 24, 50
 
 
 def _triton_kernels() -> LossKernels:
-    from triton_kernels import cross_entropy
+    from engine.kernels.triton import cross_entropy
 
     return LossKernels(statistics=cross_entropy.local_statistics, gradient=cross_entropy.local_gradient)
 

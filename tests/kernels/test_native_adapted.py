@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.native import adapted
+from engine.kernels.native.product import has_tiles, multiply_by_tiles
 from engine.kernels.records import AdapterSection
-from engine.ops.native import adapted
-from engine.ops.native.product import has_tiles, multiply_by_tiles
 from tests.kernels.native_support import (
     assert_accurate,
     assert_same_on_any_threads,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops.native.attention import Segment, attention_backward, attention_forward, causal_attention, documents
+from engine.kernels.native.attention import Segment, attention_backward, attention_forward, causal_attention, documents
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     assert_accurate,

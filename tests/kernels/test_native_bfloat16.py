@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.native import attention, cross_entropy, low_rank, norm, rope, swiglu
 from engine.kernels.records import InputUpdate
-from engine.ops.native import attention, cross_entropy, low_rank, norm, rope, swiglu
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     SHAPES,

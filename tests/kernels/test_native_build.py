@@ -13,8 +13,8 @@ import torch
 
 from csrc import build
 from engine.errors import UserError
-from engine.ops.native import loader
-from engine.ops.native.norm import rmsnorm_forward
+from engine.kernels.native import loader
+from engine.kernels.native.norm import rmsnorm_forward
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,7 +72,7 @@ def test_one_openmp_runtime() -> None:
     code = """
 import torch
 from pathlib import Path
-from engine.ops.native import loader, norm
+from engine.kernels.native import loader, norm
 def threads(): return len(list(Path("/proc/self/task").iterdir()))
 torch.set_num_threads(2)
 torch.randn(512, 512) @ torch.randn(512, 512)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels import philox
+from engine.kernels.native import dropout
 from engine.kernels.records import DropoutKey
-from engine.ops.native import dropout
 from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, assert_same_on_any_threads, unpack_bits
 
 pytestmark = ON_EVERY_INSTRUCTION_SET

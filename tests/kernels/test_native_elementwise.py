@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.native import cross_entropy, rope, swiglu
 from engine.kernels.records import InputUpdate
-from engine.ops.native import cross_entropy, rope, swiglu
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     SHAPES,

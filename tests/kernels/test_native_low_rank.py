@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.native import low_rank
 from engine.kernels.records import AdapterSection, InputUpdate
-from engine.ops.native import low_rank
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     SHAPES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.ops.native.merge import can_merge, merge_rows
+from engine.kernels.native.merge import can_merge, merge_rows
 from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, assert_accurate, widened
 
 pytestmark = ON_EVERY_INSTRUCTION_SET

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.native import norm
+from engine.kernels.native.dropout import dropout_bits
 from engine.kernels.philox import dropout_mask, dropout_scale
 from engine.kernels.records import DropoutKey, InputUpdate
-from engine.ops.native import norm
-from engine.ops.native.dropout import dropout_bits
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     SHAPES,

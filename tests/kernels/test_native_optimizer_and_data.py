@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from engine.data.packing import pack as plain_pack
-from engine.ops.native import packing
-from engine.ops.native.adamw import adamw_step, square_sum
+from engine.kernels.native import packing
+from engine.kernels.native.adamw import adamw_step, square_sum
 from tests.kernels.native_support import assert_same_on_any_threads, needs_native
 
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1

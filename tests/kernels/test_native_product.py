@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops.native.loader import select
-from engine.ops.native.product import FEWEST, has_tiles, multiply, multiply_by_tiles, product
+from engine.kernels.native.loader import select
+from engine.kernels.native.product import FEWEST, has_tiles, multiply, multiply_by_tiles, product
 from tests.kernels.native_support import (
     INSTRUCTION_SETS,
     assert_accurate,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from engine.kernels import reference_quantize
-from engine.ops.native.quantize import NATIVE_ARITHMETIC
+from engine.kernels.native.quantize import NATIVE_ARITHMETIC
 from engine.quantization.encoding import encoding
 from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, assert_same_on_any_threads, widened
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.native import swiglu
 from engine.kernels.records import AdapterSection, InputUpdate
-from engine.ops.native import swiglu
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     SHAPES,

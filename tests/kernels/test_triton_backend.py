@@ -18,7 +18,7 @@ from engine.kernels import reference
 from engine.kernels.philox import dropout_scale
 from engine.kernels.records import AdapterSection, DropoutKey, InputUpdate
 from engine.ops.kernels import REFERENCE
-from engine.ops.triton.backend import TRITON
+from engine.ops.triton_backend import TRITON
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
 from tests.kernels.native_support import a_section, b_section
 

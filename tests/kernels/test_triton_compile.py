@@ -49,7 +49,7 @@ def _kernels_defined() -> set[str]:
     for path in (ROOT / "triton_kernels").glob("*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith("def _") and "_kernel(" in line:
-                found.add(f"triton_kernels.{path.stem}.{line[4 : line.index('(')]}")
+                found.add(f"engine.kernels.triton.{path.stem}.{line[4 : line.index('(')]}")
     return found
 
 

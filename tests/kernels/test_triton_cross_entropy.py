@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from engine.kernels.triton import cross_entropy as ce
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
-from triton_kernels import cross_entropy as ce
 
 SHAPES = [(5, 123), (1, 1), (3, 9000), (40, 32)]
 

@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import philox
 from engine.kernels.records import DropoutKey
+from engine.kernels.triton.dropout import dropout_bits
 from tests.kernels.comparing import places
-from triton_kernels.dropout import dropout_bits
 
 TOKENS = [0, 1, 77, 2**32 - 1, 2**33 + 5, 2**40]
 

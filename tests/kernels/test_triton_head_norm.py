@@ -11,12 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from engine.kernels.triton import head_norm
 from engine.ops.gradients import GradientSink
 from engine.ops.head_norm import HeadNorms, norm_rotate
-from engine.ops.triton.backend import TRITON
+from engine.ops.triton_backend import TRITON
 from tests.head_norms import EPS, SHAPES, Problem, expected, problem
 from tests.kernels.comparing import assert_as_exact_as_torch, places
-from triton_kernels import head_norm
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 

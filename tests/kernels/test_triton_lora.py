@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels.records import AdapterSection, InputUpdate
+from engine.kernels.triton import lora
+from engine.kernels.triton.output_gradients import output_gradients
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
 from tests.kernels.triton_masks import drawn_mask
-from triton_kernels import lora
-from triton_kernels.output_gradients import output_gradients
 
 SCALE = 2.0
 SHAPES = [(5, 123, 45, 3), (1, 17, 20, 16), (150, 290, 270, 24)]

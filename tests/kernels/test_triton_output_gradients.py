@@ -15,12 +15,12 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.distributed.mesh import Axis
 from engine.kernels.records import AdapterSection
+from engine.kernels.triton import output_gradients as module
+from engine.kernels.triton.output_gradients import output_gradients
 from engine.ops.embedding import EmbeddingOperands, embedding
 from engine.ops.gradients import GradientSink
-from engine.ops.triton.backend import TRITON
+from engine.ops.triton_backend import TRITON
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
-from triton_kernels import output_gradients as module
-from triton_kernels.output_gradients import output_gradients
 
 LAYOUTS = {
     "one": (5, [(45, 3)]),

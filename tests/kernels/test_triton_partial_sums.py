@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from engine.kernels.triton.partial_sums import Sum, sum_all, sum_partials
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
-from triton_kernels.partial_sums import Sum, sum_all, sum_partials
 
 SHAPES = [(3, 5, 7), (1, 1, 1), (33, 1, 300), (100, 2, 5), (0, 4, 6), (64, 30, 90), (40, 300, 230), (5, 0, 3)]
 """Partial results, rows, columns; the last but one has more results than the short way takes."""

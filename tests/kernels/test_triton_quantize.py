@@ -9,9 +9,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import reference_quantize
+from engine.kernels.triton import quantize, rmsnorm, swiglu
 from engine.quantization.encoding import encoding
 from tests.kernels.comparing import places, random_rows
-from triton_kernels import quantize, rmsnorm, swiglu
 
 SHAPES = [(5, 123), (1, 1), (40, 200), (0, 64), (3, 64 * 260), (2, 17000)]
 

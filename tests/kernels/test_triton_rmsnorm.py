@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import reference
 from engine.kernels.records import InputUpdate
+from engine.kernels.triton import rmsnorm
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
 from tests.kernels.triton_masks import drawn_mask
-from triton_kernels import rmsnorm
 
 EPS = 1e-5
 SHAPES = [(5, 123), (1, 8), (70, 64), (3, 600)]

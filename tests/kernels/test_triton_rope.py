@@ -9,8 +9,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import reference
+from engine.kernels.triton import rope
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
-from triton_kernels import rope
 
 SHAPES = [(5, 3, 1, 10), (1, 1, 1, 2), (7, 6, 2, 64), (2, 40, 8, 128)]
 """tokens, query heads, key heads, head dimension."""

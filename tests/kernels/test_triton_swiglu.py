@@ -11,9 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels.records import InputUpdate
+from engine.kernels.triton import swiglu
 from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
 from tests.kernels.triton_masks import drawn_mask
-from triton_kernels import swiglu
 
 SHAPES = [(5, 123), (1, 1), (40, 50), (3, 1100)]
 

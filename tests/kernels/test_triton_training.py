@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.layers.recompute import MemoryPlan
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.ops.kernels import REFERENCE
-from engine.ops.triton.backend import TRITON
+from engine.ops.triton_backend import TRITON
 from tests.distributed.cases import Case, make_batch
 from tests.kernels.comparing import places
 from tests.memory_models import build_with

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.kernels import philox
 from engine.kernels.records import DropoutKey
-from triton_kernels.dropout import dropout_bits
+from engine.kernels.triton.dropout import dropout_bits
 
 
 def drawn_mask(

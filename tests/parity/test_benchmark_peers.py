@@ -15,17 +15,17 @@ import torch
 
 pytest.importorskip("peft", reason="the peers are transformers and PEFT")
 
-from engine.distributed.launch import keep_freed_memory
 from engine.ops.backends import choose_kernels
-from tools.benchmarking.generate import PEER as GENERATING_PEER
-from tools.benchmarking.generate import offer, write_model
-from tools.benchmarking.lora_layers import make_layer, peft
-from tools.benchmarking.options import Shape, StepOptions
-from tools.benchmarking.remote import RemoteSide
-from tools.benchmarking.sections import GenerateOptions
-from tools.benchmarking.sides import ENGINE, PEER, PEER_KINDS
-from tools.benchmarking.timing import measure
-from tools.benchmarking.workers import Offer, Worker
+from engine.runtime.launch import keep_freed_memory
+from rankfold.benchmarking.generate import PEER as GENERATING_PEER
+from rankfold.benchmarking.generate import offer, write_model
+from rankfold.benchmarking.lora_layers import make_layer, peft
+from rankfold.benchmarking.options import Shape, StepOptions
+from rankfold.benchmarking.remote import RemoteSide
+from rankfold.benchmarking.sections import GenerateOptions
+from rankfold.benchmarking.sides import ENGINE, PEER, PEER_KINDS
+from rankfold.benchmarking.timing import measure
+from rankfold.benchmarking.workers import Offer, Worker
 
 PLAIN = Path(__file__).parent / "plain"
 SIZES = {"hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8, "intermediate": 2816}

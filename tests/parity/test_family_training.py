@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.optim.layout import decays
+from engine.optim.flat_layout import decays
 from tests.family_models import FAMILIES, make_model
 from tests.peft_following import ALONE, build, decayed_names, our_losses, peft_start, their_losses
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.peft_write import export_peft
 from engine.checkpoint.training_state import open_run
-from engine.distributed.launch import Launch
+from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
+from engine.runtime.launch import Launch
 from tests.family_models import make_model, stock_losses
 from tests.peft_following import ALONE, STEPS, batches, build, our_losses, peft_start, take_steps, their_losses
 from tests.spawning import spawn

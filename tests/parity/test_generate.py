@@ -10,10 +10,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.convert import import_checkpoint
 from engine.checkpoint.model_folder import open_model
-from engine.checkpoint.peft_read import AdapterSource
-from engine.checkpoint.source import open_source
+from engine.checkpoint.model_weights import open_source
+from engine.conversion.import_export import import_checkpoint
+from engine.conversion.peft_read import AdapterSource
 from engine.inference.options import Limits
 from engine.quantization.encoding import encoding
 from tests.family_models import FAMILIES, make_model

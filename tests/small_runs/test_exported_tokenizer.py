@@ -12,9 +12,9 @@ from peft import PeftModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.checkpoint.commands import Options, run_export, run_merge
+from engine.conversion.commands import Options, run_export, run_merge
+from engine.data.build_store import Request, preprocess
 from engine.data.named_templates import template_text
-from engine.data.preprocess import Request, preprocess
 from engine.data.tokenizer import ChatOptions, load_tokenizer
 from engine.errors import UserError
 from tests.commands import run_tool

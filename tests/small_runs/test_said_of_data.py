@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.data.report import context_warning
+from engine.data.data_report import context_warning
 from engine.models.families.llama import config_from_hf
 from tests.small_runs.conftest import SmallRuns
 from tests.wrong_inputs.workplace import CONFIG

@@ -16,18 +16,18 @@ import torch
 pytest.importorskip("peft", reason="the step section compares with PEFT")
 
 from engine.errors import UserError
-from tools.benchmarking import step
-from tools.benchmarking.arrangement import arrange
-from tools.benchmarking.engine_side import EngineSide
-from tools.benchmarking.floor import GemmFloor
-from tools.benchmarking.model import attention_kernel, draw, draw_batches, step_operations
-from tools.benchmarking.options import StepOptions, add_options, read_options
-from tools.benchmarking.peak_memory import peak_above_now
-from tools.benchmarking.peft_side import PeftSide
-from tools.benchmarking.remote import RemoteSide
-from tools.benchmarking.sides import Alone
-from tools.benchmarking.table import Table
-from tools.benchmarking.timing import Sample, interleave, paired_ratio, summarise
+from rankfold.benchmarking import step
+from rankfold.benchmarking.arrangement import arrange
+from rankfold.benchmarking.engine_side import EngineSide
+from rankfold.benchmarking.floor import GemmFloor
+from rankfold.benchmarking.model import attention_kernel, draw, draw_batches, step_operations
+from rankfold.benchmarking.options import StepOptions, add_options, read_options
+from rankfold.benchmarking.peak_memory import peak_above_now
+from rankfold.benchmarking.peft_side import PeftSide
+from rankfold.benchmarking.remote import RemoteSide
+from rankfold.benchmarking.sides import Alone
+from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.timing import Sample, interleave, paired_ratio, summarise
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from engine.errors import UserError
 from engine.models.dtypes import TORCH_DTYPES
+from engine.ops.attention.varlen import why_not_varlen
 from engine.ops.kernels import REFERENCE
-from engine.ops.varlen_attention import why_not_varlen
+from rankfold.benchmarking import graph
+from rankfold.benchmarking.graph_side import EAGER, LAYERS, STEP, GraphSide, make_steps
+from rankfold.benchmarking.sections import GraphOptions
 from tests.graph_stand_in import FunctionCapture
 from tests.graph_training import ON_DEVICE
-from tools.benchmarking import graph
-from tools.benchmarking.graph_side import EAGER, LAYERS, STEP, GraphSide, make_steps
-from tools.benchmarking.sections import GraphOptions
 
 CPU = torch.device("cpu")
 TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48, "vocab": 131, "rank": 4}

@@ -19,15 +19,15 @@ pytest.importorskip("triton", reason="the kernels section counts bytes with the 
 
 from engine.errors import UserError
 from engine.ops.kernels import REFERENCE
-from tools.benchmarking.case import Case, Wrong
-from tools.benchmarking.case import check as check_case
-from tools.benchmarking.ceilings import Demand
-from tools.benchmarking.kernels.first_calls import measure_first_calls
-from tools.benchmarking.kernels.section import GROUPS, make_setting
-from tools.benchmarking.kernels.setting import Setting
-from tools.benchmarking.lora_layers import engine, make_layer, peft, plain_torch
-from tools.benchmarking.lora_tax import arithmetic_limit, layer_linears
-from tools.benchmarking.options import (
+from rankfold.benchmarking.case import Case, Wrong
+from rankfold.benchmarking.case import check as check_case
+from rankfold.benchmarking.ceilings import Demand
+from rankfold.benchmarking.kernels.first_calls import measure_first_calls
+from rankfold.benchmarking.kernels.section import GROUPS, make_setting
+from rankfold.benchmarking.kernels.setting import Setting
+from rankfold.benchmarking.lora_layers import engine, make_layer, peft, plain_torch
+from rankfold.benchmarking.lora_tax import arithmetic_limit, layer_linears
+from rankfold.benchmarking.options import (
     _TAX_ON_CPU,
     _TAX_ON_GPU,
     KernelOptions,
@@ -36,7 +36,7 @@ from tools.benchmarking.options import (
     for_device,
     read_shapes,
 )
-from tools.benchmarking.saved import saved_bytes
+from rankfold.benchmarking.saved import saved_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

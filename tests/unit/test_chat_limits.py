@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.data import bounds
-from engine.data.preprocess import Request, preprocess
+from engine.data.build_store import Request, preprocess
 from engine.data.template import ChatTemplate
 from engine.data.tokenizer import ChatOptions
 from engine.errors import UserError

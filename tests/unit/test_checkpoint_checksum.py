@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as tensorboards
 
-from engine.checkpoint.commands import Options
-from engine.ops.checksum import Checksum, crc32c, crc32c_by_numpy, joined_checksum
-from engine.ops.native import checksum as native
-from engine.ops.native.loader import NativeStatus, native_status
+from engine.conversion.commands import Options
+from engine.kernels.checksum import Checksum, crc32c, crc32c_by_numpy, joined_checksum
+from engine.kernels.native import checksum as native
+from engine.kernels.native.loader import NativeStatus, native_status
 from engine.telemetry.log import Log
 
 Way = Callable[..., int]
@@ -85,7 +85,7 @@ def test_work_without_compiled_checksums_says_so(
 ) -> None:
     said = []
     for status in (NativeStatus(available=False, reason="nothing is built"), NativeStatus(available=True, reason="")):
-        monkeypatch.setattr("engine.ops.checksum.native_status", lambda status=status: status)
+        monkeypatch.setattr("engine.kernels.checksum.native_status", lambda status=status: status)
         with Options().work(Log(), "importing", Mock(total_bytes=lambda: 1)):
             said.append(capsys.readouterr())
     assert "note: nothing is built: checksums are computed by numpy" in "".join(said[0])

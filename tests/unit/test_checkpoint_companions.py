@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.convert import export_hf, import_checkpoint
 from engine.checkpoint.folder import find_companions
-from engine.checkpoint.source import open_source
+from engine.checkpoint.model_weights import open_source
+from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.errors import UserError
 from tests.unit.checkpoint_models import tiny_llama
 from tests.unit.test_checkpoint_source import assert_same_tensors, load_folder

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import resumable
 from engine.checkpoint.contents import row_blocks, rows_of
-from engine.checkpoint.convert import Work, export_hf, import_checkpoint
 from engine.checkpoint.direct_io import BLOCK_BYTES, Scratch
+from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.resumable import resumable_folder
-from engine.checkpoint.source import open_source
+from engine.conversion.import_export import Work, export_hf, import_checkpoint
 from engine.errors import UserError
 from engine.files.refusals import FileError
 from tests.unit.checkpoint_models import tiny_llama
@@ -143,7 +143,7 @@ def test_verify_reads_back_what_lies_on_the_disk(tmp_path: Path, monkeypatch: py
     tiny_llama(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
     assert export_hf(source, tmp_path / "sound", work=Work(verify=True)).verified
-    from engine.checkpoint import convert
+    from engine.conversion import import_export as convert
 
     def damage(folder: Path, *arguments: object, **options: object) -> None:
         path = next(folder.glob("*.safetensors"))
@@ -213,8 +213,8 @@ def test_values_that_no_model_has_are_refused(tmp_path: Path, value: float) -> N
 _MEASURE = """
 import re, sys, threading, time
 from pathlib import Path
-from engine.checkpoint.convert import Work, export_hf, import_checkpoint
-from engine.checkpoint.source import open_source
+from engine.conversion.import_export import Work, export_hf, import_checkpoint
+from engine.checkpoint.model_weights import open_source
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.checkpoint import direct_io, prefetch
+from engine.checkpoint import direct_io
 from engine.checkpoint.direct_io import ALIGNMENT, BLOCK_BYTES, RunReader, RunWriter, Scratch, open_direct, read_ahead
+from engine.conversion import prefetch
 from engine.errors import UserError
 
 MIB = 1 << 20

@@ -14,14 +14,14 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint import proof
-from engine.checkpoint.convert import export_hf, import_checkpoint
-from engine.checkpoint.live_logits import Overlay, adapter_plan, live_logits, proof_tokens
-from engine.checkpoint.merge import MergedSource
-from engine.checkpoint.peft_write import export_peft
-from engine.checkpoint.proof import prove_adapter, prove_model
-from engine.checkpoint.source import open_source
+from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.training_state import open_run
+from engine.conversion import proof
+from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.conversion.live_logits import Overlay, adapter_plan, live_logits, proof_tokens
+from engine.conversion.merged_model import MergedSource
+from engine.conversion.peft_write import export_peft
+from engine.conversion.proof import prove_adapter, prove_model
 from engine.errors import UserError
 from tests.unit.checkpoint_models import tiny_llama
 from tests.unit.test_checkpoint_peft import BLOCK, RANK, factors, trained_run

@@ -12,14 +12,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint import merging
-from engine.checkpoint.convert import export_hf, import_checkpoint
-from engine.checkpoint.decoded import DecodedSource, encoded_names
-from engine.checkpoint.merge import MergedSource
-from engine.checkpoint.merging import summary
-from engine.checkpoint.peft_read import AdapterSource
-from engine.checkpoint.proof import prove_model
-from engine.checkpoint.source import WeightSource, open_source
+from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.conversion import add_adapter as merging
+from engine.conversion.add_adapter import summary
+from engine.conversion.decoded_base import DecodedSource, encoded_names
+from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.conversion.merged_model import MergedSource
+from engine.conversion.peft_read import AdapterSource
+from engine.conversion.proof import prove_model
 from engine.errors import UserError
 from engine.quantization.encoding import ENCODING_NAMES, encoding
 from tests.unit.checkpoint_models import hf_name, tiny_llama

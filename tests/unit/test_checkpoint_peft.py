@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from engine.checkpoint.convert import export_hf, import_checkpoint
 from engine.checkpoint.loading import load_parameters
-from engine.checkpoint.merge import MergedSource
 from engine.checkpoint.model_folder import open_model
-from engine.checkpoint.peft_read import AdapterSource
-from engine.checkpoint.peft_write import export_peft
-from engine.checkpoint.source import open_source
+from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.training_state import MASTER, open_run
+from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.conversion.merged_model import MergedSource
+from engine.conversion.peft_read import AdapterSource
+from engine.conversion.peft_write import export_peft
 from engine.distributed.sharding import NamedShard, replicated_spec, split_spec
 from engine.errors import UserError
 from tests.saved_training import save_training

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint import saver as saver_module
-from engine.checkpoint.save_parts import TrainingContents, owned
-from engine.checkpoint.saved_steps import list_checkpoints, prune, staging_folder
+from engine.checkpoint.commit import TrainingContents, owned
 from engine.checkpoint.saver import SaveGroup, Saver, SaveReport
 from engine.checkpoint.snapshot import Snapshot, snapshot_bytes
+from engine.checkpoint.step_folders import list_checkpoints, prune, staging_folder
 from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
 from engine.distributed.sharding import NamedShard, replicated_spec, split_spec
 from engine.errors import UserError

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from engine.checkpoint.convert import export_hf, import_checkpoint
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.model_folder import open_model
-from engine.checkpoint.source import open_source
+from engine.checkpoint.model_weights import open_source
+from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.models.describe import parameter_specs

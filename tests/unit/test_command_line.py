@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import re
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -15,13 +16,13 @@ import pytest
 
 from engine.config.command_line import CommandLine, in_flags, named_as
 from engine.config.load import parse_config, to_yaml
-from engine.config.names import option_types, sections
+from engine.config.option_names import option_types, sections
 from engine.config.paths import PATH_OPTIONS, path_text
 from engine.config.run import RunConfig
 from engine.config.units import read_count, read_gb, read_gib, read_length
 from engine.errors import UserError
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("benchmark", "convert", "generate", "plan", "preprocess", "report")
 
 
@@ -42,12 +43,9 @@ def _parsers() -> dict[str, CommandLine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CommandLine, "parse_args", catch)
         for name in NAMES:
-            spec = importlib.util.spec_from_file_location(f"line_{name}", TOOLS / f"{name}.py")
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            patch.setattr(sys, "argv", [f"{name}.py"])
             with pytest.raises(_Stop):
-                module.main()
+                importlib.import_module(f"rankfold.{name}").main()
     return found
 
 
@@ -60,11 +58,12 @@ def _refusal(parser: CommandLine, words: list[str]) -> str:
 
 
 def test_no_tool_has_a_parser_of_its_own() -> None:
-    """Every *.py below tools/; a plain argparse parser dumps its usage."""
-    own = [path.name for path in TOOLS.rglob("*.py") if re.search(r"ArgumentParser\(", path.read_text("utf-8"))]
+    """Every command line; a plain argparse parser dumps its usage."""
+    paths = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "rankfold").rglob("*.py")]
+    own = [path.name for path in paths if re.search(r"ArgumentParser\(", path.read_text("utf-8"))]
     assert own == []
     modules = {"installed"}  # imported by the tools, no command
-    assert {path.stem for path in TOOLS.glob("*.py")} == {*NAMES, "pretrain_lora", *modules}
+    assert {path.stem for path in (ROOT / "tools").glob("*.py")} == {*NAMES, "pretrain_lora", *modules}
 
 
 def test_flags_stand_for_options_that_exist() -> None:

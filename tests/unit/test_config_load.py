@@ -25,7 +25,7 @@ from engine.config import (
     TrainOptions,
 )
 from engine.config.load import from_yaml, load_config, parse_config, to_yaml
-from engine.config.names import option_types
+from engine.config.option_names import option_types
 from engine.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

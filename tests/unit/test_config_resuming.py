@@ -9,8 +9,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 import yaml
 
-from engine.config.names import option_types, sections
-from engine.config.resuming import SAID, SILENT, changes, is_said
+from engine.config.option_names import option_types, sections
+from engine.config.resume_rules import SAID, SILENT, changes, is_said
 from engine.config.run import RunConfig
 
 
@@ -19,7 +19,7 @@ def test_every_option_is_said_or_silent() -> None:
     for option in option_types():
         section, _, name = option.rpartition(".")
         said, silent = name in SAID.get(section, ()), {name, "*"} & set(SILENT.get(section, ()))
-        assert said != bool(silent), f"{option} must be in one of SAID and SILENT of engine/config/resuming.py"
+        assert said != bool(silent), f"{option} must be in one of SAID and SILENT of engine/config/resume_rules.py"
     known = {section: {field.name for field in fields(kind)} for section, kind in sections().items()}
     known[""] = {field.name for field in fields(RunConfig)} - known.keys()
     for table in (SAID, SILENT):

@@ -21,7 +21,7 @@ from engine.config.conversion.reading import read_file, read_flags
 from engine.config.conversion.trainer import Default, Ours, Trainer, engine_default
 from engine.config.conversion.trainers import TRAINERS, recognise
 from engine.config.load import from_yaml
-from engine.config.names import option_types
+from engine.config.option_names import option_types
 from engine.config.rules import check_config
 from engine.config.run import RunConfig
 from engine.errors import UserError

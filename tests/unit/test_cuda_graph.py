@@ -169,8 +169,8 @@ def test_full_buckets_leave_during_a_replayed_backward(monkeypatch: pytest.Monke
 
 
 def _gpu_kernels() -> Kernels:
-    from engine.ops.triton.backend import TRITON
-    from engine.ops.varlen_attention import torch_varlen
+    from engine.ops.attention.varlen import torch_varlen
+    from engine.ops.triton_backend import TRITON
 
     return replace(TRITON, attention=torch_varlen())
 

@@ -18,14 +18,14 @@ from engine.config.memory import MemoryOptions
 from engine.errors import UserError
 from engine.kernels.reference_quantize import dynamic_map, nf4_values
 from engine.layers.recompute import MemoryPlan
-from engine.models.config import LayerKind
+from engine.models.decoder_config import LayerKind
+from engine.ops.attention.varlen import AttentionChoice
 from engine.ops.kernels import REFERENCE
-from engine.ops.varlen_attention import AttentionChoice
 from engine.pipeline.schedules import make_schedule
 from engine.training.cuda_graph.build import check_graphs
 from engine.training.cuda_graph.capture import GraphCounts
 from engine.training.cuda_graph.static_batch import StaticBatch, document_capacity
-from engine.training.stages import most_alive
+from engine.training.rank_stages import most_alive
 from tests.distributed.cases import make_batch
 from tests.graph_training import CASES, CPU, LENGTH, ON_DEVICE, SHAPE, graph_config
 from tests.memory_models import build_with

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.data.files import Place, expand_paths, read_records
 from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample, parse_record, read_samples
+from engine.data.record_files import Place, expand_paths, read_records
 from engine.errors import UserError
 from tests.shared_data import shared
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.data import dataset
 from engine.data.dataset import TokenDataset
 from engine.data.packing import one_each, pack
-from engine.ops.native.loader import NativeStatus, native_status
+from engine.kernels.native.loader import NativeStatus, native_status
 
 
 @st.composite

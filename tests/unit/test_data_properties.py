@@ -20,9 +20,9 @@ from engine.config.data import FORMATS
 from engine.data.collate import build_batch, context_part
 from engine.data.concatenate import concatenate
 from engine.data.dataset import TokenDataset
-from engine.data.files import Place
 from engine.data.formats import parse_record, read_samples
-from engine.data.preference import build_pairs, parse_pair
+from engine.data.preference_pairs import build_pairs, parse_pair
+from engine.data.record_files import Place
 from engine.errors import UserError
 from tests.unit.test_data_concatenate import Letters
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.data.build_store import Request, preprocess
 from engine.data.checked_file import CheckedFile
 from engine.data.collate import build_batch
 from engine.data.dataset import TokenDataset
-from engine.data.preprocess import Request, preprocess
 from engine.data.store import open_store
 from engine.data.store_manifest import MANIFEST
-from engine.data.stored import cut_spans, stored_dataset
+from engine.data.stored_rows import cut_spans, stored_dataset
 from engine.data.tokenizer import load_tokenizer
-from engine.data.units import plan_units
+from engine.data.work_units import plan_units
 from engine.errors import UserError
 from engine.files.staging import staged_folder
 from tests.commands import REPOSITORY
@@ -78,7 +78,7 @@ def test_store_does_not_depend_on_workers_or_units(
     records = _lines(tmp_path / "a.jsonl", [{"text": f"document {n} " * (1 + n % 7)} for n in range(300)])
     request = {"files": (records,), "tokenizer": tokenizer_dir}
     preprocess(Request(**request), tmp_path / "one")
-    monkeypatch.setattr("engine.data.units.UNIT_BYTES", 2000)
+    monkeypatch.setattr("engine.data.work_units.UNIT_BYTES", 2000)
     assert len(plan_units([records])) > 5
     preprocess(Request(**request, workers=2), tmp_path / "many")
     for name in ("tokens.bin", "offsets.bin", "blocks.bin", MANIFEST):
@@ -119,7 +119,7 @@ def test_killed_and_gone_on(tmp_path: Path, tokenizer_dir: Path) -> None:
     """A call that is killed leaves units behind that the next call of the same command does not do again."""
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "import engine.data.units as units, engine.data.preprocess as work\n"
+        "import engine.data.work_units as units, engine.data.build_store as work\n"
         "units.UNIT_BYTES = 2000\ndo = work._do_unit\n"
         "def slow(*arguments):\n    time.sleep(0.1)\n    return do(*arguments)\nwork._do_unit = slow\n"
         "request = work.Request(files=(Path(sys.argv[1]),), tokenizer=Path(sys.argv[2]))\n"

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.loading import load_encoded
-from engine.checkpoint.source import WeightSource, open_source
+from engine.checkpoint.model_weights import WeightSource, open_source
 from engine.config import ModelOptions, RunConfig
 from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec, split_spec
 from engine.errors import UserError
 from engine.layers import encoded_storage
+from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import EncodedStorage, encoded_entries, fill_encoded
 from engine.layers.linear import RowParallelLinear
 from engine.layers.module import shard_entries
-from engine.layers.plan import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.sharded_storage import SpreadWeights
 from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
@@ -28,11 +28,11 @@ from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.inputs import GivenInput
 from engine.quantization.encoding import encoding
 from engine.training.base_encoding import base_encoding, check_base
+from rankfold.planning.memory_measure import LiveStorages
 from tests.distributed.cases import Case, cut, make_batch, relative_error, small_config, whole_parameters, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.distributed.plain_decoder import PlainDecoder
 from tests.spawning import spawn
-from tools.planning.memory_measure import LiveStorages
 
 CPU = torch.device("cpu")
 CONFIG = small_config(hidden=64, intermediate=172, head_dim=8)

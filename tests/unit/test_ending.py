@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from engine.distributed import launch
 from engine.errors import UserError
+from engine.runtime import launch
 from engine.telemetry.ending import end, has_joined
 from engine.telemetry.errors import run_command
 from tests.spawning import fork_context
@@ -126,7 +126,7 @@ def test_a_process_on_its_own_ends_as_any_program() -> None:
 
 
 ENDS = {
-    "destroy_process_group": {"engine/distributed/launch.py"},
+    "destroy_process_group": {"engine/runtime/launch.py"},
     "_exit": {"engine/telemetry/ending.py"},
     "register": set[str](),  # of atexit
 }

@@ -13,15 +13,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.convert import export_hf, import_checkpoint
 from engine.checkpoint.loading import load_parameters
-from engine.checkpoint.merge import MergedSource
 from engine.checkpoint.model_folder import open_model
-from engine.checkpoint.peft_read import AdapterSource
-from engine.checkpoint.peft_write import export_peft
-from engine.checkpoint.proof import prove_model
-from engine.checkpoint.source import open_source
+from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.training_state import open_run
+from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.conversion.merged_model import MergedSource
+from engine.conversion.peft_read import AdapterSource
+from engine.conversion.peft_write import export_peft
+from engine.conversion.proof import prove_model
 from engine.errors import UserError
 from tests.distributed.cases import RANK, SCALE, Built, relative_error
 from tests.family_models import FAMILIES, batch_of, engine_model, make_model, stock_losses

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
-from engine.layers.plan import TensorLayout, TrainingPlan
+from engine.kernels.native.loader import native_status
+from engine.kernels.records import Documents
+from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.recompute import Level, MemoryPlan
-from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families import family_of
 from engine.models.plain_torch import plain_torch_parts
-from engine.ops.attention import Documents
+from engine.ops.attention.masked import BLOCK, MaskedAttention
 from engine.ops.kernels import REFERENCE
-from engine.ops.masked_attention import BLOCK, MaskedAttention
-from engine.ops.native.backend import NATIVE
-from engine.ops.native.loader import native_status
+from engine.ops.native_backend import NATIVE
 from tests.distributed.cases import Case, make_batch, relative_error
 from tests.family_models import make_model
 from tests.memory_models import build_with, packed_batches, same_bits, two_alive

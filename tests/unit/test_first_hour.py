@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from engine.errors import UserError
-from tools.benchmarking.first_hour import PARTS, ROOT, Part, chosen_parts, run_part, summarise
-from tools.benchmarking.first_hour_figures import key_figures
-from tools.benchmarking.options import add_options, for_device, read_options
-from tools.benchmarking.sections import SECTIONS
+from rankfold.benchmarking.first_hour import PARTS, ROOT, Part, chosen_parts, run_part, summarise
+from rankfold.benchmarking.first_hour_figures import key_figures
+from rankfold.benchmarking.options import add_options, for_device, read_options
+from rankfold.benchmarking.sections import SECTIONS
 
 SECTION_PARTS = [part for part in PARTS if part.tool != "tests"]
 TEST_PARTS = [part for part in PARTS if part.tool == "tests"]

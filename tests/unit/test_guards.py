@@ -15,7 +15,7 @@ from engine.distributed.mesh import Axis
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.training.guards.fingerprint import AT_ONCE, Fingerprints
-from engine.training.guards.guards import Guards, StepSeen
+from engine.training.guards.run_guards import Guards, StepSeen
 from engine.training.guards.spikes import NO_LIMIT, RunningLimit, as_float32
 from tests.distributed.guarded_runs import OPTIONS, build_run, drive, guards_of, zero_b
 from tests.distributed.sharded_runs import Layout, Run

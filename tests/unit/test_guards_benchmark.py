@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.benchmarking.guards import ALL, GUARDED, LOOK, PLAIN, TRAINED, Timed, table
-from tools.benchmarking.sections import GuardsOptions
+from rankfold.benchmarking.guards import ALL, GUARDED, LOOK, PLAIN, TRAINED, Timed, table
+from rankfold.benchmarking.sections import GuardsOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 

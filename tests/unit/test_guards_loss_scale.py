@@ -10,7 +10,7 @@ import torch
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.optim.loss_scale import LossScale
-from engine.training.guards.guards import Guards, StepSeen
+from engine.training.guards.run_guards import Guards, StepSeen
 from engine.training.step import StepResult
 from tests.distributed.guarded_runs import OPTIONS, build_run, guards_of
 from tests.distributed.sharded_runs import Layout

@@ -13,11 +13,11 @@ import torch
 
 from engine.distributed import collectives
 from engine.distributed.collectives import all_reduce_async, exchange_async
-from engine.distributed.hang import RankState, explain
 from engine.distributed.mesh import build_mesh
 from engine.distributed.operations import RECENT, Noted, OperationLog
 from engine.distributed.ranks import RankGrid
-from engine.distributed.watchdog import Watchdog, place
+from engine.runtime.hang_report import RankState, explain
+from engine.runtime.watchdog import Watchdog, place
 from tests.fake_world import fake_world
 
 
@@ -149,8 +149,8 @@ def test_places_in_one_step_are_progress(tmp_path: Path, monkeypatch: pytest.Mon
     now, said = [0.0], list[str]()
     # a clock and a log of its own: those of the process are shared with whatever other tests left running
     clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime)
-    monkeypatch.setattr("engine.distributed.watchdog.time", clock)
-    monkeypatch.setattr("engine.distributed.watchdog.LOG", OperationLog())
+    monkeypatch.setattr("engine.runtime.watchdog.time", clock)
+    monkeypatch.setattr("engine.runtime.watchdog.LOG", OperationLog())
     watchdog = Watchdog(None, rank=0, world_size=1, folder=tmp_path, report_after=10.0, say=said.append)
 
     def look(after: float) -> None:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from engine.distributed.launch import start
+from engine.runtime.launch import start
 
 NAME = "CUBLAS_WORKSPACE_CONFIG"
 """Without it, and before torch 2.13, torch refuses the first product of a deterministic run on a GPU."""

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from engine.distributed import meeting
 from engine.distributed.failures import CommunicationError
+from engine.runtime import rendezvous as meeting
 
 
 def _start(store: dist.Store, monkeypatch: pytest.MonkeyPatch, world_size: int = 3) -> dist.Store:

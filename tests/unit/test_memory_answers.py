@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.planning import memory
+from rankfold.planning import memory
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("examples/memory/README.md", "examples/llama2_70b_one_gpu/README.md")

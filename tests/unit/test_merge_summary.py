@@ -1,6 +1,6 @@
 """What is said of a merge."""
 
-from engine.checkpoint.merging import summary
+from engine.conversion.add_adapter import summary
 
 
 def test_an_exact_merge_is_called_exact() -> None:

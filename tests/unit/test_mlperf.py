@@ -21,8 +21,8 @@ from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
 from engine.layers.module import shard_entries
-from engine.telemetry.mlperf import Disclosed, MlperfLog, Submission
 from engine.training.evaluate import is_due
+from examples.mlperf_llama2_70b_lora.mlperf_log import Disclosed, MlperfLog, Submission
 from tests.commands import REPOSITORY
 
 EXAMPLE = REPOSITORY / "examples" / "mlperf_llama2_70b_lora"
@@ -98,7 +98,7 @@ def test_the_benchmarks_model_has_44_564_480_trained_parameters(
 ) -> None:
     from engine.checkpoint.model_folder import open_model
     from engine.models.describe import meta_model
-    from engine.training.plan import training_plan
+    from engine.training.module_plan import training_plan
 
     described = (data_dir / "configs" / "Llama-2-70b-hf.json").read_text()
     (tmp_path / "config.json").write_text(described)

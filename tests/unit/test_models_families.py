@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from engine.checkpoint.convert import export_hf, import_checkpoint
 from engine.checkpoint.model_folder import open_model
-from engine.checkpoint.source import open_source
+from engine.checkpoint.model_weights import open_source
+from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.errors import UserError
 from engine.models.describe import num_parameters, parameter_specs
 from engine.models.families import family_of

@@ -11,8 +11,8 @@ from torch import Tensor
 from engine.distributed.mesh import shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
+from engine.layers.context import TensorLayout
 from engine.layers.module import ShardEntry, shard_entries
-from engine.layers.plan import TensorLayout
 from engine.models import initialise
 from engine.models.decoder import Decoder
 from tests.distributed.cases import Case, cut, small_config

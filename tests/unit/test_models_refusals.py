@@ -8,7 +8,7 @@ import torch
 from engine.distributed.mesh import shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
-from engine.layers.plan import TensorLayout
+from engine.layers.context import TensorLayout
 from engine.models.decoder import Decoder
 from engine.models.describe import meta_model, module_names, num_parameters
 from engine.models.families import family_of

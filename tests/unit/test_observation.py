@@ -18,12 +18,12 @@ from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.transfer_meter import METER, Moved, TransferMeter
 from engine.errors import UserError
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.flops import forward_flops, step_flops, trained_work
 from engine.telemetry.rank_file import RankFile
-from engine.training.ceiling import measure_products
-from engine.training.phases import PhaseClock
-from engine.training.trace import StepTraces
+from engine.training.reports.flops_ceiling import measure_products
+from engine.training.reports.phases import PhaseClock
+from engine.training.reports.profiler import StepTraces
 from tests.commands import run_tool
 from tests.spawning import spawn
 

@@ -21,10 +21,10 @@ from engine.distributed.mesh import single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.layers import host_storage
-from engine.layers.offload import PlainHostMemory, host_memory
+from engine.layers.host_copies import PlainHostMemory, host_memory
 from engine.layers.recompute import Level
 from engine.models.decoder import DecoderLayer
-from engine.optim.offload import NUM_SLOTS, NUM_STATES, device_bytes
+from engine.optim.host_state import NUM_SLOTS, NUM_STATES, device_bytes
 from tests.distributed import sharded_runs
 from tests.distributed.sharded_runs import CPU, PIECE_ELEMENTS, Layout, Run
 

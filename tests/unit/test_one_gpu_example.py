@@ -19,15 +19,15 @@ from torch import Tensor
 
 from engine.config.load import parse_config
 from engine.config.run import RunConfig
-from engine.distributed.launch import Launch
 from engine.layers.saved import SavedTensors
 from engine.models import decoder as decoder_module
 from engine.models.families import family_of
-from engine.planning.memory import PeakEstimate
+from engine.planning.peak import PeakEstimate
 from engine.planning.predict import predict_peak
-from engine.training.plan import training_plan
-from engine.training.source import check_model, model_source
-from tools.planning.memory_measure import measure
+from engine.runtime.launch import Launch
+from engine.training.module_plan import training_plan
+from engine.training.start_model import check_model, model_source
+from rankfold.planning.memory_measure import measure
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops.attention import causal_attention
+from engine.ops.attention.packed import causal_attention
 from engine.ops.rope import inverse_frequencies
 from tests.torch_attention import torch_by_document
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.errors import UserError
-from engine.ops.attention_blocks import (
+from engine.kernels.native.loader import native_status
+from engine.ops.attention.blocks import (
     CPU_BLOCKS,
     CUDA_BLOCKS,
     NATIVE_BLOCKS,
@@ -19,7 +20,6 @@ from engine.ops.attention_blocks import (
     choose_attention_blocks,
     merge_,
 )
-from engine.ops.native.loader import native_status
 from engine.zigzag import Block, Span
 
 SCALE = 0.3

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from engine.errors import UserError
-from engine.models.config import DecoderConfig
+from engine.kernels.native import product
+from engine.kernels.native.loader import native_status
+from engine.models.decoder_config import DecoderConfig
 from engine.ops import backends
 from engine.ops.backends import choose_kernels
 from engine.ops.kernels import REFERENCE
-from engine.ops.native import product
-from engine.ops.native.backend import NATIVE
-from engine.ops.native.loader import native_status
+from engine.ops.native_backend import NATIVE
 from tests.small_training import SmallTraining
 
 ROOT = Path(__file__).resolve().parents[2]

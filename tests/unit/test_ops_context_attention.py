@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import UserError
-from engine.ops.ulysses_attention import check_context_heads
+from engine.ops.attention.ulysses import check_context_heads
 from engine.zigzag import ContextLayout
 from tests.wire_bytes import bytes_on_the_wire
 

@@ -12,19 +12,19 @@ from torch.nn import functional as F
 
 from engine.batch import IGNORE_LABEL
 from engine.distributed.mesh import Axis
+from engine.kernels.native import product
+from engine.kernels.native.loader import native_status
 from engine.kernels.philox import dropout_mask
 from engine.kernels.records import DropoutKey
 from engine.ops.adapters import Adapter, LowRank
-from engine.ops.context import TokenContext
+from engine.ops.attention.token_context import TokenContext
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.dropout import DropoutSite
 from engine.ops.embedding import EmbeddingOperands, embedding
 from engine.ops.gradients import GradientSink
 from engine.ops.inputs import GivenInput, LinearInput, NormInput, SwiGLUInput
 from engine.ops.kernels import REFERENCE, Folds, Kernels
-from engine.ops.native import product
-from engine.ops.native.backend import NATIVE
-from engine.ops.native.loader import native_status
+from engine.ops.native_backend import NATIVE
 from engine.ops.operands import LinearOperands, RowsSink
 from engine.ops.parallel_linear import column_linear, row_linear
 from engine.ops.products import FOLDED, JOINED, SEPARATE

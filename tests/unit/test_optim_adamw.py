@@ -16,7 +16,7 @@ from engine.layers.module import ShardEntry
 from engine.ops.gradients import GradientSink
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import ALIGNMENT, FlatParameters
-from engine.optim.schedule import learning_rate
+from engine.optim.lr_schedule import learning_rate
 
 SHAPES = {
     "first.weight": (7, 5),

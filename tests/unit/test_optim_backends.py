@@ -15,10 +15,10 @@ from engine.config.optim import OptimOptions
 from engine.distributed.mesh import single_process_mesh
 from engine.distributed.sharding import replicated_spec
 from engine.errors import UserError
+from engine.kernels.native.loader import NativeStatus, native_status
 from engine.layers.module import ShardEntry
 from engine.ops.apex import apex_status
 from engine.ops.gradients import GradientSink
-from engine.ops.native.loader import NativeStatus, native_status
 from engine.optim import backends
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import APEX, NATIVE, TORCH, OptimizerBackend, choose_backend

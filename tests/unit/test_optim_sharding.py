@@ -18,8 +18,8 @@ from engine.errors import UserError
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.layers.sharded_storage import SpreadStorage, SpreadWeights
 from engine.ops.gradients import GradientSink
-from engine.optim.layout import ALIGNMENT, own_runs, plan_buckets, plan_regions
-from engine.optim.sharding import Sharding
+from engine.optim.flat_layout import ALIGNMENT, own_runs, plan_buckets, plan_regions
+from engine.optim.state_sharding import Sharding
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(

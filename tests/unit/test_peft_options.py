@@ -12,16 +12,16 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.convert import export_hf
-from engine.checkpoint.live_logits import live_logits
-from engine.checkpoint.merge import MergedSource, recorded_scale
-from engine.checkpoint.peft_read import AdapterSource
-from engine.checkpoint.peft_write import export_peft
-from engine.checkpoint.proof import live_model
-from engine.checkpoint.source import open_source
+from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.training_state import open_run
 from engine.config.lora import LoraOptions
 from engine.config.matching import BLOCK_LINEARS
+from engine.conversion.import_export import export_hf
+from engine.conversion.live_logits import live_logits
+from engine.conversion.merged_model import MergedSource, recorded_scale
+from engine.conversion.peft_read import AdapterSource
+from engine.conversion.peft_write import export_peft
+from engine.conversion.proof import live_model
 from engine.errors import UserError
 from tests.unit.checkpoint_models import tiny_llama
 from tests.unit.test_checkpoint_peft import open_in_peft, trained_run

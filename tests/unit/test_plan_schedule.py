@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import UserError
-from tools.planning.schedule import ScheduleOptions, make_plan, report
+from rankfold.planning.schedule import ScheduleOptions, make_plan, report
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,16 +21,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config.load import from_yaml
 from engine.config.run import RunConfig
-from engine.distributed.launch import Launch
-from engine.ops.native.loader import native_status
+from engine.kernels.native.loader import native_status
 from engine.planning.ledger import DECODED
-from engine.planning.memory import PeakEstimate
+from engine.planning.peak import PeakEstimate
 from engine.planning.predict import predict_peak
-from engine.training.source import check_model, model_source
+from engine.runtime.launch import Launch
+from engine.training.start_model import check_model, model_source
+from rankfold.planning.memory_measure import build, draw_batches, measure
 from tests import family_models
 from tests.fake_world import fake_world
 from tests.spawning import spawn
-from tools.planning.memory_measure import build, draw_batches, measure
 
 CPU = torch.device("cpu")
 EXACT = 0.001

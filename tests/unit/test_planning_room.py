@@ -18,18 +18,18 @@ from engine.config.rules import check_config, check_world
 from engine.errors import UserError
 from engine.layers.recompute import MemoryPlan
 from engine.layers.rounding import FLOAT8
-from engine.planning.layout import Layout, Workload
 from engine.planning.ledger import ACTIVATIONS, WEIGHTS
-from engine.planning.memory import predict_layout
+from engine.planning.peak import predict_layout
 from engine.planning.predict import workload_of
+from engine.planning.rank_layout import Layout, Workload
 from engine.planning.search import Found
-from engine.planning.time import predict_time
+from engine.planning.step_time import predict_time
+from rankfold.planning import memory
+from rankfold.planning.memory_examples import LLAMA_2_70B
+from rankfold.planning.memory_question import Allowed, Answer, answer_for
+from rankfold.planning.memory_report import winning_yaml
 from tests.unit import test_planning_search as searches
 from tests.unit.test_planning_search import SMALL, _config, _workload
-from tools.planning import memory
-from tools.planning.memory_examples import LLAMA_2_70B
-from tools.planning.memory_question import Allowed, Answer, answer_for
-from tools.planning.memory_report import winning_yaml
 
 GIB = 2**30
 FREE = replace(searches.FREE, products_fp8=2.0, host=1e15)

@@ -29,20 +29,20 @@ from engine.layers.recompute import MemoryPlan
 from engine.models.describe import meta_model
 from engine.models.families import family_of
 from engine.models.flops import head_in_layers
-from engine.planning.layout import Layout, Workload
 from engine.planning.ledger import ADAPTERS, GRADIENTS, MASTERS, OPTIMIZER, WEIGHTS
 from engine.planning.machine import Machine
-from engine.planning.memory import predict_layout
-from engine.planning.pipeline import pipeline_plan
+from engine.planning.peak import predict_layout
+from engine.planning.pipeline_parts import pipeline_plan
 from engine.planning.predict import workload_of
-from engine.planning.time import StepTime, predict_time
+from engine.planning.rank_layout import Layout, Workload
+from engine.planning.step_time import StepTime, predict_time
 from engine.planning.traces import rank_model
-from engine.training.partition import plan_partition
-from engine.training.plan import training_plan
-from tools.planning import memory, memory_examples
-from tools.planning.memory_examples import LLAMA_2_70B, LLAMA_3_8B
-from tools.planning.memory_question import GIB, Answer, answer_for
-from tools.planning.memory_report import winning_yaml
+from engine.training.module_plan import training_plan
+from engine.training.stage_layout import plan_partition
+from rankfold.planning import memory, memory_examples
+from rankfold.planning.memory_examples import LLAMA_2_70B, LLAMA_3_8B
+from rankfold.planning.memory_question import GIB, Answer, answer_for
+from rankfold.planning.memory_report import winning_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {

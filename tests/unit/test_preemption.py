@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from engine.distributed.failures import CommunicationError
-from engine.training import preemption
-from engine.training.preemption import Preemption
+from engine.runtime import preemption
+from engine.runtime.preemption import Preemption
 from tests.commands import REPOSITORY
 
 WORLD = 3

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from engine.errors import UserError
 from engine.kernels.reference_quantize import NF4_VALUES, dynamic_map
+from engine.quantization.encoded_parts import Whole
 from engine.quantization.encoding import ENCODING_NAMES, Encoding, encoding
 from engine.quantization.nf4 import num_groups
-from engine.quantization.parts import Whole
 
 names = pytest.mark.parametrize("name", ENCODING_NAMES)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.ops.native.loader import native_status
+from engine.kernels.native.loader import native_status
 from engine.ops.quantized_backends import choose_quantized
 from engine.ops.quantized_products import REFERENCE_OPERANDS
 from engine.quantization.encoding import ENCODING_NAMES, encoding

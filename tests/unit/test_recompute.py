@@ -20,10 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine.config import ModelOptions, RunConfig, check_config
 from engine.config.memory import MemoryOptions
 from engine.errors import UserError
+from engine.kernels.native.loader import native_status
 from engine.layers.recompute import Level, MemoryPlan
 from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.native.backend import NATIVE
-from engine.ops.native.loader import native_status
+from engine.ops.native_backend import NATIVE
 from tests.distributed.cases import RANK, Case, make_batch, relative_error, small_config
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.distributed.stock_models import decoder_config, stock_model, stock_parameter, stock_token_losses

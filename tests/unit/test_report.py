@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from engine.errors import UserError
+from rankfold.reporting.chart import Series, line_chart, smoothed, thinned, ticks
+from rankfold.reporting.page import page
+from rankfold.reporting.reading import read_runs
+from rankfold.reporting.timeline import simulated
 from tests.commands import run_tool
-from tools.reporting.chart import Series, line_chart, smoothed, thinned, ticks
-from tools.reporting.page import page
-from tools.reporting.reading import read_runs
-from tools.reporting.timeline import simulated
 
 
 def _record(step: int, **more: object) -> dict[str, object]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.checkpoint.reshard import Box, boxes_of, plan_copies
-from engine.distributed.parts import part_shards
+from engine.distributed.boxes import part_shards
 from engine.distributed.sharding import NamedShard, ShardSpec
 from engine.models.describe import parameter_specs
 from tests.distributed.cases import cut, small_config

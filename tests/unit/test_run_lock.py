@@ -19,14 +19,14 @@ import pytest
 from engine.config.run_files import LOCK
 from engine.errors import UserError
 from engine.files.holder import Holder
-from engine.training import run_lock
-from engine.training.run_lock import RunLock
+from engine.runtime import run_lock
+from engine.runtime.run_lock import RunLock
 from tests.commands import REPOSITORY
 
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from engine.training.run_lock import RunLock
+from engine.runtime.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]), print)
 print("held", flush=True)
 time.sleep(100)

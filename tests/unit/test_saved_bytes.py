@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.kernels.native.loader import native_status
+from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.layers.plan import AdapterSettings, TensorLayout, TrainingPlan
-from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
+from engine.models.decoder_config import DecoderConfig
 from engine.models.initialise import initialise_weights
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.native.backend import NATIVE
-from engine.ops.native.loader import native_status
+from engine.ops.native_backend import NATIVE
 from engine.optim.flat import FlatParameters
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, RANK = 96, 160, 6, 2, 16, 4

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.distributed.parts import part_shards
+from engine.distributed.boxes import part_shards
 from engine.distributed.sharding import ShardSpec, padded_split_spec, replicated_spec, split_spec
 
 

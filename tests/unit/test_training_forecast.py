@@ -11,14 +11,14 @@ import torch
 
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
-from engine.distributed.launch import Launch
 from engine.errors import UserError
+from engine.runtime.launch import Launch
 from engine.telemetry.format import format_bytes
-from engine.training import forecast
 from engine.training.build import Training
-from engine.training.forecast import MemoryForecast
+from engine.training.reports import forecast
+from engine.training.reports.forecast import MemoryForecast
+from rankfold.planning.memory_measure import build, measure
 from tests.unit.test_planning_memory import Case
-from tools.planning.memory_measure import build, measure
 
 CPU = Launch(rank=0, world_size=1, device=torch.device("cpu"))
 GPU = replace(CPU, device=torch.device("cuda"))

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops.attention import Documents
+from engine.kernels.records import Documents
+from engine.ops.attention.varlen import VarlenAttention, choose_attention, torch_varlen, why_not_varlen
 from engine.ops.kernels import REFERENCE
-from engine.ops.native.backend import NATIVE
-from engine.ops.varlen_attention import VarlenAttention, choose_attention, torch_varlen, why_not_varlen
+from engine.ops.native_backend import NATIVE
 from tests.torch_attention import torch_by_document
 from tests.varlen_stand_in import varlen_attn
 

@@ -8,7 +8,7 @@ weights are random.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import json
 import shutil
 import sys
@@ -24,7 +24,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.telemetry.errors import EXIT_USER_ERROR, run_command
-from tests.commands import REPOSITORY
 
 SECONDS = 5.0
 """Of processor time, at most, until something that can be known at once is refused; imports are not counted."""
@@ -172,12 +171,8 @@ def make_place(folder: Path) -> Workplace:
 @functools.cache
 def _main(tool: str) -> Callable[[], None]:
     """`main` of tools/<tool>.py, with everything imported that it imports when it is called."""
-    sys.path.insert(0, str(REPOSITORY / "tools"))
-    spec = importlib.util.spec_from_file_location(f"tool_{tool}", REPOSITORY / "tools" / f"{tool}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    import engine.checkpoint.commands
+    module = importlib.import_module(f"rankfold.{'train' if tool == 'pretrain_lora' else tool}")
+    import engine.conversion.commands
     import engine.training.trainer  # noqa: F401
 
     main: Callable[[], None] = module.main

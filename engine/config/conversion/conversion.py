@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.config.conversion.given import Given
 from engine.config.model import ModelOptions
-from engine.config.names import option_types
+from engine.config.option_names import option_types
 from engine.errors import UserError
 
 DTYPES = {

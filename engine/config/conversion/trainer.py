@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from engine.config.conversion.conversion import Conversion, Rule
-from engine.config.names import sections
+from engine.config.option_names import sections
 from engine.config.run import RunConfig
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from engine.errors import UserError
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families import gemma2, gemma3, granite, llama, minicpm, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from engine.models.families.checking import check_kinds, part_of
 from engine.models.families.reading import NAMES, REQUIRED

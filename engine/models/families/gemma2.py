@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.reading import BOTH_NORMS_MODULES, check_activation, decoder_config, windows_from_hf
 from engine.models.names import NameMap
 

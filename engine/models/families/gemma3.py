@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.config import PLAIN_LAYER, DecoderConfig, Rope
+from engine.models.decoder_config import PLAIN_LAYER, DecoderConfig, Rope
 from engine.models.families.gemma2 import check_gemma, gemma_switches
 from engine.models.families.reading import decoder_config, rope_from_hf, windows_from_hf
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.reading import NAMES, check_activation, decoder_config, rope_from_hf
 
 __all__ = ["NAMES", "config_from_hf", "rope_from_hf"]

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.reading import check_activation, decoder_config
 
 _FACTORS = ("scale_emb", "scale_depth", "dim_model_base")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.models.config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.reading import BOTH_NORMS_MODULES, check_activation, decoder_config
 from engine.models.names import NameMap
 

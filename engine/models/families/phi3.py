@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.config import DecoderConfig, LayerKind, RopeScaling
+from engine.models.decoder_config import DecoderConfig, LayerKind, RopeScaling
 from engine.models.families.checking import rope_value
 from engine.models.families.reading import check_activation, decoder_config, original_length, rope_from_hf
 from engine.models.names import GATE_UP, QKV

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.models.config import DecoderConfig, LayerKind
+from engine.models.decoder_config import DecoderConfig, LayerKind
 from engine.models.families.reading import check_activation, decoder_config, windows_from_hf
 
 _DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.config import DecoderConfig, LayerKind, RopeScaling
+from engine.models.decoder_config import DecoderConfig, LayerKind, RopeScaling
 from engine.models.families.checking import rope_value
 from engine.models.names import NameMap
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.models.config import PLAIN_LAYER, DecoderConfig, LayerKind, Rope
+from engine.models.decoder_config import PLAIN_LAYER, DecoderConfig, LayerKind, Rope
 from engine.models.families.reading import check_activation, decoder_config, windows_from_hf
 
 _DEFAULTS = {

@@ -8,13 +8,13 @@ import torch
 
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from engine.models.config import DecoderConfig
-from engine.ops.varlen_attention import AttentionChoice
+from engine.models.decoder_config import DecoderConfig
+from engine.ops.attention.varlen import AttentionChoice
 from engine.training.cuda_graph.capture import CudaCapture
 from engine.training.cuda_graph.layer_step import LayerGraphs
 from engine.training.cuda_graph.static_batch import StaticShape, document_capacity
 from engine.training.cuda_graph.step_graph import StepGraph
-from engine.training.stages import Stages
+from engine.training.rank_stages import Stages
 from engine.training.step import TrainStep
 
 Graphs: TypeAlias = StepGraph | LayerGraphs

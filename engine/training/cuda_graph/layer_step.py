@@ -7,7 +7,7 @@ import gc
 from engine.batch import Batch
 from engine.training.cuda_graph.capture import WARMUP_STEPS, Capture, GraphCounts
 from engine.training.cuda_graph.static_batch import StaticShape
-from engine.training.stages import Stages
+from engine.training.rank_stages import Stages
 from engine.training.step import StepResult, TrainStep
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from engine.distributed.collectives import all_reduce, gather_objects
 from engine.distributed.mesh import Axis, Mesh
+from engine.layers.context import LORA_LEAVES
 from engine.layers.module import ShardEntry
-from engine.layers.plan import LORA_LEAVES
 from engine.optim.adamw import FlatAdamW
 from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.replicas import NAMED, ReplicaGuard

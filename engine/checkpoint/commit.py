@@ -1,0 +1,243 @@
+"""The steps of a save: each rank writes its part, rank 0 makes a checkpoint of the parts.
+
+Ranks meet in the temporary folder and nowhere else, so that a save can go on beside a training step without a
+collective: a rank that has its part on the disk leaves a record there, one that could not leaves the reason, and rank 0
+waits for all of them, not for ever. The manifest comes last, then the rename.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.folder import stats_of
+from engine.checkpoint.manifest import (
+    ENGINE_VERSION,
+    Manifest,
+    PieceRecord,
+    manifest_from_json,
+    write_manifest,
+)
+from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
+from engine.checkpoint.reshard import Box
+from engine.checkpoint.safetensors_file import SafetensorsWriter
+from engine.checkpoint.step_folders import move_into_place
+from engine.distributed.sharding import NamedShard
+from engine.errors import UserError
+from engine.files.durable import sync_folder, write_durably
+from engine.files.refusals import writing
+from engine.kernels.checksum import Checksum
+
+RUN_CONFIG = "run.yaml"
+_ROOM_BESIDE, _SHARE_BESIDE = 64 << 10, 16
+"""Room for manifest and records, beside the tensors: so many bytes, and one for so many of the tensors."""
+_FIRST_LOOK, _LAST_LOOK = 0.002, 0.2
+"""Seconds between looks for the other ranks' records, at first and after a while."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingContents:
+    """What a training checkpoint holds beside tensors.
+
+    Args:
+        step: optimizer steps taken.
+        state: JSON values that the trainer wants back: step, samples consumed, seed, data fingerprint and the like.
+        run_config: the resolved YAML of the run, kept beside the manifest for people.
+        base: "path" and "fingerprint" (None where the model started from random values).
+        lora: the run's settings of adapters, "rank", "alpha", "dropout", "rslora", "fused" and others; empty
+            without adapters.
+        layout: sizes of the mesh, for information.
+    """
+
+    step: int
+    state: dict[str, Any]
+    run_config: str
+    base: dict[str, Any]
+    lora: dict[str, Any]
+    layout: dict[str, int]
+
+
+def owned(shards: Iterable[NamedShard]) -> list[NamedShard]:
+    """Returns the shards that this rank saves."""
+    return [shard for shard in shards if shard.spec.owner]
+
+
+def require_room(staging: Path, num_bytes: int) -> None:
+    """Refuses a save for which the disk is too small.
+
+    Args:
+        staging: the temporary folder; what lies there already counts as written.
+        num_bytes: of all ranks' tensors.
+
+    Raises:
+        UserError: there is too little room.
+    """
+    with writing(staging):
+        system = os.statvfs(staging)
+        free = system.f_bavail * system.f_frsize
+        written = sum(found.st_blocks * 512 for found in stats_of(staging))
+    needed = num_bytes + num_bytes // _SHARE_BESIDE + _ROOM_BESIDE - written
+    if needed > free:
+        raise UserError(
+            f"{staging.parent} has {free / 1e6:,.1f} MB free, but the checkpoint needs {needed / 1e6:,.1f} MB more: "
+            "make room, keep fewer with checkpoint.keep, or save on another disk."
+        )
+
+
+def write_part(staging: Path, rank: int, shards: Sequence[NamedShard]) -> list[WrittenTensor]:
+    """Writes the tensors that this rank owns; they are on the disk on return.
+
+    Raises:
+        UserError: the disk does not take them.
+    """
+    path = staging / _part_name(rank)
+    planned = [(shard, plan_pieces(shard.name, shard.spec)) for shard in shards]
+    declared = {
+        piece.key: (shard.tensor.dtype, piece.box.shape(shard.spec.global_shape))
+        for shard, pieces in planned
+        for piece in pieces
+    }
+    if not declared:
+        return []
+    written = []
+    with SafetensorsWriter(path, declared) as writer:
+        for shard, pieces in planned:
+            records = [
+                PieceRecord(
+                    box=piece.box,
+                    file=path.name,
+                    key=piece.key,
+                    checksum=writer.write(piece.key, shard.tensor.detach()[piece.local_slices]),
+                )
+                for piece in pieces
+            ]
+            written.append(written_tensor(shard.name, shard.spec, shard.tensor.dtype, records))
+    return written
+
+
+def _part_name(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def _done_name(rank: int) -> str:
+    return f"rank_{rank:05d}.done"
+
+
+def _failed_name(rank: int) -> str:
+    return f"rank_{rank:05d}.failed"
+
+
+def leave_record(staging: Path, rank: int, written: Sequence[WrittenTensor]) -> None:
+    """Tells rank 0 that this rank's part is on the disk, and what is in it."""
+    data = [{**part._asdict(), "pieces": [piece.to_json() for piece in part.pieces]} for part in written]
+    write_durably(staging / _done_name(rank), json.dumps(data).encode())
+    sync_folder(staging)
+
+
+def leave_failure(staging: Path, rank: int, reason: str) -> None:
+    """Tells rank 0 that there will be no part of this rank; as far as the disk still takes it."""
+    with suppress(OSError), open(staging / _failed_name(rank), "w", encoding="utf-8") as file:
+        file.write(reason)
+
+
+def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[WrittenTensor]:
+    """What all of `ranks` have written, as soon as they have.
+
+    Args:
+        deadline: on the monotonic clock, in seconds.
+
+    Raises:
+        UserError: a rank could not write its part, or says nothing until the deadline.
+    """
+    parts: list[WrittenTensor] = []
+    waiting, pause = sorted(ranks), _FIRST_LOOK
+    while waiting:
+        with writing(staging):
+            there = set(os.listdir(staging))
+            for rank in [rank for rank in waiting if _done_name(rank) in there]:
+                parts += _read_record((staging / _done_name(rank)).read_bytes())
+                waiting.remove(rank)
+            for rank in waiting:
+                if _failed_name(rank) in there:
+                    reason = (staging / _failed_name(rank)).read_text(encoding="utf-8")
+                    raise UserError(f"rank {rank} could not write its part: {reason or 'it could not say why either'}")
+        if not waiting:
+            break
+        if time.monotonic() > deadline:
+            ranks_text = ", ".join(map(str, waiting[:8])) + (" and more" if len(waiting) > 8 else "")
+            raise UserError(
+                f"{staging} has no part of rank {ranks_text} yet: see whether all ranks write to the same disk, or "
+                "give a slow one more time with checkpoint.timeout."
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_LOOK)
+    return parts
+
+
+def _read_record(text: bytes) -> list[WrittenTensor]:
+    """The other end of `leave_record`."""
+    return [
+        WrittenTensor(
+            name=part["name"],
+            shape=tuple(part["shape"]),
+            dtype=part["dtype"],
+            encoding=part["encoding"],
+            pieces=tuple(_read_piece(piece) for piece in part["pieces"]),
+        )
+        for part in json.loads(text)
+    ]
+
+
+def _read_piece(piece: dict[str, Any]) -> PieceRecord:
+    box = Box()
+    if piece["dim"] is not None:
+        others = tuple((dim, offset, length) for dim, offset, length in piece.get("others", ()))
+        box = Box(piece["dim"], piece["offset"], piece["length"], others)
+    return PieceRecord(box=box, file=piece["file"], key=piece["key"], checksum=piece["checksum"])
+
+
+def publish(staging: Path, out: Path, contents: TrainingContents, parts: Iterable[WrittenTensor]) -> None:
+    """Makes a checkpoint of the parts that lie in `staging`, whole and durable under the name `out` on return.
+
+    Raises:
+        UserError: the disk does not take it, or the parts do not make up whole tensors.
+    """
+    records = join_records(parts)
+    names = sorted({piece.file for record in records.values() for piece in record.pieces})
+    config = contents.run_config.encode()
+    manifest = Manifest(
+        kind="training",
+        engine_version=ENGINE_VERSION,
+        layout=contents.layout,
+        tensors=records,
+        files={name: (staging / name).stat().st_size for name in names},
+        training={
+            "state": contents.state,
+            "base": contents.base,
+            "lora": contents.lora,
+            "run_config_checksum": text_checksum(config),
+        },
+    )
+    manifest_from_json(manifest.to_json(), staging)  # parts of all ranks, each once, or none is published
+    write_durably(staging / RUN_CONFIG, config)
+    with writing(staging):
+        for path in list(staging.iterdir()):
+            if path.suffix in (".done", ".failed"):
+                path.unlink()
+    write_manifest(staging, manifest)
+    move_into_place(staging, out)
+    with writing(out):
+        sync_folder(out.parent.parent)
+
+
+def text_checksum(text: bytes) -> str:
+    """Returns the checksum of a small file beside the tensors."""
+    found = Checksum()
+    found.update(memoryview(text))
+    return found.text()

@@ -1,0 +1,382 @@
+"""A model's weights, wherever they are: a Hugging Face folder, or a partitioned base checkpoint at any layout.
+
+`open_source` adds the weights to what `engine.checkpoint.model_folder` reads. Both forms look the same to who reads
+them. Tensors outside the language model (a vision tower beside a nested one) are passed through conversions untouched,
+under their own names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.contents import Content, Run, StoredBytes
+from engine.checkpoint.fingerprint import fingerprint_of
+from engine.checkpoint.hf_tensors import HfTensors
+from engine.checkpoint.model_folder import ModelFolder, open_model
+from engine.checkpoint.pieces import PieceReader
+from engine.checkpoint.reshard import Box
+from engine.checkpoint.stored_tensors import StoredTensors
+from engine.checkpoint.verification import Piece, PieceChecks
+from engine.errors import UserError
+from engine.models.names import nest
+
+OUTSIDE = "outside/"
+"""Prefix under which a partitioned checkpoint keeps tensors that are not the language model's."""
+
+TIED_HEAD = "lm_head.weight"
+
+_WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ENCODE_HERE = ", and model.base_dtype to encode it while it is read"
+
+# Buffers that old checkpoints carry and every reader computes for itself.
+_HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
+
+
+class WeightSource(StoredTensors):
+    """The weights of a base model by logical name: all parameters that its description calls for.
+
+    Tied embeddings appear once, as `embed_tokens.weight`.
+
+    Args:
+        model: what describes it.
+        has_tied_head: the model is tied and yet stores a copy of the matrix as its head, which an export restores.
+    """
+
+    def __init__(self, model: ModelFolder, *, has_tied_head: bool) -> None:
+        self.model = model
+        self.has_tied_head = has_tied_head
+        self._shapes = model.expected_shapes()
+        self._fingerprint: str | None = None
+
+    def tensor_names(self) -> list[str]:
+        return list(self._shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    @property
+    def kind(self) -> str:
+        """ "partitioned" or "huggingface"."""
+        return "huggingface" if self.model.manifest is None else "partitioned"
+
+    @property
+    def label(self) -> str:
+        return str(self.model.path)
+
+    @property
+    def changed_config(self) -> dict[str, Any] | None:
+        """The config.json that an export must write, where it is not the model's own."""
+        return None
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user of an export should know."""
+        return []
+
+    def changed_names(self) -> list[str]:
+        """Tensors whose values are not the stored base's."""
+        return []
+
+    def identity(self) -> dict[str, Any]:
+        """What, beside the files read, decides the values: JSON."""
+        return {}
+
+    def write_report(self, folder: Path, facts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+        """Writes down what was found out while the tensors were written; nothing where they were only copied."""
+        return {}
+
+    def outside_names(self) -> list[str]:
+        """Names, as stored, of tensors that are not the language model's."""
+        raise NotImplementedError
+
+    def read_outside(self, name: str) -> Tensor:
+        """A whole tensor of `outside_names`."""
+        raise NotImplementedError
+
+    def outside_content(self, name: str) -> Content:
+        """What a tensor of `outside_names` holds."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Identity of the model: equal for a Hugging Face folder and every partitioned import of it.
+
+        Covers the config (without what only says who wrote it) and of each tensor its name, shape, dtype and the
+        first 4 KiB of its first and last row. It tells models apart before any weight is read; `sums` cover all bytes.
+        """
+        if self._fingerprint is None:
+            self._fingerprint = self.computed_fingerprint()
+        return self._fingerprint
+
+    def computed_fingerprint(self) -> str:
+        """The fingerprint, from the tensors themselves."""
+        with self.checks.glancing():
+            return fingerprint_of(self, self.model.hf_config)
+
+    @property
+    def checks(self) -> PieceChecks:
+        """Checks of the stored pieces, each summed before its first use where a checksum is on record."""
+        raise NotImplementedError
+
+    def sums(self) -> dict[str, str] | None:
+        """Logical name -> checksum of the whole tensor, row-major, and so the same for a Hugging Face folder and every
+        partitioned import of it; None where they are not known."""
+        return None
+
+    def expect(self, sums: Mapping[str, str], recorded_by: str) -> None:
+        """Takes sums of whole tensors that this model had before; from now on nothing else is read as one of them.
+
+        Args:
+            recorded_by: the checkpoint that has them, for sentences.
+
+        Raises:
+            UserError: the model is known to have other ones.
+        """
+        raise NotImplementedError
+
+
+class HfSource(WeightSource):
+    """Weights of a Hugging Face folder."""
+
+    def __init__(self, model: ModelFolder) -> None:
+        self._tensors = HfTensors(model.path)
+        names = nest(model.names, self._tensors.names())
+        nested = (names.body, names.head) != (model.names.body, model.names.head)
+        model = ModelFolder(
+            path=model.path, hf_config=model.hf_config, decoder=model.decoder, names=names, manifest=None
+        )
+        super().__init__(model, has_tied_head=self._check_tied_head(model))
+        self._locations = {name: names.to_hf(name) for name in self._shapes}
+        self._checks = PieceChecks(self)
+        self._expected: Mapping[str, str] = {}
+        self._recorded_by = ""
+        self._outside = self._check_names(nested)
+        for name in self._shapes:
+            self._check_shape(name)
+            self._check_dtype(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors.dtype(self._locations[name].name)
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        return (Box(),)
+
+    def view(self, name: str, index: int) -> Tensor:
+        return self._checks.view(name, index)
+
+    @property
+    def checks(self) -> PieceChecks:
+        return self._checks
+
+    def sums(self) -> dict[str, str] | None:
+        found = self._checks.sums
+        return {name: found[name, 0] for name in self._shapes} if len(found) == len(self._shapes) else None
+
+    def expect(self, sums: Mapping[str, str], recorded_by: str) -> None:
+        self._expected, self._recorded_by = sums, recorded_by
+        for (name, index), found in self._checks.sums.items():
+            if (expected := self._expected.get(name, found)) != found:
+                self.refuse_piece(name, index, found, expected)
+
+    def pieces(self) -> list[Piece]:
+        return [(name, 0) for name in self._shapes]
+
+    def recorded_sum(self, name: str, index: int) -> str | None:
+        return self._expected.get(name)
+
+    def piece_checksum(self, name: str, index: int) -> str | None:
+        return self._expected.get(name)
+
+    def check_piece(self, name: str, index: int) -> None:
+        self._checks.view(name, index)
+
+    def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
+        file, own = self.stored_at(name, index)[0], self._locations[name].name
+        if name not in self._expected:
+            raise UserError(
+                f"{file} is not the same on all machines of the run: {own} has checksum {found} on one and {expected} "
+                "on another; copy the model again."
+            )
+        raise UserError(
+            f"{file} has changed: {own} has checksum {found}, but had {expected} when {self._recorded_by} was written; "
+            "give the model as it was then."
+        )
+
+    def stored_view(self, name: str, index: int) -> Tensor:
+        location = self._locations[name]
+        tensor = self._tensors.view(location.name)
+        if location.num_rows is None:
+            return tensor
+        return tensor.narrow(0, location.row_offset, location.num_rows)
+
+    def stored_at(self, name: str, index: int) -> tuple[Path, int]:
+        location = self._locations[name]
+        path, offset = self._tensors.stored_at(location.name)
+        row_bytes = math.prod(self._shapes[name][1:]) * self.dtype(name).itemsize
+        return path, offset + location.row_offset * row_bytes
+
+    def outside_content(self, name: str) -> Content:
+        tensor = self._tensors.view(name)
+        return StoredBytes([Run(*self._tensors.stored_at(name), tensor.nbytes)])
+
+    def outside_names(self) -> list[str]:
+        return self._outside
+
+    def read_outside(self, name: str) -> Tensor:
+        return self._tensors.view(name)
+
+    def _check_tied_head(self, model: ModelFolder) -> bool:
+        if not model.decoder.tied_embeddings:
+            return False
+        head, embedding = f"{model.names.head}.weight", model.names.to_hf("embed_tokens.weight").name
+        if head not in self._tensors or embedding not in self._tensors:
+            return False
+        if not torch.equal(self._tensors.view(head), self._tensors.view(embedding)):
+            raise UserError(
+                f"{model.path} has tie_word_embeddings true, but its {head} differs from {embedding}: "
+                "set tie_word_embeddings to false in config.json if the head is meant to be its own."
+            )
+        return True
+
+    def _check_names(self, nested: bool) -> list[str]:
+        """The names that are not the language model's; every one of the model's must be there."""
+        stored = set(self._tensors.names())
+        wanted = {location.name for location in self._locations.values()}
+        names = self.model.names
+        if missing := sorted(wanted - stored):
+            self._refuse_encoded(missing)
+            raise UserError(
+                f"{self.label} lacks {_some(missing)}, which its config.json calls for: copy the model again, "
+                "or correct config.json."
+            )
+        if self.has_tied_head:
+            wanted.add(f"{names.head}.weight")
+        unknown = sorted(name for name in stored - wanted if not name.endswith(_HARMLESS))
+        outside = [name for name in unknown if nested and not name.startswith((names.body, f"{names.head}."))]
+        if strange := sorted(set(unknown) - set(outside)):
+            self._refuse_encoded(strange)
+            raise UserError(
+                f"{self.label} has {_some(strange)}, which a {self.model.decoder.family} model with its config.json "
+                "does not have: it is another architecture, use a supported one."
+            )
+        return outside
+
+    def _refuse_encoded(self, unexpected: list[str]) -> None:
+        """Raises UserError where the reason is that the weights are stored in some encoding."""
+        if (encoding := self.model.hf_config.get("quantization_config")) is not None:
+            raise UserError(
+                f"{self.label} is stored encoded (quantization_config.quant_method {encoding.get('quant_method')} in "
+                f"config.json; see {unexpected[0]}): use the model as it was before{_ENCODE_HERE}."
+            )
+
+    def _check_dtype(self, name: str) -> None:
+        """Codes of an encoding would be read as numbers."""
+        if (dtype := self.dtype(name)) not in _WEIGHT_DTYPES:
+            raise UserError(
+                f"{self.label} stores {self._locations[name].name} as {str(dtype).removeprefix('torch.')}, which is no "
+                f"dtype of weights but of codes: use the model as it was before it was encoded{_ENCODE_HERE}."
+            )
+
+    def _check_shape(self, name: str) -> None:
+        location, shape = self._locations[name], self._shapes[name]
+        stored = self._tensors.shape(location.name)
+        if location.num_rows is not None:
+            # a part of a fused matrix is as long as all parts together leave it
+            wanted = sum(one.num_rows or 0 for one in self._locations.values() if one.name == location.name)
+            stored = (location.num_rows + stored[0] - wanted, *stored[1:])
+        if stored != shape:
+            raise UserError(
+                f"{self.label} has {location.name} with shape {list(stored)}, but its config.json calls for "
+                f"{list(shape)}: correct config.json or copy the model again."
+            )
+
+
+class PartitionedSource(WeightSource):
+    """Weights of a partitioned base checkpoint, at whatever layout it was written."""
+
+    def __init__(self, model: ModelFolder) -> None:
+        assert model.manifest is not None
+        super().__init__(model, has_tied_head=bool(model.manifest.model["has_tied_head"]))
+        self.pieces = PieceReader(model.path, model.manifest)
+        for name, shape in self._shapes.items():
+            self.pieces.require(name, shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.pieces.dtype(name)
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        return self.pieces.boxes(name)
+
+    def view(self, name: str, index: int) -> Tensor:
+        return self.pieces.view(name, index)
+
+    def stored_at(self, name: str, index: int) -> tuple[Path, int]:
+        return self.pieces.stored_at(name, index)
+
+    def piece_checksum(self, name: str, index: int) -> str:
+        return self.pieces.recorded_sum(name, index)
+
+    def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
+        self.pieces.refuse_piece(name, index, found, expected)
+
+    def check_piece(self, name: str, index: int) -> None:
+        self.pieces.view(name, index)
+
+    @property
+    def checks(self) -> PieceChecks:
+        return self.pieces.checks
+
+    def sums(self) -> dict[str, str] | None:
+        records = {name: self.pieces.manifest.tensors[name].checksum for name in self._shapes}
+        known = {name: found for name, found in records.items() if found is not None}
+        return known if len(known) == len(records) else None
+
+    def expect(self, sums: Mapping[str, str], recorded_by: str) -> None:
+        for name, found in (self.sums() or {}).items():
+            if (expected := sums.get(name, found)) != found:
+                raise UserError(
+                    f"{self.label} is not the model that {recorded_by} was trained on: {name} has checksum {found}, "
+                    f"but {expected} is recorded; give the model as it was then."
+                )
+
+    def outside_content(self, name: str) -> Content:
+        stored = OUTSIDE + name
+        place, size = self.pieces.stored_at(stored, 0), self.read_outside(name).nbytes
+        refuse = partial(self.pieces.refuse_piece, stored, 0)
+        return StoredBytes([Run(*place, size, self.piece_checksum(stored, 0), refuse)])
+
+    def outside_names(self) -> list[str]:
+        return [name.removeprefix(OUTSIDE) for name in self.pieces.tensor_names() if name.startswith(OUTSIDE)]
+
+    def read_outside(self, name: str) -> Tensor:
+        return self.pieces.read_whole(OUTSIDE + name)
+
+    def fingerprint(self) -> str:
+        """The fingerprint recorded when the checkpoint was written from the model."""
+        assert self.model.manifest is not None
+        recorded = self.model.manifest.fingerprint
+        return super().fingerprint() if recorded is None else recorded
+
+
+def open_source(path: str | Path) -> WeightSource:
+    """Opens the weights in a Hugging Face folder or a partitioned base checkpoint.
+
+    Raises:
+        UserError: there are none, files are missing or truncated, or tensors do not fit the config.
+    """
+    model = open_model(path)
+    return HfSource(model) if model.manifest is None else PartitionedSource(model)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -1,0 +1,404 @@
+"""What the conversion command line does: finds out what a folder is, converts it, and says what was written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from engine.checkpoint.manifest import MANIFEST, read_manifest
+from engine.checkpoint.model_folder import ModelFolder, open_model
+from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.checkpoint.pieces import PieceReader
+from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.safetensors_file import dtype_name
+from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
+from engine.checkpoint.training_state import (
+    CHECKPOINTS,
+    TrainingCheckpoint,
+    best_step,
+    expect_base,
+    list_checkpoints,
+    open_run,
+)
+from engine.config.hub import instead_of
+from engine.conversion.add_adapter import summary
+from engine.conversion.decoded_base import DecodedSource, encoded_names
+from engine.conversion.import_export import (
+    DEFAULT_SHARD_BYTES,
+    ConversionReport,
+    Fusing,
+    Work,
+    export_hf,
+    import_checkpoint,
+)
+from engine.conversion.lora_scales import Scale
+from engine.conversion.merged_model import MergedSource, adapted_modules, fully_trained, recorded_scale
+from engine.conversion.model_card import training_facts
+from engine.conversion.peft_read import AdapterSource
+from engine.conversion.peft_write import export_peft
+from engine.conversion.proof import prove_adapter, prove_model
+from engine.errors import UserError
+from engine.kernels.checksum import slow_checksums
+from engine.printable import printable
+from engine.telemetry.format import counted, format_bytes, format_count
+from engine.telemetry.log import Log
+from engine.telemetry.progress import Progress
+
+_MAX_FILES_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A training checkpoint with the base it belongs to; `weights` is None where it started from random values."""
+
+    checkpoint: TrainingCheckpoint
+    model: ModelFolder
+    weights: WeightSource | None
+
+    @property
+    def scale(self) -> Scale:
+        """Factor on B A; 0 without adapters."""
+        return recorded_scale(self.checkpoint.lora, self.checkpoint.trained(), self.model.names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What every conversion can be asked.
+
+    Args:
+        overwrite: replace an existing model or adapter.
+        verify: read what was written back from the disk and compare.
+        threads: that read and write; None for two a processor, at most 8.
+        max_shard_bytes: of a Hugging Face weight file.
+        fusing: see `export_hf`.
+        proof: compare the logits of what was written with the engine's.
+        stored_base: merge into the base as it is stored, also where the adapter was trained beside an encoded one.
+    """
+
+    overwrite: bool = False
+    verify: bool = False
+    threads: int | None = None
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    fusing: Fusing = "keep"
+    proof: bool = True
+    stored_base: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_shard_bytes <= 0:
+            raise UserError(f"--max-shard-gb gives {self.max_shard_bytes} bytes: expected more than 0, use e.g. 5.")
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"--threads is {self.threads}: expected at least 1.")
+
+    @contextmanager
+    def work(self, log: Log, title: str, weights: WeightSource) -> Iterator[Work]:
+        """Shows a line of progress, of bytes written and, where that is asked for, read back; a proof is not in it."""
+        total = weights.total_bytes() * (2 if self.verify else 1)
+        done = 0
+        if (slow := slow_checksums()) is not None:
+            log.info(f"note: {slow}")
+        with Progress(log, title, total, "bytes") as progress:
+
+            def advance(amount: int) -> None:
+                nonlocal done
+                done += amount
+                progress.advance(amount)
+                if done >= total:
+                    progress.finish()
+
+            yield Work(overwrite=self.overwrite, verify=self.verify, threads=self.threads, progress=advance)
+
+
+def run_import(source: Path, out: Path, *, tensor: int, options: Options, doing: str = "importing") -> None:
+    """Partitions a model. See `import_checkpoint`; `doing` is for the progress line."""
+    log = Log()
+    weights = open_source(source)
+    with options.work(log, f"{doing} {source}", weights) as work:
+        report = import_checkpoint(weights, out, tensor=tensor, work=work)
+    if outside := weights.outside_names():
+        log.info(f"kept as they are: {counted(len(outside), 'tensor')} outside the language model")
+    _say(log, report)
+
+
+def run_reshard(source: Path, out: Path, *, tensor: int, options: Options) -> None:
+    """Writes a partitioned base again for another number of ranks."""
+    if _is_training(source) or open_model(source).manifest is None:
+        raise UserError(
+            f"{source} is not a partitioned base, and reshard is for one: use import for a Hugging Face model; "
+            "a run's checkpoint opens at any layout as it is."
+        )
+    run_import(source, out, tensor=tensor, options=options, doing="resharding")
+
+
+def run_export(
+    source: Path,
+    out: Path,
+    *,
+    form: Literal["peft", "hf"],
+    merge: bool,
+    base: Path | None,
+    step: int | Literal["best"] | None,
+    options: Options,
+    base_name: str | None = None,
+) -> None:
+    """Writes a PEFT adapter or a Hugging Face model from a run, a checkpoint or a base.
+
+    Args:
+        base_name: what an adapter calls its base, such as its name on the Hugging Face hub.
+
+    Raises:
+        UserError: the options do not fit what `source` is.
+    """
+    log = Log()
+    if base_name is not None and form == "hf":
+        raise UserError("--base-name is written into an adapter, and --format hf writes a whole model: leave it out.")
+    if not _is_training(source):
+        _export_base(source, out, form, merge or base is not None or step is not None, options, log)
+        return
+    trained = open_trained(open_run(source, step=step), base, log)
+    values = trained.checkpoint.trained()
+    tokenizer = trained_tokenizer(trained.checkpoint.state, trained.checkpoint.folder / MANIFEST)
+    if form == "peft":
+        if merge:
+            raise UserError("--format peft writes the adapter by itself, and --merge asks for a whole model: use one.")
+        weights = trained.weights
+        report = export_peft(
+            values,
+            trained.checkpoint.lora,
+            trained.model,
+            out,
+            overwrite=options.overwrite,
+            inputs=[trained.checkpoint.folder],
+            proof=partial(prove_adapter, base=weights, trained=values, scale=trained.scale)
+            if options.proof and weights is not None
+            else None,
+            tokenizer=tokenizer,
+            base_name=base_name,
+            facts=training_facts(trained.checkpoint),
+        )
+        _say(log, report)
+        return
+    if adapted_modules(values.tensor_names()) and not merge:
+        raise UserError(
+            f"{source} has adapters, and --format hf writes a whole model: add --merge to put them into its "
+            "weights, or use --format peft."
+        )
+    base_dtype = trained.checkpoint.base.get("dtype")
+    weights = _as_trained(trained.weights, base_dtype, values.tensor_names(), options, log)
+    merged = MergedSource(trained.model, weights, values, scale=trained.scale)
+    _export_weights(merged, trained.checkpoint.folder, out, options, log, tokenizer)
+
+
+def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, options: Options) -> None:
+    """Writes a base model with a PEFT adapter added into its weights.
+
+    Args:
+        base_dtype: the encoding of the base that the adapter was trained beside, which its folder does not say.
+
+    Raises:
+        UserError: the adapter does not belong to the base.
+    """
+    log = Log()
+    weights: WeightSource = open_source(base)
+    factors = AdapterSource(adapter, names=weights.model.names, decoder=weights.model.decoder, with_saved_modules=True)
+    factors.require_base(weights)
+    seen = _as_trained(weights, base_dtype, factors.tensor_names(), options, log)
+    merged = MergedSource(weights.model, seen, factors, scale=factors.scale)
+    _export_weights(merged, adapter, out, options, log, adapter_template(adapter))
+
+
+def _as_trained(
+    weights: WeightSource | None, base_dtype: str | None, trained: list[str], options: Options, log: Log
+) -> WeightSource | None:
+    """The base that an adapter was trained beside: what an encoding made of it, unless the stored one is asked for."""
+    if weights is None or base_dtype is None:
+        return weights
+    if options.stored_base:
+        log.info(f"note: trained beside a base in {base_dtype}, merged into the stored weights as asked for")
+        return weights
+    log.info(
+        f"note: merged into the base as {base_dtype} kept it, because that is the model that was trained; "
+        "--stored-base takes the stored weights"
+    )
+    names = encoded_names(weights.model.decoder, base_dtype, fully_trained(trained))
+    return DecodedSource(weights, base_dtype, names)
+
+
+def _export_weights(
+    weights: WeightSource,
+    read: Path,
+    out: Path,
+    options: Options,
+    log: Log,
+    tokenizer: TrainedTokenizer = BASES_OWN,
+) -> None:
+    with options.work(log, f"exporting {read}", weights) as work:
+        report = export_hf(
+            weights,
+            out,
+            max_shard_bytes=options.max_shard_bytes,
+            inputs=() if read == weights.model.path else (read,),
+            fusing=options.fusing,
+            work=work,
+            proof=partial(prove_model, source=weights) if options.proof else None,
+            tokenizer=tokenizer,
+        )
+    _say(log, report)
+
+
+def _export_base(source: Path, out: Path, form: str, has_run_options: bool, options: Options, log: Log) -> None:
+    if form == "peft":
+        raise UserError(f"{source} is a base model without adapters: give a run, or use --format hf.")
+    if has_run_options:
+        raise UserError(f"{source} is a base model, and --merge, --base and --step are for runs: leave them out.")
+    _export_weights(open_source(source), source, out, options, log)
+
+
+def _is_training(folder: Path) -> bool:
+    """Whether a folder is a run or one of its checkpoints, rather than a model."""
+    if not folder.is_dir():
+        advice = instead_of(folder, "expected a run, a checkpoint or a model, correct the path")
+        raise UserError(f"{folder} is not a folder{advice}.")
+    if (folder / MANIFEST).is_file():
+        return read_manifest(folder).kind == "training"
+    return (folder / CHECKPOINTS).is_dir()
+
+
+def open_trained(checkpoint: TrainingCheckpoint, base: Path | None, log: Log) -> TrainedModel:
+    """Finds the base of a training checkpoint, at its recorded path or at `base`.
+
+    Raises:
+        UserError: it is not there, or is another model.
+    """
+    recorded, fingerprint = str(checkpoint.base.get("path")), checkpoint.base.get("fingerprint")
+    folder = base if base is not None else Path(recorded)
+    if base is None and not folder.is_dir():
+        raise UserError(
+            f"the base of {checkpoint.folder} was at {recorded}, which is gone: give its folder with --base."
+        )
+    if fingerprint is None:
+        return TrainedModel(checkpoint, open_model(folder), None)
+    weights = open_source(folder)
+    if (found := weights.fingerprint()) != fingerprint:
+        raise UserError(
+            f"{folder} has fingerprint {found}, but {checkpoint.folder} was trained on {fingerprint} ({recorded}): "
+            "give that model with --base."
+        )
+    expect_base(checkpoint, weights, log.info)
+    return TrainedModel(checkpoint, weights.model, weights)
+
+
+def _say(log: Log, report: ConversionReport) -> None:
+    for note in report.notes:
+        log.info(f"note: {note}")
+    if report.rounding:
+        log.info(summary(report.rounding))
+    text = f"wrote {report.out}: {counted(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)} in "
+    text += counted(len(report.files), "file")
+    if report.kept_bytes:
+        text += f", {format_bytes(report.kept_bytes)} of them by an earlier call and compared"
+    if report.seconds:
+        text += f", {format_bytes(report.num_bytes / report.seconds)}/s"
+    print(printable(text) + (", read back and compared" if report.verified else ""))
+
+
+def run_inspect(folder: Path, *, step: int | Literal["best"] | None, verify: bool) -> None:
+    """Prints what a run, checkpoint or model holds; with `verify`, reads all of it."""
+    rows: list[tuple[str, str]]
+    pieces: PieceReader | None
+    if _is_training(folder):
+        checkpoint = open_run(folder, step=step)
+        rows, pieces = _training_rows(folder, checkpoint), checkpoint
+    else:
+        weights = open_source(folder)
+        rows = _model_rows(weights)
+        model = weights.model
+        pieces = None if model.manifest is None else PieceReader(folder, model.manifest)
+    for key, value in rows:
+        print(printable(f"{key:<14} {value}"))
+    if verify:
+        _verify(folder, pieces)
+
+
+def _verify(folder: Path, pieces: PieceReader | None) -> None:
+    if pieces is None:
+        raise UserError(f"{folder} is a Hugging Face model, which has no checksums: leave --verify out.")
+    with Progress(Log(), "checking", sum(pieces.manifest.files.values()), "bytes") as progress:
+        for num_bytes in pieces.verify_all():
+            progress.advance(num_bytes)
+    print(f"{'checksums':<14} all match")
+
+
+def _model_rows(weights: WeightSource) -> list[tuple[str, str]]:
+    model, decoder = weights.model, weights.model.decoder
+    heads = f"{decoder.num_heads} heads ({decoder.num_kv_heads} key/value) of {decoder.head_dim}"
+    rows = [
+        ("kind", "partitioned base checkpoint" if model.manifest else "Hugging Face model"),
+        (
+            "model",
+            f"{decoder.family}: {decoder.num_layers} layers, hidden {decoder.hidden}, MLP {decoder.intermediate}, "
+            f"{heads}, vocabulary {decoder.vocab_size}, {'tied' if decoder.tied_embeddings else 'untied'} head",
+        ),
+        *_tensor_rows(weights),
+        ("fingerprint", weights.fingerprint()),
+    ]
+    if model.manifest is not None:
+        rows += _file_rows(model.manifest.layout, model.manifest.files)
+        rows.append(("written by", f"engine {model.manifest.engine_version}"))
+    if outside := weights.outside_names():
+        rows.append(("outside", f"{counted(len(outside), 'tensor')} not of the language model"))
+    rows.append(("other files", ", ".join(file.name for file in model.companions().files) or "none"))
+    return rows
+
+
+def _training_rows(folder: Path, checkpoint: TrainingCheckpoint) -> list[tuple[str, str]]:
+    manifest, values = checkpoint.manifest, checkpoint.trained()
+    names, lora = values.tensor_names(), checkpoint.lora
+    state = ", ".join(
+        f"{key} {_number(value)}" for key, value in checkpoint.state.items() if not isinstance(value, dict)
+    )
+    rows = [("kind", "training checkpoint"), ("checkpoint", str(checkpoint.folder)), ("state", state)]
+    if (best := best_step(folder)) is not None:
+        rows.append(("best step", f"{best}, with the lowest evaluation loss"))
+    if len(steps := list_checkpoints(folder)) > 1:
+        rows.append(("steps kept", ", ".join(str(step) for step in sorted(steps))))
+    fingerprint = checkpoint.base.get("fingerprint")
+    weights = "random initial weights" if fingerprint is None else f"fingerprint {fingerprint}"
+    rows.append(("base", f"{checkpoint.base.get('path')} ({weights})"))
+    if lora:
+        rows.append(
+            ("lora", f"rank {lora['rank']}, alpha {lora['alpha']:g}, {counted(len(adapted_modules(names)), 'module')}")
+        )
+    if full := fully_trained(names):
+        rows.append(("in full", counted(len(full), "tensor")))
+    rows += _tensor_rows(values, "trained")
+    rows += _file_rows(manifest.layout, manifest.files)
+    rows.append(("written by", f"engine {manifest.engine_version}"))
+    return rows
+
+
+def _number(value: object) -> object:
+    """Counters on a device are floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _tensor_rows(tensors: TensorReader, title: str = "tensors") -> list[tuple[str, str]]:
+    names = tensors.tensor_names()
+    count = sum(math.prod(tensors.shape(name)) for name in names)
+    dtypes = ", ".join(sorted({dtype_name(tensors.dtype(name)) for name in names}))
+    size = format_bytes(tensors.total_bytes())
+    return [(title, f"{len(names)}, {format_count(count)} parameters, {size}, {dtypes}")]
+
+
+def _file_rows(layout: dict[str, int], files: dict[str, int]) -> list[tuple[str, str]]:
+    rows = [("layout", ", ".join(f"{axis} {size}" for axis, size in layout.items()) or "not recorded")]
+    rows.append(("files", f"{len(files)}, {format_bytes(sum(files.values()))}"))
+    shown = sorted(files.items())
+    rows += [("", f"{name} {format_bytes(size)}") for name, size in shown[:_MAX_FILES_SHOWN]]
+    if len(shown) > _MAX_FILES_SHOWN:
+        rows.append(("", f"and {len(shown) - _MAX_FILES_SHOWN} more"))
+    return rows

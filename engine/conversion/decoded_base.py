@@ -1,0 +1,127 @@
+"""A base as a run saw it that stored it in fewer bits: frozen linears encoded and decoded again, some rows at a time.
+
+An adapter trained beside a base in NF4 or FP8 has learnt to make up for that base's own errors. So the model that
+trained is the decoded base with the adapter, and that is what a merge gives unless the 16-bit weights are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.contents import Content, row_blocks
+from engine.checkpoint.model_weights import WeightSource
+from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.reshard import Box, box_spec
+from engine.checkpoint.rows import ReadRows, Rows
+from engine.conversion.add_adapter import MergedRows
+from engine.distributed.sharding import ShardSpec
+from engine.layers.context import TrainingPlan
+from engine.layers.encoded_storage import encoded_entries
+from engine.models.decoder_config import DecoderConfig
+from engine.models.describe import meta_model
+from engine.ops.encoded_weight import BaseEncoding
+from engine.quantization.encoded_parts import Whole
+from engine.quantization.encoding import encoding
+
+_KEPT_MAXIMA = 8
+
+
+def encoded_names(config: DecoderConfig, base_dtype: str, trained_in_full: Collection[str]) -> set[str]:
+    """Logical names of the weights that a run stores encoded: linears of the layers, but for those that it trains."""
+    modules = {name.rpartition(".")[0] for name in trained_in_full}
+    plan = TrainingPlan(trains=lambda module: module in modules)
+    model = meta_model(config, plan=plan, base=BaseEncoding(encoding=encoding(base_dtype)))
+    return {entry.name for entry in encoded_entries(model)}
+
+
+class DecodedSource(WeightSource):
+    """The weights of a base as `base_dtype` keeps them.
+
+    Args:
+        base: the weights before they were encoded.
+        base_dtype: name of the encoding.
+        names: of the weights that are encoded.
+    """
+
+    def __init__(self, base: WeightSource, base_dtype: str, names: Collection[str]) -> None:
+        super().__init__(base.model, has_tied_head=base.has_tied_head)
+        self.base, self.base_dtype, self._names = base, base_dtype, frozenset(names)
+        self._encoding = encoding(base_dtype)
+        self._absmax = lru_cache(maxsize=_KEPT_MAXIMA)(self._find_absmax)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.base.dtype(name)
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        return (Box(),) if name in self._names else self.base.boxes(name)
+
+    def view(self, name: str, index: int) -> Tensor:
+        """Decoded weights are fp32 [rows, columns], made anew each time."""
+        if name not in self._names:
+            return self.base.view(name, index)
+        out = torch.empty(self.shape(name), dtype=torch.float32)
+        for first, last in row_blocks(self.shape(name), out.itemsize):
+            self._decode(name, first, last, out[first:last])
+        return out
+
+    def read(self, name: str, spec: ShardSpec, out: Tensor | None = None) -> Tensor:
+        if name not in self._names or spec.dim != 0 or len(spec.pieces) != 1 or spec.is_padded or any(spec.offsets):
+            return super().read(name, spec, out)
+        self.require(name, spec.global_shape)
+        first, count = spec.pieces[0].global_offset, spec.pieces[0].length
+        out = torch.empty(spec.local_shape, dtype=self.dtype(name)) if out is None else out
+        self._decode(name, first, first + count, out)
+        return out
+
+    def content(self, name: str, box: Box) -> Content:
+        if name not in self._names:
+            return self.base.content(name, box)
+        assert box == Box(), box
+        return MergedRows(name, self.rows(name), torch.float32, self.dtype(name), None)
+
+    def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
+        return [self.content(name, box) for box in wanted]
+
+    def rows(self, name: str) -> Rows:
+        if name not in self._names:
+            return self.base.rows(name)
+        return ReadRows(self, name, lambda: self.check_tensor(name))
+
+    def check_tensor(self, name: str) -> None:
+        self.base.check_tensor(name)
+
+    def identity(self) -> dict[str, Any]:
+        return {"base_dtype": self.base_dtype, "encoded": sorted(self._names)}
+
+    def changed_names(self) -> list[str]:
+        return [name for name in self.tensor_names() if name in self._names]
+
+    def outside_names(self) -> list[str]:
+        return self.base.outside_names()
+
+    def read_outside(self, name: str) -> Tensor:
+        return self.base.read_outside(name)
+
+    def outside_content(self, name: str) -> Content:
+        return self.base.outside_content(name)
+
+    def fingerprint(self) -> str:
+        return self.base.fingerprint()
+
+    def _decode(self, name: str, first: int, last: int, out: Tensor) -> None:
+        rows = _rows(self.base, name, first, last)
+        parts = self._encoding.encode(rows, Whole(absmax=self._absmax(name), first_row=first))
+        self._encoding.decode(parts, out)
+
+    def _find_absmax(self, name: str) -> Tensor:
+        blocks = row_blocks(self.shape(name), self.dtype(name).itemsize)
+        return self._encoding.join([self._encoding.absmax(_rows(self.base, name, *block)) for block in blocks], 0)
+
+
+def _rows(source: TensorReader, name: str, first: int, last: int) -> Tensor:
+    return source.read(name, box_spec(source.shape(name), Box(0, first, last - first)))

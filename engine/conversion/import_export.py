@@ -1,0 +1,406 @@
+"""Between Hugging Face folders and partitioned base checkpoints, both ways, by the bytes.
+
+Neither direction holds a model in memory, and each writes beside its destination and renames at the end. A conversion
+that was killed goes on from what it had written. What is written is opened again before it takes its name; reading
+all of its bytes back is asked for by `verify`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from engine.checkpoint.contents import Content, Joined, content_checksum
+from engine.checkpoint.direct_io import Scratch
+from engine.checkpoint.exchange import whole_checksum
+from engine.checkpoint.file_writers import Piece, PlannedFile
+from engine.checkpoint.folder import CONFIG
+from engine.checkpoint.hf_tensors import INDEX, SINGLE, HfTensors
+from engine.checkpoint.manifest import ENGINE_VERSION, Manifest, PieceRecord, write_manifest
+from engine.checkpoint.model_folder import ModelFolder
+from engine.checkpoint.model_weights import OUTSIDE, WeightSource, open_source
+from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
+from engine.checkpoint.reshard import Box, box_spec
+from engine.checkpoint.resumable import Written, resumable_folder
+from engine.checkpoint.streaming import Streaming, compare_files, write_files
+from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer
+from engine.distributed.sharding import ShardSpec
+from engine.errors import UserError
+from engine.files.durable import write_durably
+from engine.models.describe import parameter_specs
+from engine.models.families import FAMILIES
+from engine.models.names import FUSED, QKV, NameMap, part_rows
+
+Progress = Callable[[int], None]
+Proof = Callable[[Path], str]
+"""Tries a finished folder before it takes its name; gives the sentence to tell, or raises UserError."""
+
+Fusing = Literal["keep", "split", "qkv", "all"]
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversionReport:
+    """What a conversion wrote.
+
+    Args:
+        out: the folder.
+        files: its weight files.
+        num_tensors, num_bytes: of the weights.
+        seconds: spent writing them, until they were on the disk.
+        kept_bytes: of them, what a killed conversion had written and this one only compared.
+        verified: whether all bytes were read back.
+        notes: sentences that the user should read.
+        rounding: of a merge, logical name -> what rounding the sum did; see `engine.conversion.add_adapter.Rounding`.
+    """
+
+    out: Path
+    files: tuple[str, ...]
+    num_tensors: int
+    num_bytes: int
+    seconds: float = 0.0
+    kept_bytes: int = 0
+    verified: bool = False
+    notes: tuple[str, ...] = field(default=())
+    rounding: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """How a conversion works, whatever it makes.
+
+    Args:
+        overwrite: replace an existing model at the destination.
+        verify: read everything back from the disk and compare.
+        threads: None for two a processor, at most 8.
+        progress: called with bytes as they are written, and again as they are read back.
+    """
+
+    overwrite: bool = False
+    verify: bool = False
+    threads: int | None = None
+    progress: Progress | None = None
+
+
+def import_checkpoint(
+    source: WeightSource,
+    out: Path,
+    *,
+    tensor: int,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    work: Work | None = None,
+) -> ConversionReport:
+    """Writes a base checkpoint partitioned for `tensor` tensor-parallel ranks, one file each.
+
+    A tensor that ranks replicate is stored once, by its owner. Any other layout can read the result too.
+
+    Args:
+        source: the weights, at any layout.
+        out: folder to make.
+        tensor: number of partitions.
+        overwrite, progress: as in `Work`, for callers that want no more of it.
+        work: how.
+
+    Raises:
+        UserError: the model does not fit `tensor` ranks, or `out` cannot be used.
+    """
+    work = work or Work(overwrite=overwrite, progress=progress)
+    specs = _specs_per_rank(source, tensor)
+    files = _planned_partitions(source, specs)
+    names = [file.name for file in files]
+    plan = {"import": tensor, "version": ENGINE_VERSION, "files": names}
+    companions = source.model.companions()
+    total = sum(file.num_bytes for file in files) + companions.num_bytes
+    inputs = [source.model.path]
+    with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=total) as (
+        staging,
+        journal,
+    ):
+        begin = time.monotonic()
+        streamed = write_files(staging, files, journal, threads=work.threads, progress=work.progress)
+        seconds = time.monotonic() - begin
+        companions.copy_to(staging)
+        manifest = Manifest(
+            kind="base",
+            engine_version=ENGINE_VERSION,
+            model=_model_record(source),
+            layout={"tensor": tensor},
+            tensors=join_records(_records(source, specs, files, streamed.written)),
+            files={name: (staging / name).stat().st_size for name in names},
+            fingerprint=source.fingerprint(),
+        )
+        write_manifest(staging, manifest)
+        written = open_source(staging)
+        assert written.tensor_names() == source.tensor_names()
+        assert written.computed_fingerprint() == source.fingerprint(), "the import reads back as another model"
+        if work.verify:
+            compare_files(staging, files, streamed.written, threads=work.threads, progress=work.progress)
+    report = _report(out, files, streamed, seconds, work, num_tensors=len(manifest.tensors))
+    return replace(report, notes=companions.left_out)
+
+
+def _report(
+    out: Path, files: Sequence[PlannedFile], streamed: Streaming, seconds: float, work: Work, *, num_tensors: int
+) -> ConversionReport:
+    return ConversionReport(
+        out=out,
+        files=tuple(file.name for file in files),
+        num_tensors=num_tensors,
+        num_bytes=sum(file.num_bytes for file in files),
+        seconds=seconds,
+        kept_bytes=streamed.kept_bytes,
+        verified=work.verify,
+    )
+
+
+def _specs_per_rank(source: WeightSource, tensor: int) -> list[dict[str, ShardSpec]]:
+    if tensor < 1:
+        raise UserError(f"--tensor is {tensor}, but at least 1 partition is expected: use for example 2.")
+    decoder = source.model.decoder
+    return [parameter_specs(decoder, tensor_rank=rank, tensor_size=tensor) for rank in range(tensor)]
+
+
+def _planned_partitions(source: WeightSource, specs: list[dict[str, ShardSpec]]) -> list[PlannedFile]:
+    """A file for each rank, what is outside the language model in rank 0's.
+
+    Tensors are written in the source's order, all ranks' parts of one together: those that share what is stored are
+    then made from one read of it.
+    """
+    pieces: list[list[Piece]] = [[] for _ in specs]
+    for order, name in enumerate(source.tensor_names()):
+        planned = [(rank, piece) for rank, own in enumerate(specs) for piece in plan_pieces(name, own[name])]
+        contents = source.contents(name, [piece.box for _, piece in planned])
+        for (rank, piece), content in zip(planned, contents, strict=True):
+            shape = piece.box.shape(source.shape(name))
+            pieces[rank].append(
+                Piece(key=piece.key, dtype=source.dtype(name), shape=shape, content=content, order=order)
+            )
+    pieces[0] += [_outside_piece(source, name, OUTSIDE) for name in source.outside_names()]
+    return [
+        PlannedFile(name=f"tensor_{rank:02d}_of_{len(specs):02d}.safetensors", pieces=tuple(own))
+        for rank, own in enumerate(pieces)
+    ]
+
+
+def _outside_piece(source: WeightSource, name: str, prefix: str = "") -> Piece:
+    view = source.read_outside(name)
+    content = source.outside_content(name)
+    return Piece(key=prefix + name, dtype=view.dtype, shape=tuple(view.shape), content=content)
+
+
+def _records(
+    source: WeightSource,
+    specs: list[dict[str, ShardSpec]],
+    files: list[PlannedFile],
+    written: dict[tuple[str, str], Written],
+) -> list[WrittenTensor]:
+    records, known = [], source.sums() or {}
+    contents = {(file.name, piece.key): piece.content for file in files for piece in file.pieces}
+    for name in source.tensor_names():
+        own = [
+            [
+                PieceRecord(box=part.box, file=file.name, key=part.key, checksum=written[file.name, part.key].checksum)
+                for part in plan_pieces(name, rank_specs[name])
+            ]
+            for file, rank_specs in zip(files, specs, strict=True)
+        ]
+        parts = [(piece.box, piece.checksum, contents[piece.file, piece.key]) for pieces in own for piece in pieces]
+        whole = known.get(name) or whole_checksum(source.shape(name), source.dtype(name), parts)
+        if whole is None:  # an earlier call has written most of it
+            whole = content_checksum(source.content(name, Box()), Scratch())
+        for rank_specs, pieces in zip(specs, own, strict=True):
+            if pieces:
+                records.append(written_tensor(name, rank_specs[name], source.dtype(name), pieces, whole))
+    for name in source.outside_names():
+        view, key = source.read_outside(name), OUTSIDE + name
+        piece = PieceRecord(box=Box(), file=files[0].name, key=key, checksum=written[files[0].name, key].checksum)
+        records.append(written_tensor(key, box_spec(tuple(view.shape), Box()), view.dtype, [piece]))
+    return records
+
+
+def _model_record(source: WeightSource) -> dict[str, object]:
+    model = source.model
+    return {
+        "hf_config": model.hf_config,
+        "decoder": model.decoder.to_dict(),
+        "origin": str(model.hf_path.resolve()),
+        "body": model.names.body,
+        "head": model.names.head,
+        "fused": list(stored_names(model).fused),
+        "has_tied_head": source.has_tied_head,
+    }
+
+
+def export_hf(
+    source: WeightSource,
+    out: Path,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    overwrite: bool = False,
+    inputs: tuple[Path, ...] = (),
+    progress: Progress | None = None,
+    fusing: Fusing = "keep",
+    work: Work | None = None,
+    proof: Proof | None = None,
+    tokenizer: TrainedTokenizer = BASES_OWN,
+) -> ConversionReport:
+    """Writes a Hugging Face folder: the tensors under their family's names, config and tokenizer files beside them.
+
+    Args:
+        source: the weights; a `MergedSource` gives a merged or trained model.
+        out: folder to make.
+        max_shard_bytes: start a new file before one grows past this.
+        inputs: further folders that are read meanwhile.
+        overwrite, progress: as in `Work`, for callers that want no more of it.
+        fusing: query, key and value, and gate and up, as the base has them ("keep"), apart ("split"), query, key and
+            value as one matrix ("qkv"), or both ("all").
+        work: how.
+        proof: tries the folder before it takes its name.
+        tokenizer: what was trained with.
+
+    Raises:
+        UserError: `out` cannot be used, a value is not finite, or a changed matrix is all zero.
+    """
+    work = work or Work(overwrite=overwrite, progress=progress)
+    parts = _hf_parts(source, hf_names(source.model, fusing))
+    files = _planned_shards(source, parts, max_shard_bytes)
+    plan = {"export": [[file.name, [piece.key for piece in file.pieces]] for file in files], **source.identity()}
+    companions = tokenizer.companions(source.model.companions(), with_model=True)
+    total = sum(file.num_bytes for file in files)
+    inputs = (source.model.path, *inputs)
+    room = total + companions.num_bytes
+    with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=room) as (
+        staging,
+        journal,
+    ):
+        begin = time.monotonic()
+        streamed = write_files(staging, files, journal, scan=True, threads=work.threads, progress=work.progress)
+        seconds = time.monotonic() - begin
+        notes = [*source.notes, *companions.left_out, *_refuse_bad_values(source, parts, streamed)]
+        if len(files) > 1:
+            _write_index(staging / INDEX, files, total)
+        companions.copy_to(staging)
+        tokenizer.write_template(staging)
+        if source.changed_config is not None:
+            write_durably(staging / CONFIG, json.dumps(source.changed_config, indent=2, sort_keys=True) + "\n")
+        _check_names(staging, source, files)
+        if work.verify:
+            compare_files(staging, files, streamed.written, threads=work.threads, progress=work.progress)
+        rounding = source.write_report(staging, [written.facts for written in streamed.written.values()])
+        if proof is not None:
+            notes.append(proof(staging))
+    report = _report(out, files, streamed, seconds, work, num_tensors=len(streamed.written))
+    return replace(report, notes=tuple(notes), rounding=rounding)
+
+
+def stored_names(model: ModelFolder) -> NameMap:
+    """Where tensors lie in the Hugging Face folder: for a partitioned base, in the one that it was made from."""
+    if model.manifest is None:
+        return model.names
+    return replace(model.names, rows=part_rows(model.decoder)).fuse(model.manifest.model.get("fused", ()))
+
+
+def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
+    """Where an export places tensors.
+
+    Raises:
+        UserError: the family knows only one way.
+    """
+    stored = stored_names(model)
+    if fusing == "keep":
+        return stored
+    family = FAMILIES[model.decoder.family]
+    if family.fused and fusing != "all":
+        raise UserError(
+            f"--fused {fusing} is not how a {model.decoder.family} model is stored, which has "
+            f"{' and '.join(name.rpartition('.')[2] for name in family.fused)}: leave --fused out."
+        )
+    plain = replace(family.names, body=stored.body, head=stored.head, rows=part_rows(model.decoder))
+    return plain.fuse({"split": (), "qkv": (QKV,), "all": tuple(FUSED)}[fusing])
+
+
+def _hf_parts(source: WeightSource, names: NameMap) -> dict[str, list[str]]:
+    """Hugging Face name -> the logical tensors that make it up, in the order of their rows."""
+    located = [(names.to_hf(name), name) for name in source.tensor_names()]
+    parts: dict[str, list[tuple[int, str]]] = {}
+    for location, name in located:
+        parts.setdefault(location.name, []).append((location.row_offset, name))
+    if source.has_tied_head:
+        parts[f"{names.head}.weight"] = [(0, "embed_tokens.weight")]
+    return {hf_name: [name for _, name in sorted(members)] for hf_name, members in parts.items()}
+
+
+def _planned_shards(source: WeightSource, parts: dict[str, list[str]], max_shard_bytes: int) -> list[PlannedFile]:
+    pieces = [_assembled(source, hf_name, members) for hf_name, members in parts.items()]
+    pieces += [_outside_piece(source, name) for name in source.outside_names()]
+    shards: list[list[Piece]] = [[]]
+    filled = 0
+    for piece in pieces:
+        if shards[-1] and filled + piece.num_bytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(piece)
+        filled += piece.num_bytes
+    files = [f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))]
+    if len(shards) == 1:
+        files = [SINGLE]
+    metadata = {"format": "pt"}
+    return [
+        PlannedFile(
+            name=file,
+            pieces=tuple(replace(piece, order=place * len(shards) + index) for place, piece in enumerate(shard)),
+            metadata=metadata,
+        )
+        for index, (file, shard) in enumerate(zip(files, shards, strict=True))
+    ]
+
+
+def _assembled(source: WeightSource, hf_name: str, members: list[str]) -> Piece:
+    contents: list[Content] = [source.content(name, Box()) for name in members]
+    shape = source.shape(members[0])
+    if len(members) > 1:
+        shape = (sum(source.shape(name)[0] for name in members), *shape[1:])
+    content = contents[0] if len(contents) == 1 else Joined(contents)
+    return Piece(key=hf_name, dtype=source.dtype(members[0]), shape=shape, content=content)
+
+
+def _refuse_bad_values(source: WeightSource, parts: dict[str, list[str]], streamed: Streaming) -> list[str]:
+    """Refuses values that no model has; the base's own zeros are reported.
+
+    A matrix of zeros that nobody changed is the base's own affair: some have biases or whole matrices of them.
+    """
+    changed, zeros = set(source.changed_names()), []
+    for (_, key), written in streamed.written.items():
+        trained = any(name in changed for name in parts.get(key, ()))
+        if not written.facts.get("finite", True):
+            if trained:
+                raise UserError(
+                    f"{key} is not finite after training, so nothing was exported: use an earlier step (--step)."
+                )
+            raise UserError(f"{key} of {source.label} has values that are not finite: use another copy of the model.")
+        matrix = any(len(source.shape(name)) > 1 for name in parts.get(key, ()))
+        if matrix and written.facts.get("zero", False):
+            if trained:
+                raise UserError(
+                    f"{key} is all zero after training, so nothing was exported: use an earlier step (--step)."
+                )
+            zeros.append(key)
+    return [f"all zero, as in {source.label}: {', '.join(sorted(zeros))}"] if zeros else []
+
+
+def _write_index(path: Path, files: Sequence[PlannedFile], total: int) -> None:
+    weight_map = {piece.key: file.name for file in files for piece in file.pieces}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_durably(path, json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _check_names(folder: Path, source: WeightSource, files: Sequence[PlannedFile]) -> None:
+    """Opens the result as a reader would: no missing or unexpected name, every shape as the config has it."""
+    found, meant = set(HfTensors(folder).names()), {piece.key for file in files for piece in file.pieces}
+    assert found == meant, found ^ meant
+    assert set(open_source(folder).tensor_names()) == set(source.tensor_names())

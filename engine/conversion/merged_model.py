@@ -1,0 +1,268 @@
+"""A base model with trained values in place: adapters added into the weights, fully trained tensors replaced.
+
+Seen from outside it is one more source of weights, so an export treats it as any other. Tensors are merged when they
+are read or, for an export, a few rows at a time (`engine.conversion.add_adapter`): W + s * B A in fp32, rounded once to
+the base's dtype.
+
+An adapter on one side of a tied matrix makes the two sides differ: the result has a head of its own and a config that
+says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.contents import Content
+from engine.checkpoint.model_folder import ModelFolder
+from engine.checkpoint.model_weights import TIED_HEAD, WeightSource
+from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.reshard import Box
+from engine.checkpoint.rows import ReadRows, Rows
+from engine.config.lora import adapter_scale
+from engine.conversion.add_adapter import LowRank, MergedRows, Shift, write_rounding
+from engine.conversion.lora_scales import Scale, one_or_each, recorded_alpha, scale_of
+from engine.errors import UserError
+from engine.layers.context import LORA_LEAVES
+from engine.models.decoder_config import DecoderConfig
+from engine.models.names import NameMap, fused_parts, fused_rows
+
+LORA_A, LORA_B, LORA_MAGNITUDE, LORA_BIAS = LORA_LEAVES
+
+
+def adapted_modules(names: Sequence[str]) -> list[str]:
+    """Engine modules that have an adapter among `names`, in order, each once."""
+    modules = (name.rpartition(".") for name in names)
+    return list(dict.fromkeys(module for module, _, leaf in modules if leaf in (LORA_A, LORA_B)))
+
+
+def fully_trained(names: Sequence[str]) -> list[str]:
+    """Names of tensors trained in full, in order."""
+    return [name for name in names if name.rpartition(".")[2] not in LORA_LEAVES]
+
+
+def read_adapter(trained: TensorReader, module: str) -> dict[str, Tensor]:
+    """The tensors of the adapter at `module` by leaf, of `LORA_LEAVES`."""
+    return {leaf: trained.read_whole(name) for leaf in LORA_LEAVES if (name := f"{module}.{leaf}") in trained}
+
+
+def split_adapter(adapter: dict[str, Tensor], module: str, config: DecoderConfig) -> dict[str, dict[str, Tensor]]:
+    """Module -> its adapter: one over several modules becomes one for each, which share A; the rest is cut by rows."""
+    if fused_parts(module) == [module]:
+        return {module: adapter}
+    return {
+        part: {leaf: tensor if leaf == LORA_A else tensor[rows] for leaf, tensor in adapter.items()}
+        for part, rows in fused_rows(config, module).items()
+    }
+
+
+def recorded_scale(lora: Mapping[str, Any], trained: TensorReader, names: NameMap) -> Scale:
+    """What the adapters of a run are multiplied by; 0 without any.
+
+    Args:
+        lora: the run's settings, as its checkpoints have them.
+        trained: its trained values.
+        names: of its base.
+    """
+    if not lora:
+        return 0.0
+    scales = {}
+    for module in adapted_modules(trained.tensor_names()):
+        alpha = recorded_alpha(lora, module, names)
+        scales[module] = adapter_scale(trained.shape(f"{module}.{LORA_A}")[0], alpha, rslora=bool(lora["rslora"]))
+    return one_or_each(scales, 0.0)
+
+
+class MergedSource(WeightSource):
+    """The weights after training.
+
+    Args:
+        model: what describes the base.
+        base: its weights; None where every tensor was trained in full from random values.
+        trained: trained values by logical name: full tensors, and lora_A / lora_B (and lora_magnitude) of
+            adapted modules.
+        scale: factor on B A.
+
+    `live_config` is the model that trained: an adapter on one side of a tied matrix leaves it tied.
+
+    Raises:
+        UserError: a trained tensor does not belong to the model, or values are neither trained nor in a base.
+    """
+
+    def __init__(self, model: ModelFolder, base: WeightSource | None, trained: TensorReader, *, scale: Scale) -> None:
+        self.base, self.trained, self.scale = base, trained, scale
+        self._base_shapes = model.expected_shapes()
+        names = trained.tensor_names()
+        self._full = set(fully_trained(names))
+        # Module whose weight changes -> module whose adapter changes it.
+        self._adapter_of = {part: module for module in adapted_modules(names) for part in fused_parts(module)}
+        ends = {"embed_tokens", "lm_head"} & set(self._adapter_of)
+        self._unties = model.decoder.tied_embeddings and (bool(ends) or TIED_HEAD in self._full)
+        self.live_config = model.decoder
+        has_tied_head = not self._unties and base is not None and base.has_tied_head
+        super().__init__(_untied(model) if self._unties else model, has_tied_head=has_tied_head)
+        if TIED_HEAD in self._full:
+            self.live_config = self.model.decoder
+        self._check(model.path)
+
+    @property
+    def changed_config(self) -> dict[str, Any] | None:
+        return self.model.hf_config if self._unties else None
+
+    @property
+    def notes(self) -> list[str]:
+        if not self._unties:
+            return []
+        return [
+            "the base ties its head to its embedding, and training one of them makes them differ: both are "
+            "written, and tie_word_embeddings is false in config.json"
+        ]
+
+    def changed_names(self) -> list[str]:
+        before = set() if self.base is None else set(self.base.changed_names())
+        return [
+            name
+            for name in self._shapes
+            if name in self._full or name in before or self._module(name) in self._adapter_of or self._shift(name)
+        ]
+
+    def dtype(self, name: str) -> torch.dtype:
+        if self.base is None:
+            return self.model.config_dtype()
+        base_name = self._base_name(name)
+        return self.base.dtype(base_name if base_name in self.base else "embed_tokens.weight")
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        return (Box(),)
+
+    def view(self, name: str, index: int) -> Tensor:
+        base_name = self._base_name(name)
+        if base_name in self._full:
+            value = self.trained.read_whole(base_name)
+        else:
+            assert self.base is not None, name
+            value = self.base.read_whole(base_name)
+        module = self._module(name)
+        if module in self._adapter_of:
+            value = self._factors(module).added_to(value.float(), 0)
+        if (shift := self._shift(name)) is not None:
+            value = shift.added_to(value.float(), 0)
+        return value.to(self.dtype(name))
+
+    def content(self, name: str, box: Box) -> Content:
+        base_name, module = self._base_name(name), self._module(name)
+        assert box == Box(), box
+        adapted, shift = module in self._adapter_of, self._shift(name)
+        if base_name not in self._full and not adapted and shift is None:
+            assert self.base is not None, name
+            return self.base.content(base_name, box)
+        factors = self._factors(module) if adapted and module is not None else shift
+        if base_name in self._full:
+            rows: Rows = ReadRows(self.trained, base_name)
+            return MergedRows(name, rows, self.trained.dtype(base_name), self.dtype(name), factors)
+        assert self.base is not None, name
+        return MergedRows(name, self.base.rows(base_name), self.base.dtype(base_name), self.dtype(name), factors)
+
+    def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
+        return [self.content(name, box) for box in wanted]
+
+    def _shift(self, name: str) -> Shift | None:
+        """What the bias of an adapter adds to the tensor `name`."""
+        module, _, leaf = name.rpartition(".")
+        adapter = self._adapter_of.get(module)
+        if leaf != "bias" or adapter is None or f"{adapter}.{LORA_BIAS}" not in self.trained:
+            return None
+        return Shift(self._adapter(module)[LORA_BIAS].float() * scale_of(self.scale, adapter))
+
+    def _adapter(self, module: str) -> dict[str, Tensor]:
+        adapter = self._adapter_of[module]
+        return split_adapter(read_adapter(self.trained, adapter), adapter, self.model.decoder)[module]
+
+    def _factors(self, module: str) -> LowRank:
+        adapter = self._adapter_of[module]
+        if f"{adapter}.{LORA_BIAS}" in self.trained and f"{module}.bias" not in self._shapes:
+            raise UserError(
+                f"the adapter of {module} has a bias and the base has none there, so that no weight can hold it: "
+                "export the adapter with --format peft."
+            )
+        own = self._adapter(module)
+        a, b = own[LORA_A].float(), own[LORA_B].float()
+        magnitude = own[LORA_MAGNITUDE].float() if LORA_MAGNITUDE in own else None
+        scale = scale_of(self.scale, adapter)
+        return LowRank(a, b, scale, transposed=module == "embed_tokens", magnitude=magnitude)
+
+    def identity(self) -> dict[str, Any]:
+        return {"scale": self.scale, **({} if self.base is None else self.base.identity())}
+
+    def write_report(self, folder: Path, facts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+        return write_rounding(folder, facts, self.scale)
+
+    def outside_content(self, name: str) -> Content:
+        assert self.base is not None
+        return self.base.outside_content(name)
+
+    def outside_names(self) -> list[str]:
+        return [] if self.base is None else self.base.outside_names()
+
+    def read_outside(self, name: str) -> Tensor:
+        assert self.base is not None
+        return self.base.read_outside(name)
+
+    def _base_name(self, name: str) -> str:
+        """The head that untying makes starts from the shared matrix, unless it was trained in full."""
+        made = name == TIED_HEAD and name not in self._base_shapes and name not in self._full
+        return "embed_tokens.weight" if made else name
+
+    @staticmethod
+    def _module(name: str) -> str | None:
+        module, _, leaf = name.rpartition(".")
+        return module if leaf == "weight" else None
+
+    def _check_factors(self, module: str) -> None:
+        """Raises UserError unless an adapter's factors are numbers whose product has its weights' shape."""
+        shapes = [self._shapes[f"{part}.weight"] for part in fused_parts(module)]
+        size = (sum(shape[0] for shape in shapes), shapes[0][1])
+        rows, columns = size[::-1] if module == "embed_tokens" else size
+        a, b = (f"{module}.{leaf}" for leaf in (LORA_A, LORA_B))
+        rank = self.trained.shape(a)[0]
+        self.trained.require(a, (rank, columns))
+        self.trained.require(b, (rows, rank))
+        vectors = [name for leaf in (LORA_MAGNITUDE, LORA_BIAS) if (name := f"{module}.{leaf}") in self.trained]
+        for name in vectors:
+            self.trained.require(name, (rows,))
+        for name in (a, b, *vectors):
+            if not (dtype := self.trained.dtype(name)).is_floating_point:
+                raise UserError(
+                    f"{self.trained.label} stores {name} as {str(dtype).removeprefix('torch.')}, but numbers with a "
+                    "point are expected: save it in float32 or bfloat16."
+                )
+
+    def _check(self, folder: Path) -> None:
+        modules = {self._module(name) for name in self._shapes}
+        if strange := sorted((self._full - set(self._shapes)) | (set(self._adapter_of) - modules)):
+            raise UserError(
+                f"{self.trained.label} trains {strange[0]}, which the model in {folder} does not have: "
+                "give the base that it was trained on with --base."
+            )
+        for name in self._full:
+            self.trained.require(name, self._shapes[name])
+        for module in adapted_modules(self.trained.tensor_names()):
+            self._check_factors(module)
+        if self.base is None and (untrained := sorted(set(self._base_shapes) - self._full)):
+            raise UserError(
+                f"{folder} was opened without weights, and {untrained[0]} was not trained: give the base with --base."
+            )
+
+
+def _untied(model: ModelFolder) -> ModelFolder:
+    config = dict(model.hf_config)
+    for key in ("text_config", "llm_config"):
+        if isinstance(config.get(key), dict):
+            config[key] = {**config[key], "tie_word_embeddings": False}
+    config["tie_word_embeddings"] = False
+    return replace(model, hf_config=config, decoder=replace(model.decoder, tied_embeddings=False))

@@ -1,0 +1,296 @@
+"""A PEFT LoRA adapter folder as a source of tensors by logical name.
+
+An adapter on a fused module (`qkv_proj`, `gate_up_proj`) can be read as it is, or as adapters of the parts. These share
+A; or, where it has the sum of their ranks, each has its own rows of A and columns of B, and B is zero elsewhere.
+
+Only what the engine computes the same way is accepted (`engine.conversion.peft_config`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.folder import ADAPTER_CONFIG
+from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.reshard import Box
+from engine.checkpoint.safetensors_file import SafetensorsReader
+from engine.conversion.lora_scales import Scale, one_or_each
+from engine.conversion.merged_model import LORA_A, LORA_B, LORA_BIAS, LORA_MAGNITUDE, adapted_modules
+from engine.conversion.peft_config import read_settings
+from engine.errors import UserError
+from engine.models.decoder_config import DecoderConfig
+from engine.models.names import FUSED, NameMap, fused_parts, fused_rows, part_rows
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+KEY_PREFIX = "base_model.model."
+
+_COPY = ".base_layer.weight"
+_KEY = re.compile(
+    r"^base_model\.model\.(.+)\.(?:(lora_[AB])\.weight|lora_embedding_([AB])|(lora_magnitude)_vector|lora_B\.(bias))$"
+)
+
+
+class _Place(NamedTuple):
+    """A tensor inside a stored one: these rows and columns of it, all where None."""
+
+    key: str
+    rows: slice = slice(None)
+    columns: slice = slice(None)
+
+
+class AdapterSource(TensorReader):
+    """The factors in a PEFT folder: `<module>.lora_A` [r, in], `<module>.lora_B` [out, r] and, where
+    it is DoRA, `<module>.lora_magnitude` [out].
+
+    Args:
+        folder: with adapter_config.json and adapter_model.safetensors.
+        names: of the base, whose modules the adapter sits on.
+        decoder: of the base.
+        fused: the modules such as `layers.3.attention.qkv_proj` that are presented with one adapter over their parts;
+            where these have an adapter each, their A factors must be equal. None for those that the folder stores so,
+            unless B has a block for each part.
+        with_saved_modules: take modules that were trained in full (`modules_to_save`) too, as `<module>.weight`.
+
+    Raises:
+        UserError: the folder is not a LoRA adapter for this model, or uses a PEFT feature that is not supported.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        names: NameMap,
+        decoder: DecoderConfig,
+        fused: Collection[str] | None = (),
+        with_saved_modules: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        self.settings = read_settings(self.folder, with_saved_modules=with_saved_modules)
+        if (self.folder / "adapter_model.bin").is_file() and not (self.folder / ADAPTER_WEIGHTS).is_file():
+            raise UserError(
+                f"{self.folder} holds adapter_model.bin, a pickle, which is never opened here: "
+                f"save the adapter as {ADAPTER_WEIGHTS} first (PEFT: save_pretrained)."
+            )
+        self._file = SafetensorsReader(self.folder / ADAPTER_WEIGHTS)
+        keys = [key for key in self._file.names() if not key.endswith(_COPY)]
+        self._copies = [key for key in self._file.names() if key.endswith(_COPY)]
+        present = [fused for fused in FUSED if any(f".{_leaf(fused)}.lora_" in key for key in keys)]
+        names = replace(names, rows=part_rows(decoder)).fuse(present)
+        self._places: dict[str, tuple[_Place, ...]] = {
+            _logical_name(key, names, self._file.path, with_saved_modules): (_Place(key),) for key in keys
+        }
+        self._names = names
+        stored = {module: names.module_to_hf(module) for module in self.modules()}
+        self._ranks = {module: self.settings.rank_of(name) for module, name in stored.items()}
+        self._scales = {module: self.settings.scale_of(name) for module, name in stored.items()}
+        if decoder.tied_embeddings and "embed_tokens.weight" in self:
+            raise UserError(
+                f"{self.folder} saves an embedding that the base ties to its head, and does not say which of the two "
+                "it means: train with ensure_weight_tying, or save the head."
+            )
+        self._decoder = decoder
+        for module in self.modules():
+            self._split(module, fused)
+        self._check_pairs()
+        for module in fused or ():
+            self._fuse(module)
+
+    @property
+    def label(self) -> str:
+        return str(self.folder)
+
+    def modules(self) -> list[str]:
+        """Engine modules that have an adapter here."""
+        return adapted_modules(self.tensor_names())
+
+    @property
+    def scale(self) -> Scale:
+        """What the adapters' B A is multiplied by."""
+        return one_or_each({module: self._scales[module] for module in self.modules()}, self.settings.scale)
+
+    def require_base(self, base: TensorReader) -> None:
+        """Raises UserError where the folder has a copy of a base weight that differs from the base's.
+
+        PEFT keeps such copies of an embedding and a head that have adapters, because a user may have enlarged them.
+        """
+        for key in self._copies:
+            module = self._names.module_from_hf(key.removeprefix(KEY_PREFIX).removesuffix(_COPY))
+            name = f"{module}.weight"
+            name = name if name in base else "embed_tokens.weight"  # of a tied head
+            copy = self._file.view(key)
+            if module is None or name not in base or not torch.equal(base.read_whole(name).to(copy.dtype), copy):
+                raise UserError(
+                    f"{self._file.path} has {key}, which differs from the base's: use the base that the adapter was "
+                    "trained on, or save it with PEFT's save_embedding_layers=False if it is a copy."
+                )
+
+    def require_matching(self, adapters: Mapping[str, tuple[int, float]]) -> None:
+        """Raises UserError unless the adapter is what a run would train.
+
+        Args:
+            adapters: engine modules that the run adapts -> rank and scale of their adapters.
+        """
+        if missing := sorted(set(adapters) - set(self.modules())):
+            raise UserError(
+                f"lora.targets asks for {missing[0]}, which the adapter in {self.folder} does not have: "
+                "set lora.targets to the adapter's own modules."
+            )
+        if extra := sorted(set(self.modules()) - set(adapters)):
+            raise UserError(
+                f"the adapter in {self.folder} has {extra[0]}, which lora.targets does not ask for: "
+                "set lora.targets to the adapter's own modules."
+            )
+        for module, (rank, scale) in adapters.items():
+            if self._ranks[module] != rank:
+                raise UserError(
+                    f"lora.rank or lora.rank_pattern gives {module} rank {rank}, but the adapter in {self.folder} has "
+                    f"{self._ranks[module]} there: set it to {self._ranks[module]}."
+                )
+            if not math.isclose(self._scales[module], scale):
+                raise UserError(
+                    f"lora.alpha, lora.alpha_pattern and lora.rslora multiply the adapter of {module} by {scale:g}, "
+                    f"but that in {self.folder} is multiplied by {self._scales[module]:g}: set lora.alpha to "
+                    f"{self.settings.alpha:g}, lora.rslora to {str(self.settings.rslora).lower()}, and "
+                    f"lora.alpha_pattern to {json.dumps(self.settings.alpha_pattern)}."
+                )
+
+    def tensor_names(self) -> list[str]:
+        return sorted(self._places)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        first, *more = (self._view(place).shape for place in self._places[name])
+        return (first[0] + sum(shape[0] for shape in more), *first[1:])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._file.dtype(self._places[name][0].key)
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        if len(self._places[name]) == 1:
+            return (Box(),)
+        rows = fused_rows(self._decoder, name.rpartition(".")[0]).values()
+        return tuple(Box(0, part.start, part.stop - part.start) for part in rows)
+
+    def view(self, name: str, index: int) -> Tensor:
+        return self._view(self._places[name][index])
+
+    def _view(self, place: _Place) -> Tensor:
+        tensor = self._file.view(place.key)
+        return tensor[place.rows, place.columns] if tensor.ndim > 1 else tensor[place.rows]
+
+    def _split(self, module: str, fused: Collection[str] | None) -> None:
+        """Puts the parts of a fused module in its place, unless it is to stay one."""
+        parts = fused_parts(module)
+        (a,), (b,) = (self._places.get(f"{module}.{leaf}", (None,)) for leaf in (LORA_A, LORA_B))
+        if parts == [module] or a is None or b is None:
+            return
+        rows_of = fused_rows(self._decoder, module)
+        blocks = self._has_blocks(module, b, list(rows_of.values()))
+        if module in fused if fused is not None else not (blocks and self._view(b).any()):
+            return
+        del self._places[f"{module}.{LORA_A}"], self._places[f"{module}.{LORA_B}"]
+        (lengths,) = self._places.pop(f"{module}.{LORA_MAGNITUDE}", (None,))
+        (bias,) = self._places.pop(f"{module}.{LORA_BIAS}", (None,))
+        scale, whole = self._scales.pop(module), self._ranks.pop(module)
+        rank = whole // len(parts) if blocks else whole
+        for number, (part, rows) in enumerate(rows_of.items()):
+            block = slice(number * rank, (number + 1) * rank)
+            own_a = a._replace(rows=block) if blocks else a
+            own_b = b._replace(rows=rows, columns=block if blocks else slice(None))
+            if lengths is not None:
+                self._places[f"{part}.{LORA_MAGNITUDE}"] = (lengths._replace(rows=rows),)
+            if bias is not None:
+                self._places[f"{part}.{LORA_BIAS}"] = (bias._replace(rows=rows),)
+            if (
+                not blocks or lengths is not None or bias is not None or self._view(own_a).any()
+            ):  # a part without an adapter has zeros
+                self._places[f"{part}.{LORA_A}"], self._places[f"{part}.{LORA_B}"] = (own_a,), (own_b,)
+                self._scales[part], self._ranks[part] = scale, rank
+
+    def _has_blocks(self, module: str, b: _Place, parts: Sequence[slice]) -> bool:
+        """Whether a fused module has a rank of its own which is one of each part's, B being zero elsewhere."""
+        rank = self._ranks[module] // len(parts)
+        if self._ranks[module] == self.settings.rank or rank * len(parts) != self._ranks[module]:
+            return False
+        inside = 0
+        for number, rows in enumerate(parts):
+            columns = slice(number * rank, (number + 1) * rank)
+            inside += int(self._view(b._replace(rows=rows, columns=columns)).count_nonzero())
+        return inside == int(self._view(b).count_nonzero())
+
+    def _check_pairs(self) -> None:
+        for module in self.modules():
+            for leaf in (LORA_A, LORA_B):
+                if f"{module}.{leaf}" not in self:
+                    raise UserError(f"{self._file.path} lacks {leaf} of {module}: use a whole adapter.")
+            if self.settings.dora != (f"{module}.{LORA_MAGNITUDE}" in self) or (
+                self.settings.dora and module == "embed_tokens"
+            ):
+                raise UserError(
+                    f"{ADAPTER_CONFIG} in {self.folder} has use_dora {self.settings.dora}, which does not go with "
+                    f"{module}: DoRA is supported on linears alone, with a lora_magnitude_vector for each."
+                )
+            if self.settings.bias != (f"{module}.{LORA_BIAS}" in self):
+                raise UserError(
+                    f"{ADAPTER_CONFIG} in {self.folder} has lora_bias {self.settings.bias}, which does not go with "
+                    f"{module}: expected a lora_B.bias for each module or for none."
+                )
+            ranks = self.shape(f"{module}.{LORA_A}")[0], self.shape(f"{module}.{LORA_B}")[-1]
+            if set(ranks) != {self._ranks[module]}:
+                raise UserError(
+                    f"{self._file.path} has rank {ranks[0]} at {module}, but {ADAPTER_CONFIG} says r "
+                    f"{self._ranks[module]}: use an adapter whose r and rank_pattern are those of its tensors."
+                )
+
+    def _fuse(self, module: str) -> None:
+        """Puts one adapter in the place of those of the parts of `module`, where these have any."""
+        parts = fused_parts(module)
+        if not any(f"{part}.{LORA_A}" in self for part in parts):
+            return
+        factors = [f"{part}.{LORA_A}" for part in parts]
+        if (
+            any(name not in self for name in factors)
+            or len({self._scales[part] for part in parts}) > 1
+            or len({self.shape(name) for name in factors}) > 1
+            or not all(torch.equal(self.read_whole(name), self.read_whole(factors[0])) for name in factors[1:])
+        ):
+            raise UserError(
+                f"lora.fused asks for one adapter over {', '.join(parts)}, but that in {self.folder} has no A factor "
+                "that they share: set lora.fused to none."
+            )
+        self._places[f"{module}.{LORA_A}"] = self._places[factors[0]]
+        for leaf in (LORA_B, LORA_MAGNITUDE, LORA_BIAS):
+            if f"{parts[0]}.{leaf}" in self:
+                self._places[f"{module}.{leaf}"] = tuple(self._places.pop(f"{part}.{leaf}")[0] for part in parts)
+        for part in parts:
+            del self._places[f"{part}.{LORA_A}"]
+            self._scales[module], self._ranks[module] = self._scales.pop(part), self._ranks.pop(part)
+
+
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _logical_name(key: str, names: NameMap, path: Path, with_saved_modules: bool) -> str:
+    saved, _, leaf = key.removeprefix(KEY_PREFIX).rpartition(".")
+    if with_saved_modules and leaf in ("weight", "bias") and ".lora_" not in key and names.module_from_hf(saved):
+        return f"{names.module_from_hf(saved)}.{leaf}"
+    match = _KEY.match(key)
+    module = names.module_from_hf(match[1]) if match else None
+    if match is None or module is None:
+        raise UserError(
+            f"{path} has {key}, which is not a LoRA factor of a module of this model: "
+            "use a LoRA adapter that was trained on it."
+        )
+    return f"{module}.{match[2] or match[4] or 'lora_' + (match[3] or match[5])}"

@@ -1,0 +1,352 @@
+"""Writing a PEFT LoRA adapter folder that stock PEFT opens with no missing or unexpected key."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.folder import ADAPTER_CONFIG, check_output
+from engine.checkpoint.model_folder import ModelFolder
+from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
+from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, complete_settings
+from engine.conversion.import_export import ConversionReport, Proof, stored_names
+from engine.conversion.lora_scales import recorded_alpha
+from engine.conversion.merged_model import (
+    LORA_A,
+    LORA_B,
+    LORA_BIAS,
+    LORA_MAGNITUDE,
+    adapted_modules,
+    fully_trained,
+    read_adapter,
+    split_adapter,
+)
+from engine.conversion.model_card import CARD, model_card
+from engine.conversion.peft_config import patterns
+from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
+from engine.errors import UserError
+from engine.files.durable import write_durably
+from engine.files.staging import staged_folder
+from engine.models.families import FAMILIES
+from engine.models.names import FUSED, fused_parts
+
+
+def export_peft(
+    trained: TensorReader,
+    lora: Mapping[str, Any],
+    model: ModelFolder,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    inputs: Sequence[Path] = (),
+    proof: Proof | None = None,
+    tokenizer: TrainedTokenizer = BASES_OWN,
+    base_name: str | None = None,
+    facts: Mapping[str, str] = MappingProxyType({}),
+) -> ConversionReport:
+    """Writes adapter_model.safetensors and adapter_config.json, with the tokenizer and a model card beside them.
+
+    One adapter over several modules becomes one for each, which share A; where the base itself stores them as one
+    matrix, it stays one, and adapters of its parts become one with a block for each. All of that is exact. Modules
+    trained in full beside the adapters go into `modules_to_save`.
+
+    Args:
+        trained: trained values by logical name.
+        lora: "rank", "alpha", "alpha_pattern", "dropout", "rslora" and "dora" of the run.
+        model: the base that they belong to.
+        out: folder to make.
+        overwrite: replace an existing adapter at `out`.
+        inputs: folders that are read meanwhile.
+        proof: tries the folder before it takes its name.
+        tokenizer: what was trained with.
+        base_name: what the adapter calls its base; None for the folder it is in here.
+        facts: what else the model card says of the training, name -> value.
+
+    Raises:
+        UserError: there are no adapters, PEFT cannot express what was trained, a value is not finite, or a factor that
+            does not start from zeros is all zero.
+    """
+    described, model = model, replace(model, names=stored_names(model))
+    names = trained.tensor_names()
+    modules = adapted_modules(names)
+    if not modules:
+        raise UserError(
+            f"{trained.label} has no adapters, only fully trained parameters, which a PEFT folder cannot hold: "
+            "export with --format hf --merge."
+        )
+    parts = [part for module in modules for part in fused_parts(module)]
+    saved = _modules_to_save(fully_trained(names), parts, model)
+    alphas = {module: recorded_alpha(lora, module, described.names) for module in modules}
+    tensors, adapters = _tensors(trained, modules, model, alphas, rslora=bool(lora["rslora"]))
+    config = _adapter_config(lora, _target_modules(parts, model), saved, model)
+    config |= patterns(adapters, rank=config["r"], alpha=config["lora_alpha"])
+    if base_name is not None:
+        config["base_model_name_or_path"] = base_name
+    companions = tokenizer.companions(model.companions(), with_model=False)
+    notes = [*_notes(modules, parts, saved, model, config, base_name), *companions.left_out]
+    notes += _refuse_zeros(trained, modules)
+    check = partial(check_output, out.absolute(), overwrite, [model.path, *inputs])
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    with staged_folder(out, check=check, num_bytes=num_bytes + companions.num_bytes) as staging:
+        _write(staging, tensors, config)
+        companions.copy_to(staging)
+        tokenizer.write_template(staging)
+        complete_settings(staging)
+        write_durably(staging / CARD, model_card(config, facts))
+        _verify(staging, tensors)
+        if proof is not None:
+            notes.append(proof(staging))
+    return ConversionReport(
+        out=out,
+        files=(ADAPTER_WEIGHTS,),
+        num_tensors=len(tensors),
+        num_bytes=num_bytes,
+        verified=True,
+        notes=tuple(notes),
+    )
+
+
+_KEYS = {
+    LORA_A: "lora_A.weight",
+    LORA_B: "lora_B.weight",
+    LORA_MAGNITUDE: "lora_magnitude_vector",
+    LORA_BIAS: "lora_B.bias",
+}
+_EMBEDDING_KEYS = {LORA_A: "lora_embedding_A", LORA_B: "lora_embedding_B"}
+Adapters = dict[str, tuple[int, float]]
+"""Module of the checkpoint -> rank and alpha of its adapter."""
+
+
+def _tensors(
+    trained: TensorReader, modules: list[str], model: ModelFolder, alphas: Mapping[str, float], *, rslora: bool
+) -> tuple[dict[str, Tensor], Adapters]:
+    """Adapters and what was trained in full beside them, by PEFT's keys; all of it finite."""
+    tensors, adapters = _adapter_tensors(trained, modules, model, alphas)
+    blocks, more = _block_tensors(trained, modules, model, alphas, rslora=rslora)
+    tensors, adapters = tensors | blocks, adapters | more
+    for name in fully_trained(trained.tensor_names()):
+        tensors[KEY_PREFIX + model.names.to_hf(name).name] = trained.read_whole(name)
+    for key, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{key} is not finite, so nothing was exported: use an earlier step (--step).")
+    return tensors, adapters
+
+
+def _adapter_tensors(
+    trained: TensorReader, modules: list[str], model: ModelFolder, alphas: Mapping[str, float]
+) -> tuple[dict[str, Tensor], Adapters]:
+    tensors: dict[str, Tensor] = {}
+    adapters: Adapters = {}
+    for module in modules:
+        if _fused_with(module, model) is not None:
+            continue
+        whole = read_adapter(trained, module)
+        split = {module: whole} if _is_stored_fused(module, model) else split_adapter(whole, module, model.decoder)
+        for part, own in split.items():
+            name = model.names.module_to_hf(part)
+            keys = _EMBEDDING_KEYS if part == "embed_tokens" else _KEYS
+            adapters[name] = own[LORA_A].shape[0], alphas[module]
+            tensors |= {f"{KEY_PREFIX}{name}.{keys[leaf]}": tensor for leaf, tensor in own.items()}
+    return tensors, adapters
+
+
+def _is_stored_fused(module: str, model: ModelFolder) -> bool:
+    """Whether the base has one matrix of this name, such as `layers.3.attention.qkv_proj`."""
+    return any(module.endswith(f".{fused}") for fused in model.names.fused)
+
+
+def _fused_with(module: str, model: ModelFolder) -> str | None:
+    """The module whose matrix holds this one's in the base, such as `layers.3.mlp.gate_up_proj`."""
+    layer, _, inside = module.removeprefix("layers.").partition(".")
+    fused = next((fused for fused in model.names.fused if inside in FUSED[fused]), None)
+    return None if fused is None else f"layers.{layer}.{fused}"
+
+
+def _block_tensors(
+    trained: TensorReader, modules: list[str], model: ModelFolder, alphas: Mapping[str, float], *, rslora: bool
+) -> tuple[dict[str, Tensor], Adapters]:
+    """Adapters of parts of the base's fused matrices: A stacked, B with a block for each part."""
+    tensors: dict[str, Tensor] = {}
+    adapters: Adapters = {}
+    shapes = model.expected_shapes()
+    for fused in dict.fromkeys(name for module in modules if (name := _fused_with(module, model)) is not None):
+        parts = fused_parts(fused)
+        found = {(trained.shape(f"{part}.lora_A")[0], alphas[part]) for part in parts if f"{part}.lora_A" in trained}
+        if len(found) > 1:
+            raise UserError(
+                f"the parts of {fused} have adapters of several ranks or alphas, and the base stores them as one "
+                "matrix, for which a PEFT folder has one of each: export with --format hf --merge."
+            )
+        ((rank, alpha),) = found
+        beside = {
+            key: [trained.read_whole(one) for part in parts if (one := f"{part}.{leaf}") in trained]
+            for leaf, key in _KEYS.items()
+            if leaf in (LORA_MAGNITUDE, LORA_BIAS)
+        }
+        if any(0 < len(found) < len(parts) for found in beside.values()):
+            raise UserError(
+                f"some parts of {fused} have adapters with magnitudes or biases and others none, and the base stores "
+                "them as one matrix, which a PEFT folder cannot express: export with --format hf --merge."
+            )
+        stacked, blocks = [], []
+        for part in parts:
+            rows, columns = shapes[f"{part}.weight"]
+            present = f"{part}.lora_A" in trained
+            stacked.append(trained.read_whole(f"{part}.lora_A") if present else torch.zeros(rank, columns))
+            blocks.append(trained.read_whole(f"{part}.lora_B") if present else torch.zeros(rows, rank))
+        name, count = model.names.module_to_hf(fused), len(parts)
+        adapters[name] = rank * count, alpha * (math.sqrt(count) if rslora else count)  # the scale of one part
+        tensors |= {f"{KEY_PREFIX}{name}.{key}": torch.cat(found) for key, found in beside.items() if found}
+        tensors[f"{KEY_PREFIX}{name}.lora_A.weight"] = torch.cat(stacked)
+        tensors[f"{KEY_PREFIX}{name}.lora_B.weight"] = torch.block_diag(*blocks).to(blocks[0].dtype)
+    return tensors, adapters
+
+
+def _modules_to_save(full: list[str], adapted: list[str], model: ModelFolder) -> list[str]:
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in full))
+    if both := sorted(set(modules) & set(adapted)):
+        raise UserError(
+            f"{both[0]} has an adapter and is trained in full too, which a PEFT folder cannot hold: "
+            "export with --format hf --merge."
+        )
+    if parts := [module for module in modules if _fused_with(module, model) is not None]:
+        raise UserError(
+            f"{parts[0]} was trained in full beside adapters, and the base stores it as rows of a larger matrix, which "
+            "a PEFT folder cannot express: export with --format hf --merge."
+        )
+    if model.decoder.tied_embeddings and "embed_tokens" in modules:
+        raise UserError(
+            "the tied embedding was trained in full beside adapters, and a PEFT folder would untie it: "
+            "export with --format hf --merge."
+        )
+    return [model.names.module_to_hf(module) for module in modules]
+
+
+def _target_modules(parts: list[str], model: ModelFolder) -> list[str]:
+    """Short names such as q_proj where they mean exactly the adapted modules, full names otherwise."""
+    full = list(dict.fromkeys(model.names.module_to_hf(part) for part in parts))
+    leaves = {name.rpartition(".")[2] for name in full}
+    if model.names.body != FAMILIES[model.decoder.family].names.body:
+        return sorted(full)  # beside a nested language model the short names may mean other modules too
+    everywhere = {name.rpartition(".")[0] for name in model.expected_shapes()} | {"lm_head"}
+    meant = {module for name in everywhere if (module := model.names.module_to_hf(name)).rpartition(".")[2] in leaves}
+    return sorted(leaves) if meant == set(full) else sorted(full)
+
+
+def _adapter_config(
+    lora: Mapping[str, Any], targets: list[str], saved: list[str], model: ModelFolder
+) -> dict[str, Any]:
+    alpha = float(lora["alpha"])
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model.hf_path.resolve()),
+        "r": int(lora["rank"]),
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": float(lora["dropout"]),
+        "use_rslora": bool(lora["rslora"]),
+        "use_dora": bool(lora.get("dora", False)),
+        "lora_bias": bool(lora.get("bias", False)),
+        "target_modules": targets,
+        "modules_to_save": saved or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def _refuse_zeros(trained: TensorReader, modules: list[str]) -> list[str]:
+    """Refuses a factor of nothing but zeros, unless it starts so: then the adapter has not been trained, and is told.
+
+    B starts from zeros, of an embedding's adapter A, as PEFT has it.
+    """
+    untrained = []
+    for module in modules:
+        starts, drawn = ("lora_A", "lora_B") if module == "embed_tokens" else ("lora_B", "lora_A")
+        if not trained.read_whole(f"{module}.{drawn}").any():
+            raise UserError(
+                f"{module}.{drawn} is all zero, so nothing was exported: that adapter can never have learnt, use an "
+                "earlier step (--step)."
+            )
+        if not trained.read_whole(f"{module}.{starts}").any():
+            untrained.append(module)
+    if not untrained:
+        return []
+    if len(untrained) == len(modules):
+        return ["the adapter is untrained: every B is zero, so it changes nothing"]
+    return [f"{len(untrained)} of {len(modules)} adapters are untrained (B is zero): {', '.join(untrained[:3])}"]
+
+
+def _notes(
+    modules: list[str],
+    parts: list[str],
+    saved: list[str],
+    model: ModelFolder,
+    config: Mapping[str, Any],
+    base_name: str | None,
+) -> list[str]:
+    notes = []
+    if config.keys() & {"rank_pattern", "alpha_pattern"}:
+        notes.append(
+            "the adapters differ in rank or alpha, which adapter_config.json says in rank_pattern and alpha_pattern: "
+            "PEFT reads them, vLLM and SGLang take r and lora_alpha for all, so for them merge with --format hf --merge"
+        )
+    if any(fused_parts(module) != [module] and not _is_stored_fused(module, model) for module in modules):
+        notes.append(
+            "an adapter over several modules is written as one for each that share A, which is exact; PEFT would go on "
+            "to train them apart"
+        )
+    if model.decoder.tied_embeddings and {"embed_tokens", "lm_head"} & set(parts):
+        notes.append(
+            "the base ties its head to its embedding, and the adapter changes one of them: "
+            "merge with --format hf --merge, PEFT's own merge would change both"
+        )
+    if config["lora_bias"]:
+        notes.append("the adapters have biases, which PEFT reads and may only merge where the base has biases too")
+    if config["use_dora"]:
+        notes.append(
+            "the adapters are DoRA's, which PEFT reads and vLLM does not: there merge with --format hf --merge"
+        )
+    if saved:
+        notes.append(
+            "modules trained in full are in modules_to_save, which PEFT reads and vLLM and SGLang do not: "
+            "for them merge with --format hf --merge"
+        )
+    if base_name is None and model.manifest is not None and model.hf_path == model.path:
+        notes.append(
+            "base_model_name_or_path is a partitioned checkpoint, which other tools cannot open: "
+            "give them the Hugging Face folder, or the base's name with --base-name"
+        )
+    return notes
+
+
+def _write(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    declared = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    with SafetensorsWriter(folder / ADAPTER_WEIGHTS, declared, {"format": "pt"}) as writer:
+        for key, tensor in tensors.items():
+            writer.write(key, tensor)
+    text = json.dumps(config, indent=2, sort_keys=True)
+    write_durably(folder / ADAPTER_CONFIG, text + "\n")
+
+
+def _verify(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Opens the result and compares every tensor with what was meant."""
+    written = SafetensorsReader(folder / ADAPTER_WEIGHTS)
+    assert set(written.names()) == set(tensors), set(written.names()) ^ set(tensors)
+    for key, tensor in tensors.items():
+        if not torch.equal(written.view(key), tensor):
+            raise UserError(
+                f"{key} reads back from {folder.parent} with other values than were written: the disk is faulty, "
+                "give a folder on another one."
+            )

@@ -1,0 +1,235 @@
+"""Exports are tried by who will read them: stock transformers or PEFT opens the folder, and its logits are compared
+with those of the live model, base and adapters unmerged, computed by the engine's own decoder.
+
+Both compute in fp32 whatever is stored: stored weights stay mapped files, and each module's are widened while it runs.
+So memory is that of one layer, or of the embedding, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from engine.checkpoint.folder import CONFIG
+from engine.checkpoint.model_folder import ModelFolder
+from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.checkpoint.reader import TensorReader
+from engine.conversion.live_logits import Overlay, adapter_plan, live_logits, proof_tokens
+from engine.conversion.lora_scales import Scale
+from engine.conversion.merged_model import MergedSource
+from engine.conversion.peft_read import ADAPTER_WEIGHTS
+from engine.errors import UserError
+from engine.files.documents import read_json
+from engine.layers.context import TrainingPlan
+from engine.models.decoder_config import DecoderConfig
+from engine.models.families import FAMILIES
+
+SAME = 1e-3
+"""Largest difference of logits, over the largest logit, of two fp32 implementations; they differ by some 1e-6."""
+
+_ROUNDED = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""The same where one of them has weights that a merge rounded: 2^-9 or 2^-12 a weight, and what layers make of it."""
+
+
+class Live(NamedTuple):
+    """The model that trained: its parameters by logical name, adapters included, and which adapters there are."""
+
+    config: DecoderConfig
+    tensors: TensorReader
+    plan: TrainingPlan
+
+
+def live_model(config: DecoderConfig, base: TensorReader | None, trained: TensorReader, scale: Scale) -> Live:
+    """The live model of trained values beside their base, which is None where there was none."""
+    return Live(config, Overlay(trained, base), adapter_plan(trained, scale))
+
+
+def prove_model(folder: Path, source: WeightSource) -> str:
+    """Holds a Hugging Face folder against the live model.
+
+    Args:
+        folder: what was written.
+        source: what it was written from.
+
+    Returns:
+        One sentence: what was compared, or why not.
+
+    Raises:
+        UserError: tensors are missing or unexpected to transformers, or logits differ.
+    """
+    live = Live(source.model.decoder, source, TrainingPlan())
+    if isinstance(source, MergedSource):
+        live = live_model(source.live_config, source.base, source.trained, source.scale)
+    tokens = proof_tokens(live.config.vocab_size)
+    expected = live_logits(*live[:2], tokens, live.plan)
+    written = open_source(folder)
+    if (obstacle := _obstacle(folder, written.model)) is None:
+        found, reader = _stock_logits(folder, _widest(written), tokens), "transformers"
+    else:
+        found, reader = live_logits(written.model.decoder, written, tokens), f"the engine ({obstacle})"
+    limit = SAME
+    if isinstance(source, MergedSource):
+        limit = _ROUNDED.get(_widest(written), SAME)
+        _check_adapter_is_in(found, expected, source, tokens, limit)
+    difference = _difference(found, expected)
+    if not difference <= limit:
+        raise UserError(
+            f"what was written gives logits that differ from the live model's by {difference:.1e} of the largest "
+            f"(expected at most {limit:.0e}), read by {reader}, so nothing was exported: report this with the model's "
+            "config.json."
+        )
+    return _agreement(tokens, reader, difference)
+
+
+def prove_adapter(folder: Path, base: WeightSource, trained: TensorReader, scale: Scale) -> str:
+    """Holds a PEFT folder against the live model; as `prove_model`."""
+    model = base.model
+    if missing := [name for name in ("transformers", "peft") if find_spec(name) is None]:
+        return f"logits not compared: {missing[0]} is not installed"
+    if model.manifest is not None and model.hf_path == model.path:
+        return "logits not compared: the Hugging Face folder of the base is gone"
+    if (obstacle := _obstacle(model.hf_path, model)) is not None:
+        return f"logits not compared: {obstacle}"
+    live = live_model(model.decoder, base, trained, scale)
+    tokens = proof_tokens(model.decoder.vocab_size)
+    found = _stock_logits(model.hf_path, _widest(base), tokens, adapter=folder)
+    difference = _difference(found, live_logits(*live[:2], tokens, live.plan))
+    if not difference <= SAME:
+        raise UserError(
+            f"PEFT's logits with this adapter differ from the live model's by {difference:.1e} of the largest, "
+            f"at most {SAME:.0e} was expected, so nothing was exported: report this with the base's config.json."
+        )
+    return _agreement(tokens, "PEFT", difference)
+
+
+def _agreement(tokens: Tensor, reader: str, difference: float) -> str:
+    return f"checked with {reader}: logits of {tokens.numel()} tokens agree to {difference:.1e} of the largest"
+
+
+def _check_adapter_is_in(found: Tensor, live: Tensor, source: MergedSource, tokens: Tensor, limit: float) -> None:
+    """What training changed must be seen, where it is more than rounding could hide."""
+    if source.base is None or not source.changed_names():
+        return
+    before = live_logits(source.base.model.decoder, source.base, tokens)
+    effect = _difference(before, live)
+    if effect > 2 * limit and _difference(found, live) > effect / 2:
+        raise UserError(
+            f"what was written is nearer to the base than to the live model (training changed logits by {effect:.1e} "
+            "of the largest), so nothing was exported: report this with the model's config.json."
+        )
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest expected value; NaN where a value is not finite."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+
+
+def _widest(source: TensorReader) -> torch.dtype:
+    dtypes = {source.dtype(name) for name in source.tensor_names()}
+    return max((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: dtype.itemsize)
+
+
+def _obstacle(folder: Path, model: ModelFolder) -> str | None:
+    """Why stock transformers cannot read a folder, or None."""
+    if find_spec("transformers") is None:
+        return "transformers is not installed"
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = read_json(folder / CONFIG)
+    family = FAMILIES[model.decoder.family]
+    if config.get("model_type") not in CONFIG_MAPPING or model.names.body != family.names.body:
+        return f"transformers has no class for model_type {config.get('model_type')!r} as a language model"
+    if extra := set(model.names.fused) - set(family.fused):
+        return f"transformers' {model.decoder.family} has no {sorted(extra)[0].rpartition('.')[2]}"
+    return None
+
+
+def _stock_logits(folder: Path, dtype: torch.dtype, tokens: Tensor, adapter: Path | None = None) -> Tensor:
+    """fp32 [B, S, V] by transformers, with the adapter by PEFT.
+
+    Raises:
+        UserError: transformers misses tensors, or finds some that it does not know.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _quiet():
+        # the family's own arithmetic: some versions take SDPA for Gemma 2, which leaves out the soft cap on its scores
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
+        )
+        _refuse_misfits(folder.name, info)
+        if adapter is not None:
+            model = _with_adapter(model, adapter)
+    _widen_while_running(model.eval())
+    with torch.no_grad():
+        return model(input_ids=tokens).logits.float()
+
+
+def _refuse_misfits(what: str, info: Mapping[str, Any]) -> None:
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, info[kind])):
+            raise UserError(
+                f"transformers finds {kind.replace('_', ' ')} in {what}: {', '.join(names[:3])}"
+                f"{' and more' if len(names) > 3 else ''}; so nothing was exported, report this with its config.json."
+            )
+
+
+def _with_adapter(model: nn.Module, folder: Path) -> nn.Module:
+    """The model with the adapter; each of its tensors must be where PEFT's own export would have it."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    adapted = PeftModel.from_pretrained(model, str(folder))
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+        stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+    loaded = get_peft_model_state_dict(adapted)
+    for keys, what in ((stored.keys() - loaded.keys(), "does not take"), (loaded.keys() - stored.keys(), "misses")):
+        # with a tied head trained or adapted PEFT lists the base's matrices too
+        if strange := sorted(key for key in keys if "lora_" in key or what == "does not take"):
+            raise UserError(f"PEFT {what} {strange[0]} of the adapter, so nothing was exported: report this.")
+    for key, value in stored.items():
+        if not torch.equal(loaded[key].to(value.dtype), value):
+            raise UserError(f"PEFT reads {key} with other values than were exported: report this.")
+    return adapted
+
+
+def _widen_while_running(model: nn.Module) -> None:
+    """Each module's own parameters are fp32 while it runs, and mapped again afterwards."""
+
+    def widen(module: nn.Module, _: Sequence[Any]) -> None:
+        for parameter in module.parameters(recurse=False):
+            kept[parameter] = parameter.data
+            parameter.data = parameter.data.float()
+
+    def narrow(module: nn.Module, _: Sequence[Any], __: object) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = kept.pop(parameter)
+
+    kept: dict[nn.Parameter, Tensor] = {}
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if own and all(parameter.is_floating_point() for parameter in own):
+            module.register_forward_pre_hook(widen)
+            module.register_forward_hook(narrow)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences transformers' own bars and advice, which are for who trains with it."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,387 @@
+"""Tokenising files into a token store, on all cores, so that a run that was killed goes on where it stopped.
+
+The input is cut into units: runs of lines of a JSONL file, row groups of a Parquet file, a whole JSON array or text. A
+worker turns a unit into files of its own, of which the record of what is in them is written last; a unit that has one
+is not done again. The store's files are the units' ones end to end, in the input's order, so the store does not depend
+on the number of workers. All of it happens in a hidden sibling of the store (`engine.files.staging`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.checked_file import BlockSums, file_checksum
+from engine.data.dataset import CHUNK
+from engine.data.formats import parse_record
+from engine.data.store import tokenizer_fingerprint
+from engine.data.store_manifest import BLOCKS, DTYPES, MANIFEST, OFFSETS, VERSION, StoreManifest, manifest_text
+from engine.data.template import RunawayTemplate
+from engine.data.tokenize import Document, tokenize_samples
+from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
+from engine.data.work_units import Unit, plan_units, unit_records
+from engine.errors import UserError
+from engine.files.durable import delete_folder, open_new, write_durably
+from engine.files.refusals import Unfinished, reading, writing
+from engine.files.staging import staged_folder
+from engine.kernels.checksum import Checksum
+
+_COPY_BYTES = 16 * 2**20
+_PARTS, _SUMMARY = "parts", ".summary"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is tokenised, and how.
+
+    Args:
+        files: in their order.
+        tokenizer: folder or `.model` file.
+        data_format: one of engine.config.data.FORMATS.
+        mask_prompt: learn only completions and assistant turns.
+        chat: how conversations are rendered.
+        stream_length: tokens of one document of a .txt stream.
+        skip_bad_records: leave out records that cannot be used and say which; else the first one ends the work.
+        workers: processes.
+    """
+
+    files: tuple[Path, ...]
+    tokenizer: Path
+    data_format: str = "auto"
+    mask_prompt: bool = True
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    stream_length: int = 1 << 30
+    skip_bad_records: bool = False
+    workers: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What a store holds.
+
+    Args:
+        documents, tokens, target_tokens: in the store.
+        records: read.
+        skipped: records left out.
+        resumed: units that an earlier call had done.
+        units: in all.
+    """
+
+    documents: int
+    tokens: int
+    target_tokens: int
+    records: int
+    skipped: int
+    resumed: int
+    units: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Done:
+    """What a unit's files hold."""
+
+    records: int
+    documents: int
+    tokens: int
+    target_tokens: int
+    max_token: int
+    skipped: int
+
+
+def preprocess(request: Request, out: Path, *, progress: Callable[[int], None] | None = None) -> Summary:
+    """Writes a store.
+
+    Args:
+        out: its folder; new, or with what an earlier call of the same request left.
+        progress: called with the bytes of input that a unit stood for, as it is done.
+
+    Raises:
+        UserError: a file or record that cannot be used, or a folder that holds something else.
+    """
+    tokenizer = load_tokenizer(request.tokenizer, request.chat)
+    units = plan_units(request.files)
+    identity = _identity(request, units, tokenizer)
+    with staged_folder(out, check=partial(_check_out, out), plan=identity) as staging:
+        record = staging / _SUMMARY
+        with reading(record):
+            left = record.read_bytes() if record.exists() else None
+        summary = _make_store(request, tokenizer, units, staging, progress) if left is None else _again(left, progress)
+        with writing(staging):
+            delete_folder(staging / _PARTS)
+            record.unlink()
+    return summary
+
+
+def _make_store(
+    request: Request,
+    tokenizer: Tokenizer,
+    units: Sequence[Unit],
+    staging: Path,
+    progress: Callable[[int], None] | None,
+) -> Summary:
+    parts = staging / _PARTS
+    with writing(parts):
+        parts.mkdir(exist_ok=True)
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "int32"
+    finished = {number: done for number in range(len(units)) if (done := _read_done(parts, number, dtype)) is not None}
+    resumed = len(finished)
+    if progress is not None:
+        progress(sum(units[number].size for number in finished))
+    for number, done in _run(request, tokenizer, units, parts, dtype, set(finished)):
+        finished[number] = done
+        if progress is not None:
+            progress(units[number].size)
+    _join(staging, parts, [finished[number] for number in range(len(units))], dtype, request, tokenizer)
+    totals = {name: sum(getattr(done, name) for done in finished.values()) for name in _Done.__slots__}
+    summary = Summary(
+        documents=totals["documents"],
+        tokens=totals["tokens"],
+        target_tokens=totals["target_tokens"],
+        records=totals["records"],
+        skipped=totals["skipped"],
+        resumed=resumed,
+        units=len(units),
+    )
+    # The store is whole: from here on only its parts remain to be deleted, whoever does that.
+    size = sum(unit.size for unit in units)
+    write_durably(staging / _SUMMARY, json.dumps({**asdict(summary), "size": size}))
+    return summary
+
+
+def _again(record: bytes, progress: Callable[[int], None] | None) -> Summary:
+    """The summary of an earlier call that did all the work and was killed while it tidied up."""
+    facts = json.loads(record)
+    size = facts.pop("size")
+    if progress is not None:
+        progress(size)
+    return Summary(**{**facts, "resumed": facts["units"]})
+
+
+def _identity(request: Request, units: list[Unit], tokenizer: Tokenizer) -> str:
+    """Returns a hash of everything that decides what a unit's files hold."""
+    facts: list[Any] = [VERSION, tokenizer_fingerprint(tokenizer), request.data_format, request.mask_prompt]
+    facts += [request.stream_length, request.skip_bad_records, tokenizer.chat_template, asdict(request.chat)]
+    facts += [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in request.files]
+    facts += [[unit.file, unit.start, unit.end] for unit in units]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def _check_out(out: Path) -> None:
+    """Raises UserError unless a store can be made there."""
+    with reading(out, "choose another --out"):
+        there = set(os.listdir(out)) if out.exists() else set()
+    if MANIFEST in there:
+        raise UserError(f"{out} holds a finished token store already: choose another --out, or remove it.")
+    if there:
+        raise UserError(f"{out} is not empty: choose another --out, or remove it.")
+
+
+def _run(
+    request: Request, tokenizer: Tokenizer, units: Sequence[Unit], parts: Path, dtype: str, finished: set[int]
+) -> Iterator[tuple[int, _Done]]:
+    """The units that are still to be done, as they are done, in any order."""
+    waiting = [(number, unit) for number, unit in enumerate(units) if number not in finished]
+    if request.workers <= 1 or len(waiting) <= 1:
+        for number, unit in waiting:
+            yield number, _do_unit(request, tokenizer, unit, parts, number, dtype)
+        return
+    # a server without threads forks the workers: they share what it imported, and nothing can be held across the fork
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["engine.data.build_store", "transformers"])
+    workers = min(request.workers, len(waiting))
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(request,)) as pool:
+        running: dict[Future[_Done], int] = {}
+        todo = iter(waiting)
+        try:
+            while True:
+                for number, unit in islice(todo, 2 * workers - len(running)):
+                    running[pool.submit(_do_in_worker, unit, parts, number, dtype)] = number
+                if not running:
+                    return
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield running.pop(future), future.result()
+        except BrokenProcessPool:
+            raise Unfinished(
+                "a process that tokenised was killed, perhaps because memory ran out: give the same command again, "
+                "with fewer --workers, and it goes on from there."
+            ) from None
+        finally:
+            for future in running:
+                future.cancel()
+
+
+_worker: tuple[Request, Tokenizer] | None = None
+"""Request and tokenizer of a worker process, set once as it starts: a tokenizer cannot travel with each unit."""
+
+
+def _start(request: Request) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
+    _worker = request, load_tokenizer(request.tokenizer, request.chat)
+
+
+def _do_in_worker(unit: Unit, parts: Path, number: int, dtype: str) -> _Done:
+    assert _worker is not None
+    return _do_unit(*_worker, unit, parts, number, dtype)
+
+
+def _do_unit(request: Request, tokenizer: Tokenizer, unit: Unit, parts: Path, number: int, dtype: str) -> _Done:
+    """Writes a unit's files."""
+    skipped: list[dict[str, str]] = []
+    records = documents = tokens = target_tokens = 0
+    max_token = -1
+    lengths: list[int] = []
+    kind = DTYPES[dtype]
+    with writing(parts):
+        with _new(_part(parts, number, "tokens")) as ids, _new(_part(parts, number, "targets")) as flags:
+            for document in _documents(request, tokenizer, unit, skipped):
+                records += 1
+                if document is None or not document.targets.any():
+                    continue
+                ids.write(document.tokens.astype(kind).data)
+                flags.write(document.targets.astype(np.uint8).data)
+                lengths.append(len(document.tokens))
+                target_tokens += int(document.targets.sum())
+                max_token = max(max_token, int(document.tokens.max()))
+        with _new(_part(parts, number, "lengths")) as file:
+            file.write(np.array(lengths, dtype=np.int64).data)
+        if skipped:
+            write_durably(_part(parts, number, "skipped"), "".join(json.dumps(entry) + "\n" for entry in skipped))
+        documents, tokens = len(lengths), sum(lengths)
+        done = _Done(
+            records=records + len(skipped),
+            documents=documents,
+            tokens=tokens,
+            target_tokens=target_tokens,
+            max_token=max_token,
+            skipped=len(skipped),
+        )
+        write_durably(_part(parts, number, "json"), json.dumps(asdict(done)))
+    return done
+
+
+def _documents(
+    request: Request, tokenizer: Tokenizer, unit: Unit, skipped: list[dict[str, str]]
+) -> Iterator[Document | None]:
+    """A unit's documents; what cannot be used is added to `skipped`, or raised."""
+    settings = {"mask_prompt": request.mask_prompt, "stream_length": request.stream_length}
+
+    def parsed() -> Iterator[Any]:
+        with reading(unit.file):
+            for item in unit_records(unit, request.data_format):
+                try:
+                    if isinstance(item, UserError):
+                        raise item
+                    yield item if not isinstance(item, tuple) else parse_record(*item)
+                except UserError as error:
+                    _note(error, request, skipped)
+
+    samples = parsed()
+    while chunk := list(islice(samples, CHUNK)):
+        try:
+            yield from list(tokenize_samples(chunk, tokenizer, **settings))
+        except UserError:
+            for sample in chunk:  # one by one, to leave out those that cannot be rendered
+                try:
+                    yield from list(tokenize_samples([sample], tokenizer, **settings))
+                except UserError as error:
+                    _note(error, request, skipped)
+
+
+def _note(error: UserError, request: Request, skipped: list[dict[str, str]]) -> None:
+    if not request.skip_bad_records or isinstance(error, RunawayTemplate):
+        raise error
+    skipped.append({"record": str(error).partition(": ")[0], "reason": str(error).partition(": ")[2]})
+
+
+def _part(parts: Path, number: int, kind: str) -> Path:
+    return parts / f"{number:06d}.{kind}"
+
+
+@contextmanager
+def _new(path: Path) -> Iterator[IO[bytes]]:
+    """A new file, whose bytes are on the disk when the block ends."""
+    with open(open_new(path), "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_done(parts: Path, number: int, dtype: str) -> _Done | None:
+    """What an earlier call left of a unit, where it was finished and its files are whole."""
+    try:
+        done = _Done(**json.loads(_part(parts, number, "json").read_text(encoding="utf-8")))
+        whole = _part(parts, number, "targets").stat().st_size == done.tokens
+        whole &= _part(parts, number, "tokens").stat().st_size == done.tokens * np.dtype(DTYPES[dtype]).itemsize
+        whole &= _part(parts, number, "lengths").stat().st_size == 8 * done.documents
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    return done if whole else None
+
+
+def _join(out: Path, parts: Path, units: list[_Done], dtype: str, request: Request, tokenizer: Tokenizer) -> None:
+    """The units' files end to end, and the manifest last."""
+    tokens = sum(done.tokens for done in units)
+    if not tokens:
+        raise UserError(f"{', '.join(map(str, request.files))} gives no document with anything to learn.")
+    everywhere = tokens - sum(done.documents for done in units) == sum(done.target_tokens for done in units)
+    kinds = ["tokens"] if everywhere else ["tokens", "targets"]
+    numbers = range(len(units))
+    with writing(out):
+        checksums, blocks = {}, []
+        for kind in kinds:
+            target = out / f"{kind}.bin"
+            checksums[target.name], sums = _concatenate((_part(parts, number, kind) for number in numbers), target)
+            blocks.append(sums)
+        lengths = np.concatenate([np.fromfile(_part(parts, number, "lengths"), np.int64) for number in numbers])
+        arrays = {
+            OFFSETS: np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
+            BLOCKS: np.concatenate(blocks),
+        }
+        for name, array in arrays.items():
+            with _new(out / name) as file:
+                file.write(array.data)
+            checksums[name] = file_checksum(array)
+        if any(done.skipped for done in units):
+            with _new(out / "skipped.jsonl") as report:
+                for number in numbers:
+                    if _part(parts, number, "skipped").exists():
+                        report.write(_part(parts, number, "skipped").read_bytes())
+        manifest = StoreManifest(
+            dtype=dtype,
+            tokens=tokens,
+            documents=len(lengths),
+            max_token=max(done.max_token for done in units),
+            tokenizer=tokenizer_fingerprint(tokenizer),
+            checksums=checksums,
+            chat_template=tokenizer.chat_template,
+        )
+        write_durably(out / MANIFEST, manifest_text(manifest, [file.name for file in request.files]))
+
+
+def _concatenate(sources: Iterable[Path], target: Path) -> tuple[str, NDArray[np.uint32]]:
+    """Writes the files end to end; returns the checksums of all and of each block."""
+    whole, blocks = Checksum(), BlockSums()
+    with _new(target) as file:
+        for source in sources:
+            with source.open("rb") as part:
+                while block := part.read(_COPY_BYTES):
+                    file.write(block)
+                    whole.update(memoryview(block))
+                    blocks.update(memoryview(block))
+    return whole.text(), blocks.finish()

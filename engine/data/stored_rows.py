@@ -1,0 +1,133 @@
+"""Data sets on token stores: which part of which document is a row's, decided from lengths alone."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config.data import Packing
+from engine.data.concatenate import concatenate
+from engine.data.data_report import DatasetReport
+from engine.data.dataset import Stored, TokenDataset
+from engine.data.store import TokenStore, open_store
+from engine.data.tokenizer import Tokenizer
+from engine.errors import UserError
+
+_CHUNK = 1 << 24
+"""Tokens whose targets are counted at a time, so that a large store is never in memory as a whole."""
+
+
+def stored_dataset(
+    path: str | Path,
+    *,
+    tokenizer: Tokenizer | None,
+    seq_length: int,
+    packing: Packing = False,
+    overlong: str = "truncate",
+) -> TokenDataset:
+    """Rows on a token store, which stays on disk.
+
+    Args:
+        path: see engine.data.store.
+        tokenizer: of the run; None does not compare it with the store's.
+        seq_length: tokens of a row.
+        packing: put several documents into a row, or "concatenate" all, which reads them into memory.
+        overlong: what to do with a document longer than a row: "truncate" keeps its beginning, "cut" makes several of
+            it, of which neighbours share one token (the last of one is learnt there and opens the next), "drop" leaves
+            it out, "error" stops.
+
+    Raises:
+        UserError: the store cannot be used, or nothing is left to learn from.
+    """
+    started = time.monotonic()
+    store = open_store(path)
+    if tokenizer is not None:
+        store.require_tokenizer(tokenizer)
+    if packing == "concatenate":
+        return _concatenated(store, seq_length)
+    starts, lengths = store.offsets[:-1], np.diff(store.offsets)
+    report = DatasetReport(limit=seq_length, longest=int(lengths.max(initial=0)))
+    longer = lengths > seq_length
+    if overlong == "error" and longer.any():
+        raise UserError(
+            f"{path} has a document of {int(lengths.max())} tokens, more than data.seq_length {seq_length}: raise it, "
+            "or set data.overlong to truncate, cut or drop."
+        )
+    if overlong == "drop":
+        report = replace(report, dropped_overlong=int(longer.sum()))
+        starts, lengths, longer = starts[~longer], lengths[~longer], longer[~longer]
+    documents = len(starts)
+    lost = np.maximum(lengths - seq_length, 0)
+    if overlong == "cut" and longer.any():
+        starts, lengths = cut_spans(starts, lengths, seq_length)
+        report = replace(report, documents=documents)
+    lengths = np.minimum(lengths, seq_length)
+    counts = _target_counts(store, starts, lengths)
+    kept = counts > 0
+    if report.documents:
+        report = replace(report, pieces=int(kept.sum()))
+    else:
+        report = replace(
+            report,
+            truncated=int((kept & longer).sum()),
+            lost_tokens=int(lost[kept].sum()),
+            dropped_prompt_only=int((~kept & longer).sum()),
+            dropped_without_target=int((~kept & ~longer).sum()),
+        )
+    if not kept.any():
+        raise UserError(report.nothing_left(str(path), "nothing to learn"))
+    dataset = TokenDataset(
+        store.tokens,
+        store.targets,
+        starts[kept],
+        seq_length=seq_length,
+        packing=packing,
+        report=report,
+        stored=Stored(lengths=lengths[kept], targets=counts[kept], max_token=store.max_token, identity=store.identity),
+    )
+    dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
+    return dataset
+
+
+def _concatenated(store: TokenStore, seq_length: int) -> TokenDataset:
+    """Documents end to end in rows; read into memory."""
+    targets = None if store.targets is None else store.targets.whole()
+    if targets is None:
+        targets = np.ones(len(store.tokens), dtype=bool)
+        targets[store.offsets[:-1]] = False
+    tokens, learnt, offsets, left_over = concatenate(store.tokens.whole(), targets, store.offsets, seq_length)
+    report = DatasetReport(documents=len(store.offsets) - 1, left_over=left_over)
+    return TokenDataset(tokens, learnt, offsets, seq_length=seq_length, packing=True, report=report)
+
+
+def cut_spans(
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Starts and lengths of the pieces of documents, each of at most `seq_length` tokens, neighbours sharing one."""
+    step = seq_length - 1
+    pieces = np.maximum(-(-(lengths - 1) // step), 1)
+    owner = np.repeat(np.arange(len(lengths)), pieces)
+    first = np.concatenate([[0], np.cumsum(pieces)[:-1]])
+    skipped = (np.arange(len(owner)) - first[owner]) * step
+    return starts[owner] + skipped, np.minimum(lengths[owner] - skipped, seq_length)
+
+
+def _target_counts(store: TokenStore, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [documents] learnt tokens of each span; its first token never is."""
+    if store.targets is None or not len(starts):
+        return lengths - 1
+    counts = np.empty(len(starts), dtype=np.int64)
+    first = 0
+    while first < len(starts):
+        end = max(first + 1, int(np.searchsorted(starts, starts[first] + _CHUNK)))
+        low, high = int(starts[first]), int((starts[first:end] + lengths[first:end]).max())
+        sums = np.zeros(high - low + 1, dtype=np.int64)
+        np.cumsum(store.targets[low:high].view(np.uint8), out=sums[1:])
+        at, until = starts[first:end] - low, starts[first:end] + lengths[first:end] - low
+        counts[first:end] = sums[until] - sums[at + 1]
+        first = end
+    return counts

@@ -1,0 +1,180 @@
+"""Keys and values of the rows that are being continued, for the layers of one rank.
+
+A layer holds [slots, K, C, D] of each. C is the length rows may reach, or the layer's window where that is shorter: a
+key is kept at its position modulo C, so that what has left the window is overwritten and every kept key is one that
+counts. Keys are rotated before they are kept, so where they lie does not matter to attention.
+
+Rows that are being continued are always slots 0 to n - 1: a pass of one token each reads the front of the storage as it
+lies, without gathering rows. Rows of different lengths share a pass; a mask hides what a shorter row does not have.
+
+Legend: T tokens, H query heads, K key/value heads, D head size, N rows of a pass, C capacity, L longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.kernels.records import Documents
+from engine.models.decoder import Decoder
+from engine.ops.kernels import Attention
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerCache:
+    keys: Tensor
+    values: Tensor
+    softcap: float | None
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+
+class KeyValues:
+    """Storage for `slots` rows of up to `length` tokens.
+
+    Args:
+        model: the part of it on this rank, whose layers say how many heads they have here and how far they see.
+        slots, length: how many rows at a time, and how long they may be.
+        device, dtype: of keys and values.
+    """
+
+    def __init__(self, model: Decoder, *, slots: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.slots, self.length = slots, length
+        self.layers: dict[str, _LayerCache] = {}
+        for layer in model.layers:
+            attention = layer.attention
+            window = attention.kind.window
+            capacity = length if window is None else min(length, window)
+            shape = (slots, attention.num_kv_heads, capacity, attention.head_dim)
+            keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            self.layers[attention.prefix] = _LayerCache(keys, values, attention.kind.softcap)
+        self._device = device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+
+    def bytes_read(self, lengths: Sequence[int]) -> int:
+        """What attention reads to continue rows of these lengths by a token each."""
+        total = 0
+        for layer in self.layers.values():
+            a_token = 2 * layer.keys.shape[1] * layer.keys.shape[3] * layer.keys.element_size()
+            total += a_token * sum(min(length, layer.capacity) for length in lengths)
+        return total
+
+    def move(self, source: int, target: int) -> None:
+        """Copies a row to another slot."""
+        for layer in self.layers.values():
+            layer.keys[target] = layer.keys[source]
+            layer.values[target] = layer.values[source]
+
+    def first_pass(self, slots: Sequence[int], lengths: Sequence[int]) -> FirstPass:
+        """The pass of whole prompts, one after the other along T, into `slots`."""
+        return FirstPass(self, slots, lengths)
+
+    def next_pass(self, positions: Sequence[int]) -> NextPass:
+        """The pass of one token each of slots 0 to len(positions) - 1, at these positions."""
+        return NextPass(self, positions)
+
+
+class _Pass:
+    """Which tokens of a pass are kept, and where; the same for all layers of one capacity."""
+
+    def __init__(self, cache: KeyValues, slots: Sequence[int], positions: Sequence[int], lasts: Sequence[int]) -> None:
+        """Each token's slot and position, and the last position of its row after this pass."""
+        self._cache = cache
+        self._tokens = (slots, positions, lasts)
+        self._places: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
+
+    def _place(self, capacity: int) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Which tokens stay (None for all), their slots and their places in them."""
+        if capacity not in self._places:
+            device = self._cache._device
+            slots, positions, lasts = (torch.tensor(values, dtype=torch.int64) for values in self._tokens)
+            kept = positions > lasts - capacity
+            chosen = None if bool(kept.all()) else kept.nonzero().flatten()
+            if chosen is not None:
+                slots, positions = slots[chosen], positions[chosen]
+                chosen = chosen.to(device)
+            self._places[capacity] = chosen, slots.to(device), (positions % capacity).to(device)
+        return self._places[capacity]
+
+    def _keep(self, layer: _LayerCache, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        chosen, slots, places = self._place(layer.capacity)
+        if chosen is not None:
+            k_TKD, v_TKD = k_TKD[chosen], v_TKD[chosen]
+        layer.keys[slots, :, places] = k_TKD
+        layer.values[slots, :, places] = v_TKD
+
+
+class FirstPass(_Pass):
+    """Whole prompts: attention within each, as in training; keys and values are kept. See `ops.cache.KeyValueCache`."""
+
+    def __init__(self, cache: KeyValues, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        pairs = list(zip(slots, lengths, strict=True))
+        super().__init__(
+            cache,
+            [slot for slot, length in pairs for _ in range(length)],
+            [position for length in lengths for position in range(length)],
+            [length - 1 for length in lengths for _ in range(length)],
+        )
+
+    def attend(
+        self, layer: str, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, whole: Attention, documents: Documents, *,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        self._keep(self._cache.layers[layer], k_TKD, v_TKD)
+        return whole(q_THD, k_TKD, v_TKD, documents, scale=scale)
+
+
+class NextPass(_Pass):
+    """One token a row, attending to all that was kept of it. See `ops.cache.KeyValueCache`."""
+
+    def __init__(self, cache: KeyValues, positions: Sequence[int]) -> None:
+        super().__init__(cache, range(len(positions)), positions, positions)
+        self._counts = [position + 1 for position in positions]
+        self._seen: dict[int, Tensor | None] = {}
+
+    def _mask(self, capacity: int) -> Tensor | None:
+        """bool [N, 1, 1, L], True where a row has a key; None where all rows have all L."""
+        if capacity not in self._seen:
+            counts = [min(count, capacity) for count in self._counts]
+            mask = None
+            if min(counts) < max(counts):
+                device = self._cache._device
+                columns = torch.arange(max(counts), device=device)
+                mask = (columns < torch.tensor(counts, device=device)[:, None])[:, None, None]
+            self._seen[capacity] = mask
+        return self._seen[capacity]
+
+    def attend(
+        self, layer: str, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, whole: Attention, documents: Documents, *,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        kept = self._cache.layers[layer]
+        self._keep(kept, k_TKD, v_TKD)
+        rows, length = len(self._counts), min(max(self._counts), kept.capacity)
+        keys, values = kept.keys[:rows, :, :length], kept.values[:rows, :, :length]
+        mask = self._mask(kept.capacity)
+        # the query heads of one key/value head stand where queries do, so that nothing is repeated
+        q_NKGD = q_THD.view(rows, keys.shape[1], -1, q_THD.shape[-1])
+        if kept.softcap is None:
+            out = scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=mask, scale=scale)
+        else:
+            out = _capped_attention(q_NKGD, keys, values, mask, scale, kept.softcap)
+        return out.reshape(q_THD.shape)
+
+
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """Computes attention in fp32; scores become softcap * tanh(score / softcap)."""
+    scores = (q.float() @ k.float().transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -torch.inf)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)

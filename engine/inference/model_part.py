@@ -1,0 +1,182 @@
+"""This rank's part of the model, for passes of tokens: layers lie in series over the pipeline ranks.
+
+Every rank goes through the same passes in the same order. The residual stream travels from part to part, and what the
+last one has chosen travels back to all. There is no sequence parallelism: a pass has few tokens.
+
+Legend: T tokens of a pass, N rows of it, V vocabulary, R tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.batch import IGNORE_LABEL, Batch
+from engine.distributed.collectives import Handle, all_reduce, post_async
+from engine.distributed.mesh import Axis
+from engine.inference.key_value_cache import KeyValues
+from engine.inference.sampling import Chooser, Sampling
+from engine.models.decoder import Decoder
+from engine.ops.attention.cache_protocol import KeyValueCache
+
+
+@dataclass(slots=True)
+class Waits:
+    """Seconds this rank has waited for other pipeline ranks."""
+
+    seconds: float = 0.0
+
+
+class InferenceStage:
+    """A rank's part of the model with its cache.
+
+    Args:
+        model: the part; without sequence parallelism.
+        tp, pp: this rank's axes.
+        sampling: how tokens are chosen.
+        slots, length: of the cache.
+        device: of the model.
+        synchronise: wait for the device where times are taken, so that they are true; costs time on a GPU.
+    """
+
+    def __init__(
+        self, model: Decoder, *, tp: Axis, pp: Axis, sampling: Sampling, slots: int, length: int,
+        device: torch.device, synchronise: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.tp, self.pp, self.device = model, tp, pp, device
+        self.cache = KeyValues(model, slots=slots, length=length, device=device, dtype=model.dtype)
+        self.waits = Waits()
+        self._synchronise = synchronise and device.type == "cuda"
+        self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._sent: tuple[Tensor, list[Handle]] | None = None
+        self._chooser = None
+        if model.head is not None:
+            pieces = model.vocab_spec.pieces
+            self._chooser = Chooser(
+                sampling,
+                tp=tp,
+                first_id=pieces[0].global_offset if pieces else model.config.vocab_size,
+                num_ids=pieces[0].length if pieces else 0,
+                vocab_size=model.config.vocab_size,
+                slots=slots,
+                device=device,
+            )
+
+    @torch.inference_mode()
+    def begin(self, prompts: Sequence[Sequence[int]], slots: Sequence[int], rows: Sequence[int]) -> list[int]:
+        """Runs whole prompts into slots of the cache, and chooses the token after each.
+
+        Args:
+            prompts: token ids, at least one each.
+            slots: free ones, one for each.
+            rows: numbers of the rows in the run.
+
+        Returns:
+            One token for each prompt; the same on all ranks.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
+        if self._chooser is not None:
+            for slot, ids in zip(slots, tokens.split(lengths), strict=True):
+                self._chooser.start_row(slot, ids)
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
+        batch = _batch(tokens[None], positions[None], tuple(lengths))
+        lasts = torch.tensor(lengths, device=self.device).cumsum(0) - 1
+        logits = self._logits(batch, self.cache.first_pass(slots, lengths), lasts)
+        return self._choose(logits, slots, rows, lengths)
+
+    @torch.inference_mode()
+    def go_on(self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> list[int]:
+        """Continues the rows in slots 0 to len(tokens) - 1 by a token.
+
+        Args:
+            tokens: the last one of each row.
+            positions: theirs, from 0.
+            rows: numbers of the rows in the run.
+
+        Returns:
+            The next token of each; the same on all ranks.
+        """
+        column = torch.tensor(tokens, device=self.device)[:, None]
+        places = torch.tensor(positions, device=self.device)[:, None]
+        batch = _batch(column, places, (1,) * len(tokens))
+        logits = self._logits(batch, self.cache.next_pass(positions), None)
+        return self._choose(logits, range(len(tokens)), rows, [position + 1 for position in positions])
+
+    def move(self, source: int, target: int) -> None:
+        """A row goes to another slot."""
+        self.cache.move(source, target)
+        if self._chooser is not None:
+            self._chooser.move_row(source, target)
+
+    def finish(self) -> None:
+        """Waits for what is still being sent."""
+        if self._sent is not None:
+            for handle in self._sent[1]:
+                handle.wait()
+            self._sent = None
+
+    def now(self) -> float:
+        """Seconds on a clock that begins anywhere; after the device's work where that was asked for."""
+        if self._synchronise:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _logits(self, batch: Batch, cache: KeyValueCache, lasts: Tensor | None) -> Tensor | None:
+        """[N, V / R] logits of each row's last token on the last pipeline rank; None on the others."""
+        model = self.model
+        x = model.embed(batch) if model.embedding is not None else self._receive(batch.num_tokens)
+        context = replace(model.context(batch, self._step, training=False), cache=cache)
+        x = model.run_layers(x, context)
+        if model.head is None:
+            self._send(x)
+            return None
+        return model.logits(x if lasts is None else x[lasts], context)
+
+    def _choose(
+        self, logits: Tensor | None, slots: Sequence[int], rows: Sequence[int], positions: Sequence[int]
+    ) -> list[int]:
+        tokens = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+        if self._chooser is not None:
+            assert logits is not None
+            places = (torch.tensor(list(values), device=self.device) for values in (slots, rows, positions))
+            tokens = self._chooser.choose(logits, *places)
+        if self.pp.size == 1:
+            return tokens.tolist()
+        began = self.now()
+        all_reduce(tokens, self.pp)
+        chosen: list[int] = tokens.tolist()
+        if self._chooser is None:
+            self.waits.seconds += self.now() - began
+        return chosen
+
+    def _receive(self, num_tokens: int) -> Tensor:
+        x = torch.empty(num_tokens, self.model.config.hidden, dtype=self.model.dtype, device=self.device)
+        began = self.now()
+        for handle in post_async([(False, x, self.pp.rank - 1)], self.pp):
+            handle.wait()
+        self.waits.seconds += self.now() - began
+        return x
+
+    def _send(self, x: Tensor) -> None:
+        self.finish()  # the buffer of the pass before
+        x = x.contiguous()
+        self._sent = x, post_async([(True, x, self.pp.rank + 1)], self.pp)
+
+
+def _batch(tokens_BS: Tensor, positions_BS: Tensor, lengths: tuple[int, ...]) -> Batch:
+    """Tokens without labels; documents of these lengths, one after the other."""
+    offsets = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return Batch(
+        tokens_BS=tokens_BS,
+        labels_BS=torch.full_like(tokens_BS, IGNORE_LABEL),
+        positions_BS=positions_BS,
+        token_index_BS=torch.zeros_like(tokens_BS),
+        loss_weights_BS=torch.zeros(tokens_BS.shape, device=tokens_BS.device),
+        document_offsets=offsets.to(tokens_BS.device),
+        document_lengths=lengths,
+    )

@@ -1,0 +1,95 @@
+"""Products of activations with frozen weights by the compiled kernels, where they measured faster than torch's.
+
+One multiplies in fp32 by vectors. The other, for processors with AMX, multiplies bfloat16 tiles: three bfloat16 numbers
+stand for each fp32 number, so its error is no larger than that of a product in fp32 (csrc/product_amx.cpp).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from engine.kernels.native.arguments import matrix, threads
+from engine.kernels.native.loader import library, native_status
+
+FEWEST = 128
+"""Rows, columns and depth from which on packing the right operand pays (measured at 128, 256, 512 and 1024 rows)."""
+FEWEST_BY_ROWS = 512
+"""Rows of the left operand where the right one is a matrix and not the transpose of one: that takes longer to pack."""
+FEWEST_PRODUCTS = 1 << 24
+"""Products of two numbers from which on splitting both operands for the tiles pays (measured at 2^21 to 2^30)."""
+
+
+def multiply(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """left right, by the compiled kernel for vectors, whatever the sizes.
+
+    Args:
+        left_TK: fp32 [T, K], rows of any stride.
+        right_KN: fp32 [K, N], a matrix with rows of any stride or the transpose of one.
+        out: where the product goes, [T, N], rows of any stride; overlaps neither operand.
+    """
+    y, arguments = product_arguments(left_TK, right_KN, out)
+    library().engine_product(threads(), *arguments)
+    return y
+
+
+def multiply_by_tiles(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """As `multiply`, by AMX tiles; only where `has_tiles`."""
+    assert has_tiles()
+    y, arguments = product_arguments(left_TK, right_KN, out)
+    if left_TK.shape[1] == 0:
+        return y.zero_()
+    library().engine_product_amx(threads(), *arguments, None)
+    return y
+
+
+def has_tiles() -> bool:
+    """Whether the processor, the system and the compiled kernels have AMX tiles of bfloat16."""
+    status = native_status()
+    return status.available and _has_tiles(status.instruction_set)
+
+
+@cache
+def _has_tiles(instruction_set: str) -> bool:
+    found = ctypes.c_int(0)
+    library().engine_has_amx(ctypes.addressof(found))
+    return bool(found.value)
+
+
+def product_arguments(left_TK: Tensor, right_KN: Tensor, out: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
+    """The product's memory, and what the kernels take after the number of threads."""
+    (rows, depth), columns = left_TK.shape, right_KN.shape[1]
+    assert right_KN.shape[0] == depth, (left_TK.shape, right_KN.shape)
+    y = left_TK.new_empty(rows, columns) if out is None else out
+    transposed = right_KN.stride(1) != 1
+    right = matrix(right_KN.t(), depth) if transposed else matrix(right_KN, columns)
+    sizes = (rows, columns, depth)
+    return y, (*sizes, *matrix(left_TK), *right, int(transposed), *matrix(y, columns, rows))
+
+
+def _fits(left_TK: Tensor, right_KN: Tensor) -> bool:
+    """Whether the kernels take the operands, and neither is too narrow for packing to pay."""
+    return (
+        left_TK.dtype == right_KN.dtype == torch.float32
+        and min(*left_TK.shape, right_KN.shape[1]) >= FEWEST
+        and left_TK.stride(1) == 1
+        and 1 in right_KN.stride()
+        and native_status().instruction_set == "avx512"
+    )
+
+
+def fits_tiles(left_TK: Tensor, right_KN: Tensor) -> bool:
+    """Whether `product` goes by the tiles."""
+    return _fits(left_TK, right_KN) and left_TK.numel() * right_KN.shape[1] >= FEWEST_PRODUCTS and has_tiles()
+
+
+def product(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """As torch.mm, by whichever is fastest: the tiles, the vectors or torch."""
+    if fits_tiles(left_TK, right_KN):
+        return multiply_by_tiles(left_TK, right_KN, out=out)
+    if _fits(left_TK, right_KN) and (left_TK.shape[0] >= FEWEST_BY_ROWS or right_KN.stride(0) == 1):
+        return multiply(left_TK, right_KN, out=out)
+    return torch.mm(left_TK, right_KN, out=out)

@@ -1,0 +1,118 @@
+"""What layers are built with: what trains, how tensors lie, and on which device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.distributed.mesh import Axis
+from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks
+from engine.ops.attention.context_parallel import Method
+from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.kernels import REFERENCE, Kernels
+
+LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude", "lora_bias")
+"""Last components of the names of an adapter's tensors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterSettings:
+    """One adapter.
+
+    Args:
+        rank: r.
+        scale: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv 2312.03732).
+        dropout: probability of dropping an element of the adapter's input.
+        dora: whether the lengths of the output rows are trained beside it (see ops.magnitude).
+        bias: whether its output has a bias of its own, which is scaled with it.
+    """
+
+    rank: int
+    scale: float
+    dropout: float
+    dora: bool = False
+    bias: bool = False
+
+
+def _nothing(module: str) -> bool:
+    return False
+
+
+def _no_adapter(module: str) -> AdapterSettings | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingPlan:
+    """Which modules train, and how.
+
+    Args:
+        trains: engine module name -> whether its own weight and bias are trained in full.
+        adapter: engine module name -> its adapter, or None.
+        fused: engine module name, `layers.{i}.attention.qkv_proj` or `layers.{i}.mlp.gate_up_proj` -> whether one
+            adapter, asked for by that name, stands over all of its parts instead of one on each.
+        seed: of dropout masks and initial weights.
+    """
+
+    trains: Callable[[str], bool] = _nothing
+    adapter: Callable[[str], AdapterSettings | None] = _no_adapter
+    fused: Callable[[str], bool] = _nothing
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorLayout:
+    """How tensors are spread over the tensor-parallel ranks.
+
+    Args:
+        tp: the axis.
+        kv_replica: ranks that hold the same key/value heads.
+        pp_ends: first and last pipeline rank, where they are different ones and this is one of them.
+        sequence_parallel: tokens are split over tp between the linears.
+        joint_reduce: column linears all-reduce [dX, dH] together (see ops.parallel_linear).
+        fold: adapters may be columns of their linear's weight, in the directions that the backend's `folds` says.
+        kernels: the backend of the ops.
+        cp: ranks that hold parts of each row of tokens.
+        context_method: how attention reaches the tokens of other ranks; see ops.context_attention.
+        attention_blocks: the backend of attention between ranks.
+        base: how linears store weights that do not train; None for the dtype they compute in.
+    """
+
+    tp: Axis = field(default_factory=lambda: Axis("tp"))
+    kv_replica: Axis = field(default_factory=lambda: Axis("kv_replica"))
+    pp_ends: Axis = field(default_factory=lambda: Axis("pp_ends"))
+    sequence_parallel: bool = False
+    joint_reduce: bool = False
+    fold: bool = True
+    kernels: Kernels = REFERENCE
+    cp: Axis = field(default_factory=lambda: Axis("cp"))
+    context_method: Method = "ring"
+    attention_blocks: AttentionBlocks = REFERENCE_BLOCKS
+    base: BaseEncoding | None = None
+
+    @property
+    def splits_tokens(self) -> bool:
+        return self.sequence_parallel and self.tp.size > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerContext:
+    """What every layer is built with.
+
+    Args:
+        layout: of tensors over ranks, and the backends of the ops.
+        plan: what is trained.
+        device, dtype: of weights and activations.
+    """
+
+    layout: TensorLayout
+    plan: TrainingPlan
+    device: torch.device
+    dtype: torch.dtype
+
+    def empty(self, shape: tuple[int, ...]) -> Tensor:
+        """Makes storage that a loader or an initialiser fills; padding rows must read as zero, hence zeros."""
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)

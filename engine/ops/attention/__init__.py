@@ -1,0 +1,1 @@
+"""Causal attention over packed documents, on one device or over the context axis."""

@@ -1,0 +1,35 @@
+"""What attention asks of a cache of keys and values, when text is generated token by token.
+
+Only the question is here: which rows there are, and what is kept of them, is the business of who made the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.kernels.records import Documents
+from engine.ops.kernels import Attention
+
+
+class KeyValueCache(Protocol):
+    """Keys and values of earlier tokens, as one pass through the layers sees them."""
+
+    def attend(
+        self, layer: str, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, whole: Attention, documents: Documents, *,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        """Keeps k and v, and attends to them and to what was kept before.
+
+        Args:
+            layer: the attention's name, such as `layers.3.attention`.
+            q_THD: [T, H, D]; k_TKD, v_TKD: [T, K, D], rotated.
+            whole: attention of documents that begin with these tokens.
+            documents: those of these tokens.
+            scale: on scores.
+
+        Returns:
+            [T, H, D].
+        """
+        ...

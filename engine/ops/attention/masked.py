@@ -1,0 +1,136 @@
+"""Causal attention with a sliding window, a soft cap on scores, or both: plain torch, a block of queries at a time.
+
+    z_ij = scale q_i . k_j,   s_ij = cap tanh(z_ij / cap) or z_ij,   p_ij = exp(s_ij - lse_i),   out_i = sum_j p_ij v_j
+    ds_ij = p_ij (dout_i . v_j - dout_i . out_i),   dz_ij = ds_ij (1 - (s_ij / cap)^2)
+
+over the keys j of the same document with i - window < j <= i. What a block of queries cannot see is not computed, and
+scores are never kept. Arithmetic is fp32 or wider.
+
+Legend: T tokens, H query heads, K key/value heads, D head size; Q queries and M keys of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
+from engine.kernels.records import Documents
+from engine.ops.kernels import Attention
+
+BLOCK = 256
+"""Queries at a time: bounds the scores alive to H x BLOCK x (window or document + BLOCK)."""
+
+
+class _Block(NamedTuple):
+    """Queries [first, last) against keys [low, last)."""
+
+    low: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+def _blocks(lengths: tuple[int, ...], window: int | None) -> tuple[_Block, ...]:
+    blocks, start = [], 0
+    for length in lengths:
+        for first in range(start, start + length, BLOCK):
+            low = start if window is None else max(start, first - window + 1)
+            blocks.append(_Block(low, first, min(first + BLOCK, start + length)))
+        start += length
+    return tuple(blocks)
+
+
+def _scores(q_QKGD: Tensor, k_MKD: Tensor, block: _Block, rule: _Rule) -> tuple[Tensor, Tensor]:
+    """Scores [K, H / K, Q, M] after the cap, and which of them count [Q, M]."""
+    scores = torch.einsum("qkgd,mkd->kgqm", q_QKGD, k_MKD) * rule.scale
+    if rule.softcap is not None:
+        scores = (scores / rule.softcap).tanh_().mul_(rule.softcap)
+    query = torch.arange(block.first, block.last, device=scores.device)[:, None]
+    key = torch.arange(block.low, block.last, device=scores.device)[None, :]
+    seen = key <= query
+    return scores, seen if rule.window is None else seen & (key > query - rule.window)
+
+
+def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
+    """[Q, H, ...] -> [Q, K, H / K, ...] in fp32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (num_kv_heads, -1))
+
+
+class _MaskedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[_Block, ...], rule: _Rule) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2], dtype=wide)
+        for block in blocks:
+            queries, keys = slice(block.first, block.last), slice(block.low, block.last)
+            scores, seen = _scores(_grouped(q[queries], k.shape[1]), k[keys].to(wide), block, rule)
+            scores = scores.masked_fill_(~seen, -torch.inf)
+            lse[queries] = scores.logsumexp(-1).flatten(0, 1).t()
+            out[queries] = torch.einsum("kgqm,mkd->qkgd", scores.softmax(-1), v[keys].to(wide)).flatten(1, 2)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.blocks, ctx.rule = blocks, rule
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        rule, heads = ctx.rule, k.shape[1]
+        dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
+        for block in ctx.blocks:
+            queries, keys = slice(block.first, block.last), slice(block.low, block.last)
+            q4, dout4, out4 = (_grouped(x[queries], heads) for x in (q, dout, out))
+            k3, v3 = k[keys].to(lse.dtype), v[keys].to(lse.dtype)
+            scores, seen = _scores(q4, k3, block, rule)
+            shifted = scores - lse[queries].t().unflatten(0, (heads, -1)).unsqueeze(-1)
+            p = shifted.exp_().masked_fill_(~seen, 0.0)
+            dv[keys] += torch.einsum("kgqm,qkgd->mkd", p, dout4)
+            ds = torch.einsum("qkgd,mkd->kgqm", dout4, v3)
+            ds = ds.sub_((dout4 * out4).sum(-1).permute(1, 2, 0).unsqueeze(-1)).mul_(p).mul_(rule.scale)
+            if rule.softcap is not None:
+                ds = ds.mul_(1.0 - (scores / rule.softcap).square_())
+            dq[queries] = torch.einsum("kgqm,mkd->qkgd", ds, k3).flatten(1, 2)
+            dk[keys] += torch.einsum("kgqm,qkgd->mkd", ds, q4)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedAttention:
+    """A backend's attention for layers with a window or a soft cap; has the signature of `kernels.Attention`.
+
+    Args:
+        plain: taken where the window hides nothing: no document is longer, and scores are not capped.
+        window: positions that a position sees, itself included; None for all before it.
+        softcap: scores become cap * tanh(score / cap); None for none.
+    """
+
+    plain: Attention
+    window: int | None
+    softcap: float | None
+
+    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
+        """See `engine.ops.attention.packed.causal_attention`.
+
+        Raises:
+            UserError: the documents' lengths are not on the host.
+        """
+        longest = max(documents.lengths, default=documents.max_length)
+        if self.softcap is None and (self.window is None or longest <= self.window):
+            return self.plain(q_THD, k_TKD, v_TKD, documents, scale=scale)
+        if not documents.lengths:
+            raise UserError(
+                f"a captured graph knows the lengths of documents on the device alone, and attention with window "
+                f"{self.window} and soft cap {self.softcap} reads them on the host for rows of up to "
+                f"{documents.max_length} tokens: turn the capture of graphs off."
+            )
+        blocks = _blocks(documents.lengths, self.window)
+        return _MaskedAttention.apply(q_THD, k_TKD, v_TKD, blocks, _Rule(scale, self.window, self.softcap))

@@ -1,0 +1,50 @@
+"""Causal attention over documents, on torch's scaled_dot_product_attention.
+
+Documents of a pack never see each other: each is a call of its own (neighbours of equal length share one), which costs
+no mask and no arithmetic across documents.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.kernels.records import Documents
+
+
+def _batched(q: Tensor, k: Tensor, v: Tensor, num: int, length: int, scale: float) -> Tensor:
+    """`num` documents of one length, side by side along T."""
+    q4, k4, v4 = (x.view(num, length, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
+    out = scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).reshape(num * length, q.shape[1], q.shape[2])
+
+
+def causal_attention(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, document_lengths: tuple[int, ...], *, scale: float
+) -> Tensor:
+    """softmax(scale * q k^T) v within each document, each position seeing itself and the ones before.
+
+    Args:
+        q_THD: [T, H, D]; k_TKD, v_TKD: [T, K, D] with H a multiple of K; head h reads key/value head h // (H / K).
+        document_lengths: lengths of the documents along T; they sum to T.
+        scale: usually D ** -0.5.
+
+    Returns:
+        [T, H, D].
+    """
+    runs = [(length, len(list(same))) for length, same in groupby(document_lengths)]
+    if len(runs) == 1:
+        length, num = runs[0]
+        return _batched(q_THD, k_TKD, v_TKD, num, length, scale)
+    sizes = [length * num for length, num in runs]
+    parts = zip(q_THD.split(sizes), k_TKD.split(sizes), v_TKD.split(sizes), runs, strict=True)
+    return torch.cat([_batched(q, k, v, num, length, scale) for q, k, v, (length, num) in parts])
+
+
+def attention_by_document(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
+    """`causal_attention` as a backend's attention; reads the lengths on the host."""
+    assert documents.lengths, "a call for each document needs lengths on the host"
+    return causal_attention(q_THD, k_TKD, v_TKD, documents.lengths, scale=scale)

@@ -1,0 +1,187 @@
+"""Ring attention: queries stay, keys and values go round, results are merged by their log sum exp.
+
+In step t rank r works on the keys of rank r - t, which that rank sends straight to it, and only those tokens that r's
+queries see. Handing one buffer from neighbour to neighbour would send all of every rank's keys over every link: under a
+causal mask half of them are of no use to the ranks after their owner, and of short documents nearly all. In backward,
+each rank sends its share of the keys' gradients straight home, one journey less than going on round the ring.
+
+| step t                 | starts                                | meanwhile       | then                        |
+|------------------------|---------------------------------------|-----------------|-----------------------------|
+| forward                | keys and values of step t + 1         | blocks of t     | merge                       |
+| backward               | keys and values of step t + 1         | blocks of t     | add what came home of t - 1 |
+|                        | gradients of t's keys, to their owner | blocks of t + 1 |                             |
+
+Forward sends what backward sends again, so that nothing but this rank's own q, k, v, the output and the log sum exp is
+kept. Partial gradients travel in the keys' dtype and are added in fp32 in the order of the steps, so that results are
+the same bits in every run wherever the attention blocks' are. The host knows all sizes from the plan and waits for
+nothing on the device.
+
+Legend: T this rank's tokens, H query heads, K key/value heads, D head size, N tokens that travel.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.distributed.collectives import Handle, exchange_async
+from engine.distributed.mesh import Axis
+from engine.ops.attention.blocks import AttentionBlocks, merge_
+from engine.zigzag import ContextPlan, RingStep, Span
+
+
+class _Arriving(NamedTuple):
+    """A buffer that is being received, and the one being sent meanwhile, which must live as long."""
+
+    received: Tensor
+    sent: Tensor
+    handle: Handle
+
+    def wait(self) -> Tensor:
+        self.handle.wait()
+        return self.received
+
+
+def _start_keys(k: Tensor, v: Tensor, step: RingStep, axis: Axis) -> _Arriving:
+    """Exchanges [2, N, K, D] of the keys and values that `step` needs here and at its query rank."""
+    sent = k.new_empty(2, step.num_sent, *k.shape[1:])
+    for part, whole in zip(sent, (k, v), strict=True):
+        place = 0
+        for start, stop in step.sent:
+            part[place : place + stop - start] = whole[start:stop]
+            place += stop - start
+    shape = (2, step.num_received, *k.shape[1:])
+    received, handle = exchange_async(sent, axis, to=step.query_rank, source=step.key_rank, received=shape)
+    return _Arriving(received, sent, handle)
+
+
+def _start_gradients(dk: Tensor, dv: Tensor, step: RingStep, axis: Axis, dtype: torch.dtype) -> _Arriving:
+    """Sends the gradients of the keys received in `step` home and receives those of the keys sent in it."""
+    sent = dk.new_empty(2, step.num_received, *dk.shape[1:], dtype=dtype)
+    if step.num_received:
+        sent[0], sent[1] = dk, dv
+    shape = (2, step.num_sent, *dk.shape[1:])
+    received, handle = exchange_async(sent, axis, to=step.key_rank, source=step.query_rank, received=shape)
+    return _Arriving(received, sent, handle)
+
+
+def _add_rows(total: Tensor, rows: Tensor, spans: tuple[Span, ...]) -> None:
+    """total[places of the spans] += rows, which lie one after the other."""
+    place = 0
+    for start, stop in spans:
+        total[start:stop] += rows[place : place + stop - start]
+        place += stop - start
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, axis: Axis, scale: float, blocks: AttentionBlocks
+) -> tuple[Tensor, Tensor]:
+    """The output [T, H, D] in fp32 or wider, and log sum exp [T, H]."""
+    own, *others = plan.steps
+    arriving = _start_keys(k, v, others[0], axis)  # hidden by this rank's own block
+    out, lse = blocks.forward(q, k, v, own.blocks, scale=scale)
+    out = out.to(torch.promote_types(q.dtype, torch.float32))
+    for step, following in zip(others, [*others[1:], None], strict=True):
+        key, value = arriving.wait()
+        if following is not None:
+            arriving = _start_keys(k, v, following, axis)  # hidden by the blocks of this step
+        if step.blocks:
+            found, found_lse = blocks.forward(q, key, value, step.blocks, scale=scale)
+            for start, stop in (block.query for block in step.blocks):
+                merge_(out[start:stop], lse[start:stop], found[start:stop], found_lse[start:stop])
+    return out, lse
+
+
+def _backward(
+    dout: Tensor,
+    saved: tuple[Tensor, ...],
+    plan: ContextPlan,
+    axis: Axis,
+    scale: float,
+    blocks: AttentionBlocks,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the dtypes of q, k, v."""
+    q, k, v, out, lse = saved
+    wide = torch.promote_types(q.dtype, torch.float32)
+    own, *others = plan.steps
+    arriving = _start_keys(k, v, others[0], axis)  # hidden by this rank's own block
+    dq, dk, dv = (x.to(wide) for x in blocks.backward(dout, q, k, v, out, lse, own.blocks, scale=scale))
+    home: tuple[_Arriving, RingStep] | None = None
+    for step, following in zip(others, [*others[1:], None], strict=True):
+        key, value = arriving.wait()
+        if following is not None:
+            arriving = _start_keys(k, v, following, axis)  # hidden by the blocks of this step
+        dkey, dvalue = key, value  # never read where there are no blocks
+        if step.blocks:
+            found, dkey, dvalue = blocks.backward(dout, q, key, value, out, lse, step.blocks, scale=scale)
+            for start, stop in (block.query for block in step.blocks):
+                dq[start:stop] += found[start:stop]
+        if home is not None:
+            _add_home(dk, dv, *home)
+        # hidden by the blocks of the next step; of the last step by nothing
+        home = _start_gradients(dkey, dvalue, step, axis, k.dtype), step
+    assert home is not None
+    _add_home(dk, dv, *home)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add_home(dk: Tensor, dv: Tensor, arriving: _Arriving, step: RingStep) -> None:
+    rows_k, rows_v = arriving.wait()
+    _add_rows(dk, rows_k, step.sent)
+    _add_rows(dv, rows_v, step.sent)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: ContextPlan,
+        axis: Axis,
+        scale: float,
+        blocks: AttentionBlocks,
+    ) -> Tensor:
+        wide, lse = _forward(q, k, v, plan, axis, scale, blocks)
+        out = wide.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.axis, ctx.scale, ctx.blocks = plan, axis, scale, blocks
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        # autograd may hand down an expanded gradient
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        gradients = _backward(dout, ctx.saved_tensors, ctx.plan, ctx.axis, ctx.scale, ctx.blocks)
+        return *gradients, None, None, None, None
+
+
+def ring_attention(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    plan: ContextPlan,
+    axis: Axis,
+    *,
+    scale: float,
+    blocks: AttentionBlocks,
+) -> Tensor:
+    """Causal attention within documents of tokens that are split zig-zag over `axis`.
+
+    Args:
+        q_THD: [T, H, D]; k_TKD, v_TKD: [T, K, D], this rank's tokens with H a multiple of K; head h reads key/value
+            head h // (H / K).
+        plan: this rank's plan of the micro-batch.
+        axis: the context axis, of two ranks or more; every rank calls this, and its backward, in the same order.
+        scale: usually D ** -0.5.
+        blocks: computes the attention between ranges of tokens.
+
+    Returns:
+        [T, H, D].
+    """
+    assert (plan.layout.size, plan.rank) == (axis.size, axis.rank), (plan.layout.size, plan.rank, axis)
+    assert q_THD.shape[0] == plan.num_tokens, (q_THD.shape, plan.num_tokens)
+    return _RingAttention.apply(q_THD, k_TKD, v_TKD, plan, axis, scale, blocks)

@@ -1,0 +1,53 @@
+"""What every layer needs to know about the tokens of the micro-batch it is working on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.kernels.records import Documents
+from engine.ops.attention.cache_protocol import KeyValueCache
+from engine.zigzag import ContextPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenContext:
+    """Coordinates of the T tokens of one micro-batch (T = rows * row length, row after row).
+
+    Args:
+        num_rows, row_length: of the micro-batch; T is their product.
+        document_lengths: lengths of the documents along the tokens of the whole micro-batch; empty where only the
+            device knows them.
+        context_plan: who attends to whom where rows are split over context-parallel ranks; None where they are whole.
+        cos, sin: fp32 [ropes * T, rotary_dim / 2] rotary tables, those of all ropes one after the other.
+        token_index: int64 [T], the dropout coordinate of every token.
+        local_token_index: that of the tokens this rank holds under sequence parallelism (equal to `token_index`
+            without).
+        step: int64 0-dim device tensor, the optimizer step; the fourth dropout coordinate.
+        training: False turns dropout off.
+        adapters: False computes with the base alone, as if there were no adapters; for passes without gradients.
+        document_offsets: int32 [D + 1] cumulative document lengths on the device; see engine.kernels.records.Documents.
+        cache: keys and values of earlier tokens, when text is generated; None where attention sees these tokens alone.
+    """
+
+    num_rows: int
+    row_length: int
+    document_lengths: tuple[int, ...]
+    context_plan: ContextPlan | None
+    cos: Tensor
+    sin: Tensor
+    token_index: Tensor
+    local_token_index: Tensor
+    step: Tensor
+    training: bool
+    document_offsets: Tensor | None = None
+    adapters: bool = True
+    cache: KeyValueCache | None = None
+
+    @property
+    def documents(self) -> Documents:
+        """The documents of the whole micro-batch, for an attention that sees all of its tokens."""
+        # no document crosses a row; where this rank holds some columns only, the lengths say what a whole row may hold
+        longest = self.row_length if self.context_plan is None else max(self.document_lengths)
+        return Documents(lengths=self.document_lengths, offsets=self.document_offsets, max_length=longest)

@@ -1,0 +1,130 @@
+"""The Triton kernels as a backend of the ops.
+
+In float32, bfloat16 and float16 on a GPU; in float32 on a CPU, through Triton's interpreter.
+Importing this imports Triton, so whoever chooses a backend does it late (`engine.ops.backends`).
+
+Rows may lie any distance apart everywhere, as in the [x | H] buffer of a folded linear. Gradients of weights are added
+to fp32 buffers and never rounded in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.kernels.linear_cross_entropy import LossKernels
+from engine.kernels.records import AdapterSection, InputUpdate
+from engine.kernels.triton import cross_entropy, head_norm, lora, output_gradients, rmsnorm, rope, swiglu
+from engine.kernels.triton.dropout import dropout_bits
+from engine.kernels.triton.launch import rows_of
+from engine.ops.attention.packed import attention_by_document
+from engine.ops.kernels import HeadNormKernels, Kernels, RowCodeKernels
+
+
+def _norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+    return rmsnorm.rmsnorm_forward(x, weight, eps, out=out)[1]
+
+
+def _norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None, weight_gradient: Tensor | None
+) -> Tensor:
+    if update is not None and update.h_TR is None:
+        dy, update = _apply_update(dy, update), None  # in place: without H the kernel cannot make it on the way
+    return rmsnorm.rmsnorm_backward(dy, x, weight, rstd, update=update, weight_gradient_F=weight_gradient)
+
+
+def _swiglu_forward(gate_up: Tensor, out: Tensor) -> None:
+    swiglu.swiglu_forward(gate_up, out=out)
+
+
+def _swiglu_backward(dy: Tensor, gate_up: Tensor, update: InputUpdate | None, y: Tensor | None = None) -> Tensor:
+    return swiglu.swiglu_backward(dy, gate_up, update=update, activation_out=y)
+
+
+def _project(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Tensor) -> None:
+    lora.project(x, a_RI, mask, keep_scale=scale, out=out)
+
+
+def _a_gradient(
+    dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, sections: Sequence[AdapterSection]
+) -> None:
+    trained = [(one, one.da) for one in sections if one.da is not None]
+    if len(trained) == 1:
+        one, da = trained[0]
+        lora.a_gradient(one.ranks(dh_TR), x, mask, da, keep_scale=scale, add=True)
+    elif trained:
+        # x is read once for all adapters: it is T wide, and what passes through memory instead is R wide
+        stacked_RI = torch.empty(dh_TR.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
+        lora.a_gradient(dh_TR, x, mask, stacked_RI, keep_scale=scale)
+        for one, da in trained:
+            da.add_(stacked_RI.narrow(0, one.first_row, one.num_ranks))
+
+
+def _b_gradient(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]) -> None:
+    trained = [one for one in sections if one.db is not None]
+    if trained:
+        output_gradients.output_gradients(dy_TO, h_TR, trained, add=True)
+
+
+def _output_gradients(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection], *, dh_out: Tensor) -> None:
+    output_gradients.output_gradients(dy_TO, h_TR, sections, dh_out=dh_out, add=True)
+
+
+def _apply_update(dx: Tensor, update: InputUpdate) -> Tensor:
+    return lora.add_input_gradient(rows_of(dx), update)
+
+
+def _split_rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return rope.rope_split(rows_of(qkv), cos.contiguous(), sin.contiguous(), num_heads, num_kv_heads, head_dim)
+
+
+def _split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rope.rope_merge(dq, dk, dv, cos.contiguous(), sin.contiguous())
+
+
+def _norm_rope_split(
+    qkv: Tensor, weights: tuple[Tensor, Tensor], eps: float, cos: Tensor, sin: Tensor, num_heads: int,
+    num_kv_heads: int, head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tables = (cos.contiguous(), sin.contiguous())
+    return head_norm.norm_rope_split(qkv, weights, eps, *tables, num_heads, num_kv_heads, head_dim)
+
+
+def _norm_rope_merge(
+    gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, weights: tuple[Tensor, Tensor], statistics: Tensor,
+    cos: Tensor, sin: Tensor, *, weight_gradients: tuple[Tensor | None, Tensor | None],
+) -> Tensor:  # fmt: skip
+    return head_norm.norm_rope_merge(
+        gradients, qkv, weights, statistics, cos.contiguous(), sin.contiguous(), weight_gradients=weight_gradients
+    )
+
+
+def _loss_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return cross_entropy.local_statistics(logits_TV, targets_T.contiguous())
+
+
+TRITON = Kernels(
+    name="triton",
+    draw_mask=dropout_bits,
+    norm_forward=_norm_forward,
+    norm_backward=_norm_backward,
+    swiglu_forward=_swiglu_forward,
+    swiglu_backward=_swiglu_backward,
+    project=_project,
+    a_gradient=_a_gradient,
+    b_gradient=_b_gradient,
+    output_gradients=_output_gradients,
+    apply_update=_apply_update,
+    split_rotate=_split_rotate,
+    split_rotate_backward=_split_rotate_backward,
+    head_norms=HeadNormKernels(forward=_norm_rope_split, backward=_norm_rope_merge),
+    row_codes=RowCodeKernels(norm=rmsnorm.rmsnorm_forward_codes, swiglu=swiglu.swiglu_forward_codes),
+    # torch's own: its flash and cuDNN kernels are the libraries to beat on a GPU; for packed documents a run takes
+    # engine.ops.attention.varlen in its place
+    attention=attention_by_document,
+    loss=LossKernels(statistics=_loss_statistics, gradient=cross_entropy.local_gradient),
+)

@@ -1,0 +1,318 @@
+"""The most bytes that a rank holds, by what they are for: in a step, while loading and while saving.
+
+What is always there is counted on a model on the meta device: weights with their folded columns, adapters, and four
+fp32 buffers over what trains. What comes and goes is followed through one micro-batch of each stage (`stage.py`), and
+put together in the order of the pipeline's schedule. Not counted: what a library allocates inside its own calls, the
+device's context and its communicators, and what a caching allocator holds without using it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.kernels.reference_quantize import CHUNK
+from engine.layers.recompute import MemoryPlan
+from engine.optim.host_state import NUM_STATES, device_bytes
+from engine.optim.publish import AHEAD
+from engine.optim.reduce import LEAVING, SQUARED_AT_ONCE
+from engine.optim.state_sharding import ShardLevel
+from engine.planning.ledger import (
+    ADAPTERS,
+    BATCHES,
+    COMMUNICATION,
+    DECODED,
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    TEMPORARY,
+    WEIGHTS,
+    Parts,
+    added,
+    largest_part,
+    total,
+    without,
+)
+from engine.planning.messages import messages_held
+from engine.planning.pipeline_parts import PipelinePlan, pipeline_plan
+from engine.planning.rank_layout import Layout, Workload
+from engine.planning.shapes import WIDE, Parameters
+from engine.planning.stage_bytes import StageBytes, stage_bytes
+from engine.planning.traces import RankModel, rank_model
+
+_BATCH_BYTES = 4 * 8 + 4
+"""Bytes of a token: its id, label, position and dropout coordinate as int64, its loss weight as fp32."""
+_ENCODING_BYTES = {"nf4": 14, "int8": 9, "fp8": 9, "fp8_row": 9}
+"""Bytes of a number being encoded, beside its source: an fp32 copy, a scaled one, its scale, and its codes."""
+_ANSWER_BYTES = 8
+"""Bytes of a token's answer number, where answers are compared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSharding:
+    """What is divided over the ranks that sum gradients."""
+
+    masters: bool = False
+    moments: bool = False
+    gradients: bool = False
+    weights: bool = False
+
+
+STATE_SHARDING: dict[ShardLevel, StateSharding] = {
+    "none": StateSharding(),
+    "optimizer": StateSharding(masters=True, moments=True),
+    "gradients": StateSharding(masters=True, moments=True, gradients=True),
+    "parameters": StateSharding(masters=True, moments=True, gradients=True, weights=True),
+}
+"""The levels of engine.optim.state_sharding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeakEstimate:
+    """A prediction for one rank. Bytes.
+
+    Args:
+        parts: at the fullest moment of a step, by part (`engine.planning.ledger.PARTS`).
+        moment: which that is: "forward", "backward" or "optimizer step".
+        static: of those, what is there all the time.
+        load: the most while the model is made and read.
+        save: the most while a checkpoint is written.
+        host: what waits in host memory, beside all this.
+        pipeline_rank: whose peak this is.
+    """
+
+    parts: Parts
+    moment: str
+    static: Parts
+    load: int
+    save: int
+    host: int = 0
+    pipeline_rank: int = 0
+
+    @property
+    def step(self) -> int:
+        """Peak bytes of a step."""
+        return total(self.parts)
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes over loading, steps and saving."""
+        return max(self.step, self.load, self.save)
+
+    def fullest(self) -> tuple[str, Parts]:
+        """The fullest moment of all, and what bytes are for then; of loading and saving, what is there all the time."""
+        moments = {self.moment: self.step, "loading": self.load, "saving": self.save}
+        moment = max(moments, key=lambda name: moments[name])
+        return moment, self.parts if moment == self.moment else self.static
+
+    def largest_part(self) -> str:
+        """What most bytes of a step are for."""
+        return largest_part(self.parts)
+
+
+def predict_layout(workload: Workload, layout: Layout, memory: MemoryPlan) -> list[PeakEstimate]:
+    """One estimate for each pipeline rank; its tensor, context and data neighbours hold as much.
+
+    Raises:
+        UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
+    """
+    model = rank_model(workload, layout.parallel)
+    memory.check_layers(workload.decoder.num_layers)
+    plan = pipeline_plan(workload.decoder, model.shape, layout.parallel, workload.num_microbatches(layout))
+    return [_Rank(workload, layout, memory, model, plan, rank).estimate() for rank in range(layout.parallel.pipeline)]
+
+
+class _Rank:
+    """One pipeline rank."""
+
+    def __init__(
+        self, workload: Workload, layout: Layout, memory: MemoryPlan, model: RankModel, plan: PipelinePlan, rank: int
+    ) -> None:
+        self._workload, self._layout, self._memory, self._model = workload, layout, memory, model
+        self._plan, self._rank, self._shape = plan, rank, model.shape
+        self._sharding = STATE_SHARDING[layout.parallel.shard if layout.data_and_context > 1 else "none"]
+        self._stages = plan.stages(rank)
+
+    def estimate(self) -> PeakEstimate:
+        static = self._static()
+        stages = {number: self._stage(number) for number in self._stages}
+        moments = list(self._moments(stages))
+        moment, moving = max(moments, key=lambda pair: total(pair[1]))
+        written = max((group.largest for group in self._groups() if group.trained), default=0)
+        return PeakEstimate(
+            parts=added(static, moving),
+            moment=moment,
+            static=static,
+            load=self._load(static),
+            save=total(static) + written * WIDE,
+            host=self._host() + self._most_away(stages),
+            pipeline_rank=self._rank,
+        )
+
+    def _groups(self) -> Iterator[Parameters]:
+        """Parameters of this rank's layers and ends, as forward needs them."""
+        shape = self._shape
+        for stage in self._stages.values():
+            if stage.embedding:
+                yield shape.embedding_parameters
+            yield from shape.layer_parameters[stage.first : stage.last]
+            if stage.head:
+                yield shape.head_parameters
+                if shape.tied and not stage.embedding and not self._plan.ends_meet:
+                    yield shape.embedding_parameters  # the copy of a tied head
+
+    def _regions(self) -> dict[object, int]:
+        """Elements of the optimizer's regions."""
+        regions: dict[object, int] = {}
+        for group in self._groups():
+            for key, count in group.trained.items():
+                regions[key] = regions.get(key, 0) + count
+        return regions
+
+    def _static(self) -> dict[str, int]:
+        """Weights in the model's dtype, and masters, gradients and two moments of what trains, in fp32."""
+        item, groups = self._workload.dtype.itemsize, list(self._groups())
+        flat = WIDE * sum(self._regions().values())
+        ranks = self._layout.data_and_context
+
+        def held(divided: bool, count: int) -> int:
+            return -(-count // ranks) if divided else count
+
+        base = sum(one.base_bytes(item) for one in groups) + self._beside()
+        adapters = item * sum(one.adapters for one in groups)
+        parts = {
+            WEIGHTS: held(self._sharding.weights, base),
+            ADAPTERS: held(self._sharding.weights, adapters),
+            MASTERS: held(self._sharding.masters, flat),
+            GRADIENTS: held(self._sharding.gradients, flat),
+            OPTIMIZER: held(self._sharding.moments, 2 * flat),
+            DECODED: self._scratch(),
+        }
+        if self._workload.offload_weights:
+            parts[WEIGHTS] -= sum(group.moved_bytes(item) - group.copied * item for group in groups)
+        if self._workload.offload_optimizer:
+            # sharded masters are sent from a copy in the weights' dtype
+            parts[MASTERS] = parts[MASTERS] // WIDE * item if self._sharding.masters else 0
+            parts[OPTIMIZER] = device_bytes(self._largest_span())
+        return added(parts)
+
+    def _beside(self) -> int:
+        """Bytes of the frozen parameters of other parts, divided like those of layers."""
+        parallel = self._layout.parallel
+        nbytes: int = self._workload.beside * self._workload.dtype.itemsize
+        return nbytes // (parallel.tensor * parallel.pipeline)
+
+    def _scratch(self) -> int:
+        """The largest matrix that is decoded on this rank, with the columns of folded adapters beside it."""
+        stages = self._stages.values()
+        linears = [one for stage in stages for layer in self._shape.layers[stage.first : stage.last]
+                   for one in layer.linears if one.is_decoded]  # fmt: skip
+        return (
+            max((one.outputs * (one.inputs + one.extra) for one in linears), default=0) * self._workload.dtype.itemsize
+        )
+
+    def _largest_span(self) -> int:
+        """Elements that are treated alike and lie together in what this rank has of the masters."""
+        largest = max(self._regions().values(), default=0)
+        if self._sharding.masters and not self._sharding.gradients:
+            largest = min(largest, self._bucket())
+        return -(-largest // self._layout.data_and_context) if self._sharding.masters else largest
+
+    def _host(self) -> int:
+        """Bytes of host memory that weights, masters and moments wait in."""
+        weights = state = 0
+        if self._workload.offload_weights:
+            weights = sum(group.moved_bytes(self._workload.dtype.itemsize) for group in self._groups())
+        if self._workload.offload_optimizer:
+            state = NUM_STATES * WIDE * sum(self._regions().values())
+            state = -(-state // self._layout.data_and_context) if self._sharding.masters else state
+        return weights + state
+
+    def _load(self, static: Parts) -> int:
+        """Weights, masters and gradients are there, moments not yet; one tensor is in the dtype it is stored in, at
+        most fp32. Encoding it takes copies of a piece of it, see `engine.kernels.reference_quantize`."""
+        groups = list(self._groups())
+        largest = max((group.largest for group in groups), default=0)
+        encoding = 0
+        if self._workload.base_dtype is not None:
+            encoding = min(largest, CHUNK) * _ENCODING_BYTES[self._workload.base_dtype]
+        there = without(static, {name: static[name] for name in (OPTIMIZER, DECODED)})
+        return total(there) + largest * WIDE + encoding
+
+    # A step.
+
+    def _gathered(self, microbatches: int) -> dict[str, int]:
+        """Weights of two layers that have come from where they wait, the other one's on their way; and whole buckets of
+        gradients until their sums have left: a few with one micro-batch a step, all with more."""
+        weights = gradients = 0
+        item = self._workload.dtype.itemsize
+        if self._sharding.weights or self._workload.offload_weights:
+            layers = [
+                one.moved_bytes(item) if self._workload.offload_weights else one.base_bytes(item) + one.adapters * item
+                for one in self._groups()
+            ]
+            weights = max(sum(pair) for pair in zip(layers, [*layers[1:], 0], strict=True))
+        if self._sharding.gradients:
+            whole = sum(self._regions().values())
+            gradients = whole if microbatches > 1 else min(whole, (LEAVING + 2) * self._bucket())
+        return {COMMUNICATION: weights, GRADIENTS: gradients * WIDE}
+
+    def _bucket(self) -> int:
+        """Elements of a bucket of gradients."""
+        bucket = int(self._layout.parallel.bucket_mb * 2**20) // WIDE
+        return min(bucket, sum(self._regions().values()))
+
+    def _moments(self, stages: dict[int, StageBytes]) -> Iterator[tuple[str, Parts]]:
+        """Every moment that may be the fullest, without what is always there."""
+        count = self._workload.num_microbatches(self._layout)
+        token = _BATCH_BYTES + (_ANSWER_BYTES if self._workload.answers else 0)
+        batches = added({BATCHES: token * self._model.tokens * count}, self._gathered(count))
+        alive: dict[tuple[int, int], Parts] = {}
+        deferred: dict[tuple[int, int], Parts] = {}
+        for action, waiting in messages_held(self._plan.schedule, self._rank, finds_done=self._workload.finds_done):
+            key, stage = (action.stage, action.microbatch), stages[action.stage]
+            others = added(batches, {COMMUNICATION: self._model.stream * waiting}, *alive.values(), *deferred.values())
+            if action.op == "F":
+                yield "forward", added(others, stage.forward)
+                if stage.backward:
+                    alive[key] = stage.kept
+            elif action.op in ("B", "I"):
+                yield "backward", added(without(others, alive.pop(key)), stage.backward)
+                if action.op == "I":
+                    deferred[key] = stage.deferred
+            else:
+                deferred.pop(key)
+        yield from self._update(batches)
+
+    def _most_away(self, stages: dict[int, StageBytes]) -> int:
+        """Bytes in host memory of the micro-batches whose backward is still to come, when they are most."""
+        now = most = 0
+        for action in self._plan.schedule.actions[self._rank]:
+            nbytes = stages[action.stage].away
+            now += nbytes if action.op == "F" else -nbytes if action.op in ("B", "I") else 0
+            most = max(most, now)
+        return most
+
+    def _update(self, batches: Parts) -> Iterator[tuple[str, Parts]]:
+        """Where plain torch makes the gradient's norm, some elements in fp64; and, where masters are divided, the
+        weights of the buckets that are gathered at a time."""
+        squared = 0
+        if self._workload.square_sum_writes:
+            squared = 8 * min(SQUARED_AT_ONCE, max(self._regions().values(), default=0))
+        gathered = 0
+        if self._sharding.masters:
+            gathered = (AHEAD + 1) * self._bucket() * self._workload.dtype.itemsize
+        without_whole = without(batches, {GRADIENTS: batches[GRADIENTS]})
+        yield "optimizer step", added(without_whole, {TEMPORARY: squared})
+        yield "optimizer step", added(without_whole, {COMMUNICATION: gathered})
+
+    def _stage(self, number: int) -> StageBytes:
+        first = self._plan.schedule.first_trainable_stage
+        return stage_bytes(
+            self._model,
+            self._stages[number],
+            self._memory,
+            trains=number >= first,
+            gives_gradient=number > first,
+            defers=any(action.op == "I" for action in self._plan.schedule.actions[self._rank]),
+        )

@@ -1,0 +1,98 @@
+"""A layout of ranks, and what is trained under it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.config.parallel import ParallelOptions
+from engine.layers.context import TrainingPlan
+from engine.models.decoder_config import DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Ranks of each axis, and how they work together.
+
+    Args:
+        parallel: as in a run's configuration.
+        data: data-parallel ranks, which follow from the number of ranks there.
+    """
+
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    data: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.parallel.model_parallel_size * self.data
+
+    @property
+    def data_and_context(self) -> int:
+        """Ranks that sum gradients."""
+        return self.data * self.parallel.context
+
+    def label(self) -> str:
+        """Such as "tensor 2, pipeline 4x2, data 1"."""
+        parallel = self.parallel
+        parts = [f"tensor {parallel.tensor}" + ("" if parallel.sequence is not False else " without sequence")]
+        if parallel.pipeline > 1:
+            parts.append(f"pipeline {parallel.pipeline}" + (f"x{parallel.virtual}" if parallel.virtual else ""))
+        if parallel.context > 1:
+            parts.append(f"context {parallel.context}")
+        parts.append(f"data {self.data}")
+        if parallel.shard != "none":
+            parts.append(f"shard {parallel.shard}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What is trained, whatever the layout.
+
+    Args:
+        decoder: of the model.
+        plan: what trains, and the adapters.
+        dtype: of weights and activations.
+        micro_batch: rows of a micro-batch.
+        global_batch: rows of a step, over all ranks.
+        seq_length: tokens of a row.
+        longest_document: tokens of the longest document of a row; 0 where one fills the row.
+        answers: of a micro-batch, where the objective compares answers; else 0.
+        refers_to_base: each step goes through the model without adapters first, for the objective to compare with.
+        base_dtype: how frozen weights of the layers are stored; None for `dtype`.
+        device_type: "cuda" or "cpu".
+        beside: frozen parameters of other parts than the decoder, in `dtype`; what they compute is not counted.
+        kernels: the backend of the ops, see engine.planning.kernel_shapes.
+        finds_done: whether a send says that it is done; see engine.planning.messages.
+        square_sum_writes: whether the gradient's norm writes the squares of a region, as plain torch does.
+        offload_weights: whether frozen weights wait in host memory.
+        offload_optimizer: whether masters and moments do.
+    """
+
+    decoder: DecoderConfig
+    plan: TrainingPlan
+    dtype: torch.dtype
+    micro_batch: int
+    global_batch: int
+    seq_length: int
+    kernels: str
+    longest_document: int = 0
+    answers: int = 0
+    refers_to_base: bool = False
+    base_dtype: str | None = None
+    device_type: str = "cuda"
+    beside: int = 0
+    finds_done: bool = True
+    square_sum_writes: bool = True
+    offload_weights: bool = False
+    offload_optimizer: bool = False
+
+    @property
+    def document_length(self) -> int:
+        """Tokens of the longest document."""
+        return self.longest_document or self.seq_length
+
+    def num_microbatches(self, layout: Layout) -> int:
+        """Micro-batches of each rank in a step."""
+        return self.global_batch // (self.micro_batch * layout.data)

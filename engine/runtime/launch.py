@@ -1,0 +1,190 @@
+"""Start and end of a process: what torchrun's environment says, the device, the default process group.
+
+The only place that reads the launcher's environment, with `engine.runtime.rendezvous`. No rank outlives its launcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import zlib
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from engine.distributed.failures import communicating
+from engine.runtime.rendezvous import meet
+from engine.telemetry.ending import joins_others
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """Where this process runs.
+
+    Args:
+        rank, world_size: among all processes.
+        device: of tensors: this process's GPU, or the CPU.
+        meeting: prefix of this start's keys in the store at which the ranks met.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    meeting: str = ""
+
+
+def world_size_from_environment() -> int:
+    """Number of processes torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank_from_environment() -> int:
+    """This process's global rank; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launcher:
+    """torchrun, as its ranks see it.
+
+    Args:
+        restart: how many times it has started the ranks anew.
+        max_restarts: how many times it may.
+        nodes: machines of the run.
+        key: the same after each restart on this machine, and different for each torchrun; None where the system does
+            not tell.
+    """
+
+    restart: int
+    max_restarts: int
+    nodes: int
+    key: str | None
+
+    @classmethod
+    def from_environment(cls) -> Launcher | None:
+        """None without torchrun."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return None
+        number = os.getppid()
+        try:
+            began = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+            key = f"{zlib.crc32(f'{boot} {number} {began}'.encode()):08x}"
+        except OSError:
+            key = None
+        return cls(
+            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            max_restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+            nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+            key=key,
+        )
+
+
+def connect_to_store(launch: Launch, timeout_seconds: float = 30.0) -> dist.Store | None:
+    """A connection of one's own to the store at which the ranks met, for what passes between ranks beside training.
+
+    Returns:
+        A store whose keys are those of this start of the ranks; None where there is but one rank.
+
+    Raises:
+        CommunicationError: who holds the store does not answer.
+    """
+    if launch.world_size == 1:
+        return None
+    with communicating("connecting to the store"):
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    return dist.PrefixStore(f"{launch.meeting}/beside", store)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def keep_freed_memory() -> None:
+    """Makes the C allocator keep freed blocks instead of giving them back to the system.
+
+    A training step on a CPU takes and frees the same large blocks again and again; glibc maps each anew by default, and
+    touching the new pages costs more than a norm does (about 40,000 page faults a step at hidden 512, 1,024 tokens).
+    Does nothing where the allocator is not glibc's.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, 2**30)
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_launcher() -> None:
+    """Has the system kill this process when torchrun is gone; does nothing without torchrun, or where it is not Linux.
+
+    torchrun ends its ranks unless it is killed itself. They would then go on for nobody, or wait for each other. The
+    kernel notices whatever this process does, also where it is stopped or waits in a library. Whose child torchrun is,
+    and whether that changes, makes no difference.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    launcher = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != launcher:  # it went while this was asked for
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start(timeout_seconds: float = 600.0, *, deterministic: bool = False) -> Launch:
+    """Chooses the device; with more than one rank, joins the default process group (NCCL on GPUs, Gloo on CPUs).
+
+    Args:
+        timeout_seconds: how long a collective waits for a missing rank, in this group and in those of the mesh.
+        deterministic: operations are to give the same bits each time, for which cuBLAS needs a workspace of its own for
+            each stream; it reads that when the device is first used.
+
+    Raises:
+        CommunicationError: the other ranks did not come.
+    """
+    end_with_launcher()
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    world_size = world_size_from_environment()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+    rank, meeting = rank_from_environment(), ""
+    if world_size > 1:
+        joins_others()
+        with communicating("joining the process group"):
+            store, meeting = meet(rank, world_size, timeout_seconds)
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
+    return Launch(rank=rank, world_size=world_size, device=device, meeting=meeting)
+
+
+def stop() -> None:
+    """Leaves the process groups, if there are any. Collective: for ranks that have all come to a good end.
+
+    After an error nobody leaves: with NCCL this waits for the other ranks, and the one that failed may be alone. See
+    `engine.telemetry.ending`.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,108 @@
+"""The run's folder: its name, its lock, and what the run goes on from."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from engine.checkpoint.training_state import latest_checkpoint, open_run
+from engine.config.checkpoint import CheckpointOptions
+from engine.config.run_files import FILES, FOLDERS
+from engine.distributed.collectives import broadcast_object
+from engine.errors import UserError
+from engine.runtime.launch import Launch, Launcher
+from engine.runtime.run_lock import RunLock
+from engine.telemetry.output import say
+
+RUNS = Path("runs")
+"""Where folders are made for runs that are given none."""
+
+
+class RunFolder:
+    """Collective: every rank makes one; rank 0 holds the lock.
+
+    Args:
+        options: where the run is kept.
+        launch: this rank.
+        metrics: name of the file of figures in the folder.
+
+    Raises:
+        UserError: another run is in the folder, or what the options say cannot be.
+    """
+
+    def __init__(self, options: CheckpointOptions, launch: Launch, *, metrics: str | None = None) -> None:
+        self._options, self._launcher = options, Launcher.from_environment()
+        name = options.dir
+        if name is None:
+            _check_name_is_found_again(self._launcher)
+            name = str(broadcast_object(str(_own_name(self._launcher))))
+        self.path = Path(name)
+        if launch.rank == 0:
+            _check_places(self.path, metrics)
+        self._lock = RunLock(self.path, say) if launch.rank == 0 else None
+
+    def resume_path(self) -> Path | None:
+        """The checkpoint to go on from; None to start from the beginning.
+
+        Raises:
+            UserError: checkpoint.resume is none and the folder holds an earlier run, or there is nothing at its path.
+        """
+        present = latest_checkpoint(self.path)
+        if self._launcher is not None and self._launcher.restart > 0 and present is not None:
+            return present  # of the same job, whatever it was told to start from
+        if self._options.resume == "auto":
+            return present
+        if self._options.resume == "none":
+            if present is not None:
+                raise UserError(
+                    f"checkpoint.resume is none, but {self.path} already holds {present.name} of an earlier run: "
+                    "choose another checkpoint.dir, or set checkpoint.resume auto to go on from it."
+                )
+            return None
+        return open_run(self._options.resume).folder
+
+    def require_own(self) -> None:
+        """Refuses a folder that another run has taken over; called before it is written.
+
+        Raises:
+            UserError: another run has taken the folder over.
+        """
+        if self._lock is not None:
+            self._lock.require_own()
+
+    def close(self) -> None:
+        """Lets others in."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _check_places(folder: Path, metrics: str | None) -> None:
+    """Raises UserError where something else has a name that the run will want."""
+    for name in (*FILES, *([] if metrics is None else [metrics])):
+        if os.path.isdir(folder / name):  # false where the system cannot say, which taking the lock will
+            raise UserError(
+                f"{folder / name} is a folder, but the run writes a file there: give another checkpoint.dir."
+            )
+    for name in FOLDERS:
+        if os.path.isfile(folder / name):
+            raise UserError(
+                f"{folder / name} is a file, but the run needs a folder there: give another checkpoint.dir."
+            )
+
+
+def _check_name_is_found_again(launcher: Launcher | None) -> None:
+    if launcher is not None and launcher.max_restarts > 0 and (launcher.nodes > 1 or launcher.key is None):
+        raise UserError(
+            f"checkpoint.dir is null and torchrun may restart the run {launcher.max_restarts} times, but a restarted "
+            "run could not find a folder that has no fixed name here: give checkpoint.dir."
+        )
+
+
+def _own_name(launcher: Launcher | None) -> Path:
+    """runs/<time>; under torchrun with a key of it behind, by which the ranks that it restarts find it."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    if launcher is None or launcher.key is None:
+        return RUNS / now
+    found = sorted(RUNS.glob(f"*-{launcher.key}")) if launcher.restart > 0 else []
+    return found[-1] if found else RUNS / f"{now}-{launcher.key}"

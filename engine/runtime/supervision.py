@@ -1,0 +1,67 @@
+"""What goes on beside the loop: the schedulers' signals and the watch for hangs, over one connection to the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.config.train import TrainOptions
+from engine.runtime.launch import Launch, connect_to_store
+from engine.runtime.preemption import Preemption
+from engine.runtime.watchdog import Watchdog
+from engine.telemetry.output import say
+
+
+class Preempted(Exception):
+    """Raised on all ranks in one place: the run is to save and end. The message says who was sent what."""
+
+
+class Supervision:
+    """Watches one rank for signals and hangs.
+
+    Args:
+        options: when a hang is reported.
+        launch: this rank.
+        folder: of the run; reports of hangs go there.
+    """
+
+    def __init__(self, options: TrainOptions, launch: Launch, folder: Path) -> None:
+        self._options, self._launch, self._folder = options, launch, folder
+        self._preemption = Preemption(rank=launch.rank, world_size=launch.world_size, say=say)
+        self._watchdog: Watchdog | None = None
+
+    def start(self, step: int) -> None:
+        """Begins to watch, before the first place where the run may stop; in the main thread.
+
+        Raises:
+            CommunicationError: who holds the store does not answer.
+        """
+        self._watchdog = Watchdog(
+            connect_to_store(self._launch),
+            rank=self._launch.rank,
+            world_size=self._launch.world_size,
+            folder=self._folder,
+            report_after=self._options.hang_report_seconds,
+            say=say,
+            polls=[self._preemption.poll],
+        )
+        self._watchdog.step = step
+        self._preemption.listen()
+        self._watchdog.start()
+
+    def check(self, step: int) -> None:
+        """A place where the run may stop, after `step` steps; every rank passes the same ones in the same order.
+
+        Raises:
+            Preempted: it stops here.
+            CommunicationError: it should stop, and a rank does not answer.
+        """
+        assert self._watchdog is not None
+        self._watchdog.passed(step)
+        if self._preemption.tick():
+            raise Preempted(self._preemption.reason)
+
+    def close(self) -> None:
+        """Signals do again what they did before, and nothing is watched."""
+        self._preemption.close()
+        if self._watchdog is not None:
+            self._watchdog.close()

@@ -1,0 +1,142 @@
+"""From the configuration's names and patterns to what each module of this model does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engine.config.lora import LoraOptions
+from engine.config.matching import matches_target, matches_trainable, require_matched
+from engine.config.run import RunConfig
+from engine.conversion.peft_read import AdapterSource
+from engine.errors import UserError
+from engine.layers.context import AdapterSettings, TrainingPlan
+from engine.models.decoder_config import DecoderConfig
+from engine.models.describe import module_names
+from engine.models.names import FUSED, GATE_UP, QKV, NameMap, fused_parts
+
+
+def _carries_adapter(module: str) -> bool:
+    leaf = module.rpartition(".")[2]
+    return leaf.endswith("_proj") or leaf in ("lm_head", "embed_tokens")
+
+
+def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> TrainingPlan:
+    """Which modules of the model train in full, which carry an adapter.
+
+    Raises:
+        UserError: a pattern that matches nothing, a module that is asked to do both, or an adapter to start from that
+            cannot be read.
+    """
+    modules = {name: [names.module_to_hf(name)] for name in module_names(decoder)}
+    trained = {name for name, aliases in modules.items() if matches_trainable(name, config.trainable, aliases)}
+    require_matched("trainable", config.trainable, modules, matches_trainable)
+    settings: dict[str, AdapterSettings] = {}
+    if config.lora.rank > 0:
+        candidates = {name: aliases for name, aliases in modules.items() if _carries_adapter(name)}
+        fusable = _fusable(config.lora, decoder, names)
+        for fused in fusable:
+            for part in fused_parts(fused):
+                candidates[part] = [*candidates[part], fused]  # a pattern may name what they share
+        require_matched("lora.targets", config.lora.targets, candidates, matches_target)
+        _require_patterns(config.lora, candidates, decoder)
+        settings = {
+            name: _settings(config.lora, name, aliases)
+            for name, aliases in candidates.items()
+            if config.lora.targets_module(name, aliases)
+        }
+        for fused in fusable:
+            _fuse(settings, fused, asked=config.lora.fused != "auto")
+    if (config.lora.dora or config.lora.bias) and "embed_tokens" in settings:
+        option = "dora" if config.lora.dora else "bias"
+        raise UserError(
+            f"lora.{option} is true and lora.targets has embed_tokens, but that is for linears: remove it from "
+            "lora.targets, or add it to lora.exclude."
+        )
+    if both := sorted(part for module in settings for part in fused_parts(module) if part in trained):
+        raise UserError(
+            f"{both[0]} is in lora.targets and in trainable, but a module is either trained in full or carries an "
+            "adapter: remove it from one of them (lora.rank 0 trains without adapters)."
+        )
+    return TrainingPlan(
+        trains=trained.__contains__,
+        adapter=settings.get,
+        fused={name for name in settings if fused_parts(name) != [name]}.__contains__,
+        seed=config.train.seed,
+    )
+
+
+def fusing_lines(plan: TrainingPlan, decoder: DecoderConfig, names: NameMap) -> list[str]:
+    """What is logged where the checkpoint stores modules as one matrix, or where several share one adapter."""
+    lines = []
+    for kind, parts in FUSED.items():
+        layers = [f"layers.{index}" for index in range(decoder.num_layers)]
+        whole = any(plan.adapter(f"{layer}.{kind}") for layer in layers)
+        apart = any(plan.adapter(f"{layer}.{part}") for layer in layers for part in parts)
+        short, leaves = kind.rpartition(".")[2], ", ".join(part.rpartition(".")[2] for part in parts)
+        if whole and kind in names.fused:
+            lines.append(
+                f"{short}: one adapter for the whole matrix, as in PEFT (lora.fused none: one each for {leaves})"
+            )
+        elif whole:
+            lines.append(f"note: {leaves} share one adapter, where PEFT trains one each (lora.fused none)")
+        if apart and kind in names.fused:
+            lines.append(
+                f"note: one adapter each for parts of {short}, where PEFT trains one for the whole matrix (lora.fused "
+                f"auto, with all of {leaves} in lora.targets and of one rank and alpha)"
+            )
+    return lines
+
+
+def _fusable(lora: LoraOptions, decoder: DecoderConfig, names: NameMap) -> list[str]:
+    """The modules, such as `layers.3.attention.qkv_proj`, that one adapter is to stand for."""
+    if lora.fused == "auto" and lora.init_from is not None:
+        start = AdapterSource(lora.init_from, names=names, decoder=decoder, fused=None, with_saved_modules=True)
+        return [module for module in start.modules() if fused_parts(module) != [module]]
+    kinds = {"auto": names.fused, "none": (), "qkv": (QKV,), "gate_up": (GATE_UP,), "all": (QKV, GATE_UP)}[lora.fused]
+    return [f"layers.{index}.{kind}" for index in range(decoder.num_layers) for kind in kinds]
+
+
+def _require_patterns(lora: LoraOptions, candidates: Mapping[str, Sequence[str]], decoder: DecoderConfig) -> None:
+    """Raises UserError where an option about some of the adapters means no module at all."""
+    for option, patterns in (
+        ("lora.exclude", lora.exclude),
+        ("lora.rank_pattern", tuple(lora.rank_pattern or ())),
+        ("lora.alpha_pattern", tuple(lora.alpha_pattern or ())),
+    ):
+        require_matched(option, patterns, candidates, matches_target)
+    if beyond := [layer for layer in lora.layers or () if layer >= decoder.num_layers]:
+        raise UserError(
+            f"lora.layers has {beyond[0]}, but the model has {decoder.num_layers} layers, counted from 0: remove it."
+        )
+
+
+def _settings(lora: LoraOptions, module: str, aliases: Sequence[str]) -> AdapterSettings:
+    """What the adapter on `module` looks like."""
+    rank, scale = lora.rank_of(module, aliases), lora.scale_of(module, aliases)
+    return AdapterSettings(rank=rank, scale=scale, dropout=lora.dropout, dora=lora.dora, bias=lora.bias)
+
+
+def _fuse(settings: dict[str, AdapterSettings], fused: str, *, asked: bool) -> None:
+    """Puts one adapter in the place of those of the parts of `fused`.
+
+    Args:
+        settings: engine module -> its adapter; changed in place.
+        asked: the user wants it, so that parts that differ are refused and not left as they are.
+    """
+    parts = fused_parts(fused)
+    missing = [part for part in parts if part not in settings]
+    found = {settings[part] for part in parts if part in settings}
+    if not missing and len(found) == 1:
+        settings[fused] = found.pop()
+        for part in parts:
+            del settings[part]
+    elif asked and missing and found:
+        raise UserError(
+            f"lora.fused gives {', '.join(parts)} one adapter, but {missing[0]} is not to have one: add it to "
+            "lora.targets, remove it from lora.exclude, or set lora.fused to none."
+        )
+    elif asked and found:
+        raise UserError(
+            f"lora.rank_pattern and lora.alpha_pattern tell {', '.join(parts)} apart, but lora.fused gives them one "
+            "adapter: give them one rank and alpha, or set lora.fused to none."
+        )

@@ -1,0 +1,110 @@
+"""What the planner says that this run will hold, beside what it holds: one line at the start, and a warning where they
+differ.
+
+The prediction is for rows as long as the longest one of the data. Only rank 0 predicts and speaks. A run that the
+planner cannot describe goes on without a prediction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.config.run import RunConfig
+from engine.data.dataset import TokenDataset
+from engine.errors import UserError
+from engine.planning.ledger import largest_part
+from engine.planning.peak import PeakEstimate, predict_layout
+from engine.planning.predict import memory_plan_of, workload_of
+from engine.planning.rank_layout import Layout, Workload
+from engine.runtime.launch import Launch
+from engine.telemetry.format import format_bytes
+from engine.training.build import Training
+
+TOLERANCE = 0.1
+"""Share of the prediction by which the measured peak may differ before that is reported."""
+
+
+class MemoryForecast:
+    """The prediction of a run on this rank.
+
+    Args:
+        config: of the run.
+        launch: rank, ranks and device.
+        training: what is trained.
+        dataset: whose rows are trained on.
+    """
+
+    def __init__(self, config: RunConfig, launch: Launch, training: Training, dataset: TokenDataset) -> None:
+        self._rank, self._device = launch.rank, launch.device.type
+        self._graphs = config.memory.cuda_graph != "none"
+        self._spoken = False
+        self._reason = ""
+        self.estimate: PeakEstimate | None = None
+        if launch.rank != 0:
+            return
+        try:
+            self.estimate = _predict(config, launch, training, dataset)
+        except UserError as error:
+            self._reason = str(error)
+
+    def line(self) -> str | None:
+        """The prediction's line for the log at the start; None on other ranks than 0."""
+        if self._rank != 0:
+            return None
+        if self.estimate is None:
+            return f"memory: not predicted: {self._reason}"
+        estimate, host = self.estimate, ""
+        moment, parts = estimate.fullest()
+        name = largest_part(parts)
+        if estimate.host:
+            host = f", and {format_bytes(estimate.host)} in host memory"
+        graphs = "; what graphs keep comes on top" if self._graphs else ""
+        return (
+            f"memory: {format_bytes(estimate.peak)} of tensors predicted for rank 0{host}, fullest in {moment}, the "
+            f"largest part {name} with {format_bytes(parts[name])}{graphs}"
+        )
+
+    def seen(self, measured: int, *, last: bool = False) -> str | None:
+        """Takes the peak so far.
+
+        Args:
+            measured: bytes, torch's count on a GPU. On a CPU it is the process that is measured, which nobody predicts.
+            last: the run is at its end, so that the peak is not going to rise.
+
+        Returns:
+            A warning, once, where it differs by more than TOLERANCE.
+        """
+        if self.estimate is None or self._spoken or self._graphs or self._device != "cuda":
+            return None
+        predicted = self.estimate.peak
+        over, under = measured > predicted * (1 + TOLERANCE), last and measured < predicted * (1 - TOLERANCE)
+        if not over and not under:
+            return None
+        self._spoken = True
+        return (
+            f"warning: rank 0 has held {format_bytes(measured)}, {abs(measured / predicted - 1):.0%} "
+            f"{'more' if over else 'less'} than the {format_bytes(predicted)} predicted: measure what "
+            "other layouts hold with python tools/plan.py memory --probe before trusting their predictions."
+        )
+
+
+def _predict(config: RunConfig, launch: Launch, training: Training, dataset: TokenDataset) -> PeakEstimate:
+    """Predicts the peak memory of rank 0.
+
+    Raises:
+        UserError: the planner does not know what is asked for.
+    """
+    workload = workload_of(config, training.source.model.decoder, training.plan.modules, device_type=launch.device.type)
+    data = max(1, launch.world_size // config.parallel.model_parallel_size)
+    layout = Layout(parallel=config.parallel, data=data)
+    return predict_layout(_with_rows(workload, config, dataset), layout, memory_plan_of(config))[0]
+
+
+def _with_rows(workload: Workload, config: RunConfig, dataset: TokenDataset) -> Workload:
+    """The workload with rows as they are padded: to the longest of the data, unless they are packed."""
+    if dataset.packing or not len(dataset):
+        return workload
+    multiple = 2 * config.parallel.context * config.parallel.tensor
+    longest = -(-int(dataset.row_lengths.max()) // multiple) * multiple
+    length = min(workload.seq_length, longest)
+    return replace(workload, seq_length=length, longest_document=min(workload.document_length, length))

@@ -1,0 +1,61 @@
+"""Where a run's figures are written: its own file, and the trackers that are told of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.config.load import to_yaml
+from engine.config.log import LogOptions
+from engine.config.resume_rules import flat_options
+from engine.config.run import RunConfig
+from engine.config.run_files import CONFIG, MLFLOW, TENSORBOARD, TRACKERS
+from engine.files.durable import write_durably
+from engine.telemetry.log import Log
+from engine.telemetry.metrics import MetricsWriter
+from engine.telemetry.trackers import TrackedRun, TrackerChoice, Trackers, open_trackers
+
+
+def tracker_choice(options: LogOptions) -> TrackerChoice:
+    """Which trackers the options ask for."""
+    return TrackerChoice(
+        tensorboard=options.tensorboard,
+        wandb_project=options.wandb_project,
+        mlflow_experiment=options.mlflow_experiment,
+    )
+
+
+def open_run_trackers(config: RunConfig, run_dir: Path, log: Log) -> Trackers:
+    """The run's trackers, of which rank 0 alone has any.
+
+    Raises:
+        UserError: one cannot start.
+    """
+    if not log.enabled:
+        return Trackers()
+    text = to_yaml(config)
+    run = TrackedRun(
+        folder=run_dir,
+        names=run_dir / TRACKERS,
+        events=run_dir / TENSORBOARD,
+        database=run_dir / MLFLOW,
+        config=text,
+        options=flat_options(text),
+    )
+    return open_trackers(tracker_choice(config.log), run, log.warning)
+
+
+def open_metrics(config: RunConfig, run_dir: Path, log: Log, trackers: Trackers, *, known: int) -> MetricsWriter:
+    """The run's metrics; writes a copy of its configuration beside them. On rank 0 alone anything is written.
+
+    Args:
+        known: records of steps after this one are written again.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    if not log.enabled:
+        return MetricsWriter(None)
+    write_durably(run_dir / CONFIG, to_yaml(config))
+    metrics = MetricsWriter(run_dir / config.log.metrics if config.log.metrics else None, trackers)
+    metrics.truncate_after(known)
+    return metrics

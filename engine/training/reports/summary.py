@@ -1,0 +1,81 @@
+"""What a run says of itself: before the first step and after the last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config.run import RunConfig
+from engine.models.describe import num_parameters
+from engine.runtime.launch import Launch
+from engine.telemetry.format import counted, format_bytes, format_count, format_duration, format_parameters
+from engine.telemetry.log import Log
+from engine.training.build import Training
+from engine.training.module_plan import fusing_lines
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """What a finished run did. A loss is the mean over the target tokens of its own step or evaluation."""
+
+    run_dir: Path
+    steps: int
+    losses: tuple[tuple[int, float], ...] = ()
+    """Step and loss of the first and the last reported step of this start; of one, where there is but one."""
+    eval_losses: tuple[tuple[int, float], ...] = ()
+    """The same of evaluations."""
+    tokens: int = 0
+    seconds: float = 0.0
+    memory: int = 0
+    data_stall: float = 0.0
+    """Seconds that steps waited for data."""
+    graphs: str | None = None
+    """What was replayed as a graph and what was not."""
+    best: str | None = None
+    """The best evaluation loss, and which checkpoint has it."""
+    stopped: str | None = None
+    """What a scheduler stopped the run with, before its end."""
+
+    def lines(self) -> list[str]:
+        rows = [("steps", f"{self.steps}")]
+        for name, losses in (("training loss", self.losses), ("evaluation loss", self.eval_losses)):
+            if losses:
+                rows.append((name, " -> ".join(f"{loss:.4f} (step {step})" for step, loss in losses)))
+        if self.best is not None:
+            rows.append(("best evaluation loss", self.best))
+        if self.seconds > 0:
+            speed = f"{format_count(self.tokens / self.seconds)} tokens/s"
+            rows.append(("speed", f"{speed}, {format_duration(self.seconds)} in all"))
+            rows.append(("waiting for data", f"{self.data_stall:.2f} s"))
+        if self.graphs is not None:
+            rows.append(("CUDA graphs", self.graphs))
+        rows += [("peak memory of rank 0", format_bytes(self.memory)), ("run folder", str(self.run_dir))]
+        width = max(len(name) for name, _ in rows)
+        return [f"  {name:<{width}}  {value}" for name, value in rows]
+
+
+def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *, num_micro_batches: int) -> None:
+    """Logs which model is trained on which layout."""
+    grid = training.mesh.grid
+    whole = num_parameters(training.source.model.decoder)
+    trained = training.plan.num_trained()
+    sequence = " with sequence parallelism" if config.parallel.sequence_parallel else ""
+    log.info(
+        f"model: {config.model.path}, {format_parameters(whole)} parameters, {format_parameters(trained)} trained, "
+        f"{config.model.dtype} on {launch.device.type}"
+    )
+    for line in fusing_lines(training.plan.modules, training.source.model.decoder, training.source.model.names):
+        log.info(line)
+    log.info(
+        f"layout: {counted(launch.world_size, 'rank')}, tensor {grid.tp}{sequence}, {_pipeline(training)}"
+        f"{f'context {grid.cp} ({config.parallel.context_method}), ' if grid.cp > 1 else ''}data {grid.dp}; "
+        f"{counted(num_micro_batches, 'micro-batch')} of {counted(config.train.micro_batch_size, 'row')} a step"
+    )
+
+
+def _pipeline(training: Training) -> str:
+    partition = training.plan.partition
+    if len(partition.layers) == 1:
+        return ""
+    layers = ", ".join(map(str, partition.layers))
+    return f"pipeline {training.mesh.pp.size} ({partition.choice.name}, stages of {layers} layers), "

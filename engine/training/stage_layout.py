@@ -1,0 +1,85 @@
+"""Which layers each pipeline stage holds, and the schedule that fits what is trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from engine.config.rules import gradient_accumulation_steps
+from engine.config.run import RunConfig
+from engine.errors import UserError
+from engine.models.decoder import Part, split_parts
+from engine.models.decoder_config import DecoderConfig
+from engine.models.flops import head_in_layers
+from engine.pipeline.partition import StageOptions, plan_stages
+from engine.pipeline.schedules import ScheduleChoice
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """The pipeline of a run.
+
+    Args:
+        layers: number of layers of each stage.
+        choice: of the schedule.
+        stage_rank: stage -> pipeline rank.
+    """
+
+    layers: tuple[int, ...]
+    choice: ScheduleChoice
+    stage_rank: tuple[int, ...]
+
+    def parts(self, rank: int) -> dict[int, Part]:
+        """The parts of the model that pipeline rank `rank` holds, by stage."""
+        parts = enumerate(split_parts(self.layers))
+        return {stage: part for stage, part in parts if self.stage_rank[stage] == rank}
+
+
+def plan_partition(config: RunConfig, decoder: DecoderConfig, trained: Collection[str], world_size: int) -> Partition:
+    """Splits the model for `config.parallel`.
+
+    Args:
+        trained: names of all parameters that train.
+
+    Raises:
+        UserError: the layers cannot be split like that, or the schedule does not fit the micro-batches.
+    """
+    parallel = config.parallel
+    if parallel.pipeline == 1:
+        return Partition(layers=(decoder.num_layers,), choice=ScheduleChoice(), stage_rank=(0,))
+    options = StageOptions(
+        num_ranks=parallel.pipeline,
+        schedule=parallel.schedule,
+        virtual=parallel.virtual,
+        layers_per_stage=parallel.layers_per_stage,
+        num_layers=decoder.num_layers,
+        head=head_in_layers(decoder),
+        first_trainable_layer=_first_trainable_layer(trained, decoder.num_layers),
+        layers_are_frozen=_layers_are_frozen(trained),
+    )
+    num_stages = parallel.pipeline * options.stages_per_rank
+    if parallel.layers_per_stage is None and num_stages > decoder.num_layers:
+        raise UserError(
+            f"parallel.pipeline {parallel.pipeline} with {options.stages_per_rank} stages a rank needs "
+            f"{num_stages} layers, but the model has {decoder.num_layers}: use fewer pipeline ranks or stages."
+        )
+    layers, choice = plan_stages(options)
+    schedule = choice.schedule(gradient_accumulation_steps(config, world_size))
+    return Partition(layers=layers, choice=choice, stage_rank=schedule.stage_rank)
+
+
+def _first_trainable_layer(trained: Iterable[str], num_layers: int) -> int:
+    """The model's first layer with a trained parameter; `num_layers` where only the norm or head after them trains."""
+    first = num_layers
+    for name in trained:
+        layer = _LAYER.match(name)
+        first = min(first, int(layer[1]) if layer else 0 if name.startswith("embed_tokens") else first)
+    return first
+
+
+def _layers_are_frozen(trained: Iterable[str]) -> bool:
+    """Whether no matrix of a layer trains, adapters aside: then backward costs what forward costs."""
+    return not any(_LAYER.match(name) and name.endswith("_proj.weight") for name in trained)

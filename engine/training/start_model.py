@@ -1,0 +1,92 @@
+"""The model a run starts from, before anything of it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from engine.checkpoint.model_folder import ModelFolder, open_model
+from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.config.run import RunConfig
+from engine.layers.context import TrainingPlan
+from engine.layers.module import shard_entries
+from engine.models.describe import meta_model
+from engine.ops.attention.ulysses import check_context_heads
+from engine.training.base_encoding import check_base
+from engine.training.module_plan import training_plan
+from engine.training.stage_layout import Partition, plan_partition
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """What is known of the model before it is built.
+
+    Args:
+        model: its description.
+        weights: its tensors; None when they are drawn anew.
+    """
+
+    model: ModelFolder
+    weights: WeightSource | None
+
+    def fingerprint(self) -> str | None:
+        """Returns the fingerprint of the weights; None when there are none."""
+        return self.weights.fingerprint() if self.weights is not None else None
+
+    def sums(self) -> dict[str, str] | None:
+        """Checksums of the whole tensors, once all ranks have read the weights; None when there are none."""
+        return self.weights.sums() if self.weights is not None else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelPlan:
+    """What a run does with its model, found to fit the layout.
+
+    Args:
+        modules: what each module does.
+        partition: which layers each pipeline stage holds.
+        shapes: the global shape of every parameter of the whole model, adapters included, in forward order.
+        trained: the same of those that train.
+    """
+
+    modules: TrainingPlan
+    partition: Partition
+    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
+    trained: Mapping[str, tuple[int, ...]] = field(repr=False)
+
+    def num_trained(self) -> int:
+        """Trained parameters of the whole model, each once."""
+        return sum(map(prod, self.trained.values()))
+
+
+def model_source(config: RunConfig) -> ModelSource:
+    """Opens `model.path`; reads no weights yet.
+
+    Raises:
+        UserError: the folder is not a model the engine knows.
+    """
+    if config.model.init == "random":
+        return ModelSource(model=open_model(config.model.path), weights=None)
+    weights = open_source(config.model.path)
+    return ModelSource(model=weights.model, weights=weights)
+
+
+def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> ModelPlan:
+    """What the run does with the model, once it is known that the model fits the layout.
+
+    Raises:
+        UserError: a pattern that matches nothing, sizes that do not divide over the ranks, layers that cannot be
+            split into the stages asked for, or a base_dtype that has nothing to encode or does not fit the ranks.
+    """
+    plan = training_plan(config, model.decoder, model.names)
+    parallel, decoder = config.parallel, model.decoder
+    entries = list(shard_entries(meta_model(decoder, tensor_size=parallel.tensor, plan=plan)))
+    shapes = {entry.name: tuple(entry.spec.global_shape) for entry in entries}
+    trained = {entry.name: shapes[entry.name] for entry in entries if entry.sink is not None}
+    check_base(config, decoder, plan)
+    partition = plan_partition(config, decoder, trained, world_size)
+    if parallel.context > 1 and parallel.context_method == "ulysses":
+        heads = (decoder.num_heads // parallel.tensor, max(1, decoder.num_kv_heads // parallel.tensor))
+        check_context_heads(*heads, parallel.context)
+    return ModelPlan(modules=plan, partition=partition, shapes=shapes, trained=trained)

@@ -1,0 +1,1 @@
+"""The command lines: what `rankfold COMMAND` and the scripts in tools/ run."""

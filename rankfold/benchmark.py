@@ -1,0 +1,60 @@
+"""Measures the engine against its peers and against the limit of the machine, in one run.
+
+    python tools/benchmark.py step
+    python tools/benchmark.py step --hidden 1024 --layers 8 --json step.json --markdown step.md
+    python tools/benchmark.py kernels --only norm,swiglu
+    python tools/benchmark.py lora-tax
+    python tools/benchmark.py memory
+    python tools/benchmark.py convert --gb 8
+    python tools/benchmark.py generate
+
+Each section is a module of `rankfold.benchmarking` with `run(options)`, which gives a Table or a Report; its options
+are a record in `rankfold.benchmarking.options`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from engine.config.command_line import CommandLine
+from engine.errors import UserError
+from rankfold.benchmarking.options import add_options, read_options
+from rankfold.benchmarking.sections import SECTIONS
+
+
+def _parser() -> CommandLine:
+    parser = CommandLine(description=__doc__)
+    sections = parser.add_subparsers(dest="section", required=True, metavar="SECTION")
+    for name, kind in SECTIONS.items():
+        text = inspect.cleandoc(kind.__doc__ or "").partition("\n\nRaises:")[0]
+        section = sections.add_parser(name, help=text.partition("\n")[0], description=text)
+        add_options(section, kind)
+        section.add_argument("--json", type=Path, metavar="FILE", help="write every sample and setting here")
+        section.add_argument("--markdown", type=Path, metavar="FILE", help="write what is printed here")
+    return parser
+
+
+def _write(path: Path | None, text: str) -> None:
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error}; give a path in a folder you may write to.") from None
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    options = read_options(arguments, SECTIONS[arguments.section])
+    # imported after the options are known to be sound: torch and transformers take seconds to load
+    module = arguments.section.replace("-", "_")
+    result = import_module(f"rankfold.benchmarking.{module}").run(options)
+    command = shlex.join(["python", "tools/benchmark.py", *sys.argv[1:]])
+    print(result.text())
+    _write(arguments.json, result.json(command))
+    _write(arguments.markdown, result.markdown(command))

@@ -1,0 +1,142 @@
+"""One op to be compared: who computes it, what the right result is, and how it is checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rankfold.benchmarking.ceilings import Demand
+from rankfold.benchmarking.timing import wait_for
+
+Results = Sequence[Tensor]
+TORCH = "torch"
+"""The contestant that others are compared with, unless a case says otherwise."""
+
+_PIECE = 2**26
+"""Elements compared at a time."""
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
+"""Largest error that counts as the same computation. fp32: a sum of thousands of products ends within 1e-5, and TF32,
+which nobody asked for, is at 1e-3. bf16: a rounding is 2^-9 = 2e-3 of a value, and plain torch rounds up to ten
+times on the way to a gradient."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contestant:
+    """One way to compute the op.
+
+    Args:
+        run: computes it and gives the results in the case's order. Timed.
+        reset: puts back what `run` overwrites; run before each, not timed. None where nothing is overwritten.
+        error: how wrong the results are, where they are not the case's answer (another mask, say).
+        note: a sentence for the reader.
+    """
+
+    run: Callable[[], Results]
+    reset: Callable[[], None] | None = None
+    error: Callable[[Results], float] | None = None
+    note: str = ""
+
+    def restore(self) -> None:
+        """Inputs as they were at first."""
+        if self.reset is not None:
+            self.reset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One op at one size.
+
+    Args:
+        size: as the reader sees it.
+        demand: what it cannot do without.
+        contestants: name -> contestant.
+        answer: the results in float64, computed by plain torch operations from the same inputs.
+        baseline: the contestant that others are compared with; the same for all cases of a group.
+        verdicts: question -> the contestants among whom the fastest is named.
+        trace: list the device's kernels that each contestant ran, by name.
+        limit: largest error; None for that of the activations' dtype.
+    """
+
+    size: str
+    demand: Demand
+    contestants: dict[str, Contestant]
+    answer: Callable[[], Results]
+    baseline: str = TORCH
+    verdicts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    trace: bool = False
+    limit: float | None = None
+
+    def without_inputs(self) -> Case:
+        """What a table needs of it, without the tensors that the contestants hold."""
+        contestants = {name: Contestant(run=list, note=each.note) for name, each in self.contestants.items()}
+        return replace(self, contestants=contestants, answer=list)
+
+
+def deviation(found: Results, expected: Results) -> float:
+    """Largest error over the results: of the norm relative to the norm, and of any element relative to the largest.
+
+    A result that is not finite where the expected one is gives infinity.
+    """
+    assert len(found) == len(expected), (len(found), len(expected))
+    return max(_deviation(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def _deviation(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+    sums, peaks = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    # in pieces: a float64 copy of all logits is several times what the op itself needs
+    for left, right in zip(ours.reshape(-1).split(_PIECE), theirs.reshape(-1).split(_PIECE), strict=True):
+        wide = right.double()
+        for place, values in enumerate((left.double() - wide, wide)):
+            sums[place] += values.square().sum().cpu()
+            peaks[place] = torch.maximum(peaks[place], values.abs().max().cpu())
+    errors = [float(sums[0].sqrt() / sums[1].sqrt().clamp(min=1e-30)), float(peaks[0] / peaks[1].clamp(min=1e-30))]
+    # a NaN becomes infinity, which fails every comparison
+    return max(error if error == error else float("inf") for error in errors)
+
+
+class Wrong(RuntimeError):
+    """A contestant computes something else than the case asks for. Timing it would say nothing."""
+
+
+class Checked(NamedTuple):
+    """What the first run of a contestant gave: its error, and its seconds, compilation included."""
+
+    error: float
+    first_seconds: float
+
+
+def first_run(contestant: Contestant, device: torch.device) -> tuple[Results, float]:
+    """Results and seconds of a run that is waited for."""
+    contestant.restore()
+    wait_for(device)
+    start = time.perf_counter()
+    results = contestant.run()
+    wait_for(device)
+    return results, time.perf_counter() - start
+
+
+def check(name: str, case: Case, device: torch.device, limit: float) -> dict[str, Checked]:
+    """Runs each contestant once and compares.
+
+    Args:
+        limit: largest error, unless the case has its own.
+
+    Raises:
+        Wrong: naming the first whose error is above the limit.
+    """
+    limit = limit if case.limit is None else case.limit
+    answer = case.answer()
+    found = {}
+    for who, contestant in case.contestants.items():
+        results, seconds = first_run(contestant, device)
+        error = contestant.error(results) if contestant.error is not None else deviation(results, answer)
+        if not error <= limit:
+            raise Wrong(f"{name}: {who} computes something else: its error is {error:.1e} (limit {limit:.0e}).")
+        found[who] = Checked(error, seconds)
+    return found

@@ -1,0 +1,143 @@
+"""The three kinds of step that section `graph` compares, on one model, and the packed rows that they train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from engine.batch import IGNORE_LABEL, Batch
+from engine.data.collate import pin
+from engine.distributed.mesh import single_process_mesh
+from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
+from engine.layers.module import shard_entries
+from engine.models.decoder import Decoder
+from engine.models.dtypes import TORCH_DTYPES
+from engine.models.families import family_of
+from engine.objectives.language_modeling import LanguageModeling
+from engine.ops.kernels import Kernels
+from engine.optim.adamw import FlatAdamW
+from engine.optim.flat import FlatParameters
+from engine.optim.reduce import GradientReducer
+from engine.training.cuda_graph.capture import Capture
+from engine.training.cuda_graph.layer_step import LayerGraphs
+from engine.training.cuda_graph.static_batch import DOCUMENTS_PER_ROW, StaticShape
+from engine.training.cuda_graph.step_graph import StepGraph
+from engine.training.rank_stages import Stages
+from engine.training.stage import ModelStage
+from engine.training.step import StepResult, TrainStep
+from rankfold.benchmarking.model import (
+    BETAS,
+    CLIP_GRAD_NORM,
+    EPS,
+    LORA_ALPHA_OVER_RANK,
+    TARGETS,
+    WEIGHT_DECAY,
+    draw,
+    hf_config,
+)
+from rankfold.benchmarking.sections import GraphOptions
+
+EAGER, LAYERS, STEP = "no graph", "graphs of layers", "graph of the step"
+_NUM_STEPS = 4
+
+
+class GraphSide:
+    """The model, its optimizer, and a step of each kind on them.
+
+    Args:
+        options: with the row length to be measured as `length`.
+        device: where it runs.
+        kernels: whose attention reads the documents on the device.
+        make_capture: a capture for this side.
+    """
+
+    def __init__(
+        self,
+        options: GraphOptions,
+        device: torch.device,
+        kernels: Kernels,
+        make_capture: Callable[[GraphSide], Capture],
+    ) -> None:
+        self.device = device
+        family, text = family_of(hf_config(options))
+        settings = AdapterSettings(rank=options.rank, scale=float(LORA_ALPHA_OVER_RANK), dropout=options.dropout)
+        self.model = Decoder(
+            family.config_from_hf(text),
+            layout=TensorLayout(kernels=kernels),
+            plan=TrainingPlan(adapter=lambda name: settings if name.rpartition(".")[2] in TARGETS else None),
+            device=device,
+            dtype=TORCH_DTYPES[options.dtype],
+        )
+        entries, mesh = list(shard_entries(self.model)), single_process_mesh()
+        self.flat = FlatParameters(entries, device)
+        for shard in [*(entry.shard for entry in entries), *self.flat.master_shards()]:
+            module, _, leaf = shard.name.rpartition(".")
+            draw(f"{family.names.module_to_hf(module)}.{leaf}", shard.tensor)
+        self.flat.publish()
+        self.optimizer = FlatAdamW(
+            self.flat, mesh, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad_norm=CLIP_GRAD_NORM
+        )
+        reducer = GradientReducer(self.flat, mesh, bucket_bytes=2**25)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+
+        def step() -> tuple[TrainStep, Stages]:
+            # a stage whose layers are replayed has no other way to run, so the two do not share one
+            stages = Stages.whole(ModelStage(self.model, LanguageModeling(), device, step=self.count))
+            return TrainStep(stages, reducer, self.optimizer, mesh), stages
+
+        (plain, _), (layered, stages) = step(), step()
+        room = options.rows * max(options.documents, DOCUMENTS_PER_ROW)
+        shape = StaticShape(rows=options.rows, length=options.length, documents=room)
+        capture = make_capture(self)
+        self.kinds: dict[str, Callable[..., StepResult]] = {
+            EAGER: plain,
+            LAYERS: LayerGraphs(layered, stages, capture, shape),
+            STEP: StepGraph(plain, capture, shape, num_microbatches=options.accumulation, device=device),
+        }
+        self._kept = [(tensor, tensor.clone()) for tensor in (*self.lasting(), self.count)]
+
+    def lasting(self) -> list[Tensor]:
+        """What a step changes, gradients aside."""
+        optimizer = self.optimizer
+        return [self.flat.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.updates, optimizer.skipped]
+
+    def restore(self) -> None:
+        """Restores the initial state."""
+        for tensor, value in self._kept:
+            tensor.copy_(value)
+        self.flat.publish()
+
+
+def make_steps(options: GraphOptions, device: torch.device) -> list[tuple[list[Batch], float]]:
+    """Some steps' micro-batches, each packed its own way, and their numbers of targets."""
+    steps = []
+    for seed in range(_NUM_STEPS):
+        batches = [make_batch(options, seed * options.accumulation + micro) for micro in range(options.accumulation)]
+        targets = float(sum(batch.loss_weights_BS.sum() for batch in batches))
+        steps.append(([pin(batch) if device.type == "cuda" else batch for batch in batches], targets))
+    return steps
+
+
+def make_batch(options: GraphOptions, seed: int) -> Batch:
+    rows, length = options.rows, options.length
+    generator = torch.Generator().manual_seed(seed)
+    lengths: list[int] = []
+    for _ in range(rows):
+        cuts = torch.randperm(length - 1, generator=generator)[: options.documents - 1].sort().values + 1
+        lengths += [stop - start for start, stop in pairwise([0, *cuts.tolist(), length])]
+    tokens = torch.randint(options.vocab, (rows * length,), generator=generator)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    labels = torch.cat((tokens[1:], tokens[:1]))
+    labels[offsets[1:] - 1] = IGNORE_LABEL
+    return Batch(
+        tokens_BS=tokens.view(rows, length),
+        labels_BS=labels.view(rows, length),
+        positions_BS=torch.cat([torch.arange(one) for one in lengths]).view(rows, length),
+        token_index_BS=torch.arange(rows * length).view(rows, length),
+        loss_weights_BS=(labels != IGNORE_LABEL).float().view(rows, length),
+        document_offsets=offsets.to(torch.int32),
+        document_lengths=tuple(lengths),
+    )

@@ -1,0 +1,81 @@
+"""Products of activations with frozen weights on a CPU, both ways: what the native backend chooses among.
+
+    x W^T    the forward product of each linear and of the head
+    dY W     its input gradient
+
+Legend: T tokens, I input features, O output features of all sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.kernels.native import product
+from rankfold.benchmarking.case import TORCH, Case, Contestant, Results
+from rankfold.benchmarking.ceilings import Demand
+from rankfold.benchmarking.kernels.setting import Setting
+
+_Multiply = Callable[..., Tensor]
+
+
+def _ways(setting: Setting) -> dict[str, tuple[_Multiply, str]]:
+    """Name -> product and note, of those that run here; none on a GPU, where the engine's product is torch's."""
+    if setting.device.type != "cpu":
+        return {}
+    ways: dict[str, tuple[_Multiply, str]] = {TORCH: (torch.mm, "")}
+    if "native" not in setting.backends or setting.dtype != torch.float32:
+        return ways
+    ways["vectors"] = product.multiply, ""
+    if product.has_tiles():
+        note = (
+            f"tiles: three bfloat16 numbers for each fp32 number; chosen from {product.FEWEST_PRODUCTS:,} products on."
+        )
+        ways["tiles"] = product.multiply_by_tiles, note
+    return ways
+
+
+def _widths(setting: Setting) -> dict[str, tuple[int, int]]:
+    """Name -> input and output width."""
+    options = setting.options
+    return {
+        "qkv": (options.hidden, options.hidden + 2 * options.kv_heads * options.head_dim),
+        "o": (options.hidden, options.hidden),
+        "gate and up": (options.hidden, 2 * options.intermediate),
+        "down": (options.intermediate, options.hidden),
+        "head": (options.hidden, options.vocab),
+    }
+
+
+def _case(setting: Setting, *, name: str, backward: bool) -> Case:
+    inputs, outputs = _widths(setting)[name]
+    draws, tokens = setting.draws(f"frozen {name} {backward}"), setting.options.tokens
+    ways = _ways(setting)
+    weight = draws.normal(outputs, inputs, scale=inputs**-0.5)
+    left = draws.normal(tokens, outputs if backward else inputs)
+    right = weight if backward else weight.t()
+    out = setting.empty(tokens, right.shape[1])
+
+    def run(multiply: _Multiply) -> Results:
+        return (multiply(left, right, out=out),)
+
+    moved = (left.numel() + right.numel() + out.numel()) * setting.itemsize
+    return Case(
+        size=f"{tokens}x{right.shape[0]}x{right.shape[1]}",
+        demand=Demand(moved=moved, operations=2 * left.numel() * right.shape[1]),
+        contestants={
+            who: Contestant(run=partial(run, multiply), note=note)
+            for who, (multiply, note) in ways.items()
+        },
+        answer=(lambda: (left.double() @ right.double(),)) if ways else list,
+    )  # fmt: skip
+
+
+CASES = {
+    f"{name}, {'dY W' if backward else 'x W^T'}": partial(_case, name=name, backward=backward)
+    for name in ("qkv", "o", "gate and up", "down", "head")
+    for backward in (False, True)
+}

@@ -1,0 +1,204 @@
+"""A frozen linear with adapters: one product of extended operands, or several. This table decides which to take.
+
+    fold        [x | H] [W | B]^T;       dY [W | B] = [dX | dH], then dX += dH A
+    separate    x W^T, then += H B^T;    dY B = dH, dY W, then += dH A
+
+H lies beside x already, where the op that makes x writes it there; where x comes from elsewhere (attention's output)
+the fold has to copy it, which is a contestant of its own. The scale of the adapters sits on H and dH and is left out.
+
+Legend: T tokens, I input features, O output features of all sections, R rows of the stacked A, r of each section.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.layers.linear import FOLD_MULTIPLE
+from rankfold.benchmarking.case import Case, Contestant, Results, deviation
+from rankfold.benchmarking.ceilings import Demand
+from rankfold.benchmarking.kernels.setting import Setting
+
+FOLD, COPIED, SEPARATE, FROZEN = "fold", "fold, x copied", "separate", "frozen alone"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Linear:
+    """Operands of one linear with adapters on all its sections.
+
+    Args:
+        extended: [O, I + E], W and the block-diagonal B beside it, padded.
+        inputs: I.
+        a: [R, I].
+        spans: first and last output column of each section.
+        rank: r.
+    """
+
+    extended: Tensor
+    inputs: int
+    a: Tensor
+    spans: tuple[tuple[int, int], ...]
+    rank: int
+
+    @property
+    def weight(self) -> Tensor:
+        return self.extended[:, : self.inputs]
+
+    @property
+    def num_ranks(self) -> int:
+        return self.rank * len(self.spans)
+
+    def sections(self) -> list[tuple[slice, slice, Tensor]]:
+        """Output columns, columns of H and B [o, r] of each."""
+        found = []
+        for index, (start, stop) in enumerate(self.spans):
+            ranks = slice(index * self.rank, (index + 1) * self.rank)
+            b = self.extended[start:stop, self.inputs + ranks.start : self.inputs + ranks.stop]
+            found.append((slice(start, stop), ranks, b))
+        return found
+
+
+def _widths(setting: Setting) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Name -> input width and output widths of the four linears of a block."""
+    options = setting.options
+    kv = options.kv_heads * options.head_dim
+    return {
+        "qkv": (options.hidden, (options.hidden, kv, kv)),
+        "o": (options.hidden, (options.hidden,)),
+        "gate and up": (options.hidden, (options.intermediate, options.intermediate)),
+        "down": (options.intermediate, (options.hidden,)),
+    }
+
+
+def _linear(setting: Setting, name: str) -> _Linear:
+    inputs, widths = _widths(setting)[name]
+    draws, rank = setting.draws(f"product {name}"), setting.options.rank
+    num_ranks = rank * len(widths)
+    extended = setting.empty(sum(widths), inputs + -(-num_ranks // FOLD_MULTIPLE) * FOLD_MULTIPLE).zero_()
+    extended[:, :inputs] = draws.normal(sum(widths), inputs, scale=inputs**-0.5)
+    starts = [sum(widths[:index]) for index in range(len(widths))]
+    linear = _Linear(
+        extended=extended,
+        inputs=inputs,
+        a=draws.normal(num_ranks, inputs, scale=inputs**-0.5),
+        spans=tuple((start, start + width) for start, width in zip(starts, widths, strict=True)),
+        rank=rank,
+    )
+    for _, _, b in linear.sections():
+        b.copy_(draws.normal(*b.shape, scale=0.1))
+    return linear
+
+
+def _size(setting: Setting, linear: _Linear) -> str:
+    rank = f"{len(linear.spans)}x{linear.rank}"
+    return f"{setting.options.tokens}x{linear.inputs}x{linear.extended.shape[0]}, rank {rank}"
+
+
+def _demand(setting: Setting, linear: _Linear) -> Demand:
+    """The demand of the product with the base and of the low-rank one, without the zeros beside B."""
+    tokens, outputs = setting.options.tokens, linear.extended.shape[0]
+    both = linear.num_ranks + linear.inputs
+    moved = tokens * (both + outputs) + outputs * (linear.inputs + linear.rank)
+    return Demand(moved=moved * setting.itemsize, operations=2 * tokens * outputs * (linear.inputs + linear.rank))
+
+
+def forward(setting: Setting, *, name: str) -> Case:
+    """Y from x and H."""
+    linear, draws = _linear(setting, name), setting.draws(f"product {name}, x")
+    tokens, outputs = setting.options.tokens, linear.extended.shape[0]
+    buffer = setting.empty(tokens, linear.extended.shape[1]).zero_()
+    x, h = draws.normal(tokens, linear.inputs), draws.normal(tokens, linear.num_ranks)
+    buffer[:, : linear.inputs], buffer[:, linear.inputs : linear.inputs + linear.num_ranks] = x, h
+    y = setting.empty(tokens, outputs)
+
+    def fold() -> Results:
+        return (torch.mm(buffer, linear.extended.t(), out=y),)
+
+    def copied() -> Results:
+        buffer[:, : linear.inputs] = x
+        return fold()
+
+    def separate() -> Results:
+        torch.mm(x, linear.weight.t(), out=y)
+        for columns, ranks, b in linear.sections():
+            y[:, columns].addmm_(h[:, ranks], b.t())
+        return (y,)
+
+    def frozen() -> Results:
+        return (torch.mm(x, linear.weight.t(), out=y),)
+
+    def answer() -> Results:
+        wide = x.double() @ linear.weight.double().t()
+        for columns, ranks, b in linear.sections():
+            wide[:, columns] += h[:, ranks].double() @ b.double().t()
+        return (wide,)
+
+    contestants = {
+        FOLD: Contestant(run=fold), COPIED: Contestant(run=copied), SEPARATE: Contestant(run=separate),
+        FROZEN: Contestant(
+            run=frozen, error=lambda found: deviation(found, (x.double() @ linear.weight.double().t(),))
+        ),
+    }  # fmt: skip
+    return Case(
+        size=_size(setting, linear),
+        demand=_demand(setting, linear),
+        contestants=contestants,
+        answer=answer,
+        baseline=FROZEN,
+        verdicts={"where x is made beside H": (FOLD, SEPARATE), "where x is given": (COPIED, SEPARATE)},
+    )
+
+
+def backward(setting: Setting, *, name: str) -> Case:
+    """dH and the whole dX from dY."""
+    linear, draws = _linear(setting, name), setting.draws(f"product {name}, dy")
+    tokens, outputs = setting.options.tokens, linear.extended.shape[0]
+    dy = draws.normal(tokens, outputs)
+    both = setting.empty(tokens, linear.extended.shape[1])
+    dx, dh = setting.empty(tokens, linear.inputs), setting.empty(tokens, linear.num_ranks)
+
+    def fold() -> Results:
+        torch.mm(dy, linear.extended, out=both)
+        low = both[:, linear.inputs : linear.inputs + linear.num_ranks]
+        return both[:, : linear.inputs].addmm_(low, linear.a), low
+
+    def low_rank() -> None:
+        for columns, ranks, b in linear.sections():
+            torch.mm(dy[:, columns], b, out=dh[:, ranks])
+
+    def separate() -> Results:
+        low_rank()
+        return torch.mm(dy, linear.weight, out=dx).addmm_(dh, linear.a), dh
+
+    def frozen() -> Results:
+        return (torch.mm(dy, linear.weight, out=dx),)
+
+    def answer() -> Results:
+        wide = [dy[:, columns].double() @ b.double() for columns, _, b in linear.sections()]
+        low = torch.cat(wide, dim=1)
+        return dy.double() @ linear.weight.double() + low @ linear.a.double(), low
+
+    contestants = {
+        FOLD: Contestant(run=fold), SEPARATE: Contestant(run=separate),
+        FROZEN: Contestant(
+            run=frozen, error=lambda found: deviation(found, (dy.double() @ linear.weight.double(),))
+        ),
+    }  # fmt: skip
+    return Case(
+        size=_size(setting, linear),
+        demand=_demand(setting, linear),
+        contestants=contestants,
+        answer=answer,
+        baseline=FROZEN,
+        verdicts={"": (FOLD, SEPARATE)},
+    )
+
+
+CASES = {
+    f"{name}, {direction.__name__}": partial(direction, name=name)
+    for name in ("qkv", "o", "gate and up", "down")
+    for direction in (forward, backward)
+}

@@ -1,0 +1,151 @@
+"""Checks and times the cases, group by group.
+
+First every contestant of every case runs once and is compared with the answer in float64: nothing is timed where one
+computes something else. Then each case is timed, its contestants in turn with a copy (and a product) that gives the
+limit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+from engine.models.dtypes import TORCH_DTYPES
+from rankfold.benchmarking.backends import find_backends
+from rankfold.benchmarking.case import LIMITS, Case, Checked, check
+from rankfold.benchmarking.ceilings import COPY, PRODUCT, Ceilings
+from rankfold.benchmarking.comparison import Timed, time_case
+from rankfold.benchmarking.kernels import (
+    attention,
+    dropout,
+    frozen,
+    head_norm,
+    loss,
+    low_rank,
+    norm,
+    optimizer,
+    product,
+    quantize,
+    rope,
+    swiglu,
+)
+from rankfold.benchmarking.kernels.first_calls import FirstCalls, measure_first_calls
+from rankfold.benchmarking.kernels.setting import Setting
+from rankfold.benchmarking.kernels.tables import group_table
+from rankfold.benchmarking.kernels.trace import kernel_names
+from rankfold.benchmarking.machine import choose_device, describe
+from rankfold.benchmarking.options import KernelOptions, chosen_names, for_device
+from rankfold.benchmarking.peers import find_peers
+from rankfold.benchmarking.table import Report, Table
+
+Build = Callable[[Setting], Case]
+GROUPS: dict[str, tuple[str, dict[str, Build]]] = {
+    "norm": ("RMSNorm", norm.CASES),
+    "swiglu": ("SwiGLU", swiglu.CASES),
+    "rope": ("Rotary embedding", {**rope.CASES, **head_norm.CASES}),
+    "dropout": ("Dropout", dropout.CASES),
+    "low-rank": ("Low-rank products", low_rank.CASES),
+    "loss": ("Cross-entropy", loss.LOSS_CASES),
+    "head": ("Frozen head and loss", loss.HEAD_CASES),
+    "optimizer": ("AdamW", optimizer.CASES),
+    "attention": ("Causal attention", attention.CASES),
+    "quantize": ("Quantised weights and operands", quantize.CASES),
+    "frozen": ("Frozen products on a CPU", frozen.CASES),
+    "product": ("Frozen product and adapters: which way is faster", product.CASES),
+}
+"""Name that `--only` knows -> title and cases."""
+
+
+def run(options: KernelOptions) -> Report:
+    """Measures the groups asked for.
+
+    Raises:
+        UserError: a device that is not there.
+        Wrong: a contestant computes something else.
+    """
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = choose_device(options.device)
+    options = for_device(options, device.type)
+    setting, absent = make_setting(options, device)
+    groups = {name: GROUPS[name] for name in chosen_names(options.only, options.GROUPS, "only")}
+    cases = {name: build for _, members in groups.values() for name, build in members.items()}
+    first_calls = measure_first_calls(options) if device.type == "cuda" and options.repeats else FirstCalls.on_cpu()
+    ceilings = Ceilings(device, setting.dtype, copy_mib=options.copy_mib, size=options.ceiling)
+    ceilings.product()  # what the first product sets up is not part of anybody's first call
+    checked, traces = check_all(setting, cases)
+    speeds: dict[str, list[float]] = {COPY: [], PRODUCT: []}
+    tables = []
+    for group, (title, members) in groups.items():
+        timed: dict[str, Timed] = {}
+        described: dict[str, Case] = {}
+        for name in members:
+            case = members[name](setting)
+            if not case.contestants:
+                continue
+            _say(f"{group}: {name}")
+            timed[name] = time_case(case, ceilings, options, device)
+            described[name] = case.without_inputs()
+            for ceiling, taken in speeds.items():
+                taken += [sample.seconds for sample in timed[name].samples.get(ceiling, ())]
+        if timed:
+            tables.append(group_table(group, title, described, timed, checked, first_calls, traces))
+    return _report(options, setting, tuple(tables), ceilings.describe(speeds), absent, first_calls)
+
+
+def make_setting(options: KernelOptions, device: torch.device) -> tuple[Setting, tuple[str, ...]]:
+    """Who takes part, and sentences about who does not."""
+    dtype = TORCH_DTYPES[options.dtype]
+    backends, absent = find_backends(device, dtype, timed=options.repeats > 0)
+    wanted = chosen_names(options.peers, options.PEERS, "peers")
+    peers = find_peers(options.PEERS, wanted, device, compiled=options.compile)
+    setting = Setting(options=options, device=device, dtype=dtype, backends=backends, peers=peers)
+    return setting, (*(f"Not measured: {name} ({why})." for name, why in absent.items()), *peers.sentences())
+
+
+def check_all(
+    setting: Setting, cases: dict[str, Build]
+) -> tuple[dict[str, dict[str, Checked]], dict[str, dict[str, tuple[str, ...]]]]:
+    """Runs everybody once: case -> contestant -> error and seconds; and the names of the kernels that ran.
+
+    Raises:
+        Wrong: the first contestant that computes something else.
+    """
+    checked, traces = {}, {}
+    for name, build in cases.items():
+        _say(f"checking {name}")
+        case = build(setting)
+        checked[name] = check(name, case, setting.device, LIMITS[setting.dtype])
+        if case.trace:
+            traces[name] = {who: kernel_names(each, setting.device) for who, each in case.contestants.items()}
+    return checked, traces
+
+
+def _say(what: str) -> None:
+    print(f"[kernels] {what}", file=sys.stderr, flush=True)
+
+
+def _report(
+    options: KernelOptions, setting: Setting, tables: tuple[Table, ...], speeds: tuple[str, ...],
+    absent: tuple[str, ...], first_calls: FirstCalls,
+) -> Report:  # fmt: skip
+    checked = "Every contestant's result was compared with one in float64 before anything was timed (column error)."
+    if not options.repeats:
+        checked = "Every contestant's result was compared with one in float64; nothing was timed."
+    if setting.device.type == "cpu":
+        speeds = (
+            *speeds,
+            "On a CPU an op's operands may lie in its caches; then it exceeds the limit, which is memory's.",
+        )
+    packages = ("triton", "liger-kernel", "quack-kernels", "flash-attn", "flash-attn-4", "transformers")
+    return Report(
+        title=f"Ops of a step: {options.tokens} tokens, hidden {options.hidden}, MLP {options.intermediate}, "
+        f"vocabulary {options.vocab}, rank {options.rank}, {options.dtype}",
+        tables=tables,
+        findings=(checked, *speeds, *first_calls.sentences(), *absent),
+        machine=describe(setting.device, packages),
+        data={"section": "kernels", "options": asdict(options), "device": setting.device.type},
+    )

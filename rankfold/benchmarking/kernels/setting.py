@@ -1,0 +1,104 @@
+"""What every case is made from: sizes, device, who takes part, and random inputs that are the same at each build."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.philox import dropout_mask, dropout_scale
+from engine.kernels.records import DropoutKey, InputUpdate
+from engine.ops.kernels import Kernels
+from rankfold.benchmarking.options import KernelOptions
+from rankfold.benchmarking.peers import Peers
+
+SEED, SITE = 5, 3
+"""Seed and site of the dropout masks."""
+
+
+class Draws:
+    """Random tensors of one case, the same whenever it is built."""
+
+    def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
+        self._generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        self._device, self._dtype = device, dtype
+
+    def normal(self, *shape: int, scale: float = 1.0, mean: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+        """Draws normal values, in the case's dtype unless another is given."""
+        values = torch.randn(shape, generator=self._generator, device=self._device)
+        return values.mul_(scale).add_(mean).to(dtype or self._dtype)
+
+    def ids(self, count: int, below: int) -> Tensor:
+        """int64 [count]."""
+        return torch.randint(below, (count,), generator=self._generator, device=self._device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """See the module.
+
+    Args:
+        options: with nothing left open.
+        device, dtype: of weights and activations.
+        backends: the engine's, by name.
+        peers: who else takes part.
+    """
+
+    options: KernelOptions
+    device: torch.device
+    dtype: torch.dtype
+    backends: dict[str, Kernels]
+    peers: Peers
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def has_triton(self) -> bool:
+        """Whether the functions of `engine.kernels.triton` can run here."""
+        return "triton" in self.backends
+
+    def draws(self, name: str) -> Draws:
+        return Draws(name, self.device, self.dtype)
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def compiled(self, function: Callable) -> Callable:
+        """torch.compile for the sizes at hand."""
+        return torch.compile(function, dynamic=False)
+
+    def dropout_key(self, num_features: int) -> DropoutKey:
+        """Coordinates of a mask over `num_features` of all tokens."""
+        return DropoutKey(
+            token_index=torch.arange(self.options.tokens, device=self.device),
+            step=torch.zeros((), dtype=torch.int64, device=self.device),
+            seed=SEED,
+            site=SITE,
+            probability=self.options.dropout,
+            num_features=num_features,
+        )
+
+    @property
+    def keep_scale(self) -> float:
+        """1 / (1 - p)."""
+        return dropout_scale(self.options.dropout)
+
+    def scaled_mask(self, num_features: int) -> Tensor:
+        """fp64 [T, F]: 0 where dropped, 1 / (1 - p) where kept, by the plain specification."""
+        return dropout_mask(self.dropout_key(num_features)).double().mul_(self.keep_scale)
+
+    def drawn(self, kernels: Kernels, num_features: int) -> Tensor:
+        """The same mask in the backend's own form."""
+        return kernels.draw_mask(self.dropout_key(num_features))
+
+    def update(
+        self, kernels: Kernels, dh_TR: Tensor, a_RI: Tensor, *, dropped: bool, h_TR: Tensor | None = None
+    ) -> InputUpdate:
+        """What adapters of scale 1 add to the gradient of their input."""
+        mask = self.drawn(kernels, a_RI.shape[1]) if dropped else None
+        return InputUpdate(dh_TR=dh_TR, a_RI=a_RI, mask=mask, scale=self.keep_scale if dropped else 1.0, h_TR=h_TR)

@@ -1,0 +1,119 @@
+"""The random model that all sides of the step and memory sections compute with.
+
+Every tensor is drawn from its Hugging Face name, so that two models built apart start equal without a copy in between.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rankfold.benchmarking.options import ModelOptions
+
+LEARNING_RATE = 1e-3
+BETAS = (0.9, 0.999)
+EPS = 1e-8
+WEIGHT_DECAY = 0.01
+CLIP_GRAD_NORM = 1.0
+LORA_ALPHA_OVER_RANK = 2
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Outcome(NamedTuple):
+    """What a step gives: 0-dim tensors, loss before the update and gradient norm before clipping."""
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class Side(Protocol):
+    """One implementation of the step. The constructor builds the model with its weights and nothing else."""
+
+    def prepare(self) -> None:
+        """Builds the optimizer and what else a step needs; called once."""
+
+    def step(self, ids_BS: Tensor) -> Outcome:
+        """Forward, backward, clip and update on int64 token ids, without waiting for the device."""
+
+    def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
+        """The loss alone, with its autograd graph; `dropout` False turns dropout off."""
+
+
+def hf_config(options: ModelOptions) -> dict[str, Any]:
+    """The model as a Hugging Face `config.json` says it."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": options.hidden,
+        "intermediate_size": options.intermediate,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "num_key_value_heads": options.kv_heads,
+        "head_dim": options.hidden // options.heads,
+        "vocab_size": options.vocab,
+        "max_position_embeddings": options.length,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "use_cache": False,
+    }
+
+
+@torch.no_grad()
+def draw(name: str, out: Tensor) -> None:
+    """Fills `out` with the values that the tensor `name` has on every side.
+
+    Args:
+        name: Hugging Face module and `weight`, `lora_A` or `lora_B`. B is not zero, as it would be in a fresh adapter:
+            with B = 0 the losses would agree whatever the adapters do.
+        out: the parameter.
+    """
+    generator = torch.Generator(out.device).manual_seed(zlib.crc32(name.encode()))
+    values = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    if name.endswith("lora_A"):
+        bound = 1.0 / math.sqrt(out.shape[1])
+        values.uniform_(-bound, bound, generator=generator)
+    elif out.dim() == 1:
+        values.normal_(1.0, 0.1, generator=generator)
+    else:
+        values.normal_(0.0, 0.02, generator=generator)
+    out.copy_(values)
+
+
+def draw_batches(options: ModelOptions, device: torch.device, count: int) -> list[Tensor]:
+    """`count` batches of token ids [rows, length]."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (options.rows, options.length)
+    return [torch.randint(options.vocab, shape, generator=generator).to(device) for _ in range(count)]
+
+
+def step_operations(options: ModelOptions) -> int:
+    """Floating-point operations of a LoRA step: what any implementation multiplies, adapters left out.
+
+    4 a weight and token (forward and input gradient; no weight gradient) over all linears and the head, and causal
+    attention's 6 L s h a token, forward and backward. That nothing is needed below the first layer is not subtracted,
+    as it is not in published figures.
+    """
+    hidden, kv_width = options.hidden, options.kv_width
+    layer = hidden * (2 * hidden + 2 * kv_width) + 3 * hidden * options.intermediate
+    weights = options.layers * layer + hidden * options.vocab
+    return options.tokens * (4 * weights + 6 * options.layers * options.length * hidden)
+
+
+def attention_kernel(loss: Tensor) -> str:
+    """Names of the attention nodes in a loss's autograd graph, without their decoration."""
+    found, seen, waiting = set(), set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "attention" in node.name().lower():
+            found.add(node.name().removesuffix("0").removesuffix("Backward"))
+        waiting += [parent for parent, _ in node.next_functions]
+    return ", ".join(sorted(found)) or "unfused"

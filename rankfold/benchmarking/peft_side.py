@@ -1,0 +1,137 @@
+"""The step as transformers and PEFT take it, with the settings that serve them best: plain, with gradient
+checkpointing, and with Liger's kernels in the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
+from engine.models.dtypes import TORCH_DTYPES
+from rankfold.benchmarking.model import (
+    BETAS,
+    CLIP_GRAD_NORM,
+    EPS,
+    LEARNING_RATE,
+    LORA_ALPHA_OVER_RANK,
+    TARGETS,
+    WEIGHT_DECAY,
+    Outcome,
+    draw,
+    hf_config,
+)
+from rankfold.benchmarking.options import ModelOptions
+
+try:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+    from transformers.models.llama import modeling_llama
+except ImportError as error:
+    raise UserError(f"this section compares with transformers and PEFT, but: {error}; pip install peft.") from None
+
+
+class PeftSide:
+    """See `model.Side`.
+
+    With bfloat16 the adapters are fp32 and the forward runs under autocast, as transformers' Trainer does it.
+    """
+
+    def __init__(self, options: ModelOptions, device: torch.device) -> None:
+        self._options, self._device = options, device
+        dtype = TORCH_DTYPES[options.dtype]
+        with torch.device(device):
+            base = AutoModelForCausalLM.from_config(
+                LlamaConfig(**hf_config(options)), dtype=dtype, attn_implementation="sdpa"
+            )
+            self._change_base(base)
+            lora = LoraConfig(
+                r=options.rank,
+                lora_alpha=options.rank * LORA_ALPHA_OVER_RANK,
+                lora_dropout=options.dropout,
+                target_modules=list(TARGETS),
+                task_type="CAUSAL_LM",
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # PEFT's own use of transformers
+                self.model = get_peft_model(base, lora)
+        for name, parameter in self.model.named_parameters():
+            place = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            draw(place.removesuffix(".default.weight"), parameter)
+        self.model.train()
+
+    def _change_base(self, base: PreTrainedModel) -> None:
+        """Changes the base before the adapters are put in; nothing here."""
+
+    def prepare(self) -> None:
+        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._trained, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+    def _autocast(self) -> AbstractContextManager:
+        if self._options.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self._device.type, TORCH_DTYPES[self._options.dtype])
+
+    def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
+        if not dropout:
+            self.model.eval()
+        with self._autocast():
+            loss = self.model(input_ids=ids_BS, labels=ids_BS).loss
+        if not dropout:
+            self.model.train()
+        return loss
+
+    def step(self, ids_BS: Tensor) -> Outcome:
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(ids_BS)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, CLIP_GRAD_NORM)
+        self._optimizer.step()
+        return Outcome(loss.detach(), norm)
+
+
+class CheckpointingSide(PeftSide):
+    """Each layer keeps its input alone and is computed again in backward."""
+
+    def _change_base(self, base: PreTrainedModel) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # its name changes in transformers 6
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+_REPLACED = ("LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb")
+"""What Liger replaces in transformers' Llama for the whole process."""
+
+
+class LigerSide(PeftSide):
+    """PEFT with `apply_liger_kernel_to_llama`: norms, SwiGLU, rotary embedding, and head and loss in one.
+
+    It replaces names in transformers' module, where plain PEFT would meet them too. So the module is put back, and what
+    is looked up there at each forward, the rotary embedding, is Liger's only while this side computes.
+    """
+
+    def _change_base(self, base: PreTrainedModel) -> None:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        before = {name: vars(modeling_llama)[name] for name in _REPLACED}
+        apply_liger_kernel_to_llama(model=base)
+        self._rotate = modeling_llama.apply_rotary_pos_emb
+        vars(modeling_llama).update(before)
+
+    @contextmanager
+    def _own_rotation(self) -> Iterator[None]:
+        before = modeling_llama.apply_rotary_pos_emb
+        modeling_llama.apply_rotary_pos_emb = self._rotate
+        try:
+            yield
+        finally:
+            modeling_llama.apply_rotary_pos_emb = before
+
+    def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
+        with self._own_rotation():
+            return super().loss(ids_BS, dropout=dropout)

@@ -1,0 +1,103 @@
+"""A side of the step section in a process of its own, in which it runs as its users run it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.models.dtypes import TORCH_DTYPES
+from rankfold.benchmarking.ceilings import PRODUCT, Ceilings
+from rankfold.benchmarking.engine_side import EngineSide
+from rankfold.benchmarking.floor import GemmFloor
+from rankfold.benchmarking.machine import choose_device
+from rankfold.benchmarking.model import attention_kernel, draw_batches
+from rankfold.benchmarking.options import ModelOptions
+from rankfold.benchmarking.sides import ENGINE, find_sides, set_up
+from rankfold.benchmarking.timing import Sample, measure
+from rankfold.benchmarking.workers import Offer, Worker
+
+FLOOR = "matrix products alone"
+NUM_BATCHES = 4
+_CEILING = {"cpu": 2048, "cuda": 8192}
+"""Size of the square product that gives the speed of arithmetic."""
+
+
+class RemoteSide:
+    """Looks like a `model.Side`, but for results that have left the device."""
+
+    def __init__(self, name: str, options: ModelOptions) -> None:
+        self._worker = Worker(_offer, name, options)
+
+    def prepare(self) -> None:
+        """See `model.Side`."""
+        self._worker.ask("prepare")
+
+    def step(self, ids_BS: Tensor) -> tuple[float, float]:
+        """Loss and gradient norm; see `model.Side`."""
+        return self._worker.ask("step", ids_BS.tolist())
+
+    def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> float:
+        """See `model.Side`."""
+        return self._worker.ask("loss", ids_BS.tolist(), dropout)
+
+    def attention_kernel(self) -> str:
+        """Which kernel its attention ran."""
+        return self._worker.ask("attention")
+
+    def engine_kernels(self) -> str:
+        """The engine alone: the sentence that says which backend it took."""
+        return self._worker.ask("kernels")
+
+    def operations(self, what: str) -> int:
+        """The engine alone: of the floor, or of the square product."""
+        return self._worker.ask(f"operations of {what}")
+
+    def timed(self, what: str) -> Callable[[], Sample]:
+        """What runs "a step" on the next batch, or (the engine alone) the floor or the square product, once."""
+        return partial(self._worker.ask, what)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _offer(name: str, options: ModelOptions) -> Offer:
+    """What the process of a side can be asked for."""
+    device = choose_device(options.device)
+    kind = find_sides(options, device)[0][name]
+    set_up(options, keeps_freed_memory=kind.keeps_freed_memory)
+    side = kind.build(options, device)
+    batches = draw_batches(options, device, NUM_BATCHES)
+    stream = itertools.cycle(batches)
+
+    def step(ids: list[list[int]]) -> tuple[float, float]:
+        outcome = side.step(torch.tensor(ids, device=device))
+        return float(outcome.loss), float(outcome.grad_norm)
+
+    def loss(ids: list[list[int]], dropout: bool) -> float:
+        with torch.no_grad():
+            return float(side.loss(torch.tensor(ids, device=device), dropout=dropout))
+
+    offer: dict[str, Callable[..., Any]] = {
+        "prepare": side.prepare,
+        "step": step,
+        "loss": loss,
+        "attention": lambda: attention_kernel(side.loss(batches[0])),
+        "a step": lambda: measure(lambda: side.step(next(stream)), device),
+    }
+    if name == ENGINE:
+        assert isinstance(side, EngineSide)
+        floor = GemmFloor(side.linear_weights(), options.tokens)
+        ceilings = Ceilings(device, TORCH_DTYPES[options.dtype], copy_mib=1, size=_CEILING[device.type])
+        offer |= {
+            "kernels": lambda: side.kernels,
+            FLOOR: lambda: measure(floor.run, device),
+            PRODUCT: lambda: measure(ceilings.product, device),
+            f"operations of {FLOOR}": floor.operations,
+            f"operations of {PRODUCT}": lambda: ceilings.operations,
+        }
+    return offer

@@ -1,0 +1,199 @@
+"""The sections there are, and the options of those that measure one capability each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from engine.errors import UserError
+from rankfold.benchmarking.options import (
+    DTYPES,
+    KernelOptions,
+    MemoryOptions,
+    ModelOptions,
+    StepOptions,
+    TaxOptions,
+    at_least,
+    option,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphOptions(ModelOptions):
+    """A step replayed as CUDA graphs against the same step without, on packed rows.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    rows: int = option(1, "rows in a micro-batch")
+    dtype: str = option("bfloat16", "of weights and activations; no graph is captured in float32", DTYPES)
+    lengths: str = option("512,1024,2048,4096", "tokens in a row, one measurement for each; --length is not read")
+    documents: int = option(8, "documents in a row")
+    accumulation: int = option(1, "micro-batches in a step")
+    repeats: int = option(20, "timed steps of each")
+    warmup: int = option(2, "untimed steps of each, after those that check the losses")
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        for name in ("documents", "accumulation", "repeats"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} is {getattr(self, name)}: give a number of at least 1.")
+        if min(self.row_lengths()) < 2 * self.documents:
+            raise UserError(
+                f"--lengths {self.lengths} leaves documents of less than 2 tokens with --documents {self.documents}: "
+                "give longer rows or fewer documents."
+            )
+
+    def row_lengths(self) -> tuple[int, ...]:
+        """One a measurement."""
+        try:
+            return tuple(int(part) for part in self.lengths.split(","))
+        except ValueError:
+            raise UserError(f"--lengths is {self.lengths!r}: give whole numbers, such as 512,1024.") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreprocessOptions:
+    """Tokenising a file of records into a store beside plain loops over the same tokenizer.
+
+    Raises:
+        UserError: a file that is not there.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    records: str = option("", "JSONL or JSON file of records with texts; it is repeated up to --mb")
+    tokenizer: str = option("", "folder of a fast tokenizer")
+    mb: int = option(64, "megabytes of records")
+    repeats: int = option(3, "timed calls of each")
+
+    def __post_init__(self) -> None:
+        for name in ("records", "tokenizer"):
+            if not Path(getattr(self, name)).exists() or not getattr(self, name):
+                raise UserError(f"--{name} is {getattr(self, name)!r}, which does not exist: give a path.")
+        at_least(self, 1, "mb", "repeats")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertOptions:
+    """Import, reshard, export and merge of a synthetic checkpoint beside cp, and a kill halfway.
+
+    The disk needs room for four times the checkpoint.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    gb: float = option(8.0, "GB of the checkpoint, about")
+    hidden: int = option(4096, "width of the residual stream; a multiple of 512")
+    intermediate: int = option(11008, "width of the MLP")
+    vocab: int = option(32000, "vocabulary size")
+    rank: int = option(16, "rank of the adapter that is merged")
+    folder: str = option("", "folder to work in; the temporary one where empty")
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "hidden", "intermediate", "vocab", "rank")
+        if self.hidden % 512:
+            raise UserError(f"--hidden is {self.hidden}: give a multiple of 512, heads are 128 wide and 4 to a key.")
+        if self.gb <= 0:
+            raise UserError(f"--gb is {self.gb}: give more than 0.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardsOptions(ModelOptions):
+    """What the guards of a run cost, on data-parallel ranks that hold copies of each other's parameters.
+
+    On CPU ranks of this machine, one process each.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    documents: int = option(4, "documents in a row")
+    ranks: int = option(2, "processes, which share the machine's cores")
+    repeats: int = option(30, "timed runs of each work")
+    warmup: int = option(3, "untimed runs of each work before")
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        at_least(self, 1, "documents", "repeats")
+        at_least(self, 2, "ranks")
+        at_least(self, 0, "warmup")
+        if self.length < 2 * self.documents:
+            raise UserError(
+                f"--length {self.length} leaves documents of less than 2 tokens with --documents {self.documents}: "
+                "give longer rows or fewer documents."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveOptions(ModelOptions):
+    """What saving a training checkpoint costs the training: waiting for the disk, and writing beside the steps.
+
+    What was written is opened again and compared with what was trained at that moment.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    repeats: int = option(9, "saves of each kind")
+    steps: int = option(3, "steps after each save, and in each turn without one")
+    folder: str = option("", "where checkpoints are written; empty for a temporary folder")
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        at_least(self, 1, "repeats", "steps")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions(ModelOptions):
+    """Greedy generation against transformers' generate, from one folder of random weights.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    prompt: int = option(128, "tokens of a prompt; --length and --rows are not read")
+    new: int = option(32, "tokens that each row is continued by")
+    batches: str = option("1,4,16", "rows at a time, one measurement for each")
+    repeats: int = option(5, "timed turns")
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        at_least(self, 4, "prompt")
+        at_least(self, 2, "new")
+        at_least(self, 1, "repeats")
+        if min(self.row_counts()) < 1:
+            raise UserError(f"--batches is {self.batches!r}: give numbers of at least 1.")
+
+    def row_counts(self) -> tuple[int, ...]:
+        """One a measurement."""
+        try:
+            return tuple(int(part) for part in self.batches.split(","))
+        except ValueError:
+            raise UserError(f"--batches is {self.batches!r}: give whole numbers, such as 1,4,16.") from None
+
+
+SECTIONS: dict[str, type] = {
+    "step": StepOptions,
+    "kernels": KernelOptions,
+    "lora-tax": TaxOptions,
+    "memory": MemoryOptions,
+    "graph": GraphOptions,
+    "preprocess": PreprocessOptions,
+    "convert": ConvertOptions,
+    "guards": GuardsOptions,
+    "save": SaveOptions,
+    "generate": GenerateOptions,
+}
+"""Section name, which with _ for - is also its module's name -> its options."""

@@ -1,0 +1,112 @@
+"""Who takes the step: the engine and its peers, by the names that tables show and that `--peers` knows."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from engine.runtime.launch import keep_freed_memory
+from rankfold.benchmarking.engine_side import EngineSide
+from rankfold.benchmarking.machine import choose_device
+from rankfold.benchmarking.model import Side, draw_batches
+from rankfold.benchmarking.options import ModelOptions, chosen_names
+from rankfold.benchmarking.peak_memory import peak_above_now
+from rankfold.benchmarking.peers import Peers, find_peers
+from rankfold.benchmarking.peft_side import CheckpointingSide, LigerSide, PeftSide
+from rankfold.benchmarking.processes import caches_in, in_new_process_with
+from rankfold.benchmarking.timing import wait_for
+
+_MEMORY_STEPS = 3
+ENGINE, PEER = "engine", "transformers + PEFT"
+
+
+class SideKind(NamedTuple):
+    """A side's name in tables, and what builds it."""
+
+    name: str
+    build: Callable[[ModelOptions, torch.device], Side]
+    keeps_freed_memory: bool = False
+    """Whether its process asks the C allocator to keep what is freed, as the engine's launcher does on a CPU."""
+
+
+PEER_KINDS = {
+    "peft": SideKind(PEER, PeftSide),
+    "peft-kept-memory": SideKind(f"{PEER}, freed memory kept", PeftSide, keeps_freed_memory=True),
+    "peft-checkpointing": SideKind(f"{PEER}, checkpointing", CheckpointingSide),
+    "liger": SideKind(f"{PEER} + Liger", LigerSide),
+}
+"""Name that `--peers` knows -> the peer."""
+
+
+def find_sides(options: ModelOptions, device: torch.device) -> tuple[dict[str, SideKind], Peers]:
+    """The engine and the peers of this section that can run here, by name in tables; and who cannot."""
+    peers = find_peers(options.PEERS, chosen_names(options.peers, options.PEERS, "peers"), device)
+    engine = SideKind(ENGINE, EngineSide, keeps_freed_memory=True)
+    kinds = [engine, *(PEER_KINDS[name] for name in options.PEERS if name in peers)]
+    return {kind.name: kind for kind in kinds}, peers
+
+
+def set_up(options: ModelOptions, *, keeps_freed_memory: bool = True) -> torch.device:
+    """Threads, allocator and device."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = choose_device(options.device)
+    if device.type == "cpu" and keeps_freed_memory:
+        keep_freed_memory()
+    return device
+
+
+class Alone(NamedTuple):
+    """A side's first steps in a process of its own.
+
+    Args:
+        peak: bytes above the loaded model: optimizer, gradients, activations, buffers; None where not measured.
+        first_seconds: of the first step, with nothing compiled before.
+        share: of the GPU's memory that is taken afterwards, what the allocator keeps included; None on a CPU.
+    """
+
+    peak: int | None
+    first_seconds: float
+    share: float | None
+
+
+def steps_alone(name: str, options: ModelOptions) -> Alone:
+    """Takes a side's first steps in a new process, with empty caches of compiled kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        return in_new_process_with(caches_in(Path(folder)), _first_steps, name, options)
+
+
+def _first_steps(name: str, options: ModelOptions) -> Alone:
+    device = choose_device(options.device)
+    kind = find_sides(options, device)[0][name]
+    set_up(options, keeps_freed_memory=kind.keeps_freed_memory)
+    side = kind.build(options, device)
+    batches = draw_batches(options, device, _MEMORY_STEPS)
+    if device.type == "cuda":
+        square = torch.randn(1024, 1024, device=device)
+        square @ square  # the library's own start is not part of the step
+    seconds = []
+
+    def work() -> None:
+        side.prepare()
+        for ids in batches:
+            wait_for(device)
+            start = time.perf_counter()
+            side.step(ids)
+            wait_for(device)
+            seconds.append(time.perf_counter() - start)
+
+    peak = peak_above_now(work, device)
+    return Alone(peak, seconds[0], _share_taken(device))
+
+
+def _share_taken(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return 1 - free / total

@@ -1,0 +1,201 @@
+"""Section `step`: a training step of this engine against transformers + PEFT and against its matrix products alone.
+
+Each side has a process of its own and they take turns, all alive at once where there is room for that. All start from
+equal weights and see the same batches. Before a side is timed, its losses and gradient norms over the first steps must
+agree with the engine's: timing different computations would say nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rankfold.benchmarking.arrangement import Block, arrange
+from rankfold.benchmarking.ceilings import PRODUCT
+from rankfold.benchmarking.machine import choose_device
+from rankfold.benchmarking.model import draw_batches
+from rankfold.benchmarking.options import StepOptions
+from rankfold.benchmarking.remote import FLOOR, NUM_BATCHES, RemoteSide
+from rankfold.benchmarking.sides import ENGINE, PEER, find_sides, steps_alone
+from rankfold.benchmarking.step_table import StepMeasurement, step_table
+from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.timing import Sample, take_turns
+
+__all__ = ["ENGINE", "FLOOR", "PEER", "check", "run"]
+
+_CHECKED_STEPS = 3
+_LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+"""Relative. A bfloat16 number carries 2^-9 = 2e-3 of rounding, and the two sides round in different places."""
+_NORM_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+
+
+Outcomes = list[tuple[float, float | None]]
+"""Loss and gradient norm of each of the first steps; None where norms are not compared."""
+
+
+class Checked(Protocol):
+    """What is compared of a side; numbers or 0-dim tensors."""
+
+    def step(self, ids_BS: Tensor) -> tuple: ...
+
+    def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor | float: ...
+
+
+def run(options: StepOptions) -> Table:
+    """Measures memory, checks that all sides agree, times them.
+
+    Raises:
+        UserError: a device that is not there.
+        RuntimeError: two sides compute different things.
+    """
+    device = choose_device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)  # what the table says of this machine
+    kinds, peers = find_sides(options, device)
+    _say("memory and first step, each side in a process of its own")
+    alone = {name: steps_alone(name, options) for name in kinds}
+    arrangement = arrange({name: found.share for name, found in alone.items()}, options.repeats)
+    _say(arrangement.sentence)
+    timed = _Timed(options)
+    for block in arrangement.blocks:
+        timed.take(block)
+    measured = StepMeasurement(
+        samples={name: timed.samples[name] for name in (*kinds, FLOOR, PRODUCT)},
+        memory={name: found.peak for name, found in alone.items()},
+        first_seconds={name: found.first_seconds for name, found in alone.items()},
+        attention=timed.attention,
+        engine_kernels=timed.engine_kernels,
+        agreement=compare(options, timed.outcomes),
+        floor_operations=timed.operations[FLOOR],
+        ceiling_operations=timed.operations[PRODUCT],
+        absent=peers.sentences(),
+        arrangement=arrangement.sentence,
+    )
+    return step_table(options, device, measured)
+
+
+class _Timed:
+    """What the sides gave so far, block by block. The floor and the square product run in the engine's process."""
+
+    def __init__(self, options: StepOptions) -> None:
+        self._options = options
+        self._batches = draw_batches(options, torch.device("cpu"), NUM_BATCHES)
+        self.samples: dict[str, list[Sample]] = defaultdict(list)
+        self.outcomes: dict[str, Outcomes] = {}
+        self.attention: dict[str, str] = {}
+        self.engine_kernels = ""
+        self.operations: dict[str, int] = {}
+
+    def take(self, block: Block) -> None:
+        """Starts the block's sides, compares those that are new with the engine, times all and ends them.
+
+        Raises:
+            RuntimeError: two sides compute different things.
+        """
+        _say(f"building {' and '.join(block.names)}")
+        sides = {name: RemoteSide(name, self._options) for name in block.names}
+        try:
+            for name, side in sides.items():
+                side.prepare()
+                if name not in self.outcomes:
+                    self._look_at(name, side)
+            compare(self._options, self.outcomes)
+            self._time(sides, block.repeats)
+        finally:
+            for side in sides.values():
+                side.close()
+
+    def _look_at(self, name: str, side: RemoteSide) -> None:
+        self.outcomes[name] = first_outcomes(self._options, side, self._batches)
+        self.attention[name] = side.attention_kernel()
+        if name == ENGINE:
+            self.engine_kernels = side.engine_kernels()
+            self.operations = {what: side.operations(what) for what in (FLOOR, PRODUCT)}
+
+    def _time(self, sides: Mapping[str, RemoteSide], repeats: int) -> None:
+        runs = {name: side.timed("a step") for name, side in sides.items()}
+        if ENGINE in sides:
+            runs |= {what: sides[ENGINE].timed(what) for what in (FLOOR, PRODUCT)}
+        taken = take_turns(
+            runs,
+            repeats=repeats,
+            warmup=self._options.warmup,
+            turn=lambda done: _say(f"timing {', '.join(sides)}: {done}/{repeats}"),
+        )
+        for name, samples in taken.items():
+            self.samples[name] += samples
+
+
+def _say(what: str) -> None:
+    print(f"[step] {what}", file=sys.stderr, flush=True)
+
+
+def check(options: StepOptions, sides: Mapping[str, Checked], batches: list[Tensor]) -> tuple[str, ...]:
+    """Takes the first steps on all sides and compares each peer with the engine; see `compare`."""
+    return compare(options, {name: first_outcomes(options, side, batches) for name, side in sides.items()})
+
+
+def first_outcomes(options: StepOptions, side: Checked, batches: list[Tensor]) -> Outcomes:
+    """Loss and gradient norm of a side's first steps.
+
+    With dropout the sides draw different masks, so it is the loss of the first forward without it, and no norm.
+    """
+    if options.dropout > 0:
+        with torch.no_grad():
+            return [(float(side.loss(batches[0], dropout=False)), None)]
+    return [(float(loss), float(norm)) for loss, norm in map(side.step, batches[:_CHECKED_STEPS])]
+
+
+def compare(options: StepOptions, outcomes: Mapping[str, Outcomes]) -> tuple[str, ...]:
+    """Compares each peer's first outcomes with the engine's, as far as both are there.
+
+    Returns:
+        Sentences that say how well they agree.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    sentences = []
+    for name, theirs in outcomes.items():
+        if name == ENGINE or ENGINE not in outcomes:
+            continue
+        pairs = list(zip(outcomes[ENGINE], theirs, strict=True))
+        loss = max(_relative(ours[0], found[0]) for ours, found in pairs)
+        norms = [_relative(ours[1], found[1]) for ours, found in pairs if ours[1] is not None and found[1] is not None]
+        sentences.append(_agreement(options, name, loss, max(norms) if norms else None))
+    return tuple(sentences)
+
+
+def _agreement(options: StepOptions, name: str, loss: float, norm: float | None) -> str:
+    """The sentence; `norm` None where gradients could not be compared.
+
+    Raises:
+        RuntimeError: an error is above its limit.
+    """
+    loss_limit, norm_limit = _LOSS_TOLERANCE[options.dtype], _NORM_TOLERANCE[options.dtype]
+    # written so that a NaN fails
+    if not (loss <= loss_limit and (norm is None or norm <= norm_limit)):
+        gradients = "" if norm is None else f" and the gradient norms by {norm:.1e} (limit {norm_limit:.0e})"
+        raise RuntimeError(
+            f"engine and {name} compute different things: the losses differ by {loss:.1e} (limit {loss_limit:.0e})"
+            f"{gradients}, relative."
+        )
+    if norm is None:
+        return (
+            f"Same model as {name}: the first loss without dropout agrees within {loss:.1e}, relative. With dropout "
+            f"{options.dropout} masks differ, so gradients are not compared; --dropout 0 compares them."
+        )
+    return (
+        f"Same computation as {name}: over the first {_CHECKED_STEPS} steps losses agree within {loss:.1e} and "
+        f"gradient norms within {norm:.1e}, relative."
+    )
+
+
+def _relative(ours: float, theirs: float) -> float:
+    error = abs(ours - theirs) / abs(theirs)
+    return error if error == error else float("inf")

@@ -1,0 +1,153 @@
+"""The table of section `step`, from what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from rankfold.benchmarking.ceilings import PRODUCT
+from rankfold.benchmarking.machine import describe
+from rankfold.benchmarking.model import step_operations
+from rankfold.benchmarking.options import StepOptions
+from rankfold.benchmarking.remote import FLOOR
+from rankfold.benchmarking.sides import ENGINE, PEER
+from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.timing import Sample, Summary, paired_ratio, summarise
+
+_COLUMNS = (
+    "", "median ms", "min ms", "max ms", "tokens/s", "TFLOP/s", "share of ceiling", "share of floor", "peak MiB",
+    "first step ms", "attention",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMeasurement:
+    """Everything that the table is made of.
+
+    Args:
+        samples: of each side, of the floor and of the square product, one a turn.
+        memory: bytes above the loaded model; None where not measured.
+        first_seconds: of each side's first step.
+        attention: kernel that each side's attention ran.
+        engine_kernels: the sentence that says which backend the engine took.
+        agreement: sentences: whether losses agree.
+        floor_operations, ceiling_operations: of one run of the floor and of the square product.
+        absent: sentences: which peers did not take part.
+        arrangement: the sentence that says which sides were alive at once.
+    """
+
+    samples: dict[str, list[Sample]]
+    memory: dict[str, int | None]
+    first_seconds: dict[str, float]
+    attention: dict[str, str]
+    engine_kernels: str
+    agreement: tuple[str, ...]
+    floor_operations: int
+    ceiling_operations: int
+    absent: tuple[str, ...]
+    arrangement: str
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        return {name: [sample.seconds for sample in taken] for name, taken in self.samples.items()}
+
+    @property
+    def cpu_seconds(self) -> dict[str, list[float]]:
+        return {name: [sample.cpu_seconds for sample in taken] for name, taken in self.samples.items()}
+
+
+def step_table(options: StepOptions, device: torch.device, measured: StepMeasurement) -> Table:
+    """One row a side, the floor and the square product last."""
+    size = f"hidden {options.hidden}, {options.layers} layers, {options.heads}/{options.kv_heads} heads"
+    clock = measured.seconds
+    return Table(
+        title=f"LoRA training step: {size}, MLP {options.intermediate}, vocabulary {options.vocab}, rank {options.rank}"
+        f" on all linears, {options.rows}x{options.length} tokens, dropout {options.dropout}, {options.dtype}",
+        columns=_COLUMNS,
+        rows=tuple(_row(options, measured, name) for name in clock),
+        findings=_findings(options, device, measured),
+        machine=describe(device, ("transformers", "peft", "liger-kernel", "triton")),
+        data={
+            "section": "step",
+            "options": asdict(options),
+            "device": device.type,
+            "seconds": clock,
+            "cpu_seconds": measured.cpu_seconds,
+            "first_seconds": measured.first_seconds,
+            **({"speedup_over_peft": paired_ratio(clock[PEER], clock[ENGINE])._asdict()} if PEER in clock else {}),
+            "speedup": {name: paired_ratio(clock[name], clock[ENGINE])._asdict() for name in _peers(measured)},
+            "step_operations": step_operations(options),
+            "peak_bytes": measured.memory,
+            "attention": measured.attention,
+            "arrangement": measured.arrangement,
+        },
+    )
+
+
+def _peers(measured: StepMeasurement) -> list[str]:
+    return [name for name in measured.samples if name not in (ENGINE, FLOOR, PRODUCT)]
+
+
+def _row(options: StepOptions, measured: StepMeasurement, name: str) -> tuple[str, ...]:
+    clock = measured.seconds
+    seconds = clock[name]
+    time, peak, first = summarise(seconds), measured.memory.get(name), measured.first_seconds.get(name)
+    takes_steps = name not in (FLOOR, PRODUCT)
+    operations = {FLOOR: measured.floor_operations, PRODUCT: measured.ceiling_operations}.get(
+        name, step_operations(options)
+    )
+    ceiling = [measured.ceiling_operations / each for each in clock[PRODUCT]]
+    rates = [operations / each for each in seconds]
+    return (
+        name,
+        *(f"{value * 1e3:.1f}" for value in time),
+        f"{options.tokens / time.median:,.0f}" if takes_steps else "",
+        f"{operations / time.median / 1e12:.3f}",
+        f"{paired_ratio(rates, ceiling).median:.1%}",
+        f"{paired_ratio(clock[FLOOR], seconds).median:.1%}" if name != PRODUCT else "",
+        f"{peak / 2**20:,.0f}" if peak is not None else "",
+        f"{first * 1e3:,.0f}" if first is not None else "",
+        measured.attention.get(name, ""),
+    )
+
+
+def _spread(ratio: Summary) -> str:
+    return f"{ratio.median:.3f} (from {ratio.low:.3f} to {ratio.high:.3f})"
+
+
+def _findings(options: StepOptions, device: torch.device, measured: StepMeasurement) -> tuple[str, ...]:
+    clock, cpu = measured.seconds, measured.cpu_seconds
+    findings = [*measured.agreement, measured.arrangement]
+    for name in _peers(measured):
+        findings.append(
+            f"Speed against {name}: {_spread(paired_ratio(clock[name], clock[ENGINE]))}, median of "
+            f"{len(clock[ENGINE])} pairs; above 1 the engine is faster."
+        )
+        if device.type == "cpu":
+            findings.append(f"The same in CPU time of all threads: {_spread(paired_ratio(cpu[name], cpu[ENGINE]))}.")
+    rate = measured.floor_operations / summarise(clock[FLOOR]).median
+    findings.append(
+        f"The floor is {measured.floor_operations / 1e9:.1f} GFLOP of frozen products, forward and input gradient, at "
+        f"{rate / 1e9:,.0f} GFLOP/s; attention, adapters and all the rest come on top."
+    )
+    findings.append(
+        f"A step is {step_operations(options) / 1e9:,.1f} GFLOP (4 a weight and token, 6 L s h a token for causal "
+        "attention); the ceiling is the square product, timed in the same turns."
+    )
+    findings.append(f"The engine's {measured.engine_kernels}.")
+    findings += _memory(device, measured)
+    return (*findings, *measured.absent)
+
+
+def _memory(device: torch.device, measured: StepMeasurement) -> list[str]:
+    ours = measured.memory[ENGINE]
+    if ours is None:
+        return ["Peak memory was not measured: on a CPU it needs Linux and a writable /proc/self/clear_refs."]
+    what = "allocated on the GPU" if device.type == "cuda" else "resident, libraries' buffers included"
+    shares = {name: measured.memory[name] for name in _peers(measured)}
+    return [
+        f"Peak memory above the loaded model ({what}): {ours / theirs:.3f} of {name}'s."
+        for name, theirs in shares.items()
+        if theirs is not None
+    ]

@@ -1,0 +1,1 @@
+"""Whether two layouts compute the same: `plan.py certify`."""

@@ -1,0 +1,97 @@
+"""Runs a layout on processes of its own: GPUs where there are enough of them, else CPU ranks that talk by Gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.config.load import to_yaml
+from engine.errors import UserError
+from engine.telemetry.processors import available_processors
+from rankfold.certifying.certificate import Recording
+from rankfold.certifying.layouts import Layout
+from rankfold.certifying.worker import RECIPE, REFUSED
+
+WORKER = Path(__file__).with_name("certify_worker.py")
+
+
+def choose_device(num_ranks: int) -> str:
+    """ "cuda" where every rank of the largest layout gets a GPU of its own, else "cpu"."""
+    return "cuda" if torch.cuda.device_count() >= num_ranks else "cpu"
+
+
+def run_layout(
+    layout: Layout, folder: Path, *, steps: int, device: str, say: Callable[[str], None], worker: Path = WORKER
+) -> Recording:
+    """Trains and records.
+
+    Args:
+        layout: which.
+        folder: an empty one for what the ranks write.
+        steps: to take.
+        device: "cuda" or "cpu", the same for all layouts of a comparison.
+        say: gets each line that rank 0 prints.
+        worker: what each rank runs.
+
+    Raises:
+        UserError: the ranks refused the run.
+        RuntimeError: they failed, which is a defect; what they printed is on stderr.
+    """
+    recipe = {"config": to_yaml(layout.config), "steps": steps}
+    (folder / RECIPE).write_text(json.dumps(recipe), encoding="utf-8")
+    complaints = folder / "stderr.txt"
+    with open(complaints, "w", encoding="utf-8") as stderr:
+        process = subprocess.Popen(
+            [*_launcher(layout.num_ranks), str(worker), str(folder)],
+            env=_environment(layout.num_ranks, device),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                say(f"[{layout.label}] {line.rstrip()}")
+            status = process.wait()
+        finally:
+            # whoever leaves early, by Ctrl-C or a closed pipe, takes the ranks along; torchrun ends its own
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    if status:
+        _fail(layout, folder, complaints.read_text(encoding="utf-8", errors="replace"), status)
+    return Recording(folder, layout.num_ranks)
+
+
+def _launcher(num_ranks: int) -> list[str]:
+    if num_ranks == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+
+
+def _environment(num_ranks: int, device: str) -> dict[str, str]:
+    environment = dict(os.environ)
+    # without it torchrun takes one thread a rank, and says so
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, available_processors() // num_ranks)))
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        # cuBLAS gives the same bits each time only with a workspace of its own for each stream
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return environment
+
+
+def _fail(layout: Layout, folder: Path, complaints: str, status: int) -> None:
+    """Says why: one sentence where a rank refused, else all that they printed."""
+    sentences = [path.read_text(encoding="utf-8") for path in sorted(folder.glob(REFUSED.format("*")))]
+    # a rank that was ended while it wrote leaves an empty file
+    if said := next(filter(None, sentences), None):
+        raise UserError(f"{layout.source}: {said}")
+    print(complaints, file=sys.stderr, flush=True)
+    raise RuntimeError(f"the ranks of {layout.label} ended with status {status}; what they printed stands above")

@@ -1,0 +1,170 @@
+"""Converts checkpoints: import a Hugging Face model, export a model or an adapter, merge, reshard, look into either.
+Or a configuration: files, command lines and scripts of other trainers (TRL, PEFT, LLaMA-Factory, Axolotl, Megatron-LM,
+accelerate, DeepSpeed).
+
+python tools/convert.py import --source HF_DIR --out CKPT_DIR --tensor 2
+python tools/convert.py reshard --source CKPT_DIR --out OTHER_DIR --tensor 4
+python tools/convert.py export --source RUN_DIR --out ADAPTER_DIR --format peft
+python tools/convert.py export --source RUN_DIR --out HF_DIR --format hf --merge
+python tools/convert.py export --source CKPT_DIR --out HF_DIR --format hf
+python tools/convert.py merge --base HF_DIR --adapter ADAPTER_DIR --out MERGED_DIR
+python tools/convert.py inspect DIR
+python tools/convert.py config accelerate.yaml --flags "--lora_r 16 --max_steps 1024" --out run.yaml
+python tools/convert.py config --flags "trl sft --model_name_or_path MODEL --use_peft" --out run.yaml
+
+A conversion that was killed goes on where it stopped when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from math import isfinite
+from pathlib import Path
+
+from engine.config.command_line import CommandLine, named_as
+from engine.config.conversion import command as config_conversion
+from engine.config.model import BASE_DTYPES
+from engine.config.units import read_gb, read_step
+from engine.conversion.prefetch import start_reading
+from engine.errors import UserError
+
+_TENSOR = {"parallel.tensor": "--tensor"}
+_MERGE = {"model.path": "--base", "model.base_dtype": "--base-dtype", "lora.init_from": "--adapter"}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; needs no torch, so that --help is quick."""
+    parser = CommandLine(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    importing = commands.add_parser(
+        "import", help="partition a Hugging Face model for tensor parallelism", stands_for=_TENSOR
+    )
+    importing.add_argument("--source", required=True, type=Path, help="Hugging Face folder, or a partitioned base")
+    importing.add_argument("--tensor", type=int, default=1, help="number of partitions (default 1)")
+    _add_common(importing)
+
+    resharding = commands.add_parser(
+        "reshard", help="write a partitioned base again for another number of ranks", stands_for=_TENSOR
+    )
+    resharding.add_argument("--source", required=True, type=Path, help="a partitioned base")
+    resharding.add_argument("--tensor", required=True, type=int, help="number of partitions")
+    _add_common(resharding)
+
+    exporting = commands.add_parser("export", help="give back a PEFT adapter or a Hugging Face model")
+    exporting.add_argument("--source", required=True, type=Path, help="folder of a run, of a checkpoint, or of a base")
+    exporting.add_argument("--format", required=True, choices=("peft", "hf"), help="an adapter, or a whole model")
+    exporting.add_argument("--merge", action="store_true", help="with hf: put trained adapters into the weights")
+    exporting.add_argument("--base", type=Path, help="the base of a run, where it has moved")
+    exporting.add_argument(
+        "--base-name",
+        metavar="NAME",
+        help="with peft: what the adapter calls its base, as on a hub",
+    )
+    exporting.add_argument(
+        "--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)"
+    )
+    _add_model_options(exporting)
+    _add_common(exporting)
+
+    merging = commands.add_parser("merge", help="put a PEFT adapter into the weights of its base", stands_for=_MERGE)
+    merging.add_argument("--base", required=True, type=Path, help="Hugging Face folder, or a partitioned base")
+    merging.add_argument("--adapter", required=True, type=Path, help="folder of a PEFT LoRA adapter")
+    merging.add_argument(
+        "--base-dtype",
+        choices=BASE_DTYPES,
+        help="the adapter was trained beside the base in this encoding: merge into what it makes of the weights",
+    )
+    _add_model_options(merging)
+    _add_common(merging)
+
+    inspecting = commands.add_parser("inspect", help="say what a folder holds")
+    inspecting.add_argument("folder", type=Path, help="a run, a checkpoint, or a model")
+    inspecting.add_argument(
+        "--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)"
+    )
+    inspecting.add_argument("--verify", action="store_true", help="read every piece and check its checksum")
+
+    configuring = commands.add_parser("config", help="turn another trainer's files and flags into a run's YAML")
+    config_conversion.add_arguments(configuring)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, type=Path, help="folder to make")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing model, adapter or checkpoint")
+    parser.add_argument("--verify", action="store_true", help="read everything back from the disk and compare")
+    parser.add_argument("--threads", type=int, help="that read and write (default: two a processor, at most 8)")
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-shard-gb", type=read_gb, default=5.0, help="largest weight file, such as 5 or 5GB (default 5)"
+    )
+    parser.add_argument(
+        "--fused",
+        choices=("keep", "split", "qkv", "all"),
+        default="keep",
+        help="query, key and value, and gate and up: as the base has them (default), apart, query-key-value as one "
+        "qkv_proj, or both fused",
+    )
+    parser.add_argument(
+        "--stored-base",
+        action="store_true",
+        help="merge into the weights as stored, also where the base was encoded in training (default: into what the "
+        "encoding made of them, which is the model that was trained)",
+    )
+    parser.add_argument("--no-proof", action="store_true", help="do not compare logits with stock transformers or PEFT")
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
+    with named_as(arguments.stands_for):
+        _carry_out(arguments)
+
+
+def _carry_out(arguments: argparse.Namespace) -> None:
+    if arguments.command == "config":
+        config_conversion.run(arguments)
+        return
+    if arguments.command != "inspect":
+        start_reading([arguments.base if arguments.command == "merge" else arguments.source])
+    # Imported after the command line is known to be sound: torch takes seconds to load.
+    from engine.conversion import commands
+
+    if arguments.command == "inspect":
+        commands.run_inspect(arguments.folder, step=arguments.step, verify=arguments.verify)
+        return
+    out, given = arguments.out, vars(arguments)
+    model = {}
+    if "fused" in given:
+        if not isfinite(arguments.max_shard_gb):
+            raise UserError(
+                f"--max-shard-gb is {arguments.max_shard_gb}, but a number above 0 is expected: use e.g. 5."
+            )
+        model = {
+            "max_shard_bytes": int(arguments.max_shard_gb * 1e9),
+            "fusing": arguments.fused,
+            "proof": not arguments.no_proof,
+            "stored_base": arguments.stored_base,
+        }
+    options = commands.Options(
+        overwrite=arguments.overwrite, verify=arguments.verify, threads=arguments.threads, **model
+    )
+    if arguments.command == "import":
+        commands.run_import(arguments.source, out, tensor=arguments.tensor, options=options)
+    elif arguments.command == "reshard":
+        commands.run_reshard(arguments.source, out, tensor=arguments.tensor, options=options)
+    elif arguments.command == "merge":
+        commands.run_merge(arguments.base, arguments.adapter, out, base_dtype=arguments.base_dtype, options=options)
+    else:
+        commands.run_export(
+            arguments.source,
+            out,
+            form=arguments.format,
+            merge=arguments.merge,
+            base=arguments.base,
+            step=arguments.step,
+            options=options,
+            base_name=arguments.base_name,
+        )

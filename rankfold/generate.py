@@ -1,0 +1,40 @@
+"""Continues texts with a model, on one device or several, with an adapter beside its base or without.
+
+python tools/generate.py --model HF_DIR --prompt "Once upon a time"
+python tools/generate.py --model HF_DIR --adapter RUN_DIR --chat
+torchrun --nproc-per-node 4 tools/generate.py --model DIR --tensor 2 --pipeline 2 --prompts in.jsonl --out out.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from engine.config.command_line import named_as
+from engine.errors import LostRankError
+from rankfold.generating.options import build_parser, check_prompts, limits, model_choice, sampling
+
+_A_WEEK = 7 * 86400.0
+
+
+def main() -> None:
+    arguments = build_parser(__doc__).parse_args()
+    with named_as(arguments.stands_for):
+        _generate(arguments)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    check_prompts(arguments)
+    for options in (model_choice, sampling, limits):
+        options(arguments)
+    # imported after the options are known to be sound: torch and transformers take seconds to load
+    from engine.distributed.failures import CommunicationError
+    from engine.runtime.launch import start, stop
+    from rankfold.generating.session import Session
+
+    at_terminal = not arguments.prompt and arguments.prompts is None
+    # at a terminal the other ranks wait for a person
+    try:
+        Session(arguments, start(_A_WEEK if at_terminal else 600.0)).run()
+    except CommunicationError as error:
+        raise LostRankError(f"{error}: look at what that rank printed, and start again.") from error
+    stop()

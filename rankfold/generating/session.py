@@ -1,0 +1,184 @@
+"""The three ways to use a model: prompts on the command line, a file of them, or one after the other at a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
+from engine.distributed.collectives import broadcast_object
+from engine.errors import UserError
+from engine.inference.generate import Answer, Generator, Request, Speed, check_requests, context_limit
+from engine.inference.model_part import InferenceStage
+from engine.inference.options import Limits
+from engine.inference.speed_report import measure, report_lines
+from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from engine.training.generation import OpenedModel, open_for_generation, storage_bytes
+from rankfold.generating.options import limits, model_choice, sampling
+from rankfold.generating.prompts import RecordsOut, Writer, read_records, record_ids, requests_of
+
+_HELP = "a line is a prompt; /reset forgets the conversation, /exit or the end of input ends"
+
+
+class Session:
+    """A model that is open, and what it is asked.
+
+    Args:
+        arguments: the command line.
+        launch: this process.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, launch: Launch) -> None:
+        self._arguments, self._launch, self._log = arguments, launch, Log(launch.rank)
+        self._sampling, self._limits = sampling(arguments), limits(arguments)
+        records = None if arguments.prompts is None else read_records(arguments.prompts)
+        choice = model_choice(arguments)
+        self._model: OpenedModel = open_for_generation(choice, launch, self._log)
+        tokenizer = self._open_tokenizer()
+        for warning in tokenizer.chat_warnings():
+            self._log.warning(warning)
+        if not arguments.ignore_eos:
+            ends = self._limits.stop_ids | self._model.end_tokens(tokenizer.eos_id)
+            self._limits = replace(self._limits, stop_ids=ends)
+        self._writer = Writer(tokenizer=tokenizer, chat=arguments.chat, system=arguments.system)
+        self._records: list[dict[str, Any]] | None = records
+        self._generator: Generator | None = None
+
+    def _open_tokenizer(self) -> Tokenizer:
+        """That of the command line, else the one trained with, else the model's; so too the chat template."""
+        arguments, trained = self._arguments, self._model.tokenizer
+        path, own = arguments.tokenizer or trained.path or self._model.folder, arguments.chat_template is None
+        if path == trained.path and not path.exists():
+            raise UserError(
+                f"--adapter {arguments.adapter} was trained with the tokenizer at {path}, which is gone: give it as "
+                "--tokenizer."
+            )
+        if arguments.chat and own and trained.chat_template is not None:
+            self._log.info("the chat template is the one that the adapter was trained with")
+        chat = ChatOptions(
+            template=arguments.chat_template,
+            trained_template=trained.chat_template,
+            arguments=arguments.chat_arguments,
+        )
+        return load_tokenizer(path, chat)
+
+    def run(self) -> None:
+        """Answers everything that was asked. Collective."""
+        if self._records is not None:
+            self._answer_file(self._records)
+        elif self._arguments.prompt:
+            self._answer_prompts(self._arguments.prompt)
+        else:
+            self._talk()
+        if self._arguments.report:
+            self._report()
+
+    def _answer_file(self, records: list[dict[str, Any]]) -> None:
+        requests = requests_of([record_ids(record, self._writer) for record in records])
+        generator = self._make_generator(requests, self._limits)
+        out = None
+        if self._log.enabled:
+            out = RecordsOut(records, self._arguments.out, with_ids=self._arguments.ids)
+        generator.run(requests, on_answer=None if out is None else out.add)
+        if out is not None:
+            out.close()
+
+    def _answer_prompts(self, texts: list[str]) -> None:
+        requests = requests_of([self._writer.text(text) for text in texts])
+        generator = self._make_generator(requests, self._limits)
+        if len(requests) == 1:
+            generator.run(requests, on_text=self._show())
+            self._say("\n")
+            return
+
+        def show(answer: Answer) -> None:
+            self._say(f"[{answer.request.row + 1}]{'' if answer.text[:1].isspace() else ' '}{answer.text}\n")
+
+        for answer in generator.run(requests):
+            show(answer)
+
+    def _talk(self) -> None:
+        """Lines at the terminal of rank 0, until it ends."""
+        self._log.info(_HELP)
+        messages: list[dict[str, Any]] = []
+        row = 0
+        while (line := self._ask()) is not None:
+            if line == "/reset":
+                messages = []
+                continue
+            asked = [*messages, {"role": "user", "content": line}]
+            ids = self._writer.conversation(asked) if self._writer.chat else self._writer.text(line)
+            request = Request(row=row, ids=ids)
+            row += 1
+            try:
+                generator = self._make_generator([request], replace(self._limits, slots=1))
+            except UserError as error:  # said, and the next line may fit; the same on all ranks
+                self._log.info(f"error: {error}")
+                continue
+            (answer,) = generator.run([request], on_text=self._show())
+            self._say("\n")
+            messages = [*asked, {"role": "assistant", "content": answer.text}]
+
+    def _ask(self) -> str | None:
+        """The next line that is not empty, the same on all ranks; None at the end."""
+        line: str | None = ""
+        while line == "":
+            if self._launch.rank == 0:
+                if sys.stdin.isatty():
+                    self._say("> ")
+                raw = sys.stdin.readline()
+                line = raw.strip() if raw else None
+            line = broadcast_object(line)  # type: ignore[assignment]
+        return None if line == "/exit" else line
+
+    def _make_generator(self, requests: list[Request], limits: Limits) -> Generator:
+        """One with a cache for these requests; a cache that is large enough is used again."""
+        model = self._model
+        check_requests(requests, model.config, limits.max_new_tokens)
+        slots = min(limits.slots, len(requests))
+        length = max(len(request.ids) for request in requests) + limits.max_new_tokens
+        if self._generator is not None and self._generator.stage.cache.length >= length:
+            return self._generator
+        if self._records is None and not self._arguments.prompt:  # more lines follow, and mostly longer ones
+            length = min(context_limit(model.config), max(2 * length, 1024))
+        speed = Speed() if self._generator is None else self._generator.speed
+        stage = InferenceStage(
+            model.decoder,
+            tp=model.mesh.tp,
+            pp=model.mesh.pp,
+            sampling=self._sampling,
+            slots=slots,
+            length=length,
+            device=self._launch.device,
+            synchronise=self._arguments.report,
+        )
+        self._generator = Generator(stage, replace(limits, slots=slots), self._writer.tokenizer, speed=speed)
+        return self._generator
+
+    def _show(self) -> Callable[[Request, str], None] | None:
+        """What shows text as it comes, on the rank that does."""
+        return (lambda _, text: self._say(text)) if self._log.enabled else None
+
+    def _say(self, text: str) -> None:
+        if self._log.enabled:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _report(self) -> None:
+        if self._generator is None:
+            self._log.info("nothing was generated, so there is nothing to report")
+            return
+        figures = measure(
+            self._model.mesh,
+            self._generator.speed,
+            device=self._launch.device,
+            weight_bytes=storage_bytes(self._model.decoder),
+            pass_bytes=storage_bytes(self._model.decoder, each_token=True),
+            cache_bytes=self._generator.stage.cache.num_bytes,
+        )
+        for line in report_lines(figures):
+            self._log.info(line)

@@ -1,0 +1,121 @@
+"""What a rank will hold, which layouts of the GPUs fit, and which of them is fastest.
+
+Predicts the peak memory of a rank by part (weights, adapters, fp32 masters, gradients and optimizer state, activations
+under each recompute policy, logits, buffers of collectives, temporary tensors) and the time of a step, for every layout
+of the GPUs. Prints the fastest that fits with its table, the next ones, why the rest do not fit, and the sections of a
+configuration for tools/pretrain_lora.py; where nothing fits, what to add to the command so that it does. --offload and
+--activation-dtype let it put things into host memory, or keep them in fewer bits. --config predicts for one
+configuration as it is, and with --measure takes its steps on this device, with drawn weights. Nothing is measured
+unless --probe or --measure is given; --examples answers for some well known models and machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from engine.config.memory import RECOMPUTE_LEVELS
+from engine.config.model import DTYPES
+from engine.config.paths import path_text
+from engine.config.units import read_count, read_gib, read_length
+from engine.errors import UserError
+
+STANDS_FOR = {
+    "model.path": "--model", "model.dtype": "--dtype", "model.base_dtype": "--base-dtype",
+    "model.kernels": "--kernels", "data.seq_length": "--seq-length", "train.micro_batch_size": "--micro-batch",
+    "train.global_batch_size": "--global-batch", "lora.rank": "--rank", "lora.dropout": "--dropout",
+    "lora.targets": "--targets", "trainable": "--trainable", "objective.name": "--objective",
+    "memory.recompute": "--recompute", "memory.activation_dtype": "--activation-dtype",
+}  # fmt: skip
+"""What a run calls it -> the flag; see `engine.config.command_line`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this command."""
+    parser.add_argument(
+        "--model", type=path_text, metavar="PATH", help="folder of a model, or its config.json under any name"
+    )
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many (default 1)")
+    parser.add_argument(
+        "--gpu-memory", type=read_gib, default=80.0, metavar="GIB", help="of each, as 80 or 80GB (default 80)"
+    )
+    parser.add_argument(
+        "--host-memory",
+        type=read_gib,
+        metavar="GIB",
+        help="of a machine, which up to 8 GPUs share; what --offload may fill (default: this machine's)",
+    )
+    parser.add_argument(
+        "--reserve", type=float, default=6.0, metavar="PERCENT",
+        help="of the memory that stays free for the device's context, communicators and fragments (default 6)",
+    )  # fmt: skip
+    parser.add_argument("--machine", metavar="NAME", help="speeds to assume: h100-80, h200-141, a100-80, a100-40, "
+                        "rtx4090-24, or cpu, which is measured (default: by --gpu-memory)")  # fmt: skip
+    work = parser.add_argument_group("what is trained")
+    work.add_argument(
+        "--seq-length", type=read_length, default=2048, metavar="TOKENS", help="of a row, as 8192 or 8k (default 2048)"
+    )
+    work.add_argument("--micro-batch", type=int, default=1, metavar="ROWS", help="default 1")
+    work.add_argument("--global-batch", type=int, metavar="ROWS", help="of a step (default: 8, or one row a GPU)")
+    work.add_argument("--rank", type=int, metavar="R", help="of the adapters (default 16, or 0 with --trainable '*')")
+    work.add_argument("--dropout", type=float, default=0.0, metavar="P", help="of the adapters (default 0)")
+    work.add_argument("--targets", metavar="NAME,..", help="modules with an adapter (default: all linears of a layer)")
+    work.add_argument("--trainable", metavar="NAME,..", help="modules trained in full, '*' for all (default none)")
+    work.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default bfloat16")
+    work.add_argument(
+        "--base-dtype",
+        metavar="NAME",
+        help="how frozen weights are stored: nf4, int8, fp8 or fp8_row (default --dtype)",
+    )
+    work.add_argument("--objective", default="language_modeling", metavar="NAME", help="as objective.name")
+    work.add_argument(
+        "--beside", type=read_count, default=0, metavar="N",
+        help="frozen parameters of other parts, such as a vision tower of 427M, divided like the layers' (default 0)",
+    )  # fmt: skip
+    work.add_argument("--kernels", default="auto", help="backend of the ops, as model.kernels (default auto)")
+    work.add_argument(
+        "--recompute", metavar="LEVEL,..", help=f"policies to try: {', '.join(RECOMPUTE_LEVELS)} (default: all of them)"
+    )
+    work.add_argument(
+        "--offload",
+        metavar="NAME,..",
+        help="what may wait in host memory: weights, optimizer, activations (default none)",
+    )
+    work.add_argument(
+        "--activation-dtype", metavar="NAME,..",
+        help="what activations may be kept in beside their own dtype: bfloat16, float8 (default none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--config", type=path_text, metavar="FILE", help="predict for this configuration, on --gpus ranks, not search"
+    )
+    parser.add_argument("--measure", action="store_true", help="with --config: take its steps on this device")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="alternatives to show (default 5)")
+    parser.add_argument("--probe", action="store_true", help="take real steps of 2 and of 4 layers on this device")
+    parser.add_argument("--examples", action="store_true", help="answer for well known models and machines instead")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints the plan.
+
+    Raises:
+        UserError: options that do not go together, or a model that cannot be read.
+    """
+    from rankfold.planning import memory_config, memory_examples, memory_probe, memory_report
+    from rankfold.planning.memory_question import ask, easier
+
+    if arguments.examples:
+        print(memory_examples.report())
+        return
+    if arguments.config is not None:
+        print(memory_config.report(arguments))
+        return
+    if arguments.measure:
+        raise UserError("--measure is given without --config: name the configuration to measure.")
+    if arguments.model is None:
+        raise UserError("--model is not given: name the folder of a model or its config.json, or ask for --examples.")
+    answer = ask(arguments)
+    print(memory_report.report(answer, top=arguments.top))
+    if not answer.found.fitting:
+        print("\n" + memory_report.alternatives(easier(arguments)))
+    if arguments.probe:
+        print()
+        print(memory_probe.report(answer))

@@ -1,0 +1,127 @@
+"""One configuration as it is: what a rank will hold and how long a step takes; and, measured, what it does.
+
+Measuring takes the configuration's steps on this device with drawn weights and drawn tokens, on one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from engine.config.load import parse_config
+from engine.config.rules import check_config, check_world
+from engine.config.run import RunConfig
+from engine.errors import UserError
+from engine.models.families import family_of
+from engine.planning.machine import Machine, machine_for
+from engine.planning.peak import predict_layout
+from engine.planning.predict import memory_plan_of, workload_of
+from engine.planning.rank_layout import Layout, Workload
+from engine.planning.search import Candidate
+from engine.planning.step_time import predict_time
+from engine.runtime.launch import Launch
+from engine.training.module_plan import training_plan
+from rankfold.planning.memory_measure import measure
+from rankfold.planning.memory_question import GIB, measured_cpu, read_config
+from rankfold.planning.memory_report import part_table, table
+
+_STEPS = 4
+"""Steps of a measurement; the last one counts."""
+
+
+def report(arguments: argparse.Namespace) -> str:
+    """The table, and beside it what was measured where that is asked for.
+
+    Raises:
+        UserError: the configuration does not fit the model or the ranks, or it cannot be measured here.
+    """
+    config = _read(arguments)
+    candidate, machine = _predicted(config, arguments)
+    time = candidate.time
+    assert time is not None
+    lines = [
+        f"{arguments.config}: {candidate.label()}; base {config.model.base_dtype or config.model.dtype}",
+        f"predicted: step {time.step:.3g} s, {time.tokens_per_second / arguments.gpus:,.0f} tokens/s a GPU with the "
+        f"speeds of {machine.name}",
+        "",
+        part_table(candidate),
+    ]
+    peak, capacity = candidate.estimate.peak / GIB, arguments.gpu_memory * (1 - arguments.reserve / 100)
+    verdict = "fits" if peak <= capacity else "does not fit"
+    lines += ["", f"{peak:.2f} GiB at most: {verdict} {arguments.gpu_memory:g} GiB less {arguments.reserve:g}%."]
+    if arguments.measure:
+        lines += ["", _measured(config, candidate)]
+    return "\n".join(lines)
+
+
+def _read(arguments: argparse.Namespace) -> RunConfig:
+    given = ["--config", arguments.config]
+    if arguments.model is not None:
+        given += ["--model.path", arguments.model]
+    config = parse_config(given)
+    check_config(config)
+    check_world(config, arguments.gpus)
+    return config
+
+
+def _predicted(config: RunConfig, arguments: argparse.Namespace) -> tuple[Candidate, Machine]:
+    """Predicts a step on the GPU that is asked about, or on this machine's CPU."""
+    on_cpu = arguments.machine == "cpu" or (arguments.measure and not torch.cuda.is_available())
+    device_type = "cpu" if on_cpu else "cuda"
+    machine = measured_cpu(arguments.gpu_memory) if on_cpu else machine_for(arguments.machine, arguments.gpu_memory)
+    workload = replace(_workload(config, device_type), beside=int(arguments.beside))
+    memory = memory_plan_of(config)
+    layout = Layout(parallel=config.parallel, data=max(1, arguments.gpus // config.parallel.model_parallel_size))
+    estimates = tuple(predict_layout(workload, layout, memory))
+    found = Candidate(
+        layout=layout,
+        workload=workload,
+        memory=memory,
+        estimate=max(estimates, key=lambda one: one.peak),
+        estimates=estimates,
+        time=predict_time(workload, layout, memory, machine),
+    )
+    return found, machine
+
+
+def _workload(config: RunConfig, device_type: str) -> Workload:
+    hf_config, _ = read_config(config.model.path)
+    family, text = family_of(hf_config)
+    decoder = family.config_from_hf(text)
+    return workload_of(config, decoder, training_plan(config, decoder, family.names), device_type=device_type)
+
+
+def _measured(config: RunConfig, candidate: Candidate) -> str:
+    if candidate.layout.world_size != 1:
+        raise UserError("--measure takes steps on one device: set the sizes of parallel to 1 and --gpus to 1.")
+    config = replace(config, model=replace(config.model, init="random"))
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu" and config.memory.offload_activations:
+        raise UserError(
+            "memory.offload_activations is true, which needs a GPU: measure there, or set it to false to measure on "
+            "this CPU."
+        )
+    with tempfile.TemporaryDirectory() as folder:  # drawn weights need no more than the model's config.json
+        (Path(folder) / "config.json").write_text(json.dumps(read_config(config.model.path)[0]), encoding="utf-8")
+        config = replace(config, model=replace(config.model, path=folder))
+        found = measure(config, Launch(rank=0, world_size=1, device=device), steps=_STEPS)
+    estimate, time = candidate.estimate, candidate.time
+    assert time is not None
+    # a CPU's memory is the host's, too
+    step = found.step - (estimate.host if device.type == "cpu" else 0)
+    tokens = config.train.global_batch_size * config.row_length
+    rows = [
+        (f"on {device.type}", "predicted", "measured", "factor"),
+        _row("GiB in a step", estimate.step / GIB, step / GIB),
+        _row("tokens/s", time.tokens_per_second, tokens / found.seconds),
+    ]
+    return table(rows)
+
+
+def _row(name: str, predicted: float, measured: float) -> tuple[str, ...]:
+    return name, f"{predicted:,.3f}", f"{measured:,.3f}", f"{measured / predicted:.3f}"

@@ -1,0 +1,197 @@
+"""The bytes and seconds of real steps of a configuration on this device, with drawn weights and drawn tokens.
+
+On a GPU the bytes are torch's count of what is allocated. On a CPU every storage that an operation makes is counted
+until it is freed; what an operation allocates within itself, as a compiled kernel may, is not seen.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from engine.batch import Answers, Batch
+from engine.config.rules import data_parallel_size, gradient_accumulation_steps
+from engine.config.run import RunConfig
+from engine.data.collate import context_part
+from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from engine.training.build import Training, build_training
+from engine.training.start_model import check_model, model_source
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of all storages that operations have made and that still live.
+
+    Attributes:
+        live: now.
+        peak: the most since `reset`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._lasting: tuple[int, ...] = ()
+
+    def reset(self) -> None:
+        """The most is counted from now on. Storages that are there now may change their size from then on."""
+        self._look_again(self._known)
+        self._lasting = tuple(self._known)
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor) and value.device.type != "meta":
+                self._see(value)
+        self._look_again(self._lasting)
+        return out
+
+    def _look_again(self, keys: Iterable[int]) -> None:
+        """Counts storages that were given memory, or gave it up, while they live: no operation does that."""
+        for key in tuple(keys):
+            reference, before = self._known.get(key, (_nothing, 0))
+            storage = reference()
+            if storage is not None and (nbytes := storage.nbytes()) != before:
+                self._known[key] = reference, nbytes
+                self.live += nbytes - before
+        self.peak = max(self.peak, self.live)
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known[key] = weakref.ref(storage), nbytes
+        weakref.finalize(storage, self._gone, key)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+    def _gone(self, key: int) -> None:
+        self.live -= self._known.pop(key)[1]
+
+
+def _nothing() -> None:
+    """Stands in for a reference to what is gone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One rank's figures.
+
+    Args:
+        static: bytes held between steps, batches included.
+        load: the most bytes while the model was made.
+        step: the most bytes in the last step.
+        seconds: of a step.
+    """
+
+    static: int
+    load: int
+    step: int
+    seconds: float
+
+
+def measure(config: RunConfig, launch: Launch, *, steps: int = 2) -> Measured:
+    """Builds the configuration's model on this rank and takes steps on rows of data.seq_length tokens.
+
+    The first step makes what later ones find made, so the last one counts. On a CPU one more is timed.
+
+    Raises:
+        UserError: the configuration does not fit the model or the ranks.
+    """
+    if launch.device.type == "cuda":
+        return _measure_cuda(config, launch, steps)
+    with LiveStorages() as live:
+        training = build(config, launch)
+        batches = draw_batches(config, training, launch)
+        load = live.peak
+        live.reset()
+        static = live.live
+        for _ in range(steps):
+            live.reset()
+            _step(training, batches)
+    # counting slows a step down
+    return Measured(static=static, load=load, step=live.peak, seconds=_step(training, batches))
+
+
+def _measure_cuda(config: RunConfig, launch: Launch, steps: int) -> Measured:
+    torch.cuda.reset_peak_memory_stats(launch.device)
+    before = torch.cuda.memory_allocated(launch.device)
+    training = build(config, launch)
+    batches = draw_batches(config, training, launch)
+    static, load = (
+        read(launch.device) - before for read in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated)
+    )
+    seconds = 0.0
+    for _ in range(steps):
+        torch.cuda.reset_peak_memory_stats(launch.device)
+        seconds = _step(training, batches)
+    peak = torch.cuda.max_memory_allocated(launch.device) - before
+    return Measured(static=static, load=load, step=peak, seconds=seconds)
+
+
+def build(config: RunConfig, launch: Launch) -> Training:
+    """The configuration's model on this rank, with drawn weights where model.init says so.
+
+    Raises:
+        UserError: the configuration does not fit the model or the ranks.
+    """
+    source = model_source(config)
+    plan = check_model(config, source.model, launch.world_size)
+    return build_training(config, launch, source, plan, Log(rank=1))
+
+
+def _step(training: Training, batches: list[Batch]) -> float:
+    begin = time.monotonic()
+    result = training.step(batches, float(sum(batch.num_tokens for batch in batches)), 1e-4)
+    float(result.loss)  # waits for the device
+    return time.monotonic() - begin
+
+
+def draw_batches(config: RunConfig, training: Training, launch: Launch) -> list[Batch]:
+    """This rank's micro-batches of a step: full rows of one document each, or of two answers that are compared; every
+    token a target."""
+    rows, length = config.train.micro_batch_size, config.row_length
+    count = gradient_accumulation_steps(config, launch.world_size)
+    assert count * rows * data_parallel_size(config, launch.world_size) == config.train.global_batch_size
+    generator = torch.Generator().manual_seed(config.train.seed)
+    document = config.data.seq_length
+    columns = torch.arange(length).expand(rows, length)
+    batches = []
+    for number in range(count):
+        tokens = torch.randint(0, training.source.model.decoder.vocab_size, (rows, length), generator=generator)
+        batch = Batch(
+            tokens_BS=tokens,
+            labels_BS=tokens.roll(-1, 1),
+            positions_BS=(columns % document).contiguous(),
+            token_index_BS=columns + length * (torch.arange(rows)[:, None] + number * rows),
+            loss_weights_BS=torch.ones(rows, length),
+            document_offsets=torch.arange(rows * length // document + 1, dtype=torch.int32) * document,
+            document_lengths=(document,) * (rows * length // document),
+            answers=_pairs(config, rows) if config.objective.compares_answers else None,
+        )
+        axis = training.mesh.cp
+        batches.append(context_part(batch, size=axis.size, rank=axis.rank).to(launch.device))
+    return batches
+
+
+def _pairs(config: RunConfig, rows: int) -> Answers:
+    """Two answers a row, of which the first was preferred."""
+    length, count = config.data.seq_length, 2 * rows
+    known = config.objective.has_reference and config.objective.reference == "initial"
+    return Answers(
+        ids_BS=torch.arange(count).repeat_interleave(length).view(rows, 2 * length),
+        signs=torch.tensor([1.0, -1.0]).repeat(rows),
+        lengths=torch.full((count,), float(length)),
+        documents=tuple(range(count)),
+        reference_logps=torch.zeros(count) if known else None,
+    )

@@ -1,0 +1,277 @@
+"""From the options of `plan.py memory` to what is searched, and the search."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint.model_folder import open_model
+from engine.config.data import DataOptions
+from engine.config.hub import instead_of
+from engine.config.lora import LoraOptions
+from engine.config.matching import BLOCK_LINEARS
+from engine.config.memory import RECOMPUTE_LEVELS
+from engine.config.model import ModelOptions
+from engine.config.objective import ObjectiveOptions
+from engine.config.run import RunConfig
+from engine.config.train import TrainOptions
+from engine.errors import UserError
+from engine.files.documents import read_json
+from engine.layers.context import TrainingPlan
+from engine.layers.recompute import Level
+from engine.models.decoder_config import DecoderConfig
+from engine.models.dtypes import STORED_DTYPES
+from engine.models.families import family_of
+from engine.planning.machine import MACHINES, Machine, machine_for
+from engine.planning.predict import workload_of
+from engine.planning.rank_layout import Workload
+from engine.planning.search import Found, Wanted, search
+from engine.telemetry.process_memory import total_memory_bytes
+from engine.training.module_plan import training_plan
+
+GIB = 2**30
+PLACES = ("weights", "optimizer", "activations")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What was asked and what was found.
+
+    Args:
+        hf_config: the model's config.json.
+        folder: of the model, where a folder was given.
+    """
+
+    hf_config: dict[str, Any]
+    folder: str | None
+    decoder: DecoderConfig
+    config: RunConfig
+    plan: TrainingPlan
+    workload: Workload
+    machine: Machine
+    devices: int
+    gpu_memory: float
+    capacity: float
+    host_memory: float | None
+    found: Found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allowed:
+    """What a search may try to make room.
+
+    Args:
+        recompute: levels.
+        offload: of PLACES.
+        stored: of STORED_DTYPES.
+    """
+
+    recompute: tuple[Level, ...] = RECOMPUTE_LEVELS
+    offload: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
+
+
+def ask(arguments: argparse.Namespace) -> Answer:
+    """Reads the model and searches.
+
+    Args:
+        arguments: see rankfold.planning.memory.
+
+    Raises:
+        UserError: options that do not go together, or a model that cannot be read.
+    """
+    for name in ("gpus", "seq_length", "micro_batch", "top"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}: give at least 1.")
+    if not 0 < arguments.gpu_memory < float("inf") or not 0 <= arguments.reserve < 100:
+        raise UserError(
+            f"--gpu-memory is {arguments.gpu_memory:g} and --reserve is {arguments.reserve:g}: give a memory above 0 "
+            "GiB and a reserve from 0 to below 100 percent."
+        )
+    hf_config, folder = read_config(arguments.model)
+    return answer_for(
+        hf_config,
+        config_of(arguments, folder or arguments.model),
+        folder=folder,
+        devices=arguments.gpus,
+        gpu_memory=arguments.gpu_memory,
+        reserve=arguments.reserve,
+        host_memory=arguments.host_memory or total_memory_bytes() / GIB,
+        machine=arguments.machine,
+        allowed=Allowed(
+            recompute=_levels(arguments.recompute),
+            offload=_chosen("--offload", arguments.offload, PLACES),
+            stored=_chosen("--activation-dtype", arguments.activation_dtype, tuple(STORED_DTYPES)),
+        ),
+        beside=int(arguments.beside),
+    )
+
+
+EASIER = (
+    {"base_dtype": "fp8"},
+    {"base_dtype": "int8"},
+    {"base_dtype": "nf4"},
+    {"offload": "weights"},
+    {"offload": "weights,optimizer"},
+    {"offload": "weights,optimizer,activations", "activation_dtype": "float8"},
+    {"base_dtype": "nf4", "offload": "weights,optimizer,activations", "activation_dtype": "float8"},
+)
+"""What to add to a question whose answer is no, by how much it changes: fewer bits first, then host memory."""
+_ENOUGH = 3
+
+
+def easier(arguments: argparse.Namespace) -> list[tuple[dict[str, str], Answer]]:
+    """What could be added to the question so that something fits, and the answers then: the first few."""
+    found: list[tuple[dict[str, str], Answer]] = []
+    for added in EASIER:
+        if any(getattr(arguments, name) for name in added):
+            continue
+        try:
+            answer = ask(argparse.Namespace(**{**vars(arguments), **added}))
+        except UserError:  # the machine or what is trained does not allow it
+            continue
+        if answer.found.fitting:
+            found.append((added, answer))
+        if len(found) == _ENOUGH:
+            break
+    return found
+
+
+def answer_for(
+    hf_config: dict[str, Any],
+    config: RunConfig,
+    *,
+    devices: int,
+    gpu_memory: float,
+    reserve: float,
+    host_memory: float | None = None,
+    folder: str | None = None,
+    machine: str | None = None,
+    allowed: Allowed | None = None,
+    beside: int = 0,
+) -> Answer:
+    """Searches all layouts of `devices`.
+
+    Args:
+        hf_config: the model's config.json.
+        config: what is trained; its layout is not read.
+        gpu_memory: GiB of a device.
+        reserve: percent of it that stay free.
+        host_memory: GiB of a machine, shared by the devices in it; None for no limit.
+        allowed: what may be tried to make room.
+        beside: frozen parameters of other parts than the decoder.
+
+    Raises:
+        UserError: the model or a name in the configuration is not known.
+    """
+    family, text = family_of(hf_config)
+    decoder = family.config_from_hf(text)
+    plan = training_plan(config, decoder, family.names)
+    chosen = measured_cpu(gpu_memory) if machine == "cpu" else machine_for(machine, gpu_memory)
+    workload = workload_of(config, decoder, plan, device_type="cpu" if machine == "cpu" else "cuda")
+    workload = replace(workload, beside=beside)
+    usable = GIB * (1 - reserve / 100)
+    capacity = gpu_memory * usable
+    allowed = allowed or Allowed()
+    wanted = Wanted(
+        config=config, devices=devices, capacity=capacity,
+        host_capacity=inf if host_memory is None else host_memory * usable / min(devices, chosen.node_size),
+        recompute=allowed.recompute, offload=allowed.offload,
+        stored=(None, *(STORED_DTYPES[name] for name in allowed.stored)),
+    )  # fmt: skip
+    return Answer(
+        hf_config=hf_config, folder=folder, decoder=decoder, config=config, plan=plan, workload=workload,
+        machine=chosen, devices=devices, gpu_memory=gpu_memory, capacity=capacity, host_memory=host_memory,
+        found=search(wanted, workload, chosen),
+    )  # fmt: skip
+
+
+def read_config(path: str) -> tuple[dict[str, Any], str | None]:
+    """A model's config.json, and its folder where one was given.
+
+    Raises:
+        UserError: there is none.
+    """
+    place = Path(path)
+    if place.is_dir():
+        return open_model(place).hf_config, path
+    if not place.is_file():
+        advice = instead_of(path, "give a model or its config.json")
+        raise UserError(f"--model is {path}, which is neither a folder nor a file{advice}.")
+    return read_json(place, "give a model's config.json as --model"), None
+
+
+def config_of(arguments: argparse.Namespace, path: str) -> RunConfig:
+    """The run that the options describe, on one rank.
+
+    Raises:
+        UserError: a value out of its range.
+    """
+    rows = arguments.global_batch
+    if rows is None:
+        rows = max(8, arguments.gpus) * arguments.micro_batch
+    trainable, rank = _names(arguments.trainable), arguments.rank
+    if rank is None:
+        rank = 0 if "*" in trainable else 16  # where everything trains, nothing is left for adapters
+    return RunConfig(
+        model=ModelOptions(
+            path=path, dtype=arguments.dtype, base_dtype=arguments.base_dtype, kernels=arguments.kernels
+        ),
+        objective=ObjectiveOptions(name=arguments.objective),
+        trainable=trainable,
+        lora=LoraOptions(
+            rank=rank,
+            dropout=arguments.dropout,
+            targets=_names(arguments.targets) or BLOCK_LINEARS,
+        ),
+        data=DataOptions(seq_length=arguments.seq_length),
+        train=TrainOptions(micro_batch_size=arguments.micro_batch, global_batch_size=rows),
+    )
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
+
+def _chosen(option: str, text: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    names = _names(text)
+    for name in names:
+        if name not in known:
+            raise UserError(f"{option} has {name!r}, which is not known: choose from {', '.join(known)}.")
+    return tuple(name for name in known if name in names)
+
+
+def _levels(text: str | None) -> tuple[Level, ...]:
+    names = _names(text)
+    for name in names:
+        if name not in RECOMPUTE_LEVELS:
+            raise UserError(
+                f"--recompute has {name!r}, which is not a policy: choose from {', '.join(RECOMPUTE_LEVELS)}."
+            )
+    return tuple(level for level in RECOMPUTE_LEVELS if level in names) if names else RECOMPUTE_LEVELS
+
+
+def measured_cpu(memory: float) -> Machine:
+    """This machine's CPU by one product of 1024 x 1024 matrices and one copy of 64 MiB, the best of three each."""
+    a, source = torch.ones(1024, 1024), torch.ones(2**24)
+    target = torch.empty_like(source)
+    product = min(_seconds(lambda: a @ a) for _ in range(3))
+    copy = min(_seconds(lambda: target.copy_(source)) for _ in range(3))
+    copies = 2 * source.nbytes / copy / 1e9
+    fastest = MACHINES["h100-80"]  # whose links are not read on one device
+    return replace(
+        fastest, name="cpu", memory=memory, products=2 * 1024**3 / product / 1e12, copies=copies, link=copies / 2,
+        network=copies / 2, products_fp8=2 * 1024**3 / product / 1e12, host=copies / 2,
+    )  # fmt: skip
+
+
+def _seconds(work: Any) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin

@@ -1,0 +1,231 @@
+"""What `plan.py memory` prints: the chosen layout part by part, the next ones, what does not fit, and the YAML."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import yaml
+
+from engine.config.memory import MemoryOptions
+from engine.config.parallel import ParallelOptions
+from engine.layers.rounding import FLOAT8
+from engine.models.describe import num_parameters
+from engine.planning.ledger import PARTS
+from engine.planning.search import Candidate
+from engine.telemetry.format import format_columns, format_parameters
+from rankfold.planning.memory_question import GIB, Answer
+
+_SHOWN_GIB = 0.005
+"""What is not 0.00 in a table."""
+_PER_LAYER_LIMIT = 8
+"""Pipeline ranks that get a column of their own."""
+
+
+def report(answer: Answer, *, top: int) -> str:
+    """All of it.
+
+    Args:
+        top: how many alternatives to show.
+    """
+    found = answer.found
+    parts = [_question(answer)]
+    if found.fitting:
+        best = found.fitting[0]
+        parts += [_chosen(answer, best), part_table(best)]
+        if len(found.fitting) > 1:
+            parts.append("The next:\n" + _ranking(answer, found.fitting[1 : top + 1]))
+    else:
+        parts.append(_nothing_fits(answer))
+    if found.too_large:
+        parts.append(_too_large(answer, top))
+    if found.refused:
+        parts.append(_refused(answer))
+    if found.fitting:
+        parts.append(_yaml(answer, found.fitting[0]))
+    return "\n\n".join(parts)
+
+
+def _question(answer: Answer) -> str:
+    config, decoder = answer.config, answer.decoder
+    trained = f"LoRA rank {config.lora.rank}" if config.lora.rank else ""
+    if config.trainable:
+        trained += (" and " if trained else "") + f"{', '.join(config.trainable)} in full"
+    return (
+        f"{config.model.path}: {format_parameters(num_parameters(decoder))} parameters, {trained}, {config.model.dtype}"
+        f"{f', base {config.model.base_dtype}' if config.model.base_dtype else ''}{_beside(answer)}\n"
+        f"{config.train.global_batch_size} rows of {config.row_length} tokens in a step, "
+        f"{config.train.micro_batch_size} in a micro-batch; kernels {answer.workload.kernels}\n"
+        f"{answer.devices} x {answer.gpu_memory:g} GiB, of which {answer.capacity / GIB:.1f} GiB each may be used; "
+        f"speeds of {answer.machine.name}\n"
+        "All figures are predictions; bytes are those of tensors."
+    )
+
+
+def _beside(answer: Answer) -> str:
+    count = answer.workload.beside
+    if count:
+        return f"; {format_parameters(count)} frozen parameters beside it, whose work is not counted"
+    if any(key in answer.hf_config for key in ("vision_config", "vision_encoder")):
+        return "; its vision tower is not counted: give its number of parameters with --beside"
+    return ""
+
+
+def _chosen(answer: Answer, best: Candidate) -> str:
+    time = best.time
+    assert time is not None
+    return (
+        f"Yes. Fastest that fits: {best.label()}\n"
+        f"step {time.step:.3g} s, {time.tokens_per_second / answer.devices:,.0f} tokens/s per GPU; "
+        f"pipeline bubble {time.bubble:.1%}\n"
+        f"links: {time.links:.3g} s waited for, {time.hidden_links:.3g} s hidden "
+        f"behind arithmetic; sums of gradients and update {time.gradients:.2g} s{_host(answer, best)}"
+    )
+
+
+def _host(answer: Answer, best: Candidate) -> str:
+    """What a machine must have beside its devices."""
+    if not best.host:
+        return ""
+    ranks = min(answer.devices, answer.machine.node_size)
+    limit = "" if answer.host_memory is None else f" of {answer.host_memory:,.0f}"
+    machine = f"each machine of {ranks} GPUs" if ranks > 1 else "the machine"
+    return f"\n{best.host * ranks / GIB:,.1f}{limit} GiB of host memory on {machine}"
+
+
+def alternatives(found: Sequence[tuple[dict[str, str], Answer]]) -> str:
+    """What to add to a command under which nothing fits."""
+    if not found:
+        return "Neither a smaller base, nor host memory, nor more recomputation makes room: take more or larger GPUs."
+    rows = []
+    for added, answer in found:
+        best = answer.found.fitting[0]
+        assert best.time is not None
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in added.items())
+        room = f"{best.estimate.peak / GIB:.1f} GiB on a GPU"
+        rows.append((flags, room, f"{best.time.tokens_per_second / answer.devices:,.0f} tokens/s per GPU"))
+    return "It fits with one of these added to the command:\n" + table([(f"  {row[0]}", *row[1:]) for row in rows])
+
+
+def part_table(candidate: Candidate) -> str:
+    """GiB by part at the fullest moment, a column for each pipeline rank."""
+    shown = candidate.estimates if len(candidate.estimates) <= _PER_LAYER_LIMIT else (candidate.estimate,)
+    rows = [("GiB at the peak", *(f"rank {one.pipeline_rank}" if len(shown) > 1 else "a rank" for one in shown))]
+    for part in PARTS:
+        if any(one.parts[part] >= _SHOWN_GIB * GIB for one in shown):
+            rows.append((part, *(f"{one.parts[part] / GIB:.2f}" for one in shown)))
+    rows.append(("sum", *(f"{one.step / GIB:.2f}" for one in shown)))
+    rows.append(("the peak is in", *(one.moment for one in shown)))
+    rows.append(("while loading", *(f"{one.load / GIB:.2f}" for one in shown)))
+    rows.append(("while saving", *(f"{one.save / GIB:.2f}" for one in shown)))
+    if any(one.host for one in shown):
+        rows.append(("in host memory", *(f"{one.host / GIB:.2f}" for one in shown)))
+    return table(rows)
+
+
+def _ranking(answer: Answer, candidates: Sequence[Candidate]) -> str:
+    rows = [("layout", "GiB", "step s", "tokens/s a GPU", "bubble")]
+    for one in candidates:
+        assert one.time is not None
+        rows.append(
+            (
+                one.label(),
+                f"{one.estimate.peak / GIB:.1f}",
+                f"{one.time.step:.3g}",
+                f"{one.time.tokens_per_second / answer.devices:,.0f}",
+                f"{one.time.bubble:.1%}",
+            )
+        )
+    return table(rows)
+
+
+def _nothing_fits(answer: Answer) -> str:
+    """Says that nothing fits, and what the smallest lacks."""
+    if not answer.found.too_large:
+        return "No layout is possible."
+    smallest = answer.found.too_large[0]
+    lacks = (smallest.estimate.peak - answer.capacity) / GIB
+    where = f"lacks {lacks:.1f} GiB on a GPU" if lacks > 0 else "lacks host memory"
+    title = f"No layout fits. The smallest, {smallest.label()}, {where}:"
+    return f"{title}{_host(answer, smallest)}\n\n{part_table(smallest)}"
+
+
+def _too_large(answer: Answer, top: int) -> str:
+    """What no recomputation makes room for."""
+    large = answer.found.too_large
+    rows = [("does not fit", "GiB", "largest part", "GiB")]
+    for one in large[:top]:
+        part = one.estimate.largest_part()
+        rows.append((one.label(), f"{one.estimate.peak / GIB:.1f}", part, f"{one.estimate.parts[part] / GIB:.1f}"))
+    text = table(rows)
+    if len(large) > top:
+        causes = Counter(one.estimate.largest_part() for one in large[top:])
+        text += f"\nand {len(large) - top} more, by their largest part: " + ", ".join(
+            f"{part} {count}" for part, count in causes.most_common()
+        )
+    return text
+
+
+def _refused(answer: Answer) -> str:
+    """Each reason once, in the words of the rule for the first layout that it refuses."""
+    reasons: dict[str, list[str]] = {}
+    for one in answer.found.refused:
+        kind = "".join(letter for letter in one.reason if not letter.isdigit())
+        reasons.setdefault(kind, []).append(f"{one.layout.label()}: {one.reason}")
+    lines = [texts[0] + (f" (and {len(texts) - 1} like it)" if len(texts) > 1 else "") for texts in reasons.values()]
+    return "Not possible:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _yaml(answer: Answer, best: Candidate) -> str:
+    return "For tools/pretrain_lora.py --config:\n\n" + winning_yaml(answer, best)
+
+
+def winning_yaml(answer: Answer, best: Candidate) -> str:
+    """The sections that differ from the defaults, as tools/pretrain_lora.py reads them."""
+    config = answer.config
+    sections: dict[str, Any] = {
+        "model": {"path": answer.folder, "dtype": config.model.dtype, "base_dtype": config.model.base_dtype},
+        "parallel": _changed(best.layout.parallel, ParallelOptions(), ("tensor", "pipeline", "context")),
+        "memory": _changed(memory_options(best), MemoryOptions(), ("recompute",)),
+        "lora": {"rank": config.lora.rank, "dropout": config.lora.dropout, "targets": list(config.lora.targets)},
+        "trainable": list(config.trainable),
+        "data": {"seq_length": config.data.seq_length},
+        "train": {
+            "micro_batch_size": config.train.micro_batch_size,
+            "global_batch_size": config.train.global_batch_size,
+        },
+    }
+    for name in ("path", "base_dtype"):
+        if sections["model"][name] is None:
+            del sections["model"][name]
+    if config.objective.compares_answers:
+        sections["objective"] = {"name": config.objective.name}
+    return yaml.safe_dump(sections, sort_keys=False).rstrip()
+
+
+def memory_options(best: Candidate) -> MemoryOptions:
+    """The section of a configuration."""
+    memory = best.memory
+    stored = None if memory.stored_dtype is None else "float8" if memory.stored_dtype == FLOAT8 else "bfloat16"
+    return MemoryOptions(
+        recompute=memory.recompute,
+        recompute_layers=memory.recompute_layers,
+        offload_activations=memory.offload,
+        offload_weights=best.workload.offload_weights,
+        offload_optimizer=best.workload.offload_optimizer,
+        activation_dtype=stored,
+    )
+
+
+def _changed(options: Any, defaults: Any, always: tuple[str, ...]) -> dict[str, Any]:
+    """Fields that are not the default, and those that are always shown."""
+    values, plain = asdict(options), asdict(defaults)
+    names = [field.name for field in fields(options)]
+    return {name: values[name] for name in names if name in always or values[name] != plain[name]}
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Aligned columns: the first to the left, figures to the right."""
+    return "\n".join(format_columns(rows))

@@ -1,0 +1,141 @@
+"""Tokenises data once, on all cores, into a store that training maps instead of reading.
+
+python tools/preprocess.py --tokenizer MODEL_DIR --out STORE data/*.jsonl
+python tools/preprocess.py --tokenizer MODEL_DIR --out STORE --on-error skip-and-report records.parquet
+python tools/preprocess.py --tokenizer MODEL_DIR --show 3 records.jsonl
+
+Then train with --data.train STORE. The same command goes on where a killed one stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.config.command_line import CommandLine, json_mapping, named_as
+from engine.config.data import FORMATS
+from engine.config.paths import path_text
+from engine.telemetry.processors import available_processors
+
+if TYPE_CHECKING:
+    from engine.data.tokenizer import ChatOptions
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; needs no torch, so that --help is quick."""
+    parser = CommandLine(
+        description=__doc__,
+        stands_for={
+            "data.tokenizer": "--tokenizer",
+            "data.format": "--format",
+            "model.path": "--tokenizer",
+            "data.chat_template": "--chat-template",
+        },
+    )
+    parser.add_argument(
+        "files", nargs="+", type=path_text, help=".jsonl, .json, .parquet or .txt files, or patterns with *"
+    )
+    parser.add_argument("--tokenizer", required=True, type=Path, help="folder or sentencepiece .model file")
+    parser.add_argument("--out", type=Path, help="the store's folder")
+    parser.add_argument(
+        "--show", type=int, default=0, metavar="N", help="print the first N records as they are learnt; writes nothing"
+    )
+    parser.add_argument("--format", default="auto", choices=FORMATS, help="of the records (default: by their fields)")
+    parser.add_argument("--no-mask-prompt", action="store_true", help="learn questions too, not only answers")
+    parser.add_argument(
+        "--chat-template", type=path_text, metavar="T", help="name or file, as of --data.chat_template in training"
+    )
+    parser.add_argument(
+        "--chat-arguments", type=json_mapping, default={}, metavar="JSON", help='for it: {"enable_thinking": false}'
+    )
+    parser.add_argument(
+        "--stop-at-end", action="store_true", help="learn no line break behind the token that ends an answer"
+    )
+    parser.add_argument("--workers", type=int, default=available_processors(), help="processes (default: all cores)")
+    parser.add_argument(
+        "--on-error",
+        default="stop",
+        choices=("stop", "skip-and-report"),
+        help="what a record that cannot be used does: end the work, or be left out and listed in skipped.jsonl",
+    )
+    return parser
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
+    with named_as(arguments.stands_for):
+        _preprocess(arguments)
+
+
+def _preprocess(arguments: argparse.Namespace) -> None:
+    from engine.data.build_store import Request, preprocess
+    from engine.data.record_files import expand_paths
+    from engine.data.tokenizer import ChatOptions, load_tokenizer
+    from engine.errors import UserError
+    from engine.kernels.checksum import slow_checksums
+    from engine.telemetry.format import counted, format_count, format_duration
+    from engine.telemetry.log import Log
+    from engine.telemetry.progress import Progress
+
+    if arguments.workers < 1:
+        raise UserError(f"--workers is {arguments.workers}: give a number of at least 1.")
+    if (arguments.out is None) == (arguments.show < 1):
+        raise UserError("give --out, the folder of a store, or --show 3, which prints records and writes nothing.")
+    files = expand_paths(arguments.files)
+    chat = ChatOptions(
+        template=arguments.chat_template,
+        arguments=arguments.chat_arguments,
+        learn_after_end=not arguments.stop_at_end,
+    )
+    if arguments.show:
+        _show(arguments, files, chat)
+        return
+    request = Request(
+        files=tuple(files),
+        tokenizer=arguments.tokenizer,
+        data_format=arguments.format,
+        mask_prompt=not arguments.no_mask_prompt,
+        chat=chat,
+        skip_bad_records=arguments.on_error == "skip-and-report",
+        workers=arguments.workers,
+    )
+    log, started = Log(0), time.monotonic()
+    total = sum(file.stat().st_size for file in files)
+    if chat.template is not None:
+        for warning in load_tokenizer(arguments.tokenizer, chat).chat_warnings():
+            log.warning(warning)
+    if (slow := slow_checksums()) is not None:
+        log.info(f"note: {slow}")
+    with Progress(log, "tokenising", total, "bytes") as progress:
+        summary = preprocess(request, arguments.out, progress=progress.advance)
+    seconds = time.monotonic() - started
+    if summary.resumed:
+        log.info(f"{summary.resumed} of {summary.units} pieces were there from an earlier call")
+    log.info(
+        f"{arguments.out}: {counted(summary.records, 'record')}, {counted(summary.documents, 'document')}, "
+        f"{counted(summary.tokens, 'token')} "
+        f"({summary.target_tokens:,} learnt) in {format_duration(seconds)}, {format_count(summary.tokens / seconds)} "
+        f"tokens/s on {counted(arguments.workers, 'process')}"
+    )
+    if summary.skipped:
+        log.warning(f"{summary.skipped:,} records were left out: {arguments.out / 'skipped.jsonl'} says which and why")
+
+
+def _show(arguments: argparse.Namespace, files: list[Path], chat: ChatOptions) -> None:
+    """Prints the first records."""
+    from engine.data.preview import first_documents, preview
+    from engine.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(arguments.tokenizer, chat)
+    for warning in tokenizer.chat_warnings():
+        print(f"warning: {warning}", file=sys.stderr)
+    settings = {"data_format": arguments.format, "mask_prompt": not arguments.no_mask_prompt}
+    colour = sys.stdout.isatty()
+    for document in first_documents(files, arguments.show, tokenizer, **settings):
+        learnt = int(document.targets.sum())
+        print(f"{document.place}: {len(document.tokens):,} tokens, {learnt:,} learnt")
+        print(preview(document.tokens, document.targets, tokenizer, colour=colour))
+        print()

@@ -1,0 +1,33 @@
+"""Writes a page about a run, or several beside each other: one HTML file that opens in any browser, without a network.
+
+python tools/report.py RUN_DIR
+python tools/report.py RUN_DIR OTHER_RUN_DIR --out compared.html
+
+What was trained, loss, throughput, parts of a step, memory of each rank, bandwidth (with log.communication), the
+pipeline's timeline, options and environment; of several runs what differs, and their speed against the number of
+devices where they do the same work.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.config.command_line import CommandLine
+from engine.config.run_files import REPORT
+from engine.files.durable import write_durably
+from engine.files.refusals import writing
+from rankfold.reporting.page import page
+from rankfold.reporting.reading import read_runs
+
+
+def main() -> None:
+    parser = CommandLine(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run")
+    parser.add_argument("--out", type=Path, help="HTML file (default: report.html in the first run's folder)")
+    arguments = parser.parse_args()
+    out = arguments.out or arguments.runs[0] / REPORT
+    text = page(read_runs(arguments.runs))
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(out, text.encode(errors="replace"))  # a log can name half a character
+    print(f"written: {out}")

@@ -1,5 +1,0 @@
-"""Section `kernels`: one module a kind of op, each with CASES, and `section`, which checks and times them."""
-
-from .section import run
-
-__all__ = ["run"]

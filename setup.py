@@ -1,5 +1,6 @@
 """Installs the packages `engine` and `rankfold`; a C++ compiler adds the faster CPU kernels, no GPU is needed."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 from csrc import build as native_build  # noqa: E402 (a build need not start in this folder)
 
 NATIVE_PACKAGE = "engine.kernels.native"
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "engine" / "__init__.py").read_text("utf-8"), re.MULTILINE)
 
 
 class BuildKernels(build_ext):
@@ -40,7 +42,7 @@ class WithKernels(Distribution):
 
 setup(
     name="rankfold",
-    version="0.1.0",
+    version=VERSION[1],
     description="A throughput-focused training engine for LoRA and full fine-tuning of large language models",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",

@@ -2,15 +2,19 @@
 
 rankfold train --config run.yaml
 torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
+
+What is imported here at the top needs nothing but the standard library, so that a missing dependency is one sentence.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import import_module
+from typing import TYPE_CHECKING, NoReturn
 
-from engine.config.command_line import CommandLine
-from engine.telemetry.errors import run_command
+if TYPE_CHECKING:
+    from engine.config.command_line import CommandLine
 
 COMMANDS = {
     "train": "train LoRA adapters, selected parameters, or everything",
@@ -23,30 +27,82 @@ COMMANDS = {
 }
 """Name -> what it does. Each is a module of this package with `main()`."""
 
+REQUIRED = (
+    "torch", "transformers", "safetensors", "sentencepiece", "jinja2", "markupsafe", "numpy", "jsonargparse",
+    "docstring_parser", "yaml",
+)  # fmt: skip
+"""What setup.py requires, by import name."""
+
+_EXAMPLES = """`rankfold COMMAND --help` explains a command. `python -m rankfold` is the same program; on several devices:
+  torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
+"""
+
 
 def _parser() -> CommandLine:
-    parser = CommandLine(prog="rankfold", description="Trains large language models and what belongs to it.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, does in COMMANDS.items():
-        commands.add_parser(name, help=does)
+    from engine import __version__
+    from engine.config.command_line import CommandLine
+
+    width = max(map(len, COMMANDS))
+    table = "\n".join(f"  {name:<{width}}  {does}" for name, does in COMMANDS.items())
+    parser = CommandLine(
+        prog="rankfold",
+        description="Trains large language models, and does what belongs to that.",
+        epilog=f"commands:\n{table}\n\n{_EXAMPLES}",
+    )
+    parser.add_argument("--version", action="version", version=f"rankfold {__version__}", help="print the version")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="one of those below")
+    for name in COMMANDS:
+        commands.add_parser(name)
     return parser
 
 
 def main() -> None:
-    """Runs the command that the first word names.
+    """Runs the command that the first word names; without one prints the help.
 
     Raises:
         UserError: there is no such command.
     """
     words = sys.argv[1:]
-    _parser().parse_args(words[:1])  # --help, or a refusal
+    _parser().parse_args(words[:1] or ["--help"])  # which ends here for --help and --version
     sys.argv = [f"rankfold {words[0]}", *words[1:]]
-    import_module(f"rankfold.{words[0]}").main()
+    _run_one(words[0])
 
 
-def run() -> None:
-    """The console script `rankfold`."""
-    run_command(main)
+def _run_one(command: str) -> None:
+    """Runs a command with the words of `sys.argv`.
+
+    Raises:
+        UserError: a package that setup.py requires is missing, or what the command refuses.
+    """
+    from engine import not_installed
+    from engine.errors import UserError
+
+    try:
+        import_module(f"rankfold.{command}").main()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in REQUIRED:
+            raise
+        raise UserError(not_installed(package)) from None
+
+
+def run(command: str | None = None) -> NoReturn:
+    """Runs a command line and ends the process: one sentence for a mistake, no traceback; see `run_command`.
+
+    Args:
+        command: of the scripts in tools/, which are one command each; None takes the first word.
+
+    Raises:
+        SystemExit: always.
+    """
+    try:
+        from engine.telemetry.errors import run_command
+    except ImportError as error:
+        if error.name != "torch":
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    run_command(main if command is None else partial(_run_one, command))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Measures the engine against its peers and against the limit of the machine, in one run.
 
-    python tools/benchmark.py step
-    python tools/benchmark.py step --hidden 1024 --layers 8 --json step.json --markdown step.md
-    python tools/benchmark.py kernels --only norm,swiglu
-    python tools/benchmark.py lora-tax
-    python tools/benchmark.py memory
-    python tools/benchmark.py convert --gb 8
-    python tools/benchmark.py generate
+    rankfold benchmark step
+    rankfold benchmark step --hidden 1024 --layers 8 --json step.json --markdown step.md
+    rankfold benchmark kernels --only norm,swiglu
+    rankfold benchmark lora-tax
+    rankfold benchmark memory
+    rankfold benchmark convert --gb 8
+    rankfold benchmark generate
 
 Each section is a module of `rankfold.benchmarking` with `run(options)`, which gives a Table or a Report; its options
 are a record in `rankfold.benchmarking.options`.
@@ -54,7 +54,7 @@ def main() -> None:
     # imported after the options are known to be sound: torch and transformers take seconds to load
     module = arguments.section.replace("-", "_")
     result = import_module(f"rankfold.benchmarking.{module}").run(options)
-    command = shlex.join(["python", "tools/benchmark.py", *sys.argv[1:]])
+    command = shlex.join(["rankfold", "benchmark", *sys.argv[1:]])
     print(result.text())
     _write(arguments.json, result.json(command))
     _write(arguments.markdown, result.markdown(command))

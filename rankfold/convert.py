@@ -2,15 +2,15 @@
 Or a configuration: files, command lines and scripts of other trainers (TRL, PEFT, LLaMA-Factory, Axolotl, Megatron-LM,
 accelerate, DeepSpeed).
 
-python tools/convert.py import --source HF_DIR --out CKPT_DIR --tensor 2
-python tools/convert.py reshard --source CKPT_DIR --out OTHER_DIR --tensor 4
-python tools/convert.py export --source RUN_DIR --out ADAPTER_DIR --format peft
-python tools/convert.py export --source RUN_DIR --out HF_DIR --format hf --merge
-python tools/convert.py export --source CKPT_DIR --out HF_DIR --format hf
-python tools/convert.py merge --base HF_DIR --adapter ADAPTER_DIR --out MERGED_DIR
-python tools/convert.py inspect DIR
-python tools/convert.py config accelerate.yaml --flags "--lora_r 16 --max_steps 1024" --out run.yaml
-python tools/convert.py config --flags "trl sft --model_name_or_path MODEL --use_peft" --out run.yaml
+rankfold convert import --source HF_DIR --out CKPT_DIR --tensor 2
+rankfold convert reshard --source CKPT_DIR --out OTHER_DIR --tensor 4
+rankfold convert export --source RUN_DIR --out ADAPTER_DIR --format peft
+rankfold convert export --source RUN_DIR --out HF_DIR --format hf --merge
+rankfold convert export --source CKPT_DIR --out HF_DIR --format hf
+rankfold convert merge --base HF_DIR --adapter ADAPTER_DIR --out MERGED_DIR
+rankfold convert inspect DIR
+rankfold convert config accelerate.yaml --flags "--lora_r 16 --max_steps 1024" --out run.yaml
+rankfold convert config --flags "trl sft --model_name_or_path MODEL --use_peft" --out run.yaml
 
 A conversion that was killed goes on where it stopped when the same command is given again.
 """

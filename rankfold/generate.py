@@ -1,8 +1,8 @@
 """Continues texts with a model, on one device or several, with an adapter beside its base or without.
 
-python tools/generate.py --model HF_DIR --prompt "Once upon a time"
-python tools/generate.py --model HF_DIR --adapter RUN_DIR --chat
-torchrun --nproc-per-node 4 tools/generate.py --model DIR --tensor 2 --pipeline 2 --prompts in.jsonl --out out.jsonl
+rankfold generate --model HF_DIR --prompt "Once upon a time"
+rankfold generate --model HF_DIR --adapter RUN_DIR --chat
+torchrun --nproc-per-node 4 -m rankfold generate --model DIR --tensor 2 --pipeline 2 --prompts in.jsonl --out out.jsonl
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Plans a run before it is started, and certifies its layout.
 
-python tools/plan.py schedule --pipeline 4 --virtual 2 --microbatches 8
-python tools/plan.py memory --model MODEL --gpus 8 --gpu-memory 80 --seq-length 8192
-python tools/plan.py certify --config run.yaml --against tensor=1
+rankfold plan schedule --pipeline 4 --virtual 2 --microbatches 8
+rankfold plan memory --model MODEL --gpus 8 --gpu-memory 80 --seq-length 8192
+rankfold plan certify --config run.yaml --against tensor=1
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tokenises data once, on all cores, into a store that training maps instead of reading.
 
-python tools/preprocess.py --tokenizer MODEL_DIR --out STORE data/*.jsonl
-python tools/preprocess.py --tokenizer MODEL_DIR --out STORE --on-error skip-and-report records.parquet
-python tools/preprocess.py --tokenizer MODEL_DIR --show 3 records.jsonl
+rankfold preprocess --tokenizer MODEL_DIR --out STORE data/*.jsonl
+rankfold preprocess --tokenizer MODEL_DIR --out STORE --on-error skip-and-report records.parquet
+rankfold preprocess --tokenizer MODEL_DIR --show 3 records.jsonl
 
 Then train with --data.train STORE. The same command goes on where a killed one stopped.
 """

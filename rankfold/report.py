@@ -1,7 +1,7 @@
 """Writes a page about a run, or several beside each other: one HTML file that opens in any browser, without a network.
 
-python tools/report.py RUN_DIR
-python tools/report.py RUN_DIR OTHER_RUN_DIR --out compared.html
+rankfold report RUN_DIR
+rankfold report RUN_DIR OTHER_RUN_DIR --out compared.html
 
 What was trained, loss, throughput, parts of a step, memory of each rank, bandwidth (with log.communication), the
 pipeline's timeline, options and environment; of several runs what differs, and their speed against the number of

@@ -1,8 +1,8 @@
 """Trains: LoRA adapters, selected parameters, or everything.
 
-python tools/pretrain_lora.py --config run.yaml
-torchrun --nproc-per-node 2 tools/pretrain_lora.py --config run.yaml --parallel.tensor 2
-python tools/pretrain_lora.py --config run.yaml --profile 5,6    # a trace of steps 5 and 6, as --log.profile_steps
+rankfold train --config run.yaml
+torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
+rankfold train --config run.yaml --profile 5,6    # a trace of steps 5 and 6, as --log.profile_steps
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Measures the engine against its peers and the machine's limit: `rankfold benchmark` as a script."""
 
-import installed  # noqa: F401 - before what needs it
+import sys
+from pathlib import Path
 
-from engine.telemetry.errors import run_command
-from rankfold.benchmark import main
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, installed or not
 
 if __name__ == "__main__":
-    run_command(main)
+    from rankfold.__main__ import run
+
+    run("benchmark")

@@ -115,6 +115,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(
-            f"{folder} has no {CONFIG}: expected a Hugging Face model or a checkpoint made by tools/convert.py."
+            f"{folder} has no {CONFIG}: expected a Hugging Face model or a checkpoint made by rankfold convert."
         )
     return read_json(path)

@@ -17,7 +17,7 @@ class CheckpointOptions:
         keep: How many of the newest checkpoints to keep; 0 keeps all.
         keep_every: Checkpoints of every so many steps are kept for good, beside the newest; 0 for none.
         keep_best: Save after each evaluation whose loss is the lowest so far, and keep that checkpoint beside those of
-            checkpoint.keep; export it with tools/convert.py export --step best.
+            checkpoint.keep; export it with rankfold convert export --step best.
         asynchronous: Go on training while a checkpoint is written, from a copy of what trains in host memory; false has
             training wait. The last checkpoint is waited for in any case.
         timeout: Seconds for which a save waits for the one before it, and rank 0, half as long, for the other ranks'

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,8 +42,8 @@ class CommandLine(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, but words that belong to no option are an error here, where the subcommand is known."""
         words = sys.argv[1:] if args is None else list(args)
-        if self._subparsers is None:
-            self._refuse_unknown(words)
+        options = takewhile(lambda word: word.startswith("-"), words)  # what follows is the subcommand's
+        self._refuse_unknown(words if self._subparsers is None else list(options))
         found, extra = super().parse_known_args(words, namespace)
         if extra:
             self.error(f"unrecognized arguments: {' '.join(extra)}")
@@ -74,7 +75,7 @@ class CommandLine(argparse.ArgumentParser):
         if close:
             return f": did you mean {close}?"
         elsewhere = meant_options(name[2:])
-        known = f"; pretrain_lora.py has --{elsewhere[0]}" if elsewhere else ""
+        known = f"; rankfold train has --{elsewhere[0]}" if elsewhere else ""
         return f": {self.prog} --help lists its options{known}."
 
     def _sentence(self, message: str) -> str:

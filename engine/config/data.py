@@ -19,7 +19,7 @@ class DataOptions:
     """Data: which text, and how it becomes rows of tokens.
 
     Args:
-        train: File with the training samples: .jsonl, .json or .txt; or a folder that tools/preprocess.py wrote, or
+        train: File with the training samples: .jsonl, .json or .txt; or a folder that rankfold preprocess wrote, or
             Megatron's indexed data, as its .bin or as what the names of .bin and .idx begin with, which are mapped and
             not read.
         mix: Further training data, as PATH=WEIGHT. data.train has weight 1; an epoch goes through every one of them at

@@ -124,4 +124,4 @@ def _suggest(name: str, known: Sequence[str], prefix: str = "") -> str:
         elsewhere = [option for option in meant_options(name) if option in known]
         sibling = closest(leaf, siblings, cutoff=0.6)
         close = elsewhere[0] if elsewhere else siblings[sibling] if sibling else closest(name, known, cutoff=0.8)
-    return f": did you mean {prefix}{close}?" if close else ": see --help for the options there are."
+    return f": did you mean {prefix}{close}?" if close else ": see --help all for the options there are."

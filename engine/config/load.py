@@ -9,19 +9,20 @@ import json
 import re
 import sys
 from argparse import ArgumentError, ArgumentTypeError
-from dataclasses import MISSING, asdict, fields
+from contextlib import suppress
+from dataclasses import MISSING, asdict
 from functools import cache
-from inspect import getdoc
 from itertools import pairwise
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from docstring_parser import parse as parse_docstring
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 
 from engine.config.keys import check_argument_names, check_file, check_text
+from engine.config.option_help import help_text, help_topic
 from engine.config.option_names import option_types, sections
+from engine.config.option_parser import build_parser, option_fields
 from engine.config.paths import PATH_OPTIONS, at_home
 from engine.config.rules import check_config, check_files
 from engine.config.run import RunConfig
@@ -29,19 +30,14 @@ from engine.config.suggestions import meant_value
 from engine.config.units import read_count, read_length
 from engine.errors import UserError
 
-_DESCRIPTION = """
-Every option below can stand in a YAML file given with --config, in its section, and on the command line, which wins:
---config run.yaml --parallel.tensor 4 --lora.targets q_proj,v_proj. In pretrain_lora.py --profile is short for
---log.profile_steps.
-"""
-
 
 def load_config(argv: list[str] | None = None) -> RunConfig:
     """The configuration of a run, checked as far as it can be without knowing the number of ranks.
 
     Args:
         argv: command-line arguments without the program's name; None takes those of the process. `--config FILE`
-            reads a YAML file, `--print_config` prints the resolved YAML and exits, `--help` explains every option.
+            reads a YAML file, `--print_config` prints the resolved YAML and exits, `--help` explains what most runs
+            set, `--help TOPIC` a section, an option, or all.
 
     Raises:
         UserError: an unknown or malformed option, values that clash, or a path that does not exist.
@@ -60,8 +56,14 @@ def parse_config(argv: list[str] | None = None) -> RunConfig:
         UserError: an unknown or malformed option, or a value out of its range.
         SystemExit: after --help or --print_config.
     """
-    arguments = _split_lists(sys.argv[1:] if argv is None else argv)
-    check_argument_names(arguments, ("config", "print_config", "help"))
+    arguments = sys.argv[1:] if argv is None else argv
+    if (topic := help_topic(arguments)) is not None:
+        text = help_text(topic)
+        with suppress(OSError):  # nobody needs to read it to its end
+            sys.stdout.write(text)
+        raise SystemExit(0)
+    arguments = _split_lists(arguments)
+    check_argument_names(arguments, ("config", "print_config"))
     for path in _config_files(arguments):
         check_file(path)
     try:
@@ -103,37 +105,7 @@ _NUMBER = re.compile(r"[-+]?[\d_]*\.?[\d_]*([eE][-+]?\d+)?")
 _Dumper.add_representer(str, _represent_text)
 
 
-@cache
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        exit_on_error=False,
-        allow_abbrev=False,
-        usage="%(prog)s [--config FILE] [--SECTION.OPTION VALUE ...]",
-        description=_DESCRIPTION.strip(),
-    )
-    parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
-    docs, hints = _field_docs(RunConfig), option_types()
-    for field in fields(RunConfig):
-        if field.name in hints:
-            parser.add_argument(f"--{field.name}", type=hints[field.name], default=field.default, help=docs[field.name])
-    for name, kind in sections().items():
-        _add_section(parser, name, kind)
-    return parser
-
-
-def _add_section(parser: ArgumentParser, name: str, kind: type) -> None:
-    """One group of the help, with an option per field of the section's dataclass."""
-    group = parser.add_argument_group((getdoc(kind) or name).partition("\n")[0].rstrip("."))
-    docs, hints = _field_docs(kind), get_type_hints(kind)
-    for field in fields(kind):
-        required = {"required": True} if field.default is MISSING else {"default": field.default}
-        group.add_argument(f"--{name}.{field.name}", type=hints[field.name], help=docs[field.name], **required)
-
-
-def _field_docs(kind: type) -> dict[str, str]:
-    """Field -> its explanation in the Args section of the class's docstring."""
-    params = parse_docstring(getdoc(kind) or "").params
-    return {param.arg_name: " ".join((param.description or "").split()).replace("%", "%%") for param in params}
+_parser = cache(build_parser)
 
 
 def _build(values: Namespace) -> RunConfig:
@@ -244,9 +216,7 @@ def _type_name(kind: Any) -> str:
 
 def _example(option: str, kind: Any) -> str:
     """A value that would do: the default where there is one."""
-    section, _, name = option.rpartition(".")
-    owner = sections()[section] if section else RunConfig
-    default: Any = next(field.default for field in fields(owner) if field.name == name)
+    default: Any = option_fields()[option].default
     if get_origin(kind) is tuple:
         return f"[{', '.join(str(item) for item in default or ((0,) if get_args(kind)[0] is int else ('lm_head',)))}]"
     if get_origin(kind) is dict:

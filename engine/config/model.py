@@ -21,7 +21,7 @@ class ModelOptions:
     """Model: which checkpoint, in which arithmetic.
 
     Args:
-        path: Folder of the model, either a Hugging Face checkpoint or a partitioned one made by tools/convert.py.
+        path: Folder of the model, either a Hugging Face checkpoint or a partitioned one made by rankfold convert.
         dtype: Arithmetic of the forward and backward pass; masters, gradients and optimizer state are always float32.
             float16 needs a loss scale, which finds its own size (optim.loss_scale).
         base_dtype: How linear weights of the layers that do not train are stored; null for model.dtype. "nf4" is 4 bits

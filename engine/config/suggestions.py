@@ -1,6 +1,6 @@
 """What somebody probably meant: the closest name, or what another trainer's name for an option is called here.
 
-Other trainers' names come from the tables that `tools/convert.py config` converts with, so that both know the same.
+Other trainers' names come from the tables that `rankfold convert config` converts with, so that both know the same.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
     trained = open_trained(checkpoint, choice.path, log)
     if trained.weights is None:
         raise UserError(
-            f"the run in {folder} began with random weights and is no adapter: export it with tools/convert.py export "
+            f"the run in {folder} began with random weights and is no adapter: export it with rankfold convert export "
             "--format hf, and give the result to --model."
         )
     tokenizer = trained_tokenizer(checkpoint.state, checkpoint.folder / MANIFEST)

@@ -1,1 +1,1 @@
-"""Sections of tools/benchmark.py and what they share: options, timing, memory, the machine, the table."""
+"""Sections of rankfold benchmark and what they share: options, timing, memory, the machine, the table."""

@@ -194,7 +194,9 @@ def _convert(*command: object, stop: Callable[[], bool] | None = None) -> Measur
     output = process.communicate()[0]
     seconds = time.monotonic() - begin
     if process.returncode not in (0, -signal.SIGKILL):
-        raise UserError(f"convert.py {command[0]} ended with status {process.returncode}: run it by itself to see why.")
+        raise UserError(
+            f"rankfold convert {command[0]} ended with status {process.returncode}: run it by itself to see why."
+        )
     return Measured(seconds=seconds, peak=peak, output=output)
 
 

@@ -39,7 +39,7 @@ class Part:
 
     Args:
         name: of the part and, with its number, of its files.
-        tool: "tests" for pytest, or a section of tools/benchmark.py.
+        tool: "tests" for pytest, or a section of `rankfold benchmark`.
         arguments: of the tool, without those that say where results go.
     """
 

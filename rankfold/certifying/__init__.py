@@ -1,1 +1,1 @@
-"""Whether two layouts compute the same: `plan.py certify`."""
+"""Whether two layouts compute the same: `rankfold plan certify`."""

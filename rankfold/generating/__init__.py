@@ -1,1 +1,1 @@
-"""What tools/generate.py is made of."""
+"""What rankfold generate is made of."""

@@ -1,4 +1,4 @@
-"""The command line of generate.py; needs no torch, so that --help and refusals are quick."""
+"""The command line of `rankfold generate`; needs no torch, so that --help and refusals are quick."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STANDS_FOR = {
     "parallel.pipeline": "--pipeline", "lora.init_from": "--adapter", "--base": "--model",
     "data.chat_template": "--chat-template",
 }  # fmt: skip
-"""What a run, or convert.py, calls it -> the flag; see `engine.config.command_line`."""
+"""What a run, or `rankfold convert`, calls it -> the flag; see `engine.config.command_line`."""
 
 
 def build_parser(description: str | None) -> CommandLine:
     """All options."""
-    parser = CommandLine(prog="generate.py", description=description, stands_for=STANDS_FOR)
+    parser = CommandLine(description=description, stands_for=STANDS_FOR)
     model = parser.add_argument_group("model")
     model.add_argument("--model", type=Path, help="Hugging Face folder, or a partitioned base")
     model.add_argument(

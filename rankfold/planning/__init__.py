@@ -1,1 +1,1 @@
-"""Commands of tools/plan.py, one module each."""
+"""Commands of rankfold plan, one module each."""

@@ -3,7 +3,7 @@
 Predicts the peak memory of a rank by part (weights, adapters, fp32 masters, gradients and optimizer state, activations
 under each recompute policy, logits, buffers of collectives, temporary tensors) and the time of a step, for every layout
 of the GPUs. Prints the fastest that fits with its table, the next ones, why the rest do not fit, and the sections of a
-configuration for tools/pretrain_lora.py; where nothing fits, what to add to the command so that it does. --offload and
+configuration for rankfold train; where nothing fits, what to add to the command so that it does. --offload and
 --activation-dtype let it put things into host memory, or keep them in fewer bits. --config predicts for one
 configuration as it is, and with --measure takes its steps on this device, with drawn weights. Nothing is measured
 unless --probe or --measure is given; --examples answers for some well known models and machines.

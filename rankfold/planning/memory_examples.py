@@ -1,4 +1,4 @@
-"""Answers for well known models and machines: `plan.py memory --examples`."""
+"""Answers for well known models and machines: `rankfold plan memory --examples`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the options of `plan.py memory` to what is searched, and the search."""
+"""From the options of `rankfold plan memory` to what is searched, and the search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `plan.py memory` prints: the chosen layout part by part, the next ones, what does not fit, and the YAML."""
+"""What `rankfold plan memory` prints: the chosen layout, the next ones, what does not fit, and the YAML."""
 
 from __future__ import annotations
 
@@ -179,11 +179,11 @@ def _refused(answer: Answer) -> str:
 
 
 def _yaml(answer: Answer, best: Candidate) -> str:
-    return "For tools/pretrain_lora.py --config:\n\n" + winning_yaml(answer, best)
+    return "For rankfold train --config:\n\n" + winning_yaml(answer, best)
 
 
 def winning_yaml(answer: Answer, best: Candidate) -> str:
-    """The sections that differ from the defaults, as tools/pretrain_lora.py reads them."""
+    """The sections that differ from the defaults, as rankfold train reads them."""
     config = answer.config
     sections: dict[str, Any] = {
         "model": {"path": answer.folder, "dtype": config.model.dtype, "base_dtype": config.model.base_dtype},

@@ -64,7 +64,7 @@ def _run_section(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     record = json.loads(files["json"].read_text())
-    assert record["command"].startswith(f"python tools/benchmark.py {section} ")
+    assert record["command"].startswith(f"rankfold benchmark {section} ")
     lines = [line for line in files["markdown"].read_text().splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert all(table["title"] in done.stdout for table in record["tables"])

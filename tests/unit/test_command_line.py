@@ -32,7 +32,7 @@ class _Stop(Exception):
 
 @cache
 def _parsers() -> dict[str, CommandLine]:
-    """Program and subcommand -> its parser, of all tools but pretrain_lora.py, which has the options of a run."""
+    """Program and subcommand -> its parser, of all tools but `rankfold train`, which has the options of a run."""
     found: dict[str, CommandLine] = {}
 
     def catch(parser: CommandLine, *_: Any) -> None:
@@ -62,8 +62,7 @@ def test_no_tool_has_a_parser_of_its_own() -> None:
     paths = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "rankfold").rglob("*.py")]
     own = [path.name for path in paths if re.search(r"ArgumentParser\(", path.read_text("utf-8"))]
     assert own == []
-    modules = {"installed"}  # imported by the tools, no command
-    assert {path.stem for path in (ROOT / "tools").glob("*.py")} == {*NAMES, "pretrain_lora", *modules}
+    assert {path.stem for path in (ROOT / "tools").glob("*.py")} == {*NAMES, "pretrain_lora"}
 
 
 def test_flags_stand_for_options_that_exist() -> None:
@@ -164,7 +163,7 @@ def test_every_mistake_is_one_sentence() -> None:
         ("generate.py", "--base x", "--base is not an option of generate.py: did you mean --model?"),
         ("generate.py", "--dtype bf16", "one of float32, bfloat16, float16: did you mean bfloat16?"),
         ("generate.py", "--parallel.tensor 2", "did you mean --tensor?"),
-        ("generate.py", "--lr 3", "pretrain_lora.py has --optim.lr"),
+        ("generate.py", "--lr 3", "rankfold train has --optim.lr"),
         ("plan.py memory", "--gpu-memory 80XB", "--gpu-memory is '80XB', but a size such as 80, 80GB"),
         ("plan.py memory", "--lora_r 8", "did you mean --rank?"),
         ("plan.py memory", "--max_seq_length 8", "did you mean --seq-length?"),

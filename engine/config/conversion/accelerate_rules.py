@@ -78,7 +78,7 @@ RULES: dict[str, Rule] = {
     "machine_rank": dropped("torchrun --node-rank"),
     "main_process_ip": dropped(_RENDEZVOUS),
     "main_process_port": dropped(_RENDEZVOUS),
-    "main_training_function": dropped("tools/pretrain_lora.py is started"),
+    "main_training_function": dropped("rankfold train is started"),
     "mixed_precision": _mixed_precision,
     "num_machines": fact("machines", whole, became="torchrun --nnodes"),
     "num_processes": fact("processes", whole, became="torchrun --nproc-per-node, times --nnodes"),
@@ -100,7 +100,7 @@ RULES: dict[str, Rule] = {
     "fsdp_activation_checkpointing": option("memory.recompute", lambda g: "full" if truth(g) else "selective"),
     "zero_stage": stage,
     "zero3_init_flag": dropped(_EAGER),
-    "zero3_save_16bit_model": dropped("checkpoints keep what training changed; tools/convert.py export writes a model"),
+    "zero3_save_16bit_model": dropped("checkpoints keep what training changed; rankfold convert export writes a model"),
     "offload_optimizer_device": offload("memory.offload_optimizer"),
     "offload_param_device": offload("memory.offload_weights"),
     "gradient_clipping": clipping,
@@ -119,8 +119,8 @@ RULES |= {
     )
 }  # fmt: skip
 RULES |= {
-    "fsdp_state_dict_type": dropped("checkpoints open on any layout; tools/convert.py export writes a model"),
-    "state_dict_type": dropped("checkpoints open on any layout; tools/convert.py export writes a model"),
+    "fsdp_state_dict_type": dropped("checkpoints open on any layout; rankfold convert export writes a model"),
+    "state_dict_type": dropped("checkpoints open on any layout; rankfold convert export writes a model"),
     "parallelism_config.parallelism_config_tp_size": mesh("tensor"),
     "parallelism_config.parallelism_config_cp_size": mesh("context"),
     "parallelism_config.parallelism_config_sp_size": mesh("context"),
@@ -167,7 +167,7 @@ RULES |= {
     "standalone": dropped(_RENDEZVOUS),
     "distributed_backend": dropped("NCCL on GPUs, Gloo on CPUs"),
     "include": dropped("CUDA_VISIBLE_DEVICES chooses devices"),
-    "module": dropped("tools/pretrain_lora.py is started"),
+    "module": dropped("rankfold train is started"),
     "local_rank": dropped("torchrun sets it"),
 }
 RULES |= {

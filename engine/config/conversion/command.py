@@ -1,4 +1,4 @@
-"""`tools/convert.py config`: reads what was given, writes the run's YAML, and prints what became of each key."""
+"""`rankfold convert config`: reads what was given, writes the run's YAML, and prints what became of each key."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def convert(given: list[Given], *, values: list[str], ranks: int | None) -> tupl
 
 def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
     if one.key == PROGRAM:
-        conversion.drop(one, "tools/pretrain_lora.py is started")
+        conversion.drop(one, "rankfold train is started")
         return
     if one.key == PROGRAM_FILE:
         conversion.drop(one, "read, and converted key by key" if one.file_read else "no such file beside this one")
@@ -185,5 +185,5 @@ def _short(value: object) -> str:
 
 def _launch(out: Path, ranks: int) -> str:
     if ranks == 1:
-        return f"python tools/pretrain_lora.py --config {out}"
-    return f"torchrun --nproc-per-node {ranks} tools/pretrain_lora.py --config {out}"
+        return f"rankfold train --config {out}"
+    return f"torchrun --nproc-per-node {ranks} -m rankfold train --config {out}"

@@ -123,7 +123,7 @@ RULES: dict[str, Rule] = {
     "train_batch_size": auto_or(option("train.global_batch_size", whole)),
     "train_micro_batch_size_per_gpu": auto_or(option("train.micro_batch_size", whole)),
     "steps_per_print": auto_or(option("log.every", whole)),
-    "wall_clock_breakdown": dropped("always in the run's folder telemetry, see tools/report.py"),
+    "wall_clock_breakdown": dropped("always in the run's folder telemetry, see rankfold report"),
     "dump_state": dropped("the run's folder has config.yaml"),
     "zero_allow_untested_optimizer": dropped("every level of parallel.shard is tested with AdamW"),
     "zero_force_ds_cpu_optimizer": dropped("offloaded state is updated on the device"),
@@ -137,9 +137,9 @@ RULES: dict[str, Rule] = {
     "zero_optimization.overlap_comm": dropped(_OVERLAP),
     "zero_optimization.reduce_scatter": dropped("parallel.shard gradients and parameters reduce-scatter"),
     "zero_optimization.round_robin_gradients": dropped("each rank owns an equal part of each bucket"),
-    "zero_optimization.gather_16bit_weights_on_model_save": dropped("tools/convert.py export writes a model"),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": dropped("tools/convert.py export writes a model"),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": dropped("tools/convert.py export writes a model"),
+    "zero_optimization.gather_16bit_weights_on_model_save": dropped("rankfold convert export writes a model"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": dropped("rankfold convert export writes a model"),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": dropped("rankfold convert export writes a model"),
     "bf16.enabled": _dtype_or_auto("bfloat16"),
     "bfloat16.enabled": _dtype_or_auto("bfloat16"),
     "fp16.enabled": _dtype_or_auto("float16"),
@@ -198,7 +198,7 @@ RULES |= {
     )
 }
 
-_OBSERVED = "telemetry, log.metrics and tools/report.py show it"
+_OBSERVED = "telemetry, log.metrics and rankfold report show it"
 RULES |= {
     "zero_optimization.*": dropped(_BUCKETS),
     "zero_optimization.zenflow.*": dropped("each update is made before the next step"),
@@ -210,7 +210,7 @@ RULES |= {
         lambda conversion, given: conversion.know(given, "min_lr_share", number(given), "optim.min_lr"),
         ("optim.min_lr",),
     ),
-    "autotuning.*": dropped("tools/plan.py memory searches layouts"),
+    "autotuning.*": dropped("rankfold plan memory searches layouts"),
     "compile.*": dropped("no compiler is used"),
     "flops_profiler.*": dropped(_OBSERVED),
     "comms_logger.*": dropped(_OBSERVED),
@@ -226,7 +226,7 @@ RULES |= {
     "elasticity.*": dropped("a run goes on with any number of ranks"),
     "data_types.*": dropped("gradients are always summed in fp32"),
     "disable_allgather": dropped(_BUCKETS),
-    "hybrid_engine.*": dropped("tools/generate.py writes text"),
+    "hybrid_engine.*": dropped("rankfold generate writes text"),
     "compression_training.*": dropped("weights are not compressed while they train"),
     "data_efficiency.*": dropped("each sample is read as often as the others"),
     "curriculum_learning.*": dropped("each sample is read as often as the others"),

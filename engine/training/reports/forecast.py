@@ -84,7 +84,7 @@ class MemoryForecast:
         return (
             f"warning: rank 0 has held {format_bytes(measured)}, {abs(measured / predicted - 1):.0%} "
             f"{'more' if over else 'less'} than the {format_bytes(predicted)} predicted: measure what "
-            "other layouts hold with python tools/plan.py memory --probe before trusting their predictions."
+            "other layouts hold with rankfold plan memory --probe before trusting their predictions."
         )
 
 

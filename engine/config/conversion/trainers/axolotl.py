@@ -208,7 +208,7 @@ _OWN: dict[str, Rule] = {
     "trl.*": shared.off_or_lack("objective.name says what can be minimised"),
     "qat": shared.off_or_lack("weights are not rounded while they train"),
     "qat.*": shared.off_or_lack("weights are not rounded while they train"),
-    "quantization.*": dropped("after training: tools/convert.py export writes weights as they are"),
+    "quantization.*": dropped("after training: rankfold convert export writes weights as they are"),
     "use_pose": shared.off_or_lack("positions are those of the text"),
     "diffusion.*": shared.off_or_lack("the model predicts the next token"),
     "gptq": shared.off_or_lack("model.base_dtype encodes the weights as they are read"),
@@ -281,7 +281,7 @@ _OWN |= shared.every(
     pretraining_sample_concatenation min_sample_len dataset_keep_in_memory num_dataset_shards_to_save
     preprocess_iterable
     """,
-    why="data.train and data.mix name files; tools/preprocess.py prepares them",
+    why="data.train and data.mix name files; rankfold preprocess prepares them",
 )
 _OWN |= shared.every(
     """

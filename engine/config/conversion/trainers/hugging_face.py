@@ -149,13 +149,13 @@ RULES: dict[str, Rule] = {
     "validation_split_percentage": shared.holdout_percentage,
     "early_stopping_patience": shared.patience,
     "load_best_model_at_end": shared.best_model,
-    "auto_find_batch_size": shared.off_or_lack("the batch is what it says; tools/plan.py memory finds one that fits"),
+    "auto_find_batch_size": shared.off_or_lack("the batch is what it says; rankfold plan memory finds one that fits"),
     "optim_args": shared.off_or_lack("optim.betas, optim.eps and optim.weight_decay are all there is"),
     "train_on_prompt": option("data.mask_prompt", lambda given: not truth(given)),
     "torch_compile": dropped("no compiler is used; kernels are chosen by model.kernels"),
     "group_by_length": dropped("data.packing fills rows"),
-    "predict_with_generate": shared.off_or_lack("evaluations give the loss; tools/generate.py writes answers"),
-    "do_predict": shared.off_or_lack("evaluations give the loss; tools/generate.py writes answers"),
+    "predict_with_generate": shared.off_or_lack("evaluations give the loss; rankfold generate writes answers"),
+    "do_predict": shared.off_or_lack("evaluations give the loss; rankfold generate writes answers"),
 }
 RULES |= without_counterpart.RULES
 

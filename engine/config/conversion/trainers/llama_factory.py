@@ -103,7 +103,7 @@ RULES: dict[str, Rule] = hf.RULES | {
     "rope_scaling": shared.off_or_lack("config.json says how positions are scaled"),
     "resize_vocab": shared.off_or_lack("the embedding keeps its size"),
     "new_special_tokens": shared.off_or_lack("the embedding keeps its size"),
-    "tokenized_path": shared.off_or_lack("tools/preprocess.py makes a folder that data.train can be"),
+    "tokenized_path": shared.off_or_lack("rankfold preprocess makes a folder that data.train can be"),
     "default_system": shared.off_or_lack("records have their own system message"),
     "ref_model": shared.off_or_lack("the reference is the model as it starts: objective.reference"),
     "ref_model_adapters": shared.off_or_lack("the reference is the model as it starts: objective.reference"),

@@ -43,8 +43,8 @@ def from_weight(conversion: Conversion, given: Given) -> None:
 
 RULES: dict[str, Rule] = hf.RULES | {
     "save_dir": option("checkpoint.dir", text),
-    "save_weight": dropped("tools/convert.py export names the result"),
-    "lora_name": dropped("tools/convert.py export names the result"),
+    "save_weight": dropped("rankfold convert export names the result"),
+    "lora_name": dropped("rankfold convert export names the result"),
     "epochs": option("train.epochs", number),
     "batch_size": option("train.micro_batch_size", whole),
     "dtype": dtype,

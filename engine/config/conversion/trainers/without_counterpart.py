@@ -149,7 +149,7 @@ RULES |= shared.every(
     """
     save_safetensors save_only_model save_on_each_node export_to_gguf
     """,
-    why="tools/convert.py export writes a model or an adapter",
+    why="rankfold convert export writes a model or an adapter",
 )
 RULES |= shared.every(
     """

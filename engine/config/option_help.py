@@ -1,0 +1,103 @@
+"""What `rankfold train --help` shows: the options that most runs set; with a topic a section, an option, or everything."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from engine.config.option_names import option_types, sections
+from engine.config.option_parser import build_parser, explanations, option_fields, section_title
+from engine.config.suggestions import closest, meant_options
+from engine.errors import UserError
+
+MOST_SET = (
+    "model.path", "model.dtype", "model.base_dtype", "lora.rank", "lora.alpha", "lora.targets", "data.train",
+    "data.validation", "data.seq_length", "optim.lr", "train.epochs", "train.steps", "train.micro_batch_size",
+    "train.global_batch_size", "parallel.tensor", "memory.recompute", "checkpoint.dir",
+)  # fmt: skip
+"""Options that `--help` alone shows."""
+
+_WIDTH = 110
+_USAGE = """\
+usage: {prog} [--config FILE] [--SECTION.OPTION VALUE ...]
+
+Trains LoRA adapters, selected parameters, or everything. An option stands in the YAML file of --config, in its section,
+or on the command line, which wins:
+
+  {command} --config run.yaml --lora.rank 8 --lora.targets q_proj,v_proj
+  torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
+
+The options that most runs set:
+"""
+_ENDING = """
+--config FILE     reads options from a YAML file
+--print_config    prints all options as they are resolved, as YAML, and ends
+--help SECTION    explains a section, or one option such as --help optim.lr
+--help all        explains every option
+
+sections:
+"""
+
+
+def help_topic(argv: Sequence[str]) -> str | None:
+    """Returns what a command line asks help about: "" for --help alone, None where it does not ask."""
+    for position, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name in ("-h", "--help"):
+            following = value if equals else "".join(argv[position + 1 : position + 2])
+            return "" if following.startswith("-") else following
+    return None
+
+
+def help_text(topic: str) -> str:
+    """Returns the help about a topic.
+
+    Args:
+        topic: "" for the options that most runs set, "all", a section, or the full name of an option.
+
+    Raises:
+        UserError: there is no such topic.
+    """
+    topic = topic.removeprefix("--")
+    if topic == "":
+        return _most_set()
+    if topic == "all":
+        return build_parser().format_help()
+    names = [name for name in option_types() if topic in (name, name.rpartition(".")[0])]
+    if not names:
+        raise UserError(f"--help {topic} is neither a section nor an option{_hint(topic)}")
+    return build_parser(names).format_help()
+
+
+def _most_set() -> str:
+    prog = Path(sys.argv[0]).name
+    parts = [_USAGE.format(prog=prog, command=prog if " " in prog else "rankfold train")]
+    for name in MOST_SET:
+        sentence = re.split(r"(?<=[.;]) ", explanations()[name])[0].rstrip(".;")
+        parts += [f"  --{name}{_value(name)}\n", textwrap.indent(textwrap.fill(sentence, _WIDTH - 8), "        "), "\n"]
+    titles = [f"  {name:<12}{section_title(kind).partition(': ')[2]}\n" for name, kind in sections().items()]
+    return "".join([*parts, _ENDING, *titles])
+
+
+def _value(option: str) -> str:
+    """The choices there are for an option, and its default."""
+    kind, default = option_types()[option], option_fields()[option].default
+    literals = [one for one in (kind, *get_args(kind)) if get_origin(one) is Literal]
+    choices = f" {'|'.join(get_args(literals[0]))}" if literals else ""
+    if default is MISSING:
+        return f"{choices}  (required)"
+    if default is None:
+        return choices
+    return f"{choices}  (default {','.join(map(str, default)) if isinstance(default, tuple) else default})"
+
+
+def _hint(topic: str) -> str:
+    meant = [name for name in meant_options(topic) if name in option_types()]
+    wide = ["all", *sections()]
+    close = meant[0] if meant else closest(topic, option_types() if "." in topic else wide, cutoff=0.6)
+    return f": did you mean --help {close}?" if close else f": give all, or one of {', '.join(sections())}."

@@ -33,7 +33,8 @@ REQUIRED = (
 )  # fmt: skip
 """What setup.py requires, by import name."""
 
-_EXAMPLES = """`rankfold COMMAND --help` explains a command. `python -m rankfold` is the same program; on several devices:
+_EXAMPLES = """
+`rankfold COMMAND --help` explains a command. `python -m rankfold` is the same program; on several devices:
   torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
 """
 
@@ -47,7 +48,7 @@ def _parser() -> CommandLine:
     parser = CommandLine(
         prog="rankfold",
         description="Trains large language models, and does what belongs to that.",
-        epilog=f"commands:\n{table}\n\n{_EXAMPLES}",
+        epilog=f"commands:\n{table}\n{_EXAMPLES}",
     )
     parser.add_argument("--version", action="version", version=f"rankfold {__version__}", help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="one of those below")

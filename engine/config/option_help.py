@@ -1,4 +1,4 @@
-"""What `rankfold train --help` shows: the options that most runs set; with a topic a section, an option, or everything."""
+"""What `rankfold train --help` shows: the options that most runs set; with a topic a section, an option, or all."""
 
 from __future__ import annotations
 

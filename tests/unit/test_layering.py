@@ -36,6 +36,7 @@ LEVELS = {
     "engine.conversion": 7,
     "engine.runtime": 7,
     "engine.training": 8,
+    "engine.api": 9,
     "rankfold": 9,
     "tools": 10,
     "examples": 11,

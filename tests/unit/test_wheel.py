@@ -1,0 +1,91 @@
+"""The wheel that `pip install .` makes: what is in it, and that it works unpacked, away from the sources."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from engine import __version__
+from engine.checkpoint.manifest import ENGINE_VERSION
+from tests.commands import REPOSITORY
+
+PARTS = ("engine", "rankfold", "triton_kernels", "csrc", "tools", "tests", "setup.py", "pyproject.toml", "LICENSE")
+"""What a build could take, and what it must not."""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, because a build leaves folders beside setup.py; without a compiler, which takes a minute."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
+    ignored = shutil.ignore_patterns("*.so", "__pycache__", "build", "*.egg-info")
+    for name in PARTS:
+        if (REPOSITORY / name).is_dir():
+            shutil.copytree(REPOSITORY / name, source / name, ignore=ignored)
+        else:
+            shutil.copy2(REPOSITORY / name, source / name)
+    pip = "-m pip wheel . --no-deps --no-build-isolation --no-index --disable-pip-version-check --quiet --wheel-dir"
+    done = subprocess.run(
+        [sys.executable, *pip.split(), str(out)],
+        cwd=source,
+        env={**os.environ, "CXX": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    (found,) = out.glob("*.whl")
+    return found
+
+
+def test_what_is_in_it(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as packed:
+        names = packed.namelist()
+        (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
+        points = configparser.ConfigParser()
+        points.read_string(packed.read(f"{info}/entry_points.txt").decode())
+        metadata = packed.read(f"{info}/METADATA").decode()
+    assert {name.partition("/")[0] for name in names} == {"engine", "rankfold", info}
+    assert dict(points["console_scripts"]) == {"rankfold": "rankfold.__main__:run"}
+    assert info == f"rankfold-{__version__}.dist-info" and f"\nVersion: {__version__}\n" in metadata
+    for folder, place in (("triton_kernels", "engine/kernels/triton"), ("engine", "engine"), ("rankfold", "rankfold")):
+        sources = {path.relative_to(REPOSITORY / folder).as_posix() for path in (REPOSITORY / folder).rglob("*.py")}
+        packed_sources = {name.removeprefix(f"{place}/") for name in names if name.startswith(f"{place}/")}
+        assert sources <= packed_sources, sources - packed_sources
+    assert "engine/kernels/triton/lora.py" in names
+
+
+def test_checkpoints_record_the_same_version() -> None:
+    assert __version__ == ENGINE_VERSION
+
+
+def test_it_works_unpacked(wheel: Path, tmp_path: Path) -> None:
+    """The kernels lie elsewhere in it than in the sources."""
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tmp_path / "installed")
+    (tmp_path / "elsewhere").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path / "elsewhere",
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert run("-m", "rankfold", "--version") == f"rankfold {__version__}"
+    pytest.importorskip("triton")
+    code = "import engine.kernels.triton.launch as launch, engine.kernels.triton.lora as lora; "
+    found = run("-c", code + "print(launch.__file__); print(lora.__file__)").splitlines()
+    assert found == [str(tmp_path / "installed" / f"engine/kernels/triton/{name}.py") for name in ("launch", "lora")]

@@ -40,7 +40,7 @@ _EXAMPLES = """
 
 
 def _parser() -> CommandLine:
-    from engine import __version__
+    import engine
     from engine.config.command_line import CommandLine
 
     width = max(map(len, COMMANDS))
@@ -50,7 +50,9 @@ def _parser() -> CommandLine:
         description="Trains large language models, and does what belongs to that.",
         epilog=f"commands:\n{table}\n{_EXAMPLES}",
     )
-    parser.add_argument("--version", action="version", version=f"rankfold {__version__}", help="print the version")
+    parser.add_argument(
+        "--version", action="version", version=f"rankfold {engine.__version__}", help="print the version"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="one of those below")
     for name in COMMANDS:
         commands.add_parser(name)
@@ -75,7 +77,7 @@ def _run_one(command: str) -> None:
     Raises:
         UserError: a package that setup.py requires is missing, or what the command refuses.
     """
-    from engine import not_installed
+    import engine
     from engine.errors import UserError
 
     try:
@@ -84,7 +86,7 @@ def _run_one(command: str) -> None:
         package = (error.name or "").partition(".")[0]
         if package not in REQUIRED:
             raise
-        raise UserError(not_installed(package)) from None
+        raise UserError(engine.not_installed(package)) from None
 
 
 def run(command: str | None = None) -> NoReturn:

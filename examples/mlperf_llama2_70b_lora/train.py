@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 train.py --result result_0.txt --org ORG --platform SYSTEM --config llama2_70b_lora.yaml
 
-What is not listed by --help is the engine's: --train.seed 1, --parallel.tensor 8 and so on (tools/pretrain_lora.py
---help). Whether the target was reached stands in the log.
+What is not listed by --help is the engine's: --train.seed 1, --parallel.tensor 8 and so on (rankfold train
+--help all). Whether the target was reached stands in the log.
 """
 
 from __future__ import annotations

@@ -95,7 +95,11 @@ def test_two_ranks_train_as_one_does(tmp_path: Path, capsys: pytest.CaptureFixtu
     # float32 sums of two halves in another order
     assert len(one) == 3 and one == pytest.approx(two, rel=1e-5)
 
-    refused = rankfold("train", *changed, "--parallel.tensor", "3", launcher=TORCHRUN, status=1)
+
+@pytest.mark.distributed
+def test_a_refusal_under_torchrun_is_said_once(tmp_path: Path) -> None:
+    place = make_place(tmp_path / "place")
+    refused = rankfold("train", *place.arguments(), "--parallel.tensor", "3", launcher=TORCHRUN, status=1)
     said = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and said[0].startswith("error: The run has 2 ranks and parallel.tensor 3 x "), refused.stderr
     assert "Traceback" not in refused.stderr.partition("torch/distributed/")[0]

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LEVELS = {
+    "engine": 0,
     "engine.errors": 0,
     "engine.kernels": 1,
     "engine.batch": 1,

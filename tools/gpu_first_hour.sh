@@ -8,5 +8,5 @@ set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
-export PYTHONPATH="$root:$root/tools${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m benchmarking.first_hour "$@"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" -m rankfold.benchmarking.first_hour "$@"

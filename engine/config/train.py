@@ -11,6 +11,10 @@ EvalMean = Literal["tokens", "rows"]
 LastBatch = Literal["short", "full"]
 
 
+LARGEST_GLOBAL_BATCH = 2**20
+"""Rows of one optimizer step; the largest pretraining runs take some tens of thousands."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
     """Train: how long, in which batches, and when to evaluate.
@@ -82,6 +86,12 @@ class TrainOptions:
             require_positive("train.epochs", self.epochs, "use for example 1")
         require_at_least("train.micro_batch_size", self.micro_batch_size, 1, "use for example 1")
         require_at_least("train.global_batch_size", self.global_batch_size, 1, "use for example 8")
+        # a step's rows are planned as lists; far more than this take all of the memory without a word
+        require(
+            self.global_batch_size <= LARGEST_GLOBAL_BATCH,
+            f"train.global_batch_size is {self.global_batch_size:,} rows, but at most {LARGEST_GLOBAL_BATCH:,} are "
+            "expected: use for example 8.",
+        )
         require_choice("train.last_batch", self.last_batch, get_args(LastBatch))
         require(
             0 <= self.seed < 2**32,

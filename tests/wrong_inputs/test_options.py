@@ -30,6 +30,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"parallel.tensor": 2}, "The run has 1 rank and parallel.tensor 2"),
     ({"parallel.pipeline": 3}, "parallel.pipeline 3 x parallel.context 1 needs a multiple of 3"),
     ({"train.global_batch_size": 3, "train.micro_batch_size": 2}, "not a multiple of train.micro_batch_size 2"),
+    ({"train.global_batch_size": 10**9}, "is 1,000,000,000 rows, but at most 1,048,576 are expected"),
     ({"train.steps": "1e99"}, "train.steps is '1e99', but a whole number"),
     ({"train.seed": 1.5}, "train.seed is '1.5', but a whole number"),
     ({"train.eval_every": 5}, "data.validation is not set, so there is nothing to evaluate"),

@@ -93,7 +93,7 @@ def run(command: str | None = None) -> NoReturn:
     """Runs a command line and ends the process: one sentence for a mistake, no traceback; see `run_command`.
 
     Args:
-        command: of the scripts in tools/, which are one command each; None takes the first word.
+        command: of the scripts in tools/, each of which is one module of this package; None takes the first word.
 
     Raises:
         SystemExit: always.

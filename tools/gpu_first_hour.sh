@@ -9,4 +9,5 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m rankfold.benchmarking.first_hour "$@"
+# by the door of all commands, which says in one sentence what is not installed
+exec "$python" -c 'from rankfold.__main__ import run; run("benchmarking.first_hour")' "$@"

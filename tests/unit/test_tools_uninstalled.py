@@ -40,6 +40,17 @@ def test_one_sentence(words: list[str], tmp_path: Path) -> None:
     assert "which has no torch: run `bash tools/setup_venv.sh` and `source .venv/bin/activate`" in ended.stderr
 
 
+def test_the_first_hour_says_so_too(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    command = ["bash", str(REPOSITORY / "tools" / "gpu_first_hour.sh"), "out", "--dry-run"]
+    environment = {**os.environ, "PYTHON": str(python)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and ended.stderr.startswith("error: the engine is not installed for ")
+    assert ended.stderr.count("\n") == 1
+
+
 def test_an_import_says_so_too(tmp_path: Path) -> None:
     ended = _without_packages(["-c", "import engine.api"], tmp_path, PYTHONPATH=str(REPOSITORY))
     last = ended.stderr.splitlines()[-1]

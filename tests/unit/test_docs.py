@@ -111,6 +111,8 @@ def _command_lines(page: Path) -> list[list[str]]:
         if any(word in ("...", "|", "&&") for word in words):
             continue
         script = next((word for word in words if word.startswith("tools/")), None)
+        if script is None and "rankfold" not in words:  # torchrun with a program of the reader's
+            continue
         start = words.index(script or "rankfold")
         if words[:1] == ["torchrun"] and script is None:
             assert words[start - 1] == "-m", line

@@ -33,7 +33,7 @@ def test_under_torchrun(settings: dict[str, object], tmp_path: Path) -> None:
     with Torchrun(tmp_path, settings, 2, restarts=3) as run:
         run.wait_for_step(3)
         os.kill(run.process.pid, signal.SIGTERM)
-        assert run.wait(60) == 1, "torchrun's own status, which README.md names"
+        assert run.wait(60) == 1, "torchrun's own status, which docs/runs.md names"
         output = run.output.read_text()
     assert len(re.findall(r"^SIGTERM to rank [01]: the run stops after the step under way", output, re.M)) == 1, output
     stopped = re.search(r"^stopped after step (\d+), SIGTERM to rank [01]: the same command goes on", output, re.M)

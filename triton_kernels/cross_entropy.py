@@ -83,9 +83,16 @@ def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tens
     if num_tokens > 0:
         block = power_of_2(num_columns, 1, _LARGEST_BLOCK)
         _local_statistics_kernel[(num_tokens,)](
-            logits_TV, logits_TV.stride(0), targets_T, results[0], results[1], results[2], num_columns,
-            BLOCK=block, num_warps=num_warps(block),
-        )  # fmt: skip
+            logits_TV,
+            logits_TV.stride(0),
+            targets_T,
+            results[0],
+            results[1],
+            results[2],
+            num_columns,
+            BLOCK=block,
+            num_warps=num_warps(block),
+        )
     return results[0], results[1], results[2]
 
 
@@ -107,9 +114,16 @@ def local_gradient(
     if logits_TV.numel() > 0:
         block = power_of_2(num_columns, 1, 4096)
         _gradient_kernel[(num_tokens, triton.cdiv(num_columns, block))](
-            logits_TV, logits_TV.stride(0), targets_T, max_T, total_T, scale_T, num_columns,
-            BLOCK=block, num_warps=num_warps(block),
-        )  # fmt: skip
+            logits_TV,
+            logits_TV.stride(0),
+            targets_T,
+            max_T,
+            total_T,
+            scale_T,
+            num_columns,
+            BLOCK=block,
+            num_warps=num_warps(block),
+        )
     return logits_TV
 
 

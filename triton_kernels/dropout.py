@@ -87,9 +87,19 @@ def _two_bits(word, threshold):
 
 @triton.jit(do_not_specialize=["key", "threshold"])
 def _bits_kernel(
-    out_ptr, out_stride, token_ptr, token_stride, step_ptr, key, threshold, first_block, num_rows, num_blocks,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    out_stride,
+    token_ptr,
+    token_stride,
+    step_ptr,
+    key,
+    threshold,
+    first_block,
+    num_rows,
+    num_blocks,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     rows_T = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     blocks_B = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     ok_T = rows_T < num_rows
@@ -116,9 +126,19 @@ def dropout_bits(key: DropoutKey) -> Tensor:
         words = words - (1 << 64) if words >= 1 << 63 else words
         rows, blocks = 16, power_of_2(num_blocks, 1, 64)
         _bits_kernel[(triton.cdiv(tokens.shape[0], rows), triton.cdiv(num_blocks, blocks))](
-            bits, bits.stride(0), tokens, tokens.stride(0), step, words, dropout_threshold(key.probability),
-            key.feature_offset // 8, tokens.shape[0], num_blocks, ROWS=rows, BLOCKS=blocks,
-        )  # fmt: skip
+            bits,
+            bits.stride(0),
+            tokens,
+            tokens.stride(0),
+            step,
+            words,
+            dropout_threshold(key.probability),
+            key.feature_offset // 8,
+            tokens.shape[0],
+            num_blocks,
+            ROWS=rows,
+            BLOCKS=blocks,
+        )
     if skip == 0:
         return bits
     # the kernel's bytes hold blocks of global features, and this shard starts inside one: a rare shape, so plain torch

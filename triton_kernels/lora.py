@@ -31,12 +31,27 @@ from engine.kernels.triton.partial_sums import sum_partials
 
 @triton.jit
 def _project_kernel(
-    x_ptr, x_stride, a_ptr, a_stride, out_ptr, out_stride, split_stride,
-    num_tokens, num_inputs, num_ranks, split_length,
-    mask_ptr, mask_stride, keep_scale,
-    MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_stride,
+    a_ptr,
+    a_stride,
+    out_ptr,
+    out_stride,
+    split_stride,
+    num_tokens,
+    num_inputs,
+    num_ranks,
+    split_length,
+    mask_ptr,
+    mask_stride,
+    keep_scale,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     ranks_R = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
     ok_T, ok_R = tokens_T < num_tokens, ranks_R < num_ranks
@@ -49,9 +64,7 @@ def _project_kernel(
             x_ptr + tokens_T[:, None] * x_stride + inputs_I[None, :], mask=ok_T[:, None] & ok_I[None, :], other=0.0
         ).to(DOT)
         if MASKED:
-            keep_TI = keep_tile(
-                mask_ptr, mask_stride, tokens_T, ok_T, start // 8, (num_inputs + 7) // 8, INPUTS // 8,
-            )  # fmt: skip
+            keep_TI = keep_tile(mask_ptr, mask_stride, tokens_T, ok_T, start // 8, (num_inputs + 7) // 8, INPUTS // 8)
             x_TI = tl.where(keep_TI, x_TI, 0.0).to(DOT)
         a_RI = tl.load(
             a_ptr + ranks_R[:, None].to(tl.int64) * a_stride + inputs_I[None, :],
@@ -92,10 +105,26 @@ def project(
         partial = torch.empty(splits, num_tokens, num_ranks, dtype=torch.float32, device=x_TI.device)
         target, split_stride = partial[0], partial.stride(0)
     _project_kernel[(blocks[0], splits, blocks[1])](
-        x_TI, x_TI.stride(0), a_RI, a_RI.stride(0), target, target.stride(0), split_stride,
-        num_tokens, num_inputs, num_ranks, split_length, *mask_arguments(mask), keep_scale,
-        MASKED=mask is not None, TOKENS=tokens, INPUTS=inputs, RANKS=ranks, num_stages=3, **options,
-    )  # fmt: skip
+        x_TI,
+        x_TI.stride(0),
+        a_RI,
+        a_RI.stride(0),
+        target,
+        target.stride(0),
+        split_stride,
+        num_tokens,
+        num_inputs,
+        num_ranks,
+        split_length,
+        *mask_arguments(mask),
+        keep_scale,
+        MASKED=mask is not None,
+        TOKENS=tokens,
+        INPUTS=inputs,
+        RANKS=ranks,
+        num_stages=3,
+        **options,
+    )
     if splits > 1:
         sum_partials(partial, out)
     return out
@@ -103,11 +132,25 @@ def project(
 
 @triton.jit
 def _a_gradient_kernel(
-    dh_ptr, dh_stride, x_ptr, x_stride, da_ptr, num_tokens, num_inputs, num_ranks, split_length,
-    mask_ptr, mask_stride, keep_scale,
-    MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    dh_ptr,
+    dh_stride,
+    x_ptr,
+    x_stride,
+    da_ptr,
+    num_tokens,
+    num_inputs,
+    num_ranks,
+    split_length,
+    mask_ptr,
+    mask_stride,
+    keep_scale,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     inputs_I = tl.program_id(0) * INPUTS + tl.arange(0, INPUTS)
     ranks_R = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
     ok_I, ok_R = inputs_I < num_inputs, ranks_R < num_ranks
@@ -121,9 +164,14 @@ def _a_gradient_kernel(
         ).to(DOT)
         if MASKED:
             keep_TI = keep_tile(
-                mask_ptr, mask_stride, tokens_T, ok_T, tl.program_id(0) * (INPUTS // 8), (num_inputs + 7) // 8,
+                mask_ptr,
+                mask_stride,
+                tokens_T,
+                ok_T,
+                tl.program_id(0) * (INPUTS // 8),
+                (num_inputs + 7) // 8,
                 INPUTS // 8,
-            )  # fmt: skip
+            )
             x_TI = tl.where(keep_TI, x_TI, 0.0).to(DOT)
         dh_TR = tl.load(
             dh_ptr + tokens_T[:, None] * dh_stride + ranks_R[None, :], mask=ok_T[:, None] & ok_R[None, :], other=0.0
@@ -155,20 +203,47 @@ def a_gradient(
     splits, split_length = split_count(blocks[0] * blocks[1], num_tokens, tokens, x_TI.device)
     partial = torch.empty(splits, num_ranks, num_inputs, dtype=torch.float32, device=x_TI.device)
     _a_gradient_kernel[(blocks[0], splits, blocks[1])](
-        dh_TR, dh_TR.stride(0), x_TI, x_TI.stride(0), partial, num_tokens, num_inputs, num_ranks, split_length,
-        *mask_arguments(mask), keep_scale,
-        MASKED=mask is not None, TOKENS=tokens, INPUTS=inputs, RANKS=ranks, num_stages=3, **options,
-    )  # fmt: skip
+        dh_TR,
+        dh_TR.stride(0),
+        x_TI,
+        x_TI.stride(0),
+        partial,
+        num_tokens,
+        num_inputs,
+        num_ranks,
+        split_length,
+        *mask_arguments(mask),
+        keep_scale,
+        MASKED=mask is not None,
+        TOKENS=tokens,
+        INPUTS=inputs,
+        RANKS=ranks,
+        num_stages=3,
+        **options,
+    )
     sum_partials(partial, da_out, add=add)
 
 
 @triton.jit
 def update_tile(
-    dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-    mask_ptr, mask_stride, keep_scale,
-    tokens_T, ok_T, block, num_inputs,
-    MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    dh_ptr,
+    dh_stride,
+    a_ptr,
+    a_stride,
+    num_ranks,
+    mask_ptr,
+    mask_stride,
+    keep_scale,
+    tokens_T,
+    ok_T,
+    block,
+    num_inputs,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INPUTS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     """fp32 [T, INPUTS]: drop'(dH A) at the INPUTS columns of tile `block` (which start at block * INPUTS)."""
     inputs_I = block * INPUTS + tl.arange(0, INPUTS)
     ok_I = inputs_I < num_inputs
@@ -187,8 +262,8 @@ def update_tile(
         update_TI = tl.dot(dh_TR, a_RI, update_TI, input_precision=PRECISION)
     if MASKED:
         keep_TI = keep_tile(
-            mask_ptr, mask_stride, tokens_T, ok_T, block * (INPUTS // 8), (num_inputs + 7) // 8, INPUTS // 8,
-        )  # fmt: skip
+            mask_ptr, mask_stride, tokens_T, ok_T, block * (INPUTS // 8), (num_inputs + 7) // 8, INPUTS // 8
+        )
         update_TI = tl.where(keep_TI, update_TI * keep_scale, 0.0)
     return update_TI
 
@@ -208,20 +283,48 @@ def update_options(update: InputUpdate) -> dict[str, object]:
 
 @triton.jit
 def _add_input_gradient_kernel(
-    dx_ptr, dx_stride, num_tokens, num_inputs, dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-    mask_ptr, mask_stride, keep_scale,
-    MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    dx_ptr,
+    dx_stride,
+    num_tokens,
+    num_inputs,
+    dh_ptr,
+    dh_stride,
+    a_ptr,
+    a_stride,
+    num_ranks,
+    mask_ptr,
+    mask_stride,
+    keep_scale,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     ok_T = tokens_T < num_tokens
     inputs_I = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
     ok_TI = ok_T[:, None] & (inputs_I < num_inputs)[None, :]
     update_TI = update_tile(
-        dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-        mask_ptr, mask_stride, keep_scale,
-        tokens_T, ok_T, tl.program_id(1), num_inputs, MASKED, DOT, PRECISION, INPUTS, RANKS,
-    )  # fmt: skip
+        dh_ptr,
+        dh_stride,
+        a_ptr,
+        a_stride,
+        num_ranks,
+        mask_ptr,
+        mask_stride,
+        keep_scale,
+        tokens_T,
+        ok_T,
+        tl.program_id(1),
+        num_inputs,
+        MASKED,
+        DOT,
+        PRECISION,
+        INPUTS,
+        RANKS,
+    )
     dx = dx_ptr + tokens_T[:, None] * dx_stride + inputs_I[None, :]
     tl.store(dx, tl.load(dx, mask=ok_TI, other=0.0).to(tl.float32) + update_TI, mask=ok_TI)
 
@@ -241,9 +344,16 @@ def add_input_gradient(dx_TI: Tensor, update: InputUpdate) -> Tensor:
         return dx_TI
     tokens, inputs = power_of_2(num_tokens, SMALLEST_DOT, 64), power_of_2(num_inputs, SMALLEST_DOT, 128)
     _add_input_gradient_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_inputs, inputs))](
-        dx_TI, dx_TI.stride(0), num_tokens, num_inputs, *update_arguments(update),
-        **update_options(update), TOKENS=tokens, INPUTS=inputs, num_warps=4,
-    )  # fmt: skip
+        dx_TI,
+        dx_TI.stride(0),
+        num_tokens,
+        num_inputs,
+        *update_arguments(update),
+        **update_options(update),
+        TOKENS=tokens,
+        INPUTS=inputs,
+        num_warps=4,
+    )
     return dx_TI
 
 

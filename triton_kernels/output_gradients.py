@@ -26,10 +26,24 @@ from engine.kernels.triton.partial_sums import Sum, sum_all
 
 @triton.jit
 def _output_gradients_kernel(
-    sections, dy_ptr, dy_stride, h_ptr, h_stride, dh_ptr, db_ptr, num_tokens, widest, split_length,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, WITH_DH: tl.constexpr, WITH_DB: tl.constexpr,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    sections,
+    dy_ptr,
+    dy_stride,
+    h_ptr,
+    h_stride,
+    dh_ptr,
+    db_ptr,
+    num_tokens,
+    widest,
+    split_length,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WITH_DH: tl.constexpr,
+    WITH_DB: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     """`sections` has a tuple for each: first block, first column, columns, first row, ranks, B's pointer and stride."""
     block = tl.program_id(0)
     first_block, first_column, num_columns, first_row, num_ranks, b_ptr, b_stride = sections[0]
@@ -113,10 +127,24 @@ def output_gradients(
     unread = dy_TO if dh is None else None
     records = [_record(one, first, unread) for one, first in zip(sections, first_blocks, strict=True)]
     _output_gradients_kernel[(num_blocks, splits, rank_blocks)](
-        tuple(records), dy_TO, dy_TO.stride(0), h_rows, 0 if h_rows is None else h_rows.stride(0), dh, db,
-        num_tokens, widest, split_length, WITH_DH=dh is not None, WITH_DB=db is not None,
-        TOKENS=tokens, OUTPUTS=outputs, RANKS=ranks, num_stages=2, **options,
-    )  # fmt: skip
+        tuple(records),
+        dy_TO,
+        dy_TO.stride(0),
+        h_rows,
+        0 if h_rows is None else h_rows.stride(0),
+        dh,
+        db,
+        num_tokens,
+        widest,
+        split_length,
+        WITH_DH=dh is not None,
+        WITH_DB=db is not None,
+        TOKENS=tokens,
+        OUTPUTS=outputs,
+        RANKS=ranks,
+        num_stages=2,
+        **options,
+    )
     if dh is not None and dh_out is not None:
         sum_all(_sums_of_dh(dh, dh_out, sections, [*first_blocks, num_blocks]))
     if db is not None:

@@ -39,9 +39,14 @@ class Sum:
 
 @triton.jit
 def _sum_kernel(
-    sums, partial_stride, row_stride,
-    ADD: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    sums,
+    partial_stride,
+    row_stride,
+    ADD: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """`sums` has a tuple for each result: first program, partial pointer, S, out pointer and stride, M, N, scale."""
     program = tl.program_id(0)
     first_program, partial_ptr, num_partials, out_ptr, out_stride, num_rows, num_columns, scale = sums[0]
@@ -105,9 +110,8 @@ def sum_all(sums: Sequence[Sum], *, add: bool = False) -> None:
         program += triton.cdiv(shape[0], rows)
     partial_stride, row_stride, _ = sums[0].partial_SMN.stride()
     _sum_kernel[(program, triton.cdiv(num_columns, columns))](
-        tuple(records), partial_stride, row_stride,
-        ADD=add, PARTIALS=partials, ROWS=rows, COLUMNS=columns, num_warps=4,
-    )  # fmt: skip
+        tuple(records), partial_stride, row_stride, ADD=add, PARTIALS=partials, ROWS=rows, COLUMNS=columns, num_warps=4
+    )
 
 
 def sum_partials(partial_SMN: Tensor, out_MN: Tensor, *, scale: float = 1.0, add: bool = False) -> None:

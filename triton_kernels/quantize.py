@@ -36,10 +36,24 @@ _LONGEST = 16384
 
 @triton.jit
 def _nf4_decode_kernel(
-    codes_ptr, codes_stride, scales_ptr, scales_stride, groups_ptr, groups_stride, phase_ptr, table_ptr, map_ptr,
-    out_ptr, out_stride, num_rows, num_columns,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+    codes_ptr,
+    codes_stride,
+    scales_ptr,
+    scales_stride,
+    groups_ptr,
+    groups_stride,
+    phase_ptr,
+    table_ptr,
+    map_ptr,
+    out_ptr,
+    out_stride,
+    num_rows,
+    num_columns,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     rows_O = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pairs_P = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     ok_O = rows_O < num_rows
@@ -62,9 +76,16 @@ def _nf4_decode_kernel(
 
 @triton.jit
 def _row_decode_kernel(
-    codes_ptr, codes_stride, scales_ptr, out_ptr, out_stride, num_rows, num_columns,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    codes_ptr,
+    codes_stride,
+    scales_ptr,
+    out_ptr,
+    out_stride,
+    num_rows,
+    num_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     rows_O = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     ok_O = rows_O < num_rows
@@ -108,9 +129,18 @@ def magnitude_bits(x_F):
 
 @triton.jit
 def store_row_codes(
-    x_TF, codes_ptr, scale_ptr, tokens_T, ok_T, features_F, ok_F, num_features, largest_code, smallest,
+    x_TF,
+    codes_ptr,
+    scale_ptr,
+    tokens_T,
+    ok_T,
+    features_F,
+    ok_F,
+    num_features,
+    largest_code,
+    smallest,
     CAST: tl.constexpr,
-):  # fmt: skip
+):
     """Codes and scales of a tile of whole rows, fp32 and 0 beyond them: what `quantize_rows` gives, as an epilogue."""
     largest_T = tl.maximum(tl.max(magnitude_bits(x_TF), 1), smallest).to(tl.float32, bitcast=True)
     code_T = tl.full(largest_T.shape, 0.0, tl.float32) + largest_code
@@ -135,9 +165,21 @@ def _row_absmax_kernel(
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, x_stride, column_scale_ptr, largest_ptr, codes_ptr, scale_ptr, num_features, largest_code, smallest,
-    BY_ROW: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, CAST: tl.constexpr, FEATURES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_stride,
+    column_scale_ptr,
+    largest_ptr,
+    codes_ptr,
+    scale_ptr,
+    num_features,
+    largest_code,
+    smallest,
+    BY_ROW: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SCALED: tl.constexpr,
+    CAST: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     x_row, codes_row = x_ptr + row * x_stride, codes_ptr + row * num_features
     features_F = tl.arange(0, FEATURES)
@@ -189,10 +231,26 @@ def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Ten
     pairs = power_of_2(triton.cdiv(columns, 2), 16, 512)
     tile = max(1, 1024 // pairs)
     _nf4_decode_kernel[(triton.cdiv(rows, tile), triton.cdiv(columns, 2 * pairs))](
-        codes, codes.stride(0), scales_ON, scales_ON.stride(0), groups_OG, groups_OG.stride(0), phase_O.contiguous(),
-        nf4_values(out_OI.device), dynamic_map(out_OI.device), out_OI, out_OI.stride(0), rows, columns,
-        BLOCK=NF4_BLOCK, GROUP=NF4_GROUP, ROWS=tile, PAIRS=pairs, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+        codes,
+        codes.stride(0),
+        scales_ON,
+        scales_ON.stride(0),
+        groups_OG,
+        groups_OG.stride(0),
+        phase_O.contiguous(),
+        nf4_values(out_OI.device),
+        dynamic_map(out_OI.device),
+        out_OI,
+        out_OI.stride(0),
+        rows,
+        columns,
+        BLOCK=NF4_BLOCK,
+        GROUP=NF4_GROUP,
+        ROWS=tile,
+        PAIRS=pairs,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
 
 
 def row_decode(codes_OI: Tensor, scales_O: Tensor, out_OI: Tensor) -> None:
@@ -209,9 +267,17 @@ def row_decode(codes_OI: Tensor, scales_O: Tensor, out_OI: Tensor) -> None:
     width = power_of_2(columns, 16, 1024)
     tile = max(1, 2048 // width)
     _row_decode_kernel[(triton.cdiv(rows, tile), triton.cdiv(columns, width))](
-        codes_OI, codes_OI.stride(0), scales_O.contiguous(), out_OI, out_OI.stride(0), rows, columns,
-        ROWS=tile, COLUMNS=width, num_warps=4,
-    )  # fmt: skip
+        codes_OI,
+        codes_OI.stride(0),
+        scales_O.contiguous(),
+        out_OI,
+        out_OI.stride(0),
+        rows,
+        columns,
+        ROWS=tile,
+        COLUMNS=width,
+        num_warps=4,
+    )
 
 
 def _quantize(
@@ -223,11 +289,23 @@ def _quantize(
     if rows.numel() > 0:
         features = power_of_2(num_features, 16, _LONGEST)
         _quantize_kernel[(num_tokens,)](
-            rows, rows.stride(0), column_scale_F, largest, codes.view(torch.uint8), scale, num_features,
-            FP8_LARGEST, float_bits(SMALLEST_ROW), BY_ROW=largest is None, WHOLE=features >= num_features,
-            SCALED=column_scale_F is not None, CAST=casts(rows), FEATURES=features,
-            num_warps=num_warps(features), enable_fp_fusion=False,
-        )  # fmt: skip
+            rows,
+            rows.stride(0),
+            column_scale_F,
+            largest,
+            codes.view(torch.uint8),
+            scale,
+            num_features,
+            FP8_LARGEST,
+            float_bits(SMALLEST_ROW),
+            BY_ROW=largest is None,
+            WHOLE=features >= num_features,
+            SCALED=column_scale_F is not None,
+            CAST=casts(rows),
+            FEATURES=features,
+            num_warps=num_warps(features),
+            enable_fp_fusion=False,
+        )
     else:
         scale.fill_(SMALLEST_ROW).div_(FP8_LARGEST)
     return codes, scale
@@ -246,9 +324,15 @@ def quantize_matrix(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple
     if rows.numel() > 0:
         features = power_of_2(rows.shape[1], 16, _LONGEST)
         _row_absmax_kernel[(rows.shape[0],)](
-            rows, rows.stride(0), column_scale_F, largest_T, rows.shape[1],
-            SCALED=column_scale_F is not None, FEATURES=features, num_warps=num_warps(features),
-        )  # fmt: skip
+            rows,
+            rows.stride(0),
+            column_scale_F,
+            largest_T,
+            rows.shape[1],
+            SCALED=column_scale_F is not None,
+            FEATURES=features,
+            num_warps=num_warps(features),
+        )
     scale = torch.empty((), dtype=torch.float32, device=rows.device)
     return _quantize(rows, column_scale_F, largest_T.amax(), scale)
 

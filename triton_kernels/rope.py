@@ -45,11 +45,26 @@ def _turn(first_HD, second_HD, cos_ptr, sin_ptr, token, columns_D, half, INVERSE
 
 @triton.jit
 def _packed_kernel(
-    packed_ptr, packed_stride, q_ptr, q_stride_t, q_stride_h, k_ptr, k_stride_t, k_stride_h,
-    v_ptr, v_stride_t, v_stride_h,
-    cos_ptr, sin_ptr, num_heads, num_kv_heads, half,
-    MERGE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    packed_ptr,
+    packed_stride,
+    q_ptr,
+    q_stride_t,
+    q_stride_h,
+    k_ptr,
+    k_stride_t,
+    k_stride_h,
+    v_ptr,
+    v_stride_t,
+    v_stride_h,
+    cos_ptr,
+    sin_ptr,
+    num_heads,
+    num_kv_heads,
+    half,
+    MERGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Packed to q, k, v; or back, turning the other way. A tile of heads may belong to several of the three."""
     token = tl.program_id(0).to(tl.int64)
     heads_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -96,10 +111,21 @@ def _launch_packed(
     heads, columns, programs = _blocks(num_heads + 2 * num_kv_heads, head_dim // 2)
     strides = [(x, x.stride(0), x.stride(1)) for x in (q_THD, k_TKD, v_TKD)]
     _packed_kernel[(num_tokens, programs)](
-        packed, packed.stride(0), *strides[0], *strides[1], *strides[2], cos, sin,
-        num_heads, num_kv_heads, head_dim // 2,
-        MERGE=merge, HEADS=heads, COLUMNS=columns, num_warps=num_warps(heads * columns),
-    )  # fmt: skip
+        packed,
+        packed.stride(0),
+        *strides[0],
+        *strides[1],
+        *strides[2],
+        cos,
+        sin,
+        num_heads,
+        num_kv_heads,
+        head_dim // 2,
+        MERGE=merge,
+        HEADS=heads,
+        COLUMNS=columns,
+        num_warps=num_warps(heads * columns),
+    )
 
 
 def rope_split(

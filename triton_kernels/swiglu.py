@@ -26,9 +26,8 @@ _LONGEST = 16384
 
 @triton.jit
 def _forward_kernel(
-    gate_up_ptr, gate_up_stride, y_ptr, y_stride, num_tokens, num_features,
-    TOKENS: tl.constexpr, FEATURES: tl.constexpr,
-):  # fmt: skip
+    gate_up_ptr, gate_up_stride, y_ptr, y_stride, num_tokens, num_features, TOKENS: tl.constexpr, FEATURES: tl.constexpr
+):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     features_F = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     ok_TF = (tokens_T < num_tokens)[:, None] & (features_F < num_features)[None, :]
@@ -41,9 +40,20 @@ def _forward_kernel(
 
 @triton.jit
 def _forward_codes_kernel(
-    gate_up_ptr, gate_up_stride, y_ptr, y_stride, codes_ptr, scale_ptr, largest_code, smallest, num_tokens,
-    num_features, CAST: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
-):  # fmt: skip
+    gate_up_ptr,
+    gate_up_stride,
+    y_ptr,
+    y_stride,
+    codes_ptr,
+    scale_ptr,
+    largest_code,
+    smallest,
+    num_tokens,
+    num_features,
+    CAST: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
     """A tile has whole rows, whose largest number their codes depend on."""
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     features_F = tl.arange(0, FEATURES)
@@ -55,19 +65,49 @@ def _forward_codes_kernel(
     y_TF = (gate_TF * tl.sigmoid(gate_TF) * up_TF).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + tokens_T[:, None] * y_stride + features_F[None, :], y_TF, mask=ok_TF)
     store_row_codes(
-        y_TF.to(tl.float32), codes_ptr, scale_ptr, tokens_T, ok_T, features_F, ok_F, num_features, largest_code,
-        smallest, CAST,
-    )  # fmt: skip
+        y_TF.to(tl.float32),
+        codes_ptr,
+        scale_ptr,
+        tokens_T,
+        ok_T,
+        features_F,
+        ok_F,
+        num_features,
+        largest_code,
+        smallest,
+        CAST,
+    )
 
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr, dy_stride, gate_up_ptr, gate_up_stride, out_ptr, out_stride, y_ptr, y_stride, num_tokens, num_features,
-    dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-    mask_ptr, mask_stride, keep_scale,
-    UPDATE: tl.constexpr, WRITE_Y: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr, FEATURES: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    dy_stride,
+    gate_up_ptr,
+    gate_up_stride,
+    out_ptr,
+    out_stride,
+    y_ptr,
+    y_stride,
+    num_tokens,
+    num_features,
+    dh_ptr,
+    dh_stride,
+    a_ptr,
+    a_stride,
+    num_ranks,
+    mask_ptr,
+    mask_stride,
+    keep_scale,
+    UPDATE: tl.constexpr,
+    WRITE_Y: tl.constexpr,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     features_F = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     ok_T = tokens_T < num_tokens
@@ -76,10 +116,24 @@ def _backward_kernel(
     dy_TF = tl.load(dy, mask=ok_TF, other=0.0).to(tl.float32)
     if UPDATE:
         dy_TF += update_tile(
-            dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-            mask_ptr, mask_stride, keep_scale,
-            tokens_T, ok_T, tl.program_id(1), num_features, MASKED, DOT, PRECISION, FEATURES, RANKS,
-        )  # fmt: skip
+            dh_ptr,
+            dh_stride,
+            a_ptr,
+            a_stride,
+            num_ranks,
+            mask_ptr,
+            mask_stride,
+            keep_scale,
+            tokens_T,
+            ok_T,
+            tl.program_id(1),
+            num_features,
+            MASKED,
+            DOT,
+            PRECISION,
+            FEATURES,
+            RANKS,
+        )
     gate = gate_up_ptr + tokens_T[:, None] * gate_up_stride + features_F[None, :]
     gate_TF = tl.load(gate, mask=ok_TF, other=0.0).to(tl.float32)
     up_TF = tl.load(gate + num_features, mask=ok_TF, other=0.0).to(tl.float32)
@@ -109,9 +163,16 @@ def swiglu_forward(gate_up_T2F: Tensor, *, out: Tensor | None = None) -> Tensor:
         features = power_of_2(num_features, 1, 1024)
         tokens = max(1, min(16, 2048 // features))
         _forward_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_features, features))](
-            rows, rows.stride(0), y_TF, y_TF.stride(0), num_tokens, num_features,
-            TOKENS=tokens, FEATURES=features, num_warps=4,
-        )  # fmt: skip
+            rows,
+            rows.stride(0),
+            y_TF,
+            y_TF.stride(0),
+            num_tokens,
+            num_features,
+            TOKENS=tokens,
+            FEATURES=features,
+            num_warps=4,
+        )
     return y_TF.view(*gate_up_T2F.shape[:-1], num_features) if out is None else out
 
 
@@ -132,9 +193,18 @@ def swiglu_forward_codes(gate_up_T2F: Tensor, out: Tensor) -> tuple[Tensor, Tens
         features = power_of_2(num_features)
         tokens = max(1, min(16, 2048 // features))
         _forward_codes_kernel[(triton.cdiv(num_tokens, tokens),)](
-            rows, rows.stride(0), out, out.stride(0), *row_code_arguments(codes, scale), num_tokens, num_features,
-            CAST=casts(rows), TOKENS=tokens, FEATURES=features, num_warps=num_warps(tokens * features),
-        )  # fmt: skip
+            rows,
+            rows.stride(0),
+            out,
+            out.stride(0),
+            *row_code_arguments(codes, scale),
+            num_tokens,
+            num_features,
+            CAST=casts(rows),
+            TOKENS=tokens,
+            FEATURES=features,
+            num_warps=num_warps(tokens * features),
+        )
     return codes, scale
 
 
@@ -173,10 +243,24 @@ def swiglu_backward(
             features, tokens, warps = power_of_2(num_features, SMALLEST_DOT, 64), 64, 8
         y_stride = 0 if activation_out is None else activation_out.stride(0)
         _backward_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_features, features))](
-            dy_rows, dy_rows.stride(0), rows, rows.stride(0), result, result.stride(0), activation_out, y_stride,
-            num_tokens, num_features, *arguments, UPDATE=update is not None, WRITE_Y=activation_out is not None,
-            **options, TOKENS=tokens, FEATURES=features, num_warps=warps,
-        )  # fmt: skip
+            dy_rows,
+            dy_rows.stride(0),
+            rows,
+            rows.stride(0),
+            result,
+            result.stride(0),
+            activation_out,
+            y_stride,
+            num_tokens,
+            num_features,
+            *arguments,
+            UPDATE=update is not None,
+            WRITE_Y=activation_out is not None,
+            **options,
+            TOKENS=tokens,
+            FEATURES=features,
+            num_warps=warps,
+        )
     return result.view(gate_up_T2F.shape) if out is None else out
 
 

@@ -93,9 +93,14 @@ def _forward(
 
 
 def _backward(
-    gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, weights: Weights, statistics: tuple[Tensor, ...],
-    rotation: _Rotation, kernels: Kernels, weight_gradients: tuple[Tensor | None, Tensor | None],
-) -> Tensor:  # fmt: skip
+    gradients: tuple[Tensor, Tensor, Tensor],
+    qkv: Tensor,
+    weights: Weights,
+    statistics: tuple[Tensor, ...],
+    rotation: _Rotation,
+    kernels: Kernels,
+    weight_gradients: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
     """The gradient of the fused product."""
     cos, sin = rotation.cos, rotation.sin
     if kernels.head_norms is not None:

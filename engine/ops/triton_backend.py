@@ -87,17 +87,29 @@ def _split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin:
 
 
 def _norm_rope_split(
-    qkv: Tensor, weights: tuple[Tensor, Tensor], eps: float, cos: Tensor, sin: Tensor, num_heads: int,
-    num_kv_heads: int, head_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     tables = (cos.contiguous(), sin.contiguous())
     return head_norm.norm_rope_split(qkv, weights, eps, *tables, num_heads, num_kv_heads, head_dim)
 
 
 def _norm_rope_merge(
-    gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, weights: tuple[Tensor, Tensor], statistics: Tensor,
-    cos: Tensor, sin: Tensor, *, weight_gradients: tuple[Tensor | None, Tensor | None],
-) -> Tensor:  # fmt: skip
+    gradients: tuple[Tensor, Tensor, Tensor],
+    qkv: Tensor,
+    weights: tuple[Tensor, Tensor],
+    statistics: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    weight_gradients: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
     return head_norm.norm_rope_merge(
         gradients, qkv, weights, statistics, cos.contiguous(), sin.contiguous(), weight_gradients=weight_gradients
     )

@@ -50,9 +50,16 @@ class Machine:
 
 
 def _card(
-    name: str, memory: float, products: float, copies: float, link: float, *, products_fp8: float, host: float,
+    name: str,
+    memory: float,
+    products: float,
+    copies: float,
+    link: float,
+    *,
+    products_fp8: float,
+    host: float,
     scales_rows: bool = False,
-) -> Machine:  # fmt: skip
+) -> Machine:
     return Machine(
         name=name,
         memory=memory,

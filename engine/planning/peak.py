@@ -205,8 +205,13 @@ class _Rank:
     def _scratch(self) -> int:
         """The largest matrix that is decoded on this rank, with the columns of folded adapters beside it."""
         stages = self._stages.values()
-        linears = [one for stage in stages for layer in self._shape.layers[stage.first : stage.last]
-                   for one in layer.linears if one.is_decoded]  # fmt: skip
+        linears = [
+            one
+            for stage in stages
+            for layer in self._shape.layers[stage.first : stage.last]
+            for one in layer.linears
+            if one.is_decoded
+        ]
         return (
             max((one.outputs * (one.inputs + one.extra) for one in linears), default=0) * self._workload.dtype.itemsize
         )

@@ -58,9 +58,8 @@ class _Run:
 
 @lru_cache(maxsize=4096)
 def stage_bytes(
-    model: RankModel, stage: Part, memory: MemoryPlan, *, trains: bool,
-    gives_gradient: bool, defers: bool = False,
-) -> StageBytes:  # fmt: skip
+    model: RankModel, stage: Part, memory: MemoryPlan, *, trains: bool, gives_gradient: bool, defers: bool = False
+) -> StageBytes:
     """Goes once forward and once backward through the stage.
 
     Args:

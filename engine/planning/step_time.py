@@ -308,9 +308,14 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
 
 
 def _costs(
-    times: _Times, workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine, shape: ModelShape,
+    times: _Times,
+    workload: Workload,
+    layout: Layout,
+    memory: MemoryPlan,
+    machine: Machine,
+    shape: ModelShape,
     plan: PipelinePlan,
-) -> tuple[Costs, float, float]:  # fmt: skip
+) -> tuple[Costs, float, float]:
     """Seconds of the stages' actions; of the rank that waits longest for links in a micro-batch, how long that is, and
     how long its links are busy behind its arithmetic."""
     stages = {number: stage for rank in range(plan.schedule.num_ranks) for number, stage in plan.stages(rank).items()}

@@ -211,9 +211,16 @@ class _Tracing:
     """One piece on its way through forward and backward."""
 
     def __init__(
-        self, workload: Workload, parallel: ParallelOptions, part: Part, *, memory: MemoryPlan | None = None,
-        needs: bool, saved: bool, defers: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        workload: Workload,
+        parallel: ParallelOptions,
+        part: Part,
+        *,
+        memory: MemoryPlan | None = None,
+        needs: bool,
+        saved: bool,
+        defers: bool = False,
+    ) -> None:
         self._workload, self._part, self._memory = workload, part, memory or MemoryPlan()
         self._needs, self._saved, self._defers = needs, saved, defers
         self._away, self._recording = _Away(), Recording()
@@ -241,9 +248,11 @@ class _Tracing:
             kept = (found - before - made) | (found & {given})
             recording.name(kept, ACTIVATIONS)
             passage = Passage(
-                forward=recording.peak(begin), kept=recording.held(kept), keeps_input=given in kept,
+                forward=recording.peak(begin),
+                kept=recording.held(kept),
+                keeps_input=given in kept,
                 away=self._away.nbytes,
-            )  # fmt: skip
+            )
             if not goes_back:
                 return passage
             end.backward()
@@ -259,9 +268,14 @@ class _Tracing:
         """The part, with everything made that a second micro-batch would find."""
         workload, memory = self._workload, self._memory
         model = Decoder(
-            workload.decoder, layout=self._layout, plan=workload.plan, device=META, dtype=workload.dtype,
-            part=self._part, memory=replace(memory, offload=False),
-        )  # fmt: skip
+            workload.decoder,
+            layout=self._layout,
+            plan=workload.plan,
+            device=META,
+            dtype=workload.dtype,
+            part=self._part,
+            memory=replace(memory, offload=False),
+        )
         model.inverse_frequencies = tuple(one.to(META) for one in model.inverse_frequencies)
         if memory.offload:
             model.saved = SavedTensors(memory, META, model.saved.shapes, self._away)
@@ -302,10 +316,15 @@ def _batch(workload: Workload, ranks: int) -> Batch:
     shape = rows, sum(span.length for span in rank_columns(length, ranks, 0))
     numbers, weights = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.float32))
     return Batch(
-        tokens_BS=numbers, labels_BS=numbers, positions_BS=numbers, token_index_BS=numbers, loss_weights_BS=weights,
-        document_offsets=torch.empty(len(lengths) + 1, dtype=torch.int32, device=META), document_lengths=lengths,
+        tokens_BS=numbers,
+        labels_BS=numbers,
+        positions_BS=numbers,
+        token_index_BS=numbers,
+        loss_weights_BS=weights,
+        document_offsets=torch.empty(len(lengths) + 1, dtype=torch.int32, device=META),
+        document_lengths=lengths,
         context_plan=make_plan(whole, 0) if ranks > 1 else None,
-    )  # fmt: skip
+    )
 
 
 def _layout(
@@ -341,9 +360,13 @@ def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
     """
     alike = replace(workload, global_batch=0, beside=0, offload_weights=False, offload_optimizer=False)
     ends = ParallelOptions(
-        tensor=parallel.tensor, sequence=parallel.sequence_parallel, pipeline=min(parallel.pipeline, 2),
-        context=parallel.context, context_method=parallel.context_method, lora_reduce=parallel.lora_reduce,
-    )  # fmt: skip
+        tensor=parallel.tensor,
+        sequence=parallel.sequence_parallel,
+        pipeline=min(parallel.pipeline, 2),
+        context=parallel.context,
+        context_method=parallel.context_method,
+        lora_reduce=parallel.lora_reduce,
+    )
     return _rank_model(alike, ends if workload.decoder.tied_embeddings else replace(ends, pipeline=1))
 
 

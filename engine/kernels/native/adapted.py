@@ -85,9 +85,16 @@ def backward(
     down = [_b_factor(section, section.b, section.scale) for section in sections]
     gradients = [_b_factor(section, section.db, 1.0) for section in sections if section.db is not None]
     dx = _product(
-        dy_TO, weight_OI, dh, out_bits=mask, out_scale=keep_scale, down=down, up=up, gradients=gradients,
+        dy_TO,
+        weight_OI,
+        dh,
+        out_bits=mask,
+        out_scale=keep_scale,
+        down=down,
+        up=up,
+        gradients=gradients,
         h=matrix(h_TR, ranks, tokens),
-    )  # fmt: skip
+    )
     return dx, dh
 
 
@@ -112,9 +119,19 @@ def _product(
     out, arguments = product_arguments(left, right, None)
     factors = (*down, *up, *gradients)
     fields = (
-        p.shape[1], *matrix(p, rows=left.shape[0]), left_bits[0] or 0, left_bits[1], out_bits[0] or 0, out_bits[1],
-        out_scale, h[0] or 0, h[1], len(down), len(up), len(gradients),
-    )  # fmt: skip
+        p.shape[1],
+        *matrix(p, rows=left.shape[0]),
+        left_bits[0] or 0,
+        left_bits[1],
+        out_bits[0] or 0,
+        out_bits[1],
+        out_scale,
+        h[0] or 0,
+        h[1],
+        len(down),
+        len(up),
+        len(gradients),
+    )
     low_rank = struct.pack(_LOW_RANK + _FACTOR * len(factors), *fields, *chain.from_iterable(factors))
     library().engine_product_amx(threads(), *arguments, low_rank)
     return out

@@ -60,12 +60,20 @@ def attention_forward(
     out, lse = q_THD.new_empty(tokens, num_heads, head_dim), torch.empty(tokens, num_heads)
     table, dtype = _table(segments), q_THD.dtype
     library().engine_attention_forward(
-        threads(), type_number(q_THD), len(segments), vector(table, table.numel(), torch.int64), num_heads,
-        num_kv_heads, head_dim, scale, *heads(q_THD, tokens, num_heads, head_dim, dtype=dtype),
+        threads(),
+        type_number(q_THD),
+        len(segments),
+        vector(table, table.numel(), torch.int64),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        scale,
+        *heads(q_THD, tokens, num_heads, head_dim, dtype=dtype),
         *heads(k_NKD, num_keys, num_kv_heads, head_dim, dtype=dtype),
         *heads(v_NKD, num_keys, num_kv_heads, head_dim, dtype=dtype),
-        *heads(out, tokens, num_heads, head_dim, dtype=dtype), lse.data_ptr(),
-    )  # fmt: skip
+        *heads(out, tokens, num_heads, head_dim, dtype=dtype),
+        lse.data_ptr(),
+    )
     return out, lse
 
 
@@ -92,12 +100,24 @@ def attention_backward(
     dq, dk, dv = q_THD.new_empty(queries), q_THD.new_empty(keys), q_THD.new_empty(keys)
     table, dtype = _table(segments), q_THD.dtype
     library().engine_attention_backward(
-        threads(), type_number(q_THD), len(segments), vector(table, table.numel(), torch.int64), num_heads,
-        num_kv_heads, head_dim, scale, *heads(dout_THD, *queries, dtype=dtype), *heads(q_THD, *queries, dtype=dtype),
-        *heads(k_NKD, *keys, dtype=dtype), *heads(v_NKD, *keys, dtype=dtype), *heads(out_THD, *queries, dtype=dtype),
-        vector(lse_TH, tokens * num_heads), *heads(dq, *queries, dtype=dtype), *heads(dk, *keys, dtype=dtype),
+        threads(),
+        type_number(q_THD),
+        len(segments),
+        vector(table, table.numel(), torch.int64),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        scale,
+        *heads(dout_THD, *queries, dtype=dtype),
+        *heads(q_THD, *queries, dtype=dtype),
+        *heads(k_NKD, *keys, dtype=dtype),
+        *heads(v_NKD, *keys, dtype=dtype),
+        *heads(out_THD, *queries, dtype=dtype),
+        vector(lse_TH, tokens * num_heads),
+        *heads(dq, *queries, dtype=dtype),
+        *heads(dk, *keys, dtype=dtype),
         *heads(dv, *keys, dtype=dtype),
-    )  # fmt: skip
+    )
     return dq, dk, dv
 
 

@@ -25,10 +25,14 @@ def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tens
     rows, columns = logits_TV.shape
     results = torch.empty(3, rows)
     library().engine_cross_entropy_statistics(
-        threads(), type_number(logits_TV), rows, columns, *matrix(logits_TV, dtype=logits_TV.dtype),
+        threads(),
+        type_number(logits_TV),
+        rows,
+        columns,
+        *matrix(logits_TV, dtype=logits_TV.dtype),
         vector(targets_T, rows, torch.int64),
         *(vector(result, rows) for result in results),
-    )  # fmt: skip
+    )
     return results[0], results[1], results[2]
 
 
@@ -46,8 +50,14 @@ def local_gradient(
     rows, columns = left_TV.shape
     own_total_T = total_T * torch.exp(max_T - local_max_T)  # the exponentials are relative to this shard's maximum
     library().engine_cross_entropy_backward(
-        threads(), type_number(left_TV), rows, columns, *matrix(left_TV, dtype=left_TV.dtype),
-        vector(targets_T, rows, torch.int64), vector(local_max_T, rows), vector(own_total_T, rows),
+        threads(),
+        type_number(left_TV),
+        rows,
+        columns,
+        *matrix(left_TV, dtype=left_TV.dtype),
+        vector(targets_T, rows, torch.int64),
+        vector(local_max_T, rows),
+        vector(own_total_T, rows),
         vector(scale_T, rows),
-    )  # fmt: skip
+    )
     return left_TV

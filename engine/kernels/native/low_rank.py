@@ -42,10 +42,17 @@ def project(
     (rows, inputs), ranks = x_TI.shape, a_RI.shape[0]
     h, dtype = x_TI.new_empty(rows, ranks) if out is None else out, x_TI.dtype
     library().engine_project(
-        threads(), type_number(x_TI), rows, inputs, ranks, *matrix(x_TI, dtype=dtype),
-        *optional_bits(bits, inputs, rows), *matrix(a_RI, inputs, dtype=dtype), scale,
+        threads(),
+        type_number(x_TI),
+        rows,
+        inputs,
+        ranks,
+        *matrix(x_TI, dtype=dtype),
+        *optional_bits(bits, inputs, rows),
+        *matrix(a_RI, inputs, dtype=dtype),
+        scale,
         *matrix(h, ranks, rows, dtype=dtype),
-    )  # fmt: skip
+    )
     return h
 
 
@@ -55,9 +62,14 @@ def add_input_gradient(dx_TI: Tensor, update: InputUpdate, *, out: Tensor | None
     into = dx_TI if out is None else out
     dtype = dx_TI.dtype
     library().engine_add_input_gradient(
-        threads(), type_number(dx_TI), rows, inputs, *matrix(dx_TI, dtype=dtype),
-        *update_arguments(update, inputs, rows, dtype=dtype), *matrix(into, inputs, rows, dtype=dtype),
-    )  # fmt: skip
+        threads(),
+        type_number(dx_TI),
+        rows,
+        inputs,
+        *matrix(dx_TI, dtype=dtype),
+        *update_arguments(update, inputs, rows, dtype=dtype),
+        *matrix(into, inputs, rows, dtype=dtype),
+    )
     return into
 
 
@@ -83,11 +95,18 @@ def accumulate_a(
     """
     (rows, ranks), inputs = dh_TR.shape, x.shape[1]
     library().engine_accumulate_a(
-        threads(), type_number(x), rows, inputs, ranks, *matrix(dh_TR, dtype=x.dtype),
-        *matrix(x, rows=rows, dtype=x.dtype), optional_vector(row_scale_T, rows),
-        optional_vector(column_scale_I, inputs), *optional_bits(bits, inputs, rows),
+        threads(),
+        type_number(x),
+        rows,
+        inputs,
+        ranks,
+        *matrix(dh_TR, dtype=x.dtype),
+        *matrix(x, rows=rows, dtype=x.dtype),
+        optional_vector(row_scale_T, rows),
+        optional_vector(column_scale_I, inputs),
+        *optional_bits(bits, inputs, rows),
         *sections_of_a(sections, ranks, inputs, scale),
-    )  # fmt: skip
+    )
 
 
 def sections_of_a(sections: Sequence[AdapterSection], ranks: int, inputs: int, scale: float) -> tuple[int, bytes]:
@@ -119,6 +138,11 @@ def accumulate_b(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]
             place = (one.first_row, num_ranks, one.first_column, num_columns)
             packed.append(struct.pack(_SECTION, *place, *matrix(one.db), 1.0))
     library().engine_accumulate_b(
-        threads(), type_number(dy_TO), rows, *matrix(dy_TO, dtype=dy_TO.dtype),
-        *matrix(h_TR, ranks, rows, dtype=dy_TO.dtype), len(packed), b"".join(packed),
-    )  # fmt: skip
+        threads(),
+        type_number(dy_TO),
+        rows,
+        *matrix(dy_TO, dtype=dy_TO.dtype),
+        *matrix(h_TR, ranks, rows, dtype=dy_TO.dtype),
+        len(packed),
+        b"".join(packed),
+    )

@@ -50,9 +50,14 @@ def nf4_codes(weight_OI: Tensor, absmax_ON: Tensor) -> Tensor:
     codes, weight = torch.empty(rows, -(-columns // 2), dtype=torch.uint8), _without_gaps(weight_OI)
     absmax = absmax_ON.contiguous()
     library().engine_nf4_codes(
-        threads(), rows, columns, weight.dtype == torch.bfloat16, *_rows(weight, _COMPILED),
-        vector(absmax, rows * -(-columns // NF4_BLOCK)), codes.data_ptr(),
-    )  # fmt: skip
+        threads(),
+        rows,
+        columns,
+        weight.dtype == torch.bfloat16,
+        *_rows(weight, _COMPILED),
+        vector(absmax, rows * -(-columns // NF4_BLOCK)),
+        codes.data_ptr(),
+    )
     return codes
 
 
@@ -69,10 +74,17 @@ def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Ten
     )
     phase = phase_O.contiguous()
     library().engine_nf4_decode(
-        threads(), rows, columns, *_rows(codes, (torch.uint8,)), *_rows(scales_ON, (torch.uint8,)),
-        *_rows(groups_OG, (torch.float32,)), vector(phase, rows, torch.uint8),
-        vector(dynamic_map(torch.device("cpu")), 256), out_OI.dtype == torch.bfloat16, *_rows(out_OI, _COMPILED),
-    )  # fmt: skip
+        threads(),
+        rows,
+        columns,
+        *_rows(codes, (torch.uint8,)),
+        *_rows(scales_ON, (torch.uint8,)),
+        *_rows(groups_OG, (torch.float32,)),
+        vector(phase, rows, torch.uint8),
+        vector(dynamic_map(torch.device("cpu")), 256),
+        out_OI.dtype == torch.bfloat16,
+        *_rows(out_OI, _COMPILED),
+    )
 
 
 def int8_codes(weight_OI: Tensor, absmax_O: Tensor) -> Tensor:
@@ -83,9 +95,14 @@ def int8_codes(weight_OI: Tensor, absmax_O: Tensor) -> Tensor:
     codes, weight = torch.empty(rows, columns, dtype=torch.int8), _without_gaps(weight_OI)
     absmax = absmax_O.contiguous()
     library().engine_int8_codes(
-        threads(), rows, columns, weight.dtype == torch.bfloat16, *_rows(weight, _COMPILED), vector(absmax, rows),
+        threads(),
+        rows,
+        columns,
+        weight.dtype == torch.bfloat16,
+        *_rows(weight, _COMPILED),
+        vector(absmax, rows),
         codes.data_ptr(),
-    )  # fmt: skip
+    )
     return codes
 
 
@@ -97,9 +114,13 @@ def row_decode(codes_OI: Tensor, scales_O: Tensor, out_OI: Tensor) -> None:
     assert codes_OI.shape == out_OI.shape, (codes_OI.shape, out_OI.shape)
     scales = scales_O.contiguous()
     library().engine_int8_decode(
-        threads(), *out_OI.shape, *_rows(codes_OI, (torch.int8,)), vector(scales, out_OI.shape[0]),
-        out_OI.dtype == torch.bfloat16, *_rows(out_OI, _COMPILED),
-    )  # fmt: skip
+        threads(),
+        *out_OI.shape,
+        *_rows(codes_OI, (torch.int8,)),
+        vector(scales, out_OI.shape[0]),
+        out_OI.dtype == torch.bfloat16,
+        *_rows(out_OI, _COMPILED),
+    )
 
 
 NATIVE_ARITHMETIC = Arithmetic(

@@ -162,9 +162,18 @@ def _cuda_backward(
     # the kernel reads lse as a dense [1, H, Q]; without dropout it draws nothing, but its state must be a tensor
     no_state = torch.empty(2, dtype=torch.uint64, device=q.device)
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *_heads_first(dout, q, k, v, out), lse.t().contiguous().unsqueeze(0), None, None, q.shape[0], k.shape[0],
-        0.0, causal, no_state, no_state, scale=scale,
-    )  # fmt: skip
+        *_heads_first(dout, q, k, v, out),
+        lse.t().contiguous().unsqueeze(0),
+        None,
+        None,
+        q.shape[0],
+        k.shape[0],
+        0.0,
+        causal,
+        no_state,
+        no_state,
+        scale=scale,
+    )
     return _tokens_first(*gradients)
 
 

@@ -17,9 +17,16 @@ class KeyValueCache(Protocol):
     """Keys and values of earlier tokens, as one pass through the layers sees them."""
 
     def attend(
-        self, layer: str, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, whole: Attention, documents: Documents, *,
+        self,
+        layer: str,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        whole: Attention,
+        documents: Documents,
+        *,
         scale: float,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Keeps k and v, and attends to them and to what was kept before.
 
         Args:

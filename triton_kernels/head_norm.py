@@ -27,13 +27,13 @@ from engine.kernels.triton.partial_sums import Sum, sum_all
 
 @triton.jit
 def _load(x, half, ok_HD):
-    """fp32, both halves of a tile of heads."""
+    """Loads both halves of a tile of heads in fp32."""
     return tl.load(x, mask=ok_HD, other=0.0).to(tl.float32), tl.load(x + half, mask=ok_HD, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _weights(q_weight_ptr, k_weight_ptr, is_q_H1, columns_D, half):
-    """fp32 [heads, D / 2] twice: each head's own weight."""
+    """Loads each head's own weight, fp32 [heads, D / 2] twice."""
     ok_D = columns_D < half
     q_first_D = tl.load(q_weight_ptr + columns_D, mask=ok_D, other=0.0).to(tl.float32)
     k_first_D = tl.load(k_weight_ptr + columns_D, mask=ok_D, other=0.0).to(tl.float32)
@@ -112,7 +112,7 @@ def _load_gradient(
     columns_D,
     half,
 ):
-    """fp32, both halves of the gradients of a tile of heads, which may belong to several of the three."""
+    """Loads both halves of the gradients of a tile of heads in fp32; the heads may belong to several of the three."""
     ok_D = (columns_D < half)[None, :]
     k_H, v_H = heads_H - num_heads, heads_H - num_heads - num_kv_heads
     ok_q = (heads_H < num_heads)[:, None] & ok_D
@@ -219,7 +219,7 @@ def _backward_kernel(
 
 
 def _blocks(num_heads: int, half: int) -> tuple[int, int, int]:
-    """Heads a program, columns (half a head, rounded up), number of programs along the heads."""
+    """Returns heads a program, columns (half a head, rounded up), number of programs along the heads."""
     columns = power_of_2(half)
     heads = power_of_2(num_heads, 1, max(1, 1024 // columns))
     return heads, columns, triton.cdiv(num_heads, heads)
@@ -235,7 +235,7 @@ def norm_rope_split(
     num_kv_heads: int,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, (H + 2K) D] -> normalised and rotated q [T, H, D] and k [T, K, D]; v stays where it is.
+    """Normalises and rotates: [T, (H + 2K) D] -> q [T, H, D] and k [T, K, D]; v stays where it is.
 
     Args:
         qkv: contiguous columns, rows any distance apart.
@@ -284,7 +284,7 @@ def norm_rope_merge(
     *,
     weight_gradients: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """The gradient of the packed product, [T, (H + 2K) D].
+    """Returns the gradient of the packed product, [T, (H + 2K) D].
 
     Args:
         gradients: dq [T, H, D], dk and dv [T, K, D]; contiguous along D, any strides else.
@@ -337,7 +337,8 @@ def norm_rope_merge(
 
 
 def bytes_moved(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> dict[str, int]:
-    """Compulsory bytes: forward reads and writes q and k; backward reads them, and reads and writes all gradients."""
+    """Returns the compulsory bytes: forward reads and writes q and k; backward reads them, and reads and writes all
+    gradients."""
     normed, tables = num_heads + num_kv_heads, num_tokens * (head_dim * 4)
     row, rstd = num_tokens * head_dim * itemsize, 4 * num_tokens * normed
     return {

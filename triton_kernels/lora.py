@@ -7,8 +7,7 @@
 Those on the side of the output, dH and dB, are in triton_kernels.output_gradients.
 
 drop(x) = x * keep / (1 - p); `keep` is read as bits (triton_kernels.dropout), and 1 / (1 - p) is applied to the fp32
-result. A may be stacked: q, k, v (gate, up) share x, so their A are one [R, I] matrix and H is
-[T, R].
+result. A may be stacked: q, k, v (gate, up) share x, so their A are one [R, I] matrix and H is [T, R].
 
 Reductions that are split over programs leave fp32 partial sums, added in a fixed order. Weight gradients are added to
 fp32 buffers or written there; they are never rounded in between.
@@ -79,7 +78,7 @@ def _project_kernel(
 def project(
     x_TI: Tensor, a_RI: Tensor, mask: Tensor | None = None, *, keep_scale: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
-    """H = drop(x) A^T.
+    """Computes H = drop(x) A^T.
 
     Args:
         x_TI: [T, I], rows any distance apart.
@@ -190,7 +189,7 @@ def a_gradient(
     keep_scale: float = 1.0,
     add: bool = False,
 ) -> None:
-    """dA = dH^T drop(x), written into fp32 `da_out` [R, I] or added to it."""
+    """Computes dA = dH^T drop(x), written into fp32 `da_out` [R, I] or added to it."""
     dh_TR, x_TI = rows_of(dh_TR), rows_of(x_TI)
     (num_tokens, num_inputs), num_ranks = x_TI.shape, dh_TR.shape[1]
     if num_tokens == 0:
@@ -244,7 +243,7 @@ def update_tile(
     INPUTS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """fp32 [T, INPUTS]: drop'(dH A) at the INPUTS columns of tile `block` (which start at block * INPUTS)."""
+    """Computes drop'(dH A), fp32 [T, INPUTS], at the INPUTS columns of tile `block` (which start at block * INPUTS)."""
     inputs_I = block * INPUTS + tl.arange(0, INPUTS)
     ok_I = inputs_I < num_inputs
     update_TI = tl.zeros([tokens_T.shape[0], INPUTS], tl.float32)
@@ -269,13 +268,13 @@ def update_tile(
 
 
 def update_arguments(update: InputUpdate) -> tuple[object, ...]:
-    """The leading arguments of `update_tile`, up to `keep_scale`."""
+    """Returns the leading arguments of `update_tile`, up to `keep_scale`."""
     dh_TR, a_RI = rows_of(update.dh_TR), rows_of(update.a_RI)
     return dh_TR, dh_TR.stride(0), a_RI, a_RI.stride(0), a_RI.shape[0], *mask_arguments(update.mask), update.scale
 
 
 def update_options(update: InputUpdate) -> dict[str, object]:
-    """The constants of `update_tile`, INPUTS excepted."""
+    """Returns the constants of `update_tile`, INPUTS excepted."""
     options = dot_options(update.dh_TR)
     ranks = power_of_2(update.a_RI.shape[0], SMALLEST_DOT, 16 if options["DOT"] == tl.float32 else 64)
     return {"MASKED": update.mask is not None, "RANKS": ranks, **options}
@@ -330,7 +329,7 @@ def _add_input_gradient_kernel(
 
 
 def add_input_gradient(dx_TI: Tensor, update: InputUpdate) -> Tensor:
-    """dX += drop'(dH A), in place.
+    """Adds drop'(dH A) to dX, in place.
 
     Args:
         dx_TI: [T, I]; contiguous columns, rows any distance apart.
@@ -358,7 +357,8 @@ def add_input_gradient(dx_TI: Tensor, update: InputUpdate) -> Tensor:
 
 
 def bytes_moved(num_tokens: int, num_inputs: int, num_ranks: int, itemsize: int) -> dict[str, int]:
-    """Compulsory bytes of each product: operands read once, results written once, weight gradients in fp32."""
+    """Returns the compulsory bytes of each product: operands read once, results written once, weight gradients in
+    fp32."""
     x, h, a = num_tokens * num_inputs * itemsize, num_tokens * num_ranks * itemsize, num_ranks * num_inputs
     return {
         "project": x + a * itemsize + h,

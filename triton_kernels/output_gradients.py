@@ -44,7 +44,8 @@ def _output_gradients_kernel(
     OUTPUTS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """`sections` has a tuple for each: first block, first column, columns, first row, ranks, B's pointer and stride."""
+    """Takes in `sections` a tuple for each: first block, first column, columns, first row, ranks, B's pointer and
+    stride."""
     block = tl.program_id(0)
     first_block, first_column, num_columns, first_row, num_ranks, b_ptr, b_stride = sections[0]
     for index in tl.static_range(1, len(sections)):
@@ -94,7 +95,7 @@ def output_gradients(
     dh_out: Tensor | None = None,
     add: bool = False,
 ) -> None:
-    """dH and dB of all sections; either alone where the other has no place to go.
+    """Computes dH and dB of all sections; either alone where the other has no output.
 
     Args:
         dy_TO: rows any distance apart.
@@ -162,7 +163,7 @@ def _clear(dh_out: Tensor | None, sections: Sequence[AdapterSection]) -> None:
 
 
 def _record(one: AdapterSection, first_block: int, unread: Tensor | None) -> tuple[object, ...]:
-    """What the kernel takes of a section.
+    """Returns the tuple that the kernel takes of a section.
 
     Args:
         unread: any tensor, to stand where B would; None where B is read. Triton 3.6 cannot take None inside a tuple.
@@ -178,7 +179,7 @@ def _record(one: AdapterSection, first_block: int, unread: Tensor | None) -> tup
 def _sums_of_dh(
     partial: Tensor, dh_out: Tensor, sections: Sequence[AdapterSection], first_blocks: Sequence[int]
 ) -> list[Sum]:
-    """Partials are [column blocks, T, R]; a section has those of its own blocks."""
+    """Lists the sums of dH. Partials are [column blocks, T, R]; a section has those of its own blocks."""
     return [
         Sum(
             partial_SMN=partial[first:last, :, : one.num_ranks],
@@ -190,7 +191,7 @@ def _sums_of_dh(
 
 
 def _sums_of_db(partial: Tensor, sections: Sequence[AdapterSection], first_rows: Sequence[int]) -> list[Sum]:
-    """Partials are [token ranges, columns, R], each section's columns padded to whole blocks."""
+    """Lists the sums of dB. Partials are [token ranges, columns, R], each section's columns padded to whole blocks."""
     return [
         Sum(partial_SMN=partial[:, first : first + one.num_columns, : one.num_ranks], out_MN=one.db)
         for one, first in zip(sections, first_rows, strict=True)
@@ -201,7 +202,7 @@ def _sums_of_db(partial: Tensor, sections: Sequence[AdapterSection], first_rows:
 def bytes_moved(
     num_tokens: int, num_outputs: Sequence[int], num_ranks: int, itemsize: int, *, both: bool = True
 ) -> int:
-    """Compulsory bytes: dY, H and B read once, dH written once, and dB, in fp32, written once.
+    """Returns the compulsory bytes: dY, H and B read once, dH written once, and dB, in fp32, written once.
 
     Args:
         num_outputs: of each section.

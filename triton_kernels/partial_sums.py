@@ -24,7 +24,7 @@ are taken sixteen at a time."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sum:
-    """One result.
+    """One result, and the partials that it is summed from.
 
     Args:
         partial_SMN: fp32; contiguous columns. S may be 0, which gives zeros.
@@ -47,7 +47,8 @@ def _sum_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """`sums` has a tuple for each result: first program, partial pointer, S, out pointer and stride, M, N, scale."""
+    """Takes in `sums` a tuple for each result: first program, partial pointer, S, out pointer and stride, M, N,
+    scale."""
     program = tl.program_id(0)
     first_program, partial_ptr, num_partials, out_ptr, out_stride, num_rows, num_columns, scale = sums[0]
     for index in tl.static_range(1, len(sums)):
@@ -115,5 +116,5 @@ def sum_all(sums: Sequence[Sum], *, add: bool = False) -> None:
 
 
 def sum_partials(partial_SMN: Tensor, out_MN: Tensor, *, scale: float = 1.0, add: bool = False) -> None:
-    """`sum_all` of one."""
+    """Computes `sum_all` of one result."""
     sum_all([Sum(partial_SMN=partial_SMN, out_MN=out_MN, scale=scale)], add=add)

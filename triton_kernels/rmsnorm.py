@@ -182,8 +182,7 @@ def _backward_update_kernel(
     # second walk: the update is made tile by tile; tiles start at a whole byte of the mask
     for block in range(tl.cdiv(num_features, FEATURES)):
         features_F = block * FEATURES + tl.arange(0, FEATURES)
-        ok_F = features_F < num_features
-        ok_TF = ok_T[:, None] & ok_F[None, :]
+        ok_TF = ok_T[:, None] & (features_F < num_features)[None, :]
         update_TF = update_tile(
             dh_ptr,
             dh_stride,
@@ -205,17 +204,17 @@ def _backward_update_kernel(
         )
         x_TF = tl.load(x_ptr + tokens_T[:, None] * x_stride + features_F[None, :], mask=ok_TF, other=0.0)
         dy_TF = tl.load(dy_ptr + tokens_T[:, None] * dy_stride + features_F[None, :], mask=ok_TF, other=0.0)
-        weight_F = tl.load(weight_ptr + features_F, mask=ok_F, other=0.0).to(tl.float32)
+        weight_F = tl.load(weight_ptr + features_F, mask=features_F < num_features, other=0.0).to(tl.float32)
         xhat_TF, whole_TF = x_TF.to(tl.float32) * rstd_T1, dy_TF.to(tl.float32) + update_TF
         if WITH_DW:
             dw = dw_ptr + tl.program_id(0).to(tl.int64) * num_features + features_F
-            tl.store(dw, tl.sum(whole_TF * xhat_TF, 0), mask=ok_F)
+            tl.store(dw, tl.sum(whole_TF * xhat_TF, 0), mask=features_F < num_features)
         dx_TF = (whole_TF * weight_F[None, :] - xhat_TF * mean_T1) * rstd_T1
         tl.store(dx_ptr + tokens_T[:, None] * dx_stride + features_F[None, :], dx_TF, mask=ok_TF)
 
 
 def _tile(num_features: int) -> tuple[int, int]:
-    """Rows and columns of a tile that holds whole rows: about 4096 elements where rows are short."""
+    """Returns rows and columns of a tile that holds whole rows: about 4096 elements where rows are short."""
     features = power_of_2(num_features)
     return max(1, min(16, 4096 // features)), features
 
@@ -249,7 +248,7 @@ def _launch_forward(
 
 
 def rmsnorm_forward(x_TF: Tensor, weight_F: Tensor, eps: float, *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """y = x / sqrt(mean(x^2) + eps) * w.
+    """Computes y = x / sqrt(mean(x^2) + eps) * w.
 
     Args:
         x_TF: [..., F]; as [T, F], rows may be any distance apart.
@@ -266,7 +265,7 @@ def rmsnorm_forward(x_TF: Tensor, weight_F: Tensor, eps: float, *, out: Tensor |
 
 
 def rmsnorm_forward_codes(x_TF: Tensor, weight_F: Tensor, eps: float, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `rmsnorm_forward` into `out` [T, F], and y's e4m3 codes, row by row, from the same pass.
+    """Computes `rmsnorm_forward` into `out` [T, F], and y's e4m3 codes, row by row, from the same pass.
 
     Returns:
         rstd fp32 [T, 1], codes e4m3 [T, F] and their scales fp32 [T, 1], as `quantize_rows` of y gives them.
@@ -368,13 +367,13 @@ def rmsnorm_backward(
     weight_gradient_F: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """dx = rstd (g - xhat mean(g xhat)), g = (dy + u) w.
+    """Computes dx = rstd (g - xhat mean(g xhat)), g = (dy + u) w.
 
     Args:
         dy_TF, x_TF: [..., F]; as [T, F], rows any distance apart.
         weight_F: contiguous [F].
         rstd_T1: from forward.
-        update: what adapters on y add to dy. With `h_TR`, the H made from this y, it is made on the way, and else in a
+        update: what adapters on y add to dy. With `h_TR`, the H made from this y, it is fused, and else in a
             pass before, on a copy of dy.
         weight_gradient_F: fp32 [F] to add dw to; None for a frozen weight, which then costs nothing.
         out: [T, F] to write, `dy` included; new, of x's shape and dtype, where None.
@@ -395,7 +394,7 @@ def rmsnorm_backward(
 
 
 def bytes_moved(num_tokens: int, num_features: int, itemsize: int, num_ranks: int = 0) -> dict[str, int]:
-    """Compulsory bytes: each row read once and written once, the weight once, rstd in fp32."""
+    """Returns the compulsory bytes: each row read once and written once, the weight once, rstd in fp32."""
     row, weight, rstd = num_tokens * num_features * itemsize, num_features * itemsize, 4 * num_tokens
     update = (2 * num_tokens + num_features) * num_ranks * itemsize
     return {

@@ -20,7 +20,7 @@ from engine.kernels.triton.launch import num_warps, power_of_2
 
 @triton.jit
 def _load_halves(x_ptr, stride_t, stride_h, token, heads_H, ok_HD, columns_D, half):
-    """fp32 [heads, D / 2] twice: the two halves of some heads of one token."""
+    """Loads the two halves of some heads of one token, fp32 [heads, D / 2] each."""
     x = x_ptr + token * stride_t + heads_H[:, None] * stride_h + columns_D[None, :]
     first_HD = tl.load(x, mask=ok_HD, other=0.0).to(tl.float32)
     return first_HD, tl.load(x + half, mask=ok_HD, other=0.0).to(tl.float32)
@@ -65,7 +65,7 @@ def _packed_kernel(
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Packed to q, k, v; or back, turning the other way. A tile of heads may belong to several of the three."""
+    """Splits packed to q, k, v; or back, turning the other way. A tile of heads may belong to several of the three."""
     token = tl.program_id(0).to(tl.int64)
     heads_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns_D = tl.arange(0, COLUMNS)
@@ -95,7 +95,7 @@ def _packed_kernel(
 
 
 def _blocks(num_heads: int, half: int) -> tuple[int, int, int]:
-    """Heads a program, columns (half a head, rounded up), number of programs along the heads."""
+    """Returns heads a program, columns (half a head, rounded up), number of programs along the heads."""
     columns = power_of_2(half)
     heads = power_of_2(num_heads, 1, max(1, 2048 // columns))
     return heads, columns, triton.cdiv(num_heads, heads)
@@ -131,7 +131,7 @@ def _launch_packed(
 def rope_split(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, (H + 2K) D] -> rotated q [T, H, D], rotated k [T, K, D], v [T, K, D], each contiguous."""
+    """Splits and rotates: [T, (H + 2K) D] -> rotated q [T, H, D], rotated k [T, K, D], v [T, K, D], each contiguous."""
     q, k, v = (
         torch.empty(qkv.shape[0], num, head_dim, dtype=qkv.dtype, device=qkv.device)
         for num in (num_heads, num_kv_heads, num_kv_heads)
@@ -143,7 +143,7 @@ def rope_split(
 def rope_merge(
     dq_THD: Tensor, dk_TKD: Tensor, dv_TKD: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    """The adjoint of `rope_split`: [dq turned back | dk turned back | dv].
+    """Computes the adjoint of `rope_split`: [dq turned back | dk turned back | dv].
 
     Args:
         dq_THD, dk_TKD, dv_TKD: contiguous along D, any strides else.
@@ -158,7 +158,8 @@ def rope_merge(
 
 
 def bytes_moved(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> dict[str, int]:
-    """Compulsory bytes: what is rotated (and, split, what is copied) read and written once; cos and sin in fp32."""
+    """Returns the compulsory bytes: what is rotated (and, split, what is copied) read and written once; cos and sin in
+    fp32."""
     tables = num_tokens * head_dim * 4
     turned = 2 * num_tokens * (num_heads + num_kv_heads) * head_dim * itemsize
     return {"packed": turned + tables, "split": turned + 2 * num_tokens * num_kv_heads * head_dim * itemsize + tables}

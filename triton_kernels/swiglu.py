@@ -1,9 +1,9 @@
 """SwiGLU (Shazeer, arXiv 2002.05202): y = silu(gate) * up, for [gate | up] side by side.
 
-Backward makes the activation again from gate and up instead of reading it:
+Backward recomputes the activation from gate and up instead of reading it:
     s = sigmoid(gate),  dgate = (dy + u) up s (1 + gate (1 - s)),  dup = (dy + u) gate s
 u = drop'(dH A) is what an adapter on y adds to its gradient (triton_kernels.lora); it is made tile by tile and never
-lies in memory. Backward can also hand out y again, for the adapter's dA.
+lies in memory. Backward can also write y, for the adapter's dA.
 
 Legend: T tokens, F features.
 """
@@ -54,7 +54,7 @@ def _forward_codes_kernel(
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """A tile has whole rows, whose largest number their codes depend on."""
+    """Takes whole rows in a tile, because their codes depend on their largest number."""
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     features_F = tl.arange(0, FEATURES)
     ok_T, ok_F = tokens_T < num_tokens, features_F < num_features
@@ -147,7 +147,7 @@ def _backward_kernel(
 
 
 def swiglu_forward(gate_up_T2F: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up.
+    """Computes silu(gate) * up.
 
     Args:
         gate_up_T2F: [..., 2F]; as [T, 2F], rows may be any distance apart.
@@ -177,7 +177,7 @@ def swiglu_forward(gate_up_T2F: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def swiglu_forward_codes(gate_up_T2F: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """As `swiglu_forward` into `out` [T, F], and y's e4m3 codes, row by row, from the same pass.
+    """Computes `swiglu_forward` into `out` [T, F], and y's e4m3 codes, row by row, from the same pass.
 
     Rows of more than 16384 features are quantised in a pass of their own.
 
@@ -216,7 +216,7 @@ def swiglu_backward(
     out: Tensor | None = None,
     activation_out: Tensor | None = None,
 ) -> Tensor:
-    """[dgate | dup].
+    """Computes [dgate | dup].
 
     Args:
         dy_TF: [..., F]; as [T, F], rows any distance apart.
@@ -265,7 +265,7 @@ def swiglu_backward(
 
 
 def bytes_moved(num_tokens: int, num_features: int, itemsize: int, num_ranks: int = 0) -> dict[str, int]:
-    """Compulsory bytes: forward reads two and writes one row, backward reads three and writes two."""
+    """Returns the compulsory bytes: forward reads two and writes one row, backward reads three and writes two."""
     row = num_tokens * num_features * itemsize
     codes = num_tokens * (num_features + 4)
     return {

@@ -1,7 +1,7 @@
 """The Triton kernels as a backend of the ops.
 
 In float32, bfloat16 and float16 on a GPU; in float32 on a CPU, through Triton's interpreter.
-Importing this imports Triton, so whoever chooses a backend does it late (`engine.ops.backends`).
+Importing this imports Triton, so the choice of a backend does it late (`engine.ops.backends`).
 
 Rows may lie any distance apart everywhere, as in the [x | H] buffer of a folded linear. Gradients of weights are added
 to fp32 buffers and never rounded in between.
@@ -31,7 +31,7 @@ def _norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None, weight_gradient: Tensor | None
 ) -> Tensor:
     if update is not None and update.h_TR is None:
-        dy, update = _apply_update(dy, update), None  # in place: without H the kernel cannot make it on the way
+        dy, update = _apply_update(dy, update), None  # in place: without H the kernel cannot fuse it
     return rmsnorm.rmsnorm_backward(dy, x, weight, rstd, update=update, weight_gradient_F=weight_gradient)
 
 

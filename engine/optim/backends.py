@@ -1,4 +1,4 @@
-"""How flat AdamW updates its buffers: torch's fused kernel, the compiled one-pass kernel, or NVIDIA apex's FusedAdam.
+"""Backends of flat AdamW's update: torch's fused kernel, the compiled one-pass kernel, or NVIDIA apex's FusedAdam.
 
 A backend is chosen once, when the optimizer is built, and bound to its buffers. All of them compute the same step:
 gradients times the clip factor, AdamW (arXiv 1711.05101) with decoupled decay, no change where the step is skipped,

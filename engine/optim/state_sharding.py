@@ -20,7 +20,7 @@ from engine.layers.sharded_storage import SpreadWeights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """What is sharded, and over which ranks.
+    """The level of sharding, and its ranks.
 
     Args:
         level: see this module's table.

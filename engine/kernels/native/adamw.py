@@ -25,7 +25,7 @@ def adamw_step(
     low_precision: Tensor | None = None,
     zero_gradient: bool = False,
 ) -> None:
-    """One update in place, as torch's fused AdamW with a gradient multiplied by `clip`.
+    """Updates once in place, as torch's fused AdamW with a gradient multiplied by `clip`.
 
     Args:
         parameter, gradient, exp_avg, exp_avg_sq: dense fp32 of one size.
@@ -59,7 +59,7 @@ def adamw_step(
 
 
 def square_sum(values: Tensor) -> Tensor:
-    """fp64 0-dim sum of the squares of a dense fp32 tensor."""
+    """Returns the sum of the squares of a dense fp32 tensor, fp64 0-dim."""
     result = torch.empty((), dtype=torch.float64)
     library().engine_square_sum(threads(), values.numel(), vector(values, values.numel()), result.data_ptr())
     return result

@@ -36,7 +36,7 @@ def forward(
     keep_scale: float,
     h_TR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y [T, O] and H [T, R].
+    """Computes y [T, O] and H [T, R].
 
     Args:
         x_TI: fp32, rows of any stride.
@@ -70,7 +70,7 @@ def backward(
     keep_scale: float,
     updates: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dX [T, I] and dH [T, R]; dB is added to the sections' `db`.
+    """Computes dX [T, I] and dH [T, R]; dB is added to the sections' `db`.
 
     Args:
         dy_TO: fp32, rows of any stride.
@@ -114,7 +114,7 @@ def _product(
     out_scale: float = 1.0,
     h: tuple[int | None, int] = _NOTHING,
 ) -> Tensor:
-    """left right, with what the factors add to it, as `struct LowRank` names them."""
+    """Multiplies left and right, and adds the factors' part, as `struct LowRank` names them."""
     assert has_tiles()
     out, arguments = product_arguments(left, right, None)
     factors = (*down, *up, *gradients)
@@ -138,7 +138,7 @@ def _product(
 
 
 def _a_factor(a_RI: Tensor, first: int, ranks: int, scale: float) -> _Factor:
-    """`ranks` rows of the stacked A from `first` on."""
+    """Describes `ranks` rows of the stacked A from `first` on."""
     features = a_RI.shape[1]
     assert first >= 0 and first + ranks <= a_RI.shape[0], (first, ranks, a_RI.shape)
     pointer, stride = matrix(a_RI)
@@ -146,7 +146,7 @@ def _a_factor(a_RI: Tensor, first: int, ranks: int, scale: float) -> _Factor:
 
 
 def _b_factor(section: AdapterSection, values: Tensor | None, scale: float) -> _Factor:
-    """B or its gradient."""
+    """Describes B or its gradient."""
     assert values is not None and values.shape == (section.num_columns, section.num_ranks), section
     place = (section.first_column, section.num_columns, section.first_row, section.num_ranks)
     return (*matrix(values), 1, *place, scale)

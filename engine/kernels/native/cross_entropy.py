@@ -10,7 +10,7 @@ from engine.kernels.native.loader import library
 
 
 def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a shard knows of the loss, from one pass over its logits.
+    """Returns a shard's statistics of the loss, from one pass over its logits.
 
     fp32 logits become exp(logit - maximum). Logits in bfloat16 stay: their exponentials would be rounded to it, and
     once more when the gradient is made from them.
@@ -39,7 +39,7 @@ def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tens
 def local_gradient(
     left_TV: Tensor, targets_T: Tensor, local_max_T: Tensor, max_T: Tensor, total_T: Tensor, scale_T: Tensor
 ) -> Tensor:
-    """d loss / d logits = (softmax - onehot) * scale, written over what `local_statistics` left.
+    """Computes d loss / d logits = (softmax - onehot) * scale, written over what `local_statistics` left.
 
     Args:
         targets_T: int64, those of `local_statistics`.

@@ -30,7 +30,7 @@ _SECTION = "4qQqd"
 def project(
     x_TI: Tensor, bits: Tensor | None, a_RI: Tensor, *, scale: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
-    """H = scale * (mask * x) A^T, [T, R].
+    """Computes H = scale * (mask * x) A^T, [T, R].
 
     Args:
         x_TI: fp32 or bfloat16, rows of any stride.
@@ -57,7 +57,7 @@ def project(
 
 
 def add_input_gradient(dx_TI: Tensor, update: InputUpdate, *, out: Tensor | None = None) -> Tensor:
-    """dX + scale * mask * (dH A); in place unless `out` is given."""
+    """Computes dX + scale * mask * (dH A); in place unless `out` is given."""
     rows, inputs = dx_TI.shape
     into = dx_TI if out is None else out
     dtype = dx_TI.dtype
@@ -83,7 +83,7 @@ def accumulate_a(
     row_scale_T: Tensor | None = None,
     column_scale_I: Tensor | None = None,
 ) -> None:
-    """dA += scale * dH^T (mask * x) for all adapters on x, from one read of x.
+    """Adds scale * dH^T (mask * x) to dA of all adapters on x, from one read of x.
 
     Args:
         dh_TR: fp32 or bfloat16, gradient of the stacked H.
@@ -110,7 +110,7 @@ def accumulate_a(
 
 
 def sections_of_a(sections: Sequence[AdapterSection], ranks: int, inputs: int, scale: float) -> tuple[int, bytes]:
-    """Returns how many of them have a `da`, and `struct Section` of each (csrc/rank_sums.h)."""
+    """Returns the number of sections with a `da`, and `struct Section` of each (csrc/rank_sums.h)."""
     packed = []
     for one in sections:
         if one.da is not None:
@@ -121,7 +121,7 @@ def sections_of_a(sections: Sequence[AdapterSection], ranks: int, inputs: int, s
 
 
 def accumulate_b(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]) -> None:
-    """dB += dY^T H for all adapters of a linear, from one read of dY.
+    """Adds dY^T H to dB of all adapters of a linear, from one read of dY.
 
     Args:
         dy_TO: fp32 or bfloat16, rows of any stride.

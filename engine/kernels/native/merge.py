@@ -15,7 +15,7 @@ def can_merge(dtype: torch.dtype) -> bool:
 
 
 def merge_rows(weight_OI: Tensor, b_OR: Tensor, a_RI: Tensor, out_OI: Tensor) -> tuple[float, float, float]:
-    """out = weight + b a, summed in fp32 and rounded once; on this thread alone, other threads' Python goes on.
+    """Computes out = weight + b a, summed in fp32 and rounded once; on this thread, without the interpreter's lock.
 
     Args:
         weight_OI: fp32 or bfloat16.

@@ -19,7 +19,7 @@ _COMPILED = (torch.float32, torch.bfloat16)
 
 
 def _rows(tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int]:
-    """Pointer and row stride of a matrix whose rows have no gaps."""
+    """Returns pointer and row stride of a matrix whose rows have no gaps."""
     assert tensor.dtype in dtypes and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
     assert tensor.stride(1) == 1 or tensor.shape[1] <= 1, tensor.stride()
     return tensor.data_ptr(), tensor.stride(0)
@@ -30,7 +30,7 @@ def _without_gaps(weight_OI: Tensor) -> Tensor:
 
 
 def block_absmax(weight_OI: Tensor, block: int) -> Tensor:
-    """The largest magnitude of each `block` columns of a row, fp32; 0 for whole rows."""
+    """Returns the largest magnitude of each `block` columns of a row, fp32; 0 for whole rows."""
     if weight_OI.dtype not in _COMPILED:
         return reference_quantize.block_absmax(weight_OI, block)
     rows, columns = weight_OI.shape
@@ -43,7 +43,7 @@ def block_absmax(weight_OI: Tensor, block: int) -> Tensor:
 
 
 def nf4_codes(weight_OI: Tensor, absmax_ON: Tensor) -> Tensor:
-    """uint8 [O, ceil(I / 2)]; the weights are finite."""
+    """Returns NF4 codes uint8 [O, ceil(I / 2)]; the weights are finite."""
     if weight_OI.dtype not in _COMPILED:
         return reference_quantize.nf4_codes(weight_OI, absmax_ON)
     rows, columns = weight_OI.shape
@@ -88,7 +88,7 @@ def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Ten
 
 
 def int8_codes(weight_OI: Tensor, absmax_O: Tensor) -> Tensor:
-    """int8 [O, I]; the weights are finite."""
+    """Returns codes int8 [O, I]; the weights are finite."""
     if weight_OI.dtype not in _COMPILED:
         return reference_quantize.int8_codes(weight_OI, absmax_O)
     rows, columns = weight_OI.shape

@@ -11,7 +11,7 @@ from engine.kernels.native.loader import library
 def split_rotate(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fused product -> rotated q [T, H, D], rotated k [T, K, D], v [T, K, D].
+    """Splits and rotates: fused product -> rotated q [T, H, D], rotated k [T, K, D], v [T, K, D].
 
     Args:
         qkv: fp32 or bfloat16 [T, (H + 2K) * D], rows of any stride.
@@ -41,7 +41,7 @@ def split_rotate(
 def split_rotate_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    """Gradient of the fused product.
+    """Returns the gradient of the fused product.
 
     Args:
         dq: fp32 or bfloat16 [T, H, D]; tokens and heads may have any stride (attention gives them transposed).

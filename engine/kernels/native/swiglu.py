@@ -21,7 +21,7 @@ from engine.kernels.records import AdapterSection, InputUpdate
 
 
 def swiglu_forward(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up.
+    """Computes silu(gate) * up.
 
     Args:
         gate_up: fp32 or bfloat16 [..., 2F], gate then up, rows of any stride.
@@ -49,7 +49,7 @@ def swiglu_backward(
     y: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[dgate | dup], in one pass.
+    """Computes [dgate | dup], in one pass.
 
     Args:
         dy: fp32 or bfloat16 [..., F].
@@ -87,7 +87,7 @@ def swiglu_backward_adapted(
     update: InputUpdate | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[dgate | dup], and dA += scale * dH^T (mask * y) of the adapters on y, which is never written.
+    """Computes [dgate | dup], and dA += scale * dH^T (mask * y) of the adapters on y, which is never written.
 
     Args:
         dy: fp32 or bfloat16 [T, F].

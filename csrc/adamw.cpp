@@ -24,14 +24,14 @@ uint16_t to_bf16(float value) {
 
 }  // namespace
 
-// clip, non_finite and low_precision (bf16) may be null. `updates` counts the updates before this one. Nothing but the
-// gradient changes where *non_finite is not 0. The gradient is left as 0 where `zero_gradient`.
+// clip, skip_flag and low_precision (bf16) may be null. `step_count` counts the updates before this one. Nothing but
+// the gradient changes where *skip_flag is not 0. The gradient is left as 0 where `zero_gradient`.
 EXPORT void engine_adamw(int threads, int64_t size, float* parameter, float* gradient, float* exp_avg,
-                         float* exp_avg_sq, uint16_t* low_precision, const float* lr, const float* updates,
-                         const float* clip, const float* non_finite, double beta1, double beta2, double eps,
+                         float* exp_avg_sq, uint16_t* low_precision, const float* lr, const float* step_count,
+                         const float* clip, const float* skip_flag, double beta1, double beta2, double eps,
                          double weight_decay, int zero_gradient) {
-    const bool skip = non_finite && *non_finite != 0.0f;
-    const double step = (double)*updates + 1.0, rate = *lr;
+    const bool skip = skip_flag && *skip_flag != 0.0f;
+    const double step = (double)*step_count + 1.0, rate = *lr;
     const float decay = (float)(1.0 - rate * weight_decay);
     const float step_size = (float)(rate / (1.0 - std::pow(beta1, step)));
     const float correction = (float)std::sqrt(1.0 - std::pow(beta2, step));

@@ -1,10 +1,11 @@
-// The rank-r side of a large product by AMX tiles: what adapters add to it, made from operands that it has at hand.
+// The rank-r side of a large product by AMX tiles: what adapters add to it, computed from operands that it
+// has packed anyway.
 //
 //     P = s drop(L) D        C = L W + k drop'(P U)        dF = L^T H
 //
 // Forward, L is the linear's input, D is A^T, U is B^T and P is H. Backward, L is dY, D is B, U is A and P is dH; dF is
-// dB, for the H of forward. P needs L's rows split and packed, as the large product does; dF reads them when they have
-// just been; P U joins the sums of C before they are stored. So adapters read and write no wide matrix of their own.
+// dB, for the H of forward. P needs L's rows split and packed, as the large product does; dF reads them right after
+// that; P U joins the sums of C before they are stored. So adapters read and write no wide matrix of their own.
 #pragma once
 
 #include <algorithm>
@@ -155,7 +156,7 @@ class Adapters {
     bool has_gradients() const { return g_.num_gradients > 0; }
 
     // Packs a chunk, the `index`-th of its pass over `height` rows, and adds its share of the gradients. With the last
-    // part of the depth P is completed, since P U is wanted from then on. Chunks of a group come one after the other.
+    // part of the depth P is completed, since P U is needed from then on. Chunks of a group come one after the other.
     void take(const Chunk& chunk, int64_t index) const {
         for (int64_t block = 0; block < chunk.blocks(); block += 2) {
             int64_t packed = 0;
@@ -250,7 +251,7 @@ class Adapters {
         }
     }
 
-    // Adds 32 rows' share of P; packs what of them is not yet. Two blocks of ranks of the same features go together.
+    // Adds 32 rows' share of P; packs what is not packed yet. Two blocks of ranks of the same features go together.
     int64_t project_all(const Chunk& chunk, int64_t block, int64_t packed) const {
         for (int64_t tile = 0; g_.num_down && tile < rank_tiles_;) {
             const Range one = given(tile), next = given(tile + 1);
@@ -266,7 +267,7 @@ class Adapters {
         return features_of(g_.num_down, g_.down(), tile * LANES, (tile + 1) * LANES);
     }
 
-    // Adds 32 rows' share of TILES blocks of ranks of P; packs what of them is not yet: the steps from `packed` on.
+    // Adds 32 rows' share of TILES blocks of ranks of P; packs what is not packed yet: the steps from `packed` on.
     template <int TILES>
     int64_t project(const Chunk& chunk, int64_t block, int64_t tile, Range features, int64_t packed) const {
         const int64_t first = std::clamp<int64_t>(features.first - chunk.depth, 0, chunk.deep) / STEP;

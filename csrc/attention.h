@@ -153,7 +153,7 @@ struct BackwardHeads {
 };
 
 // dk and dv of a group of query heads: each head's in fp32 by `head_into(segment, head, dk, dv)`, which adds to
-// [rows_of(segment), ld] zeros, then their sum in order, whoever computed them, stored once.
+// [rows_of(segment), ld] zeros, then their sum in order, whichever thread computed them, stored once.
 template <class T, class RowsOf, class HeadInto>
 void sum_groups(int threads, const std::vector<Segment>& all, const Shape& shape, int64_t ld, const RowsOf& rows_of,
                 const HeadInto& head_into, const Heads<T>& to_dk, const Heads<T>& to_dv) {

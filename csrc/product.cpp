@@ -3,7 +3,7 @@
 //
 // An item of work is some columns of C for some rows of it. A part of B's rows is packed into panels that stay in the
 // second-level cache while the rows of A pass by, so packing costs one read of B an item. Each element is summed in the
-// order of k, SUM products at a time, whoever computes it and however the work is cut: the result depends neither
+// order of k, SUM products at a time, on whichever thread and however the work is cut: the result depends neither
 // on the threads nor on the other rows and columns.
 #include <algorithm>
 

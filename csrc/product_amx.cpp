@@ -2,7 +2,7 @@
 //
 // A part of A's columns is split once and shared by all threads; each item of work splits some columns of B for itself,
 // small enough to stay in the second-level cache, and takes the rows of A past them. An element's sum runs over parts
-// of DEPTH products in the order of k, whoever computes it: the result depends neither on the threads nor on the other
+// of DEPTH products in the order of k, on whichever thread: the result depends neither on the threads nor on the other
 // rows and columns.
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-// Frozen weights as 4-bit NF4 and int8: their codes, and the weights again. Bits are those of
+// Frozen weights as 4-bit NF4 and int8: encoding and decoding. Bits are those of
 // engine/kernels/reference_quantize.py; nothing here may be contracted into a fused multiply-add.
 //
 // Matrices are fp32 or bf16 (`is_bf16`), rows any distance apart, in elements. Codes are dense.

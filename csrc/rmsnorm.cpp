@@ -1,7 +1,7 @@
 // RMSNorm: y = x * rstd * w, rstd = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, arXiv 1910.07467).
 //
-// Forward may add a residual first; backward may add the rank-r update of an adapter to dy before it is used, the
-// residual stream's gradient to dx, and may leave out the weight's gradient.
+// Backward may add the rank-r update of an adapter to dy before dy is used, and leaves out the gradient of a frozen
+// weight.
 #include <algorithm>
 #include <cmath>
 
@@ -16,33 +16,25 @@ using simd::LANES;
 
 constexpr int64_t ROWS = 8;  // rows of an item of work
 
-// s = x + residual (kept in `sum`), then the norm of s as it was kept.
 template <class T>
-void forward_row(const T* x, const T* residual, T* sum, const float* weight, float eps, int64_t features, T* y,
-                 float* rstd) {
+void forward_row(const T* x, const float* weight, float eps, int64_t features, T* y, float* rstd) {
     Float squares[4] = {};
     simd::for_each(features, [&](auto which, int64_t f, int64_t count) {
-        Float value = simd::load_up_to(x + f, count);
-        if (residual) {
-            simd::store_up_to(sum + f, value + simd::load_up_to(residual + f, count), count);
-            value = simd::load_up_to(sum + f, count);
-        }
+        const Float value = simd::load_up_to(x + f, count);
         squares[which] += value * value;
     });
     const float mean = simd::sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)features;
     const float r = 1.0f / std::sqrt(mean + eps);
     *rstd = r;
-    const T* from = residual ? sum : x;
     simd::for_each(features, [=](auto, int64_t f, int64_t count) {
-        const Float value = simd::load_up_to(from + f, count);
+        const Float value = simd::load_up_to(x + f, count);
         simd::store_up_to(y + f, value * r * simd::load_up_to(weight + f, count), count);
     });
 }
 
-// dx = rstd * (g - xhat * mean(g * xhat)) + residual, g = dy * w, xhat = x * rstd; dw += dy * xhat.
+// dx = rstd * (g - xhat * mean(g * xhat)), g = dy * w, xhat = x * rstd; dw += dy * xhat.
 template <class G, class T>
-void backward_row(const G* dy, const T* x, const float* weight, float rstd, const T* residual, int64_t features, T* dx,
-                  float* dw) {
+void backward_row(const G* dy, const T* x, const float* weight, float rstd, int64_t features, T* dx, float* dw) {
     Float products[4] = {};
     simd::for_each(features, [&](auto which, int64_t f, int64_t count) {
         const Float xhat = simd::load_up_to(x + f, count) * rstd, grad = simd::load_up_to(dy + f, count);
@@ -50,31 +42,26 @@ void backward_row(const G* dy, const T* x, const float* weight, float rstd, cons
         if (dw) simd::store_up_to(dw + f, simd::load_up_to(dw + f, count) + grad * xhat, count);
     });
     const float mean = simd::sum((products[0] + products[1]) + (products[2] + products[3])) / (float)features;
-    if (!dx) return;
     simd::for_each(features, [=](auto, int64_t f, int64_t count) {
         const Float xhat = simd::load_up_to(x + f, count) * rstd;
         const Float g = simd::load_up_to(dy + f, count) * simd::load_up_to(weight + f, count);
-        Float value = (g - xhat * mean) * rstd;
-        if (residual) value += simd::load_up_to(residual + f, count);
-        simd::store_up_to(dx + f, value, count);
+        simd::store_up_to(dx + f, (g - xhat * mean) * rstd, count);
     });
 }
 
 template <class T>
-void forward(int threads, int64_t tokens, int64_t features, const T* x, int64_t ld_x, const T* residual,
-             int64_t ld_residual, T* sum, int64_t ld_sum, const float* weight, float eps, T* y, int64_t ld_y,
-             float* rstd) {
+void forward(int threads, int64_t tokens, int64_t features, const T* x, int64_t ld_x, const float* weight, float eps,
+             T* y, int64_t ld_y, float* rstd) {
     common::parallel_for(threads, common::ceil_div(tokens, ROWS), [=](int64_t item) {
         for (int64_t t = item * ROWS; t < tokens && t < (item + 1) * ROWS; ++t)
-            forward_row(x + t * ld_x, residual ? residual + t * ld_residual : nullptr, sum ? sum + t * ld_sum : nullptr,
-                        weight, eps, features, y + t * ld_y, rstd + t);
+            forward_row(x + t * ld_x, weight, eps, features, y + t * ld_y, rstd + t);
     });
 }
 
 template <class T>
 void backward(int threads, int64_t tokens, int64_t features, const T* dy, int64_t ld_dy, const T* x, int64_t ld_x,
-              const float* weight, const float* rstd, const T* residual, int64_t ld_residual,
-              const skinny::Update<T>& update, T* dx, int64_t ld_dx, float* weight_gradient) {
+              const float* weight, const float* rstd, const skinny::Update<T>& update, T* dx, int64_t ld_dx,
+              float* weight_gradient) {
     // The weight's gradient is summed in at most 32 parts whose rows depend on `tokens` only.
     const int64_t group = weight_gradient ? ROWS * (1 + (tokens - 1) / (ROWS * 32)) : ROWS;
     const int64_t groups = common::ceil_div(tokens, group);
@@ -89,11 +76,9 @@ void backward(int threads, int64_t tokens, int64_t features, const T* dy, int64_
             if (updated) update.add(dy + first * ld_dy, ld_dy, first, rows, 0, features, updated, features);
             for (int64_t i = 0; i < rows; ++i) {
                 const int64_t t = first + i;
-                const T* added = residual ? residual + t * ld_residual : nullptr;
-                T* to = dx ? dx + t * ld_dx : nullptr;
-                if (updated)
-                    backward_row(updated + i * features, x + t * ld_x, weight, rstd[t], added, features, to, dw);
-                else backward_row(dy + t * ld_dy, x + t * ld_x, weight, rstd[t], added, features, to, dw);
+                T* to = dx + t * ld_dx;
+                if (updated) backward_row(updated + i * features, x + t * ld_x, weight, rstd[t], features, to, dw);
+                else backward_row(dy + t * ld_dy, x + t * ld_x, weight, rstd[t], features, to, dw);
             }
         }
     });
@@ -103,28 +88,26 @@ void backward(int threads, int64_t tokens, int64_t features, const T* dy, int64_
 
 }  // namespace
 
-// y, and sum = x + residual where `residual` is given (`sum` may be x or residual); weight and rstd [tokens]: fp32.
+// y; weight and rstd [tokens] are fp32.
 EXPORT void engine_rmsnorm_forward(int threads, int type, int64_t tokens, int64_t features, const void* x, int64_t ld_x,
-                                   const void* residual, int64_t ld_residual, void* sum, int64_t ld_sum,
                                    const float* weight, float eps, void* y, int64_t ld_y, float* rstd) {
     simd::with_type(type, [=](auto zero) {
         using T = decltype(zero);
-        forward(threads, tokens, features, (const T*)x, ld_x, (const T*)residual, ld_residual, (T*)sum, ld_sum, weight,
-                eps, (T*)y, ld_y, rstd);
+        forward(threads, tokens, features, (const T*)x, ld_x, weight, eps, (T*)y, ld_y, rstd);
     });
 }
 
-// dx (null: not wanted; may be dy or residual), and weight_gradient += (null: frozen). rank = 0: no update of dy.
+// dx, and weight_gradient += (null: frozen). rank = 0: no update of dy.
 EXPORT void engine_rmsnorm_backward(int threads, int type, int64_t tokens, int64_t features, const void* dy,
                                     int64_t ld_dy, const void* x, int64_t ld_x, const float* weight, const float* rstd,
-                                    const void* residual, int64_t ld_residual, int64_t rank, const void* dh,
-                                    int64_t ld_dh, const void* a, int64_t ld_a, const uint8_t* bits, int64_t ld_bits,
-                                    float scale, void* dx, int64_t ld_dx, float* weight_gradient) {
+                                    int64_t rank, const void* dh, int64_t ld_dh, const void* a, int64_t ld_a,
+                                    const uint8_t* bits, int64_t ld_bits, float scale, void* dx, int64_t ld_dx,
+                                    float* weight_gradient) {
     simd::with_type(type, [=](auto zero) {
         using T = decltype(zero);
         const skinny::Update<T> update(threads, features, rank, (const T*)dh, ld_dh, (const T*)a, ld_a, bits, ld_bits,
                                        scale);
-        backward(threads, tokens, features, (const T*)dy, ld_dy, (const T*)x, ld_x, weight, rstd, (const T*)residual,
-                 ld_residual, update, (T*)dx, ld_dx, weight_gradient);
+        backward(threads, tokens, features, (const T*)dy, ld_dy, (const T*)x, ld_x, weight, rstd, update, (T*)dx, ld_dx,
+                 weight_gradient);
     });
 }

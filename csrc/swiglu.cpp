@@ -1,6 +1,6 @@
 // SwiGLU: y = silu(gate) * up for [gate | up] side by side (Shazeer, arXiv 2002.05202).
 //
-// Backward makes the activation again from its input, may add the rank-r update of an adapter on y to dy before it is
+// Backward recomputes the activation from its input, may add the rank-r update of an adapter on y to dy before it is
 // used, and may write y once more. Beside the gradient of that adapter's A it is that of swiglu_adapted.cpp.
 #include <algorithm>
 

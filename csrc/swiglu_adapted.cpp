@@ -1,6 +1,6 @@
 // Backward of SwiGLU beside the gradient of A of the adapters on its output, dA = dH^T drop(y).
 //
-// y is made again from what backward reads anyway, a few rows at a time, and is gone when dA has them: it is neither
+// y is recomputed from what backward reads anyway, a few rows at a time, and dropped once dA has them: it is neither
 // written to memory nor read from there. Tokens go by groups, whose sums are added in order: the result does not depend
 // on the threads.
 #include <algorithm>

@@ -31,8 +31,8 @@ def lasting_tensors(built: Built) -> list[Tensor]:
     """Everything that a step may leave changed."""
     optimizer, flat = built.optimizer, built.flat
     tensors = [
-        flat.gradient, flat.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.updates, optimizer.lr,
-        optimizer.non_finite, optimizer.skipped, built.stage.step, built.stage.loss_sum,
+        flat.gradient, flat.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.step_count, optimizer.lr,
+        optimizer.skip, optimizer.skipped, built.stage.step, built.stage.loss_sum,
     ]  # fmt: skip
     return [*tensors, *(entry.parameter.data for entry in built.entries)]
 

@@ -3,7 +3,7 @@
     loss = log(sum_v exp(l_v - m)) - (l_target - m),   dl_v = (exp(l_v - m) / sum - [v is the target]) * scale
 
 `local_statistics` reads the logits once, keeping a running maximum (Milakov & Gimelshein, arXiv 1805.02867), and gives
-three numbers a token; whoever has the other shards combines them:
+three numbers a token; the caller combines them over the shards:
 
     m = max over shards of max;  total = sum over shards of sum * exp(max - m);  target = sum over shards of target
 
@@ -69,7 +69,7 @@ def _gradient_kernel(
 
 
 def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a vocabulary shard knows of the loss, from one read of its logits, which stay as they are.
+    """Returns a vocabulary shard's statistics of the loss, from one read of its logits, which stay as they are.
 
     Args:
         logits_TV: any float dtype; contiguous columns, rows any distance apart.
@@ -83,16 +83,23 @@ def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tens
     if num_tokens > 0:
         block = power_of_2(num_columns, 1, _LARGEST_BLOCK)
         _local_statistics_kernel[(num_tokens,)](
-            logits_TV, logits_TV.stride(0), targets_T, results[0], results[1], results[2], num_columns,
-            BLOCK=block, num_warps=num_warps(block),
-        )  # fmt: skip
+            logits_TV,
+            logits_TV.stride(0),
+            targets_T,
+            results[0],
+            results[1],
+            results[2],
+            num_columns,
+            BLOCK=block,
+            num_warps=num_warps(block),
+        )
     return results[0], results[1], results[2]
 
 
 def local_gradient(
     logits_TV: Tensor, targets_T: Tensor, local_max_T: Tensor, max_T: Tensor, total_T: Tensor, scale_T: Tensor
 ) -> Tensor:
-    """(softmax - onehot) * scale, written over the logits.
+    """Computes (softmax - onehot) * scale, written over the logits.
 
     Args:
         logits_TV, targets_T: as given to `local_statistics`.
@@ -107,13 +114,20 @@ def local_gradient(
     if logits_TV.numel() > 0:
         block = power_of_2(num_columns, 1, 4096)
         _gradient_kernel[(num_tokens, triton.cdiv(num_columns, block))](
-            logits_TV, logits_TV.stride(0), targets_T, max_T, total_T, scale_T, num_columns,
-            BLOCK=block, num_warps=num_warps(block),
-        )  # fmt: skip
+            logits_TV,
+            logits_TV.stride(0),
+            targets_T,
+            max_T,
+            total_T,
+            scale_T,
+            num_columns,
+            BLOCK=block,
+            num_warps=num_warps(block),
+        )
     return logits_TV
 
 
 def bytes_moved(num_tokens: int, num_columns: int, itemsize: int) -> dict[str, int]:
-    """Compulsory bytes: statistics read the logits once; the gradient reads and writes them once."""
+    """Returns the compulsory bytes: statistics read the logits once; the gradient reads and writes them once."""
     logits = num_tokens * num_columns * itemsize
     return {"statistics": logits + 20 * num_tokens, "gradient": 2 * logits + 20 * num_tokens}

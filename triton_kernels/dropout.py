@@ -28,20 +28,20 @@ _WEYL_1 = tl.constexpr(0xBB67AE85)
 
 
 def mask_arguments(mask_TB: Tensor | None) -> tuple[Tensor | None, int]:
-    """(mask_ptr, mask_stride) of a kernel that reads a mask's bits."""
+    """Returns (mask_ptr, mask_stride) of a kernel that reads a mask's bits."""
     return (None, 0) if mask_TB is None else (mask_TB, mask_TB.stride(0))
 
 
 @triton.jit
 def _multiply(word, multiplier):
-    """High and low 32 bits of a 32 x 32-bit product."""
+    """Returns high and low 32 bits of a 32 x 32-bit product."""
     product = word.to(tl.uint64) * multiplier
     return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
 
 @triton.jit
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Ten rounds of Philox on uint32 words that broadcast against each other."""
+    """Computes ten rounds of Philox on uint32 words that broadcast against each other."""
     for _ in tl.static_range(10):
         high0, low0 = _multiply(c0, _MULTIPLIER_0)
         high1, low1 = _multiply(c2, _MULTIPLIER_1)
@@ -56,7 +56,7 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def draw_words(token_ptr, token_stride, step_ptr, key, rows_T, ok_T, blocks_B):
-    """Four uint32 tiles [T, B]: the random words of global feature blocks `blocks_B` at rows `rows_T`."""
+    """Draws four uint32 tiles [T, B]: the random words of global feature blocks `blocks_B` at rows `rows_T`."""
     token_T = tl.load(token_ptr + rows_T * token_stride, mask=ok_T, other=0)
     wide_key = key.to(tl.int64)
     low_T1 = token_T.to(tl.uint32)[:, None]
@@ -69,7 +69,7 @@ def draw_words(token_ptr, token_stride, step_ptr, key, rows_T, ok_T, blocks_B):
 
 @triton.jit
 def keep_tile(mask_ptr, mask_stride, rows_T, ok_T, block, num_blocks, BLOCKS: tl.constexpr):
-    """int1 [T, 8 * BLOCKS], true where kept, from the `block`-th byte of each row of the mask on."""
+    """Loads int1 [T, 8 * BLOCKS], true where kept, from the `block`-th byte of each row of the mask on."""
     blocks_B = block + tl.arange(0, BLOCKS)
     ok_TB = ok_T[:, None] & (blocks_B < num_blocks)[None, :]
     byte_TB = tl.load(mask_ptr + rows_T[:, None] * mask_stride + blocks_B[None, :], mask=ok_TB, other=0)
@@ -79,7 +79,7 @@ def keep_tile(mask_ptr, mask_stride, rows_T, ok_T, block, num_blocks, BLOCKS: tl
 
 @triton.jit
 def _two_bits(word, threshold):
-    """The decisions of a word's two halves. Widened before they are shifted: a comparison is one bit wide."""
+    """Returns the decisions of a word's two halves. Widened before they are shifted: a comparison is one bit wide."""
     low = ((word & 0xFFFF).to(tl.int32) >= threshold).to(tl.int32)
     high = ((word >> 16).to(tl.int32) >= threshold).to(tl.int32)
     return low | high << 1
@@ -87,9 +87,19 @@ def _two_bits(word, threshold):
 
 @triton.jit(do_not_specialize=["key", "threshold"])
 def _bits_kernel(
-    out_ptr, out_stride, token_ptr, token_stride, step_ptr, key, threshold, first_block, num_rows, num_blocks,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    out_stride,
+    token_ptr,
+    token_stride,
+    step_ptr,
+    key,
+    threshold,
+    first_block,
+    num_rows,
+    num_blocks,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     rows_T = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     blocks_B = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     ok_T = rows_T < num_rows
@@ -101,7 +111,7 @@ def _bits_kernel(
 
 
 def dropout_bits(key: DropoutKey) -> Tensor:
-    """The mask of `engine.kernels.philox.dropout_mask` as bits.
+    """Returns the mask of `engine.kernels.philox.dropout_mask` as bits.
 
     Returns:
         uint8 [T, ceil(num_features / 8)], bit i of byte b for local feature 8 b + i; bits after the last feature mean
@@ -116,9 +126,19 @@ def dropout_bits(key: DropoutKey) -> Tensor:
         words = words - (1 << 64) if words >= 1 << 63 else words
         rows, blocks = 16, power_of_2(num_blocks, 1, 64)
         _bits_kernel[(triton.cdiv(tokens.shape[0], rows), triton.cdiv(num_blocks, blocks))](
-            bits, bits.stride(0), tokens, tokens.stride(0), step, words, dropout_threshold(key.probability),
-            key.feature_offset // 8, tokens.shape[0], num_blocks, ROWS=rows, BLOCKS=blocks,
-        )  # fmt: skip
+            bits,
+            bits.stride(0),
+            tokens,
+            tokens.stride(0),
+            step,
+            words,
+            dropout_threshold(key.probability),
+            key.feature_offset // 8,
+            tokens.shape[0],
+            num_blocks,
+            ROWS=rows,
+            BLOCKS=blocks,
+        )
     if skip == 0:
         return bits
     # the kernel's bytes hold blocks of global features, and this shard starts inside one: a rare shape, so plain torch

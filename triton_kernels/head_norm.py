@@ -27,13 +27,13 @@ from engine.kernels.triton.partial_sums import Sum, sum_all
 
 @triton.jit
 def _load(x, half, ok_HD):
-    """fp32, both halves of a tile of heads."""
+    """Loads both halves of a tile of heads in fp32."""
     return tl.load(x, mask=ok_HD, other=0.0).to(tl.float32), tl.load(x + half, mask=ok_HD, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _weights(q_weight_ptr, k_weight_ptr, is_q_H1, columns_D, half):
-    """fp32 [heads, D / 2] twice: each head's own weight."""
+    """Loads each head's own weight, fp32 [heads, D / 2] twice."""
     ok_D = columns_D < half
     q_first_D = tl.load(q_weight_ptr + columns_D, mask=ok_D, other=0.0).to(tl.float32)
     k_first_D = tl.load(k_weight_ptr + columns_D, mask=ok_D, other=0.0).to(tl.float32)
@@ -52,9 +52,22 @@ def _angles(cos_ptr, sin_ptr, token, columns_D, half):
 
 @triton.jit
 def _forward_kernel(
-    packed_ptr, packed_stride, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, rstd_ptr,
-    num_heads, num_kv_heads, half, eps, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    packed_ptr,
+    packed_stride,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_ptr,
+    k_ptr,
+    rstd_ptr,
+    num_heads,
+    num_kv_heads,
+    half,
+    eps,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     heads_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns_D = tl.arange(0, COLUMNS)
@@ -83,10 +96,23 @@ def _forward_kernel(
 
 @triton.jit
 def _load_gradient(
-    dq_ptr, dq_stride_t, dq_stride_h, dk_ptr, dk_stride_t, dk_stride_h, dv_ptr, dv_stride_t, dv_stride_h,
-    token, heads_H, num_heads, num_kv_heads, columns_D, half,
-):  # fmt: skip
-    """fp32, both halves of the gradients of a tile of heads, which may belong to several of the three."""
+    dq_ptr,
+    dq_stride_t,
+    dq_stride_h,
+    dk_ptr,
+    dk_stride_t,
+    dk_stride_h,
+    dv_ptr,
+    dv_stride_t,
+    dv_stride_h,
+    token,
+    heads_H,
+    num_heads,
+    num_kv_heads,
+    columns_D,
+    half,
+):
+    """Loads both halves of the gradients of a tile of heads in fp32; the heads may belong to several of the three."""
     ok_D = (columns_D < half)[None, :]
     k_H, v_H = heads_H - num_heads, heads_H - num_heads - num_kv_heads
     ok_q = (heads_H < num_heads)[:, None] & ok_D
@@ -101,12 +127,47 @@ def _load_gradient(
 
 
 @triton.jit
+def _store_dw(dw_ptr, dw_first_HD, dw_second_HD, is_q_H1, columns_D, half):
+    """Stores this program's sums for the queries' weight, then for the keys'; they are zero in heads of neither."""
+    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    dw = dw_ptr + program * (4 * half) + columns_D
+    ok_D = columns_D < half
+    tl.store(dw, tl.sum(tl.where(is_q_H1, dw_first_HD, 0.0), 0), mask=ok_D)
+    tl.store(dw + half, tl.sum(tl.where(is_q_H1, dw_second_HD, 0.0), 0), mask=ok_D)
+    tl.store(dw + 2 * half, tl.sum(tl.where(is_q_H1, 0.0, dw_first_HD), 0), mask=ok_D)
+    tl.store(dw + 3 * half, tl.sum(tl.where(is_q_H1, 0.0, dw_second_HD), 0), mask=ok_D)
+
+
+@triton.jit
 def _backward_kernel(
-    packed_ptr, packed_stride, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, rstd_ptr,
-    dq_ptr, dq_stride_t, dq_stride_h, dk_ptr, dk_stride_t, dk_stride_h, dv_ptr, dv_stride_t, dv_stride_h,
-    out_ptr, out_stride, dw_ptr, num_tokens, num_heads, num_kv_heads, half, tokens_each,
-    WITH_DW: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    packed_ptr,
+    packed_stride,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    rstd_ptr,
+    dq_ptr,
+    dq_stride_t,
+    dq_stride_h,
+    dk_ptr,
+    dk_stride_t,
+    dk_stride_h,
+    dv_ptr,
+    dv_stride_t,
+    dv_stride_h,
+    out_ptr,
+    out_stride,
+    dw_ptr,
+    num_tokens,
+    num_heads,
+    num_kv_heads,
+    half,
+    tokens_each,
+    WITH_DW: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     heads_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns_D = tl.arange(0, COLUMNS)
     normed, all_heads = num_heads + num_kv_heads, num_heads + 2 * num_kv_heads
@@ -120,9 +181,22 @@ def _backward_kernel(
     begin = tl.program_id(0).to(tl.int64) * tokens_each
     for token in range(begin, tl.minimum(begin + tokens_each, num_tokens)):
         first_HD, second_HD = _load_gradient(
-            dq_ptr, dq_stride_t, dq_stride_h, dk_ptr, dk_stride_t, dk_stride_h, dv_ptr, dv_stride_t, dv_stride_h,
-            token, heads_H, num_heads, num_kv_heads, columns_D, half,
-        )  # fmt: skip
+            dq_ptr,
+            dq_stride_t,
+            dq_stride_h,
+            dk_ptr,
+            dk_stride_t,
+            dk_stride_h,
+            dv_ptr,
+            dv_stride_t,
+            dv_stride_h,
+            token,
+            heads_H,
+            num_heads,
+            num_kv_heads,
+            columns_D,
+            half,
+        )
         cos_1D, sin_1D = _angles(cos_ptr, sin_ptr, token, columns_D, half)
         dn_first_HD = first_HD * cos_1D + second_HD * sin_1D
         dn_second_HD = second_HD * cos_1D - first_HD * sin_1D
@@ -141,28 +215,27 @@ def _backward_kernel(
         tl.store(out, first_HD, mask=ok_HD)
         tl.store(out + half, second_HD, mask=ok_HD)
     if WITH_DW:
-        # of the queries, then of the keys: xhat is zero in heads of neither
-        program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        dw = dw_ptr + program * (4 * half) + columns_D
-        ok_D = columns_D < half
-        tl.store(dw, tl.sum(tl.where(is_q_H1, dw_first_HD, 0.0), 0), mask=ok_D)
-        tl.store(dw + half, tl.sum(tl.where(is_q_H1, dw_second_HD, 0.0), 0), mask=ok_D)
-        tl.store(dw + 2 * half, tl.sum(tl.where(is_q_H1, 0.0, dw_first_HD), 0), mask=ok_D)
-        tl.store(dw + 3 * half, tl.sum(tl.where(is_q_H1, 0.0, dw_second_HD), 0), mask=ok_D)
+        _store_dw(dw_ptr, dw_first_HD, dw_second_HD, is_q_H1, columns_D, half)
 
 
 def _blocks(num_heads: int, half: int) -> tuple[int, int, int]:
-    """Heads a program, columns (half a head, rounded up), number of programs along the heads."""
+    """Returns heads a program, columns (half a head, rounded up), number of programs along the heads."""
     columns = power_of_2(half)
     heads = power_of_2(num_heads, 1, max(1, 1024 // columns))
     return heads, columns, triton.cdiv(num_heads, heads)
 
 
 def norm_rope_split(
-    qkv: Tensor, weights: tuple[Tensor, Tensor], eps: float, cos: Tensor, sin: Tensor, num_heads: int,
-    num_kv_heads: int, head_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """[T, (H + 2K) D] -> normalised and rotated q [T, H, D] and k [T, K, D]; v stays where it is.
+    qkv: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalises and rotates: [T, (H + 2K) D] -> q [T, H, D] and k [T, K, D]; v stays where it is.
 
     Args:
         qkv: contiguous columns, rows any distance apart.
@@ -182,17 +255,36 @@ def norm_rope_split(
     if num_tokens > 0:
         heads, columns, programs = _blocks(normed, head_dim // 2)
         _forward_kernel[(num_tokens, programs)](
-            qkv, qkv.stride(0), *weights, cos, sin, q, k, rstd, num_heads, num_kv_heads, head_dim // 2, eps,
-            HEADS=heads, COLUMNS=columns, num_warps=num_warps(heads * columns),
-        )  # fmt: skip
+            qkv,
+            qkv.stride(0),
+            *weights,
+            cos,
+            sin,
+            q,
+            k,
+            rstd,
+            num_heads,
+            num_kv_heads,
+            head_dim // 2,
+            eps,
+            HEADS=heads,
+            COLUMNS=columns,
+            num_warps=num_warps(heads * columns),
+        )
     return q, k, rstd
 
 
 def norm_rope_merge(
-    gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, weights: tuple[Tensor, Tensor], rstd_TN: Tensor,
-    cos: Tensor, sin: Tensor, *, weight_gradients: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Tensor:  # fmt: skip
-    """The gradient of the packed product, [T, (H + 2K) D].
+    gradients: tuple[Tensor, Tensor, Tensor],
+    qkv: Tensor,
+    weights: tuple[Tensor, Tensor],
+    rstd_TN: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    weight_gradients: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
+    """Returns the gradient of the packed product, [T, (H + 2K) D].
 
     Args:
         gradients: dq [T, H, D], dk and dv [T, K, D]; contiguous along D, any strides else.
@@ -216,10 +308,28 @@ def norm_rope_merge(
         partial = torch.empty(groups * programs, 2, head_dim, dtype=torch.float32, device=qkv.device)
     strides = [(x, x.stride(0), x.stride(1)) for x in (dq, dk, dv)]
     _backward_kernel[(groups, programs)](
-        qkv, qkv.stride(0), *weights, cos, sin, rstd_TN, *strides[0], *strides[1], *strides[2],
-        out, out.stride(0), partial, num_tokens, num_heads, num_kv_heads, head_dim // 2, tokens_each,
-        WITH_DW=trains, HEADS=heads, COLUMNS=columns, num_warps=num_warps(heads * columns),
-    )  # fmt: skip
+        qkv,
+        qkv.stride(0),
+        *weights,
+        cos,
+        sin,
+        rstd_TN,
+        *strides[0],
+        *strides[1],
+        *strides[2],
+        out,
+        out.stride(0),
+        partial,
+        num_tokens,
+        num_heads,
+        num_kv_heads,
+        head_dim // 2,
+        tokens_each,
+        WITH_DW=trains,
+        HEADS=heads,
+        COLUMNS=columns,
+        num_warps=num_warps(heads * columns),
+    )
     if partial is not None:
         parts = zip((partial[:, :1], partial[:, 1:]), weight_gradients, strict=True)
         sum_all([Sum(partial_SMN=part, out_MN=to[None, :]) for part, to in parts if to is not None], add=True)
@@ -227,7 +337,8 @@ def norm_rope_merge(
 
 
 def bytes_moved(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> dict[str, int]:
-    """Compulsory bytes: forward reads and writes q and k; backward reads them, and reads and writes all gradients."""
+    """Returns the compulsory bytes: forward reads and writes q and k; backward reads them, and reads and writes all
+    gradients."""
     normed, tables = num_heads + num_kv_heads, num_tokens * (head_dim * 4)
     row, rstd = num_tokens * head_dim * itemsize, 4 * num_tokens * normed
     return {

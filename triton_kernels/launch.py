@@ -1,4 +1,4 @@
-"""What the launchers share: views of rows, block sizes, and the arithmetic of tl.dot.
+"""Helpers of the launchers: views of rows, block sizes, and the arithmetic of tl.dot.
 
 Assumes that tensors lie on a GPU, or on a CPU under TRITON_INTERPRET=1. The interpreter gets bf16 arithmetic wrong, so
 on a CPU every tile is widened to fp32 before it is multiplied.
@@ -13,34 +13,36 @@ from torch import Tensor
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 SMALLEST_DOT = 16
-"""tl.dot wants every dimension of its operands at least this long."""
+"""The shortest dimension of an operand that tl.dot takes."""
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[..., F] as [T, F] with contiguous features; rows may lie further apart than F. Copies only where it must."""
+    """Views [..., F] as [T, F] with contiguous features; rows may lie further apart than F. Copies only where it
+    must."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.shape[1] <= 1 or flat.stride(1) == 1 else flat.contiguous()
 
 
 def power_of_2(size: int, smallest: int = 1, largest: int | None = None) -> int:
-    """`size` rounded up to a power of two, held between `smallest` and `largest`."""
+    """Rounds `size` up to a power of two, held between `smallest` and `largest`."""
     block = max(triton.next_power_of_2(max(size, 1)), smallest)
     return block if largest is None else min(block, largest)
 
 
 def num_warps(elements: int) -> int:
-    """Warps for a memory-bound program over `elements` elements: 16 to 32 elements a thread."""
+    """Returns the warps for a memory-bound program over `elements` elements: 16 to 32 elements a thread."""
     return 4 if elements <= 2048 else 8 if elements <= 8192 else 16
 
 
 def dot_options(x: Tensor) -> dict[str, object]:
-    """Constants of a kernel that multiplies: DOT, its operands' dtype, and PRECISION, exact where that is fp32."""
+    """Returns the constants of a kernel that multiplies: DOT, its operands' dtype, and PRECISION, exact where that is
+    fp32."""
     dtype = tl.float32 if x.device.type == "cpu" else _TYPES[x.dtype]
     return {"DOT": dtype, "PRECISION": "ieee" if dtype == tl.float32 else "tf32"}
 
 
 def dot_blocks(x: Tensor, num_ranks: int, length: int) -> tuple[int, int, dict[str, object]]:
-    """Rank block, block along a feature dimension of `length`, and the options they go with; for skinny products.
+    """Returns the rank block, the block along a feature dimension of `length`, and their options; for skinny products.
 
     Products of fp32 run outside the tensor cores and need registers for their operands: half the block, a quarter of
     the ranks.
@@ -53,12 +55,12 @@ def dot_blocks(x: Tensor, num_ranks: int, length: int) -> tuple[int, int, dict[s
 
 
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors; on a CPU few enough for the interpreter, and more than one."""
+    """Returns the number of streaming multiprocessors; on a CPU few enough for the interpreter, and more than one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def split_count(num_programs: int, length: int, block: int, device: torch.device) -> tuple[int, int]:
-    """How to cut a reduction of `length` so that the processors are busy (about two programs each).
+    """Returns how many parts a reduction of `length` is cut into to keep the processors busy (about two programs each).
 
     Returns:
         number of splits and the length of each, a multiple of `block`.

@@ -7,8 +7,7 @@
 Those on the side of the output, dH and dB, are in triton_kernels.output_gradients.
 
 drop(x) = x * keep / (1 - p); `keep` is read as bits (triton_kernels.dropout), and 1 / (1 - p) is applied to the fp32
-result. A may be stacked: q, k, v (gate, up) share x, so their A are one [R, I] matrix and H is
-[T, R].
+result. A may be stacked: q, k, v (gate, up) share x, so their A are one [R, I] matrix and H is [T, R].
 
 Reductions that are split over programs leave fp32 partial sums, added in a fixed order. Weight gradients are added to
 fp32 buffers or written there; they are never rounded in between.
@@ -31,12 +30,27 @@ from engine.kernels.triton.partial_sums import sum_partials
 
 @triton.jit
 def _project_kernel(
-    x_ptr, x_stride, a_ptr, a_stride, out_ptr, out_stride, split_stride,
-    num_tokens, num_inputs, num_ranks, split_length,
-    mask_ptr, mask_stride, keep_scale,
-    MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_stride,
+    a_ptr,
+    a_stride,
+    out_ptr,
+    out_stride,
+    split_stride,
+    num_tokens,
+    num_inputs,
+    num_ranks,
+    split_length,
+    mask_ptr,
+    mask_stride,
+    keep_scale,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     ranks_R = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
     ok_T, ok_R = tokens_T < num_tokens, ranks_R < num_ranks
@@ -49,9 +63,7 @@ def _project_kernel(
             x_ptr + tokens_T[:, None] * x_stride + inputs_I[None, :], mask=ok_T[:, None] & ok_I[None, :], other=0.0
         ).to(DOT)
         if MASKED:
-            keep_TI = keep_tile(
-                mask_ptr, mask_stride, tokens_T, ok_T, start // 8, (num_inputs + 7) // 8, INPUTS // 8,
-            )  # fmt: skip
+            keep_TI = keep_tile(mask_ptr, mask_stride, tokens_T, ok_T, start // 8, (num_inputs + 7) // 8, INPUTS // 8)
             x_TI = tl.where(keep_TI, x_TI, 0.0).to(DOT)
         a_RI = tl.load(
             a_ptr + ranks_R[:, None].to(tl.int64) * a_stride + inputs_I[None, :],
@@ -66,7 +78,7 @@ def _project_kernel(
 def project(
     x_TI: Tensor, a_RI: Tensor, mask: Tensor | None = None, *, keep_scale: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
-    """H = drop(x) A^T.
+    """Computes H = drop(x) A^T.
 
     Args:
         x_TI: [T, I], rows any distance apart.
@@ -92,10 +104,26 @@ def project(
         partial = torch.empty(splits, num_tokens, num_ranks, dtype=torch.float32, device=x_TI.device)
         target, split_stride = partial[0], partial.stride(0)
     _project_kernel[(blocks[0], splits, blocks[1])](
-        x_TI, x_TI.stride(0), a_RI, a_RI.stride(0), target, target.stride(0), split_stride,
-        num_tokens, num_inputs, num_ranks, split_length, *mask_arguments(mask), keep_scale,
-        MASKED=mask is not None, TOKENS=tokens, INPUTS=inputs, RANKS=ranks, num_stages=3, **options,
-    )  # fmt: skip
+        x_TI,
+        x_TI.stride(0),
+        a_RI,
+        a_RI.stride(0),
+        target,
+        target.stride(0),
+        split_stride,
+        num_tokens,
+        num_inputs,
+        num_ranks,
+        split_length,
+        *mask_arguments(mask),
+        keep_scale,
+        MASKED=mask is not None,
+        TOKENS=tokens,
+        INPUTS=inputs,
+        RANKS=ranks,
+        num_stages=3,
+        **options,
+    )
     if splits > 1:
         sum_partials(partial, out)
     return out
@@ -103,11 +131,25 @@ def project(
 
 @triton.jit
 def _a_gradient_kernel(
-    dh_ptr, dh_stride, x_ptr, x_stride, da_ptr, num_tokens, num_inputs, num_ranks, split_length,
-    mask_ptr, mask_stride, keep_scale,
-    MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    dh_ptr,
+    dh_stride,
+    x_ptr,
+    x_stride,
+    da_ptr,
+    num_tokens,
+    num_inputs,
+    num_ranks,
+    split_length,
+    mask_ptr,
+    mask_stride,
+    keep_scale,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     inputs_I = tl.program_id(0) * INPUTS + tl.arange(0, INPUTS)
     ranks_R = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
     ok_I, ok_R = inputs_I < num_inputs, ranks_R < num_ranks
@@ -121,9 +163,14 @@ def _a_gradient_kernel(
         ).to(DOT)
         if MASKED:
             keep_TI = keep_tile(
-                mask_ptr, mask_stride, tokens_T, ok_T, tl.program_id(0) * (INPUTS // 8), (num_inputs + 7) // 8,
+                mask_ptr,
+                mask_stride,
+                tokens_T,
+                ok_T,
+                tl.program_id(0) * (INPUTS // 8),
+                (num_inputs + 7) // 8,
                 INPUTS // 8,
-            )  # fmt: skip
+            )
             x_TI = tl.where(keep_TI, x_TI, 0.0).to(DOT)
         dh_TR = tl.load(
             dh_ptr + tokens_T[:, None] * dh_stride + ranks_R[None, :], mask=ok_T[:, None] & ok_R[None, :], other=0.0
@@ -142,7 +189,7 @@ def a_gradient(
     keep_scale: float = 1.0,
     add: bool = False,
 ) -> None:
-    """dA = dH^T drop(x), written into fp32 `da_out` [R, I] or added to it."""
+    """Computes dA = dH^T drop(x), written into fp32 `da_out` [R, I] or added to it."""
     dh_TR, x_TI = rows_of(dh_TR), rows_of(x_TI)
     (num_tokens, num_inputs), num_ranks = x_TI.shape, dh_TR.shape[1]
     if num_tokens == 0:
@@ -155,21 +202,48 @@ def a_gradient(
     splits, split_length = split_count(blocks[0] * blocks[1], num_tokens, tokens, x_TI.device)
     partial = torch.empty(splits, num_ranks, num_inputs, dtype=torch.float32, device=x_TI.device)
     _a_gradient_kernel[(blocks[0], splits, blocks[1])](
-        dh_TR, dh_TR.stride(0), x_TI, x_TI.stride(0), partial, num_tokens, num_inputs, num_ranks, split_length,
-        *mask_arguments(mask), keep_scale,
-        MASKED=mask is not None, TOKENS=tokens, INPUTS=inputs, RANKS=ranks, num_stages=3, **options,
-    )  # fmt: skip
+        dh_TR,
+        dh_TR.stride(0),
+        x_TI,
+        x_TI.stride(0),
+        partial,
+        num_tokens,
+        num_inputs,
+        num_ranks,
+        split_length,
+        *mask_arguments(mask),
+        keep_scale,
+        MASKED=mask is not None,
+        TOKENS=tokens,
+        INPUTS=inputs,
+        RANKS=ranks,
+        num_stages=3,
+        **options,
+    )
     sum_partials(partial, da_out, add=add)
 
 
 @triton.jit
 def update_tile(
-    dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-    mask_ptr, mask_stride, keep_scale,
-    tokens_T, ok_T, block, num_inputs,
-    MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """fp32 [T, INPUTS]: drop'(dH A) at the INPUTS columns of tile `block` (which start at block * INPUTS)."""
+    dh_ptr,
+    dh_stride,
+    a_ptr,
+    a_stride,
+    num_ranks,
+    mask_ptr,
+    mask_stride,
+    keep_scale,
+    tokens_T,
+    ok_T,
+    block,
+    num_inputs,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INPUTS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """Computes drop'(dH A), fp32 [T, INPUTS], at the INPUTS columns of tile `block` (which start at block * INPUTS)."""
     inputs_I = block * INPUTS + tl.arange(0, INPUTS)
     ok_I = inputs_I < num_inputs
     update_TI = tl.zeros([tokens_T.shape[0], INPUTS], tl.float32)
@@ -187,20 +261,20 @@ def update_tile(
         update_TI = tl.dot(dh_TR, a_RI, update_TI, input_precision=PRECISION)
     if MASKED:
         keep_TI = keep_tile(
-            mask_ptr, mask_stride, tokens_T, ok_T, block * (INPUTS // 8), (num_inputs + 7) // 8, INPUTS // 8,
-        )  # fmt: skip
+            mask_ptr, mask_stride, tokens_T, ok_T, block * (INPUTS // 8), (num_inputs + 7) // 8, INPUTS // 8
+        )
         update_TI = tl.where(keep_TI, update_TI * keep_scale, 0.0)
     return update_TI
 
 
 def update_arguments(update: InputUpdate) -> tuple[object, ...]:
-    """The leading arguments of `update_tile`, up to `keep_scale`."""
+    """Returns the leading arguments of `update_tile`, up to `keep_scale`."""
     dh_TR, a_RI = rows_of(update.dh_TR), rows_of(update.a_RI)
     return dh_TR, dh_TR.stride(0), a_RI, a_RI.stride(0), a_RI.shape[0], *mask_arguments(update.mask), update.scale
 
 
 def update_options(update: InputUpdate) -> dict[str, object]:
-    """The constants of `update_tile`, INPUTS excepted."""
+    """Returns the constants of `update_tile`, INPUTS excepted."""
     options = dot_options(update.dh_TR)
     ranks = power_of_2(update.a_RI.shape[0], SMALLEST_DOT, 16 if options["DOT"] == tl.float32 else 64)
     return {"MASKED": update.mask is not None, "RANKS": ranks, **options}
@@ -208,26 +282,54 @@ def update_options(update: InputUpdate) -> dict[str, object]:
 
 @triton.jit
 def _add_input_gradient_kernel(
-    dx_ptr, dx_stride, num_tokens, num_inputs, dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-    mask_ptr, mask_stride, keep_scale,
-    MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    dx_ptr,
+    dx_stride,
+    num_tokens,
+    num_inputs,
+    dh_ptr,
+    dh_stride,
+    a_ptr,
+    a_stride,
+    num_ranks,
+    mask_ptr,
+    mask_stride,
+    keep_scale,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     ok_T = tokens_T < num_tokens
     inputs_I = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
     ok_TI = ok_T[:, None] & (inputs_I < num_inputs)[None, :]
     update_TI = update_tile(
-        dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-        mask_ptr, mask_stride, keep_scale,
-        tokens_T, ok_T, tl.program_id(1), num_inputs, MASKED, DOT, PRECISION, INPUTS, RANKS,
-    )  # fmt: skip
+        dh_ptr,
+        dh_stride,
+        a_ptr,
+        a_stride,
+        num_ranks,
+        mask_ptr,
+        mask_stride,
+        keep_scale,
+        tokens_T,
+        ok_T,
+        tl.program_id(1),
+        num_inputs,
+        MASKED,
+        DOT,
+        PRECISION,
+        INPUTS,
+        RANKS,
+    )
     dx = dx_ptr + tokens_T[:, None] * dx_stride + inputs_I[None, :]
     tl.store(dx, tl.load(dx, mask=ok_TI, other=0.0).to(tl.float32) + update_TI, mask=ok_TI)
 
 
 def add_input_gradient(dx_TI: Tensor, update: InputUpdate) -> Tensor:
-    """dX += drop'(dH A), in place.
+    """Adds drop'(dH A) to dX, in place.
 
     Args:
         dx_TI: [T, I]; contiguous columns, rows any distance apart.
@@ -241,14 +343,22 @@ def add_input_gradient(dx_TI: Tensor, update: InputUpdate) -> Tensor:
         return dx_TI
     tokens, inputs = power_of_2(num_tokens, SMALLEST_DOT, 64), power_of_2(num_inputs, SMALLEST_DOT, 128)
     _add_input_gradient_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_inputs, inputs))](
-        dx_TI, dx_TI.stride(0), num_tokens, num_inputs, *update_arguments(update),
-        **update_options(update), TOKENS=tokens, INPUTS=inputs, num_warps=4,
-    )  # fmt: skip
+        dx_TI,
+        dx_TI.stride(0),
+        num_tokens,
+        num_inputs,
+        *update_arguments(update),
+        **update_options(update),
+        TOKENS=tokens,
+        INPUTS=inputs,
+        num_warps=4,
+    )
     return dx_TI
 
 
 def bytes_moved(num_tokens: int, num_inputs: int, num_ranks: int, itemsize: int) -> dict[str, int]:
-    """Compulsory bytes of each product: operands read once, results written once, weight gradients in fp32."""
+    """Returns the compulsory bytes of each product: operands read once, results written once, weight gradients in
+    fp32."""
     x, h, a = num_tokens * num_inputs * itemsize, num_tokens * num_ranks * itemsize, num_ranks * num_inputs
     return {
         "project": x + a * itemsize + h,

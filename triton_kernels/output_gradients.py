@@ -26,11 +26,26 @@ from engine.kernels.triton.partial_sums import Sum, sum_all
 
 @triton.jit
 def _output_gradients_kernel(
-    sections, dy_ptr, dy_stride, h_ptr, h_stride, dh_ptr, db_ptr, num_tokens, widest, split_length,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, WITH_DH: tl.constexpr, WITH_DB: tl.constexpr,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """`sections` has a tuple for each: first block, first column, columns, first row, ranks, B's pointer and stride."""
+    sections,
+    dy_ptr,
+    dy_stride,
+    h_ptr,
+    h_stride,
+    dh_ptr,
+    db_ptr,
+    num_tokens,
+    widest,
+    split_length,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WITH_DH: tl.constexpr,
+    WITH_DB: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """Takes in `sections` a tuple for each: first block, first column, columns, first row, ranks, B's pointer and
+    stride."""
     block = tl.program_id(0)
     first_block, first_column, num_columns, first_row, num_ranks, b_ptr, b_stride = sections[0]
     for index in tl.static_range(1, len(sections)):
@@ -80,7 +95,7 @@ def output_gradients(
     dh_out: Tensor | None = None,
     add: bool = False,
 ) -> None:
-    """dH and dB of all sections; either alone where the other has no place to go.
+    """Computes dH and dB of all sections; either alone where the other has no output.
 
     Args:
         dy_TO: rows any distance apart.
@@ -113,10 +128,24 @@ def output_gradients(
     unread = dy_TO if dh is None else None
     records = [_record(one, first, unread) for one, first in zip(sections, first_blocks, strict=True)]
     _output_gradients_kernel[(num_blocks, splits, rank_blocks)](
-        tuple(records), dy_TO, dy_TO.stride(0), h_rows, 0 if h_rows is None else h_rows.stride(0), dh, db,
-        num_tokens, widest, split_length, WITH_DH=dh is not None, WITH_DB=db is not None,
-        TOKENS=tokens, OUTPUTS=outputs, RANKS=ranks, num_stages=2, **options,
-    )  # fmt: skip
+        tuple(records),
+        dy_TO,
+        dy_TO.stride(0),
+        h_rows,
+        0 if h_rows is None else h_rows.stride(0),
+        dh,
+        db,
+        num_tokens,
+        widest,
+        split_length,
+        WITH_DH=dh is not None,
+        WITH_DB=db is not None,
+        TOKENS=tokens,
+        OUTPUTS=outputs,
+        RANKS=ranks,
+        num_stages=2,
+        **options,
+    )
     if dh is not None and dh_out is not None:
         sum_all(_sums_of_dh(dh, dh_out, sections, [*first_blocks, num_blocks]))
     if db is not None:
@@ -134,7 +163,7 @@ def _clear(dh_out: Tensor | None, sections: Sequence[AdapterSection]) -> None:
 
 
 def _record(one: AdapterSection, first_block: int, unread: Tensor | None) -> tuple[object, ...]:
-    """What the kernel takes of a section.
+    """Returns the tuple that the kernel takes of a section.
 
     Args:
         unread: any tensor, to stand where B would; None where B is read. Triton 3.6 cannot take None inside a tuple.
@@ -150,7 +179,7 @@ def _record(one: AdapterSection, first_block: int, unread: Tensor | None) -> tup
 def _sums_of_dh(
     partial: Tensor, dh_out: Tensor, sections: Sequence[AdapterSection], first_blocks: Sequence[int]
 ) -> list[Sum]:
-    """Partials are [column blocks, T, R]; a section has those of its own blocks."""
+    """Lists the sums of dH. Partials are [column blocks, T, R]; a section has those of its own blocks."""
     return [
         Sum(
             partial_SMN=partial[first:last, :, : one.num_ranks],
@@ -162,7 +191,7 @@ def _sums_of_dh(
 
 
 def _sums_of_db(partial: Tensor, sections: Sequence[AdapterSection], first_rows: Sequence[int]) -> list[Sum]:
-    """Partials are [token ranges, columns, R], each section's columns padded to whole blocks."""
+    """Lists the sums of dB. Partials are [token ranges, columns, R], each section's columns padded to whole blocks."""
     return [
         Sum(partial_SMN=partial[:, first : first + one.num_columns, : one.num_ranks], out_MN=one.db)
         for one, first in zip(sections, first_rows, strict=True)
@@ -173,7 +202,7 @@ def _sums_of_db(partial: Tensor, sections: Sequence[AdapterSection], first_rows:
 def bytes_moved(
     num_tokens: int, num_outputs: Sequence[int], num_ranks: int, itemsize: int, *, both: bool = True
 ) -> int:
-    """Compulsory bytes: dY, H and B read once, dH written once, and dB, in fp32, written once.
+    """Returns the compulsory bytes: dY, H and B read once, dH written once, and dB, in fp32, written once.
 
     Args:
         num_outputs: of each section.

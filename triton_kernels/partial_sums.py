@@ -24,7 +24,7 @@ are taken sixteen at a time."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sum:
-    """One result.
+    """One result, and the partials that it is summed from.
 
     Args:
         partial_SMN: fp32; contiguous columns. S may be 0, which gives zeros.
@@ -39,10 +39,16 @@ class Sum:
 
 @triton.jit
 def _sum_kernel(
-    sums, partial_stride, row_stride,
-    ADD: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """`sums` has a tuple for each result: first program, partial pointer, S, out pointer and stride, M, N, scale."""
+    sums,
+    partial_stride,
+    row_stride,
+    ADD: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Takes in `sums` a tuple for each result: first program, partial pointer, S, out pointer and stride, M, N,
+    scale."""
     program = tl.program_id(0)
     first_program, partial_ptr, num_partials, out_ptr, out_stride, num_rows, num_columns, scale = sums[0]
     for index in tl.static_range(1, len(sums)):
@@ -105,11 +111,10 @@ def sum_all(sums: Sequence[Sum], *, add: bool = False) -> None:
         program += triton.cdiv(shape[0], rows)
     partial_stride, row_stride, _ = sums[0].partial_SMN.stride()
     _sum_kernel[(program, triton.cdiv(num_columns, columns))](
-        tuple(records), partial_stride, row_stride,
-        ADD=add, PARTIALS=partials, ROWS=rows, COLUMNS=columns, num_warps=4,
-    )  # fmt: skip
+        tuple(records), partial_stride, row_stride, ADD=add, PARTIALS=partials, ROWS=rows, COLUMNS=columns, num_warps=4
+    )
 
 
 def sum_partials(partial_SMN: Tensor, out_MN: Tensor, *, scale: float = 1.0, add: bool = False) -> None:
-    """`sum_all` of one."""
+    """Computes `sum_all` of one result."""
     sum_all([Sum(partial_SMN=partial_SMN, out_MN=out_MN, scale=scale)], add=add)

@@ -9,7 +9,7 @@ The specification is engine.kernels.reference_quantize, whose bits these are. A 
 where that rounds twice, so kernels are compiled without. A row with a NaN or an infinity gets such a scale: magnitudes
 are compared as integers, in which NaN is the largest, because a maximum of floats drops it.
 
-Norms and SwiGLU may quantise their output row by row on the way: `store_row_codes` is their epilogue.
+Norms and SwiGLU may quantise their output row by row in the same pass: `store_row_codes` is their epilogue.
 
 The matrix units of a Hopper GPU read both operands of an FP8 product along the summed dimension, so the input gradient
 needs W^T in memory: `transpose_codes` writes it, one read and one write of the codes.
@@ -36,10 +36,24 @@ _LONGEST = 16384
 
 @triton.jit
 def _nf4_decode_kernel(
-    codes_ptr, codes_stride, scales_ptr, scales_stride, groups_ptr, groups_stride, phase_ptr, table_ptr, map_ptr,
-    out_ptr, out_stride, num_rows, num_columns,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+    codes_ptr,
+    codes_stride,
+    scales_ptr,
+    scales_stride,
+    groups_ptr,
+    groups_stride,
+    phase_ptr,
+    table_ptr,
+    map_ptr,
+    out_ptr,
+    out_stride,
+    num_rows,
+    num_columns,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     rows_O = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pairs_P = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     ok_O = rows_O < num_rows
@@ -62,9 +76,16 @@ def _nf4_decode_kernel(
 
 @triton.jit
 def _row_decode_kernel(
-    codes_ptr, codes_stride, scales_ptr, out_ptr, out_stride, num_rows, num_columns,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    codes_ptr,
+    codes_stride,
+    scales_ptr,
+    out_ptr,
+    out_stride,
+    num_rows,
+    num_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     rows_O = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     ok_O = rows_O < num_rows
@@ -78,7 +99,7 @@ def _row_decode_kernel(
 
 @triton.jit
 def e4m3_codes(value, CAST: tl.constexpr):
-    """Codes of fp32 numbers, nearest, ties to even, held within the largest."""
+    """Rounds fp32 numbers to codes: nearest, ties to even, clamped to the largest."""
     held = tl.minimum(tl.maximum(value, -448.0), 448.0)
     if CAST:
         return held.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -93,7 +114,7 @@ def e4m3_codes(value, CAST: tl.constexpr):
 
 @triton.jit
 def _scaled_row(x_ptr, scale_ptr, features_F, ok_F, SCALED: tl.constexpr):
-    """One row's numbers in fp32, times the columns' scales."""
+    """Loads one row's numbers in fp32, times the columns' scales."""
     x_F = tl.load(x_ptr + features_F, mask=ok_F, other=0.0).to(tl.float32)
     if SCALED:
         x_F = x_F * tl.load(scale_ptr + features_F, mask=ok_F, other=0.0)
@@ -102,16 +123,26 @@ def _scaled_row(x_ptr, scale_ptr, features_F, ok_F, SCALED: tl.constexpr):
 
 @triton.jit
 def magnitude_bits(x_F):
-    """|x| as integers, which sort as the numbers do, and NaN above them."""
+    """Returns |x| as integers, which sort as the numbers do, and NaN above them."""
     return x_F.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def store_row_codes(
-    x_TF, codes_ptr, scale_ptr, tokens_T, ok_T, features_F, ok_F, num_features, largest_code, smallest,
+    x_TF,
+    codes_ptr,
+    scale_ptr,
+    tokens_T,
+    ok_T,
+    features_F,
+    ok_F,
+    num_features,
+    largest_code,
+    smallest,
     CAST: tl.constexpr,
-):  # fmt: skip
-    """Codes and scales of a tile of whole rows, fp32 and 0 beyond them: what `quantize_rows` gives, as an epilogue."""
+):
+    """Stores codes and scales of a tile of whole rows (fp32, 0 beyond them) as `quantize_rows` gives them: an
+    epilogue."""
     largest_T = tl.maximum(tl.max(magnitude_bits(x_TF), 1), smallest).to(tl.float32, bitcast=True)
     code_T = tl.full(largest_T.shape, 0.0, tl.float32) + largest_code
     codes = codes_ptr + tokens_T[:, None] * num_features + features_F[None, :]
@@ -135,9 +166,21 @@ def _row_absmax_kernel(
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, x_stride, column_scale_ptr, largest_ptr, codes_ptr, scale_ptr, num_features, largest_code, smallest,
-    BY_ROW: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, CAST: tl.constexpr, FEATURES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_stride,
+    column_scale_ptr,
+    largest_ptr,
+    codes_ptr,
+    scale_ptr,
+    num_features,
+    largest_code,
+    smallest,
+    BY_ROW: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SCALED: tl.constexpr,
+    CAST: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     x_row, codes_row = x_ptr + row * x_stride, codes_ptr + row * num_features
     features_F = tl.arange(0, FEATURES)
@@ -189,10 +232,26 @@ def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Ten
     pairs = power_of_2(triton.cdiv(columns, 2), 16, 512)
     tile = max(1, 1024 // pairs)
     _nf4_decode_kernel[(triton.cdiv(rows, tile), triton.cdiv(columns, 2 * pairs))](
-        codes, codes.stride(0), scales_ON, scales_ON.stride(0), groups_OG, groups_OG.stride(0), phase_O.contiguous(),
-        nf4_values(out_OI.device), dynamic_map(out_OI.device), out_OI, out_OI.stride(0), rows, columns,
-        BLOCK=NF4_BLOCK, GROUP=NF4_GROUP, ROWS=tile, PAIRS=pairs, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+        codes,
+        codes.stride(0),
+        scales_ON,
+        scales_ON.stride(0),
+        groups_OG,
+        groups_OG.stride(0),
+        phase_O.contiguous(),
+        nf4_values(out_OI.device),
+        dynamic_map(out_OI.device),
+        out_OI,
+        out_OI.stride(0),
+        rows,
+        columns,
+        BLOCK=NF4_BLOCK,
+        GROUP=NF4_GROUP,
+        ROWS=tile,
+        PAIRS=pairs,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
 
 
 def row_decode(codes_OI: Tensor, scales_O: Tensor, out_OI: Tensor) -> None:
@@ -209,9 +268,17 @@ def row_decode(codes_OI: Tensor, scales_O: Tensor, out_OI: Tensor) -> None:
     width = power_of_2(columns, 16, 1024)
     tile = max(1, 2048 // width)
     _row_decode_kernel[(triton.cdiv(rows, tile), triton.cdiv(columns, width))](
-        codes_OI, codes_OI.stride(0), scales_O.contiguous(), out_OI, out_OI.stride(0), rows, columns,
-        ROWS=tile, COLUMNS=width, num_warps=4,
-    )  # fmt: skip
+        codes_OI,
+        codes_OI.stride(0),
+        scales_O.contiguous(),
+        out_OI,
+        out_OI.stride(0),
+        rows,
+        columns,
+        ROWS=tile,
+        COLUMNS=width,
+        num_warps=4,
+    )
 
 
 def _quantize(
@@ -223,32 +290,50 @@ def _quantize(
     if rows.numel() > 0:
         features = power_of_2(num_features, 16, _LONGEST)
         _quantize_kernel[(num_tokens,)](
-            rows, rows.stride(0), column_scale_F, largest, codes.view(torch.uint8), scale, num_features,
-            FP8_LARGEST, float_bits(SMALLEST_ROW), BY_ROW=largest is None, WHOLE=features >= num_features,
-            SCALED=column_scale_F is not None, CAST=casts(rows), FEATURES=features,
-            num_warps=num_warps(features), enable_fp_fusion=False,
-        )  # fmt: skip
+            rows,
+            rows.stride(0),
+            column_scale_F,
+            largest,
+            codes.view(torch.uint8),
+            scale,
+            num_features,
+            FP8_LARGEST,
+            float_bits(SMALLEST_ROW),
+            BY_ROW=largest is None,
+            WHOLE=features >= num_features,
+            SCALED=column_scale_F is not None,
+            CAST=casts(rows),
+            FEATURES=features,
+            num_warps=num_warps(features),
+            enable_fp_fusion=False,
+        )
     else:
         scale.fill_(SMALLEST_ROW).div_(FP8_LARGEST)
     return codes, scale
 
 
 def quantize_rows(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """e4m3 codes [T, F] and scales fp32 [T, 1]; as `engine.kernels.reference_quantize.quantize_rows`."""
+    """Returns e4m3 codes [T, F] and scales fp32 [T, 1]; as `engine.kernels.reference_quantize.quantize_rows`."""
     scale = torch.empty(x_TF.shape[0], 1, dtype=torch.float32, device=x_TF.device)
     return _quantize(x_TF, column_scale_F, None, scale)
 
 
 def quantize_matrix(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `quantize_rows` with one scale, fp32 []: one more pass over x, for the largest of its rows."""
+    """Quantises as `quantize_rows` with one scale, fp32 []: one more pass over x, for the largest of its rows."""
     rows = rows_of(x_TF)
     largest_T = torch.zeros(max(rows.shape[0], 1), dtype=torch.int32, device=rows.device)
     if rows.numel() > 0:
         features = power_of_2(rows.shape[1], 16, _LONGEST)
         _row_absmax_kernel[(rows.shape[0],)](
-            rows, rows.stride(0), column_scale_F, largest_T, rows.shape[1],
-            SCALED=column_scale_F is not None, FEATURES=features, num_warps=num_warps(features),
-        )  # fmt: skip
+            rows,
+            rows.stride(0),
+            column_scale_F,
+            largest_T,
+            rows.shape[1],
+            SCALED=column_scale_F is not None,
+            FEATURES=features,
+            num_warps=num_warps(features),
+        )
     scale = torch.empty((), dtype=torch.float32, device=rows.device)
     return _quantize(rows, column_scale_F, largest_T.amax(), scale)
 
@@ -261,12 +346,13 @@ def row_codes(num_tokens: int, num_features: int, device: torch.device) -> tuple
 
 
 def row_code_arguments(codes: Tensor, scale: Tensor) -> tuple[object, ...]:
-    """What kernels with that epilogue take: codes, scale, the largest code, and the smallest row's bits."""
+    """Returns the arguments of kernels with that epilogue: codes, scale, the largest code, and the smallest row's
+    bits."""
     return codes.view(torch.uint8), scale, FP8_LARGEST, float_bits(SMALLEST_ROW)
 
 
 def transpose_codes(codes_OI: Tensor) -> Tensor:
-    """[I, O] without gaps, of one-byte codes; rows of the input may lie any distance apart."""
+    """Transposes one-byte codes to [I, O] without gaps; rows of the input may lie any distance apart."""
     rows, columns = codes_OI.shape
     out = torch.empty(columns, rows, dtype=torch.uint8, device=codes_OI.device)
     if out.numel() > 0:
@@ -277,7 +363,7 @@ def transpose_codes(codes_OI: Tensor) -> Tensor:
 
 
 def casts(x: Tensor) -> bool:
-    """Whether the hardware rounds to e4m3, or the bits are put together."""
+    """Returns whether the hardware rounds to e4m3; else the bits are put together."""
     return x.device.type == "cuda"
 
 
@@ -287,7 +373,7 @@ def float_bits(value: float) -> int:
 
 
 def bytes_moved(rows: int, columns: int, itemsize: int) -> dict[str, float]:
-    """Compulsory bytes of each kernel for a matrix of this size: codes and numbers, each once."""
+    """Returns the compulsory bytes of each kernel for a matrix of this size: codes and numbers, each once."""
     size = rows * columns
     return {
         "nf4_decode": size * (0.5 + 1 / NF4_BLOCK + itemsize),

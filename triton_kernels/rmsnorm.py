@@ -30,10 +30,24 @@ from engine.kernels.triton.quantize import casts, row_code_arguments, row_codes,
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, x_stride, weight_ptr, y_ptr, y_stride, rstd_ptr,
-    codes_ptr, scale_ptr, largest_code, smallest, num_tokens, num_features, eps,
-    CODES: tl.constexpr, CAST: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    y_ptr,
+    y_stride,
+    rstd_ptr,
+    codes_ptr,
+    scale_ptr,
+    largest_code,
+    smallest,
+    num_tokens,
+    num_features,
+    eps,
+    CODES: tl.constexpr,
+    CAST: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     features_F = tl.arange(0, FEATURES)
     ok_T, ok_F = tokens_T < num_tokens, features_F < num_features
@@ -49,18 +63,38 @@ def _forward_kernel(
     tl.store(y_ptr + tokens_T[:, None] * y_stride + features_F[None, :], y_TF, mask=ok_TF)
     if CODES:  # of y as it was rounded
         store_row_codes(
-            y_TF.to(tl.float32), codes_ptr, scale_ptr, tokens_T, ok_T, features_F, ok_F, num_features, largest_code,
-            smallest, CAST,
-        )  # fmt: skip
+            y_TF.to(tl.float32),
+            codes_ptr,
+            scale_ptr,
+            tokens_T,
+            ok_T,
+            features_F,
+            ok_F,
+            num_features,
+            largest_code,
+            smallest,
+            CAST,
+        )
 
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, dx_ptr, dx_stride,
-    dw_ptr, num_tokens, num_features, tokens_each,
+    dy_ptr,
+    dy_stride,
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dx_stride,
+    dw_ptr,
+    num_tokens,
+    num_features,
+    tokens_each,
     WITH_DW: tl.constexpr,
-    TOKENS: tl.constexpr, FEATURES: tl.constexpr,
-):  # fmt: skip
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
     features_F = tl.arange(0, FEATURES)
     ok_F = features_F < num_features
     weight_F = tl.load(weight_ptr + features_F, mask=ok_F, other=0.0).to(tl.float32)
@@ -85,13 +119,49 @@ def _backward_kernel(
 
 
 @triton.jit
+def _add_dot(sum_T, dh_ptr, dh_stride, h_ptr, h_stride, h_scale, tokens_T, ok_T, num_ranks, RANKS: tl.constexpr):
+    """Adds h_scale * dH . H of each token to `sum_T`."""
+    for start in range(0, num_ranks, RANKS):
+        ranks_R = start + tl.arange(0, RANKS)
+        ok_TR = ok_T[:, None] & (ranks_R < num_ranks)[None, :]
+        dh_TR = tl.load(dh_ptr + tokens_T[:, None] * dh_stride + ranks_R[None, :], mask=ok_TR, other=0.0)
+        h_TR = tl.load(h_ptr + tokens_T[:, None] * h_stride + ranks_R[None, :], mask=ok_TR, other=0.0)
+        sum_T += h_scale * tl.sum(dh_TR.to(tl.float32) * h_TR.to(tl.float32), 1)
+    return sum_T
+
+
+@triton.jit
 def _backward_update_kernel(
-    dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, dx_ptr, dx_stride,
-    h_ptr, h_stride, h_scale, dw_ptr, num_tokens, num_features, dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-    mask_ptr, mask_stride, keep_scale,
-    WITH_DW: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr, FEATURES: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    dy_stride,
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dx_stride,
+    h_ptr,
+    h_stride,
+    h_scale,
+    dw_ptr,
+    num_tokens,
+    num_features,
+    dh_ptr,
+    dh_stride,
+    a_ptr,
+    a_stride,
+    num_ranks,
+    mask_ptr,
+    mask_stride,
+    keep_scale,
+    WITH_DW: tl.constexpr,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     ok_T = tokens_T < num_tokens
     rstd_T1 = tl.load(rstd_ptr + tokens_T, mask=ok_T, other=0.0)[:, None]
@@ -106,37 +176,45 @@ def _backward_update_kernel(
         weight_F = tl.load(weight_ptr + features_F, mask=features_F < num_features, other=0.0).to(tl.float32)
         total_TF += x_TF.to(tl.float32) * dy_TF.to(tl.float32) * weight_F[None, :]
     sum_T = tl.sum(total_TF * rstd_T1, 1)
-    for start in range(0, num_ranks, RANKS):
-        ranks_R = start + tl.arange(0, RANKS)
-        ok_TR = ok_T[:, None] & (ranks_R < num_ranks)[None, :]
-        dh_TR = tl.load(dh_ptr + tokens_T[:, None] * dh_stride + ranks_R[None, :], mask=ok_TR, other=0.0)
-        h_TR = tl.load(h_ptr + tokens_T[:, None] * h_stride + ranks_R[None, :], mask=ok_TR, other=0.0)
-        sum_T += h_scale * tl.sum(dh_TR.to(tl.float32) * h_TR.to(tl.float32), 1)
+    sum_T = _add_dot(sum_T, dh_ptr, dh_stride, h_ptr, h_stride, h_scale, tokens_T, ok_T, num_ranks, RANKS)
     mean_T1 = (sum_T / num_features)[:, None]
 
     # second walk: the update is made tile by tile; tiles start at a whole byte of the mask
     for block in range(tl.cdiv(num_features, FEATURES)):
         features_F = block * FEATURES + tl.arange(0, FEATURES)
-        ok_F = features_F < num_features
-        ok_TF = ok_T[:, None] & ok_F[None, :]
+        ok_TF = ok_T[:, None] & (features_F < num_features)[None, :]
         update_TF = update_tile(
-            dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-            mask_ptr, mask_stride, keep_scale,
-            tokens_T, ok_T, block, num_features, MASKED, DOT, PRECISION, FEATURES, RANKS,
-        )  # fmt: skip
+            dh_ptr,
+            dh_stride,
+            a_ptr,
+            a_stride,
+            num_ranks,
+            mask_ptr,
+            mask_stride,
+            keep_scale,
+            tokens_T,
+            ok_T,
+            block,
+            num_features,
+            MASKED,
+            DOT,
+            PRECISION,
+            FEATURES,
+            RANKS,
+        )
         x_TF = tl.load(x_ptr + tokens_T[:, None] * x_stride + features_F[None, :], mask=ok_TF, other=0.0)
         dy_TF = tl.load(dy_ptr + tokens_T[:, None] * dy_stride + features_F[None, :], mask=ok_TF, other=0.0)
-        weight_F = tl.load(weight_ptr + features_F, mask=ok_F, other=0.0).to(tl.float32)
+        weight_F = tl.load(weight_ptr + features_F, mask=features_F < num_features, other=0.0).to(tl.float32)
         xhat_TF, whole_TF = x_TF.to(tl.float32) * rstd_T1, dy_TF.to(tl.float32) + update_TF
         if WITH_DW:
             dw = dw_ptr + tl.program_id(0).to(tl.int64) * num_features + features_F
-            tl.store(dw, tl.sum(whole_TF * xhat_TF, 0), mask=ok_F)
+            tl.store(dw, tl.sum(whole_TF * xhat_TF, 0), mask=features_F < num_features)
         dx_TF = (whole_TF * weight_F[None, :] - xhat_TF * mean_T1) * rstd_T1
         tl.store(dx_ptr + tokens_T[:, None] * dx_stride + features_F[None, :], dx_TF, mask=ok_TF)
 
 
 def _tile(num_features: int) -> tuple[int, int]:
-    """Rows and columns of a tile that holds whole rows: about 4096 elements where rows are short."""
+    """Returns rows and columns of a tile that holds whole rows: about 4096 elements where rows are short."""
     features = power_of_2(num_features)
     return max(1, min(16, 4096 // features)), features
 
@@ -150,16 +228,27 @@ def _launch_forward(
         return rstd_T
     tokens, features = _tile(num_features)
     _forward_kernel[(triton.cdiv(num_tokens, tokens),)](
-        x_TF, x_TF.stride(0), weight_F, y_TF, y_TF.stride(0), rstd_T,
-        *((None, None, 0.0, 0) if codes is None else row_code_arguments(*codes)), num_tokens, num_features, eps,
-        CODES=codes is not None, CAST=casts(x_TF),
-        TOKENS=tokens, FEATURES=features, num_warps=num_warps(tokens * features),
-    )  # fmt: skip
+        x_TF,
+        x_TF.stride(0),
+        weight_F,
+        y_TF,
+        y_TF.stride(0),
+        rstd_T,
+        *((None, None, 0.0, 0) if codes is None else row_code_arguments(*codes)),
+        num_tokens,
+        num_features,
+        eps,
+        CODES=codes is not None,
+        CAST=casts(x_TF),
+        TOKENS=tokens,
+        FEATURES=features,
+        num_warps=num_warps(tokens * features),
+    )
     return rstd_T
 
 
 def rmsnorm_forward(x_TF: Tensor, weight_F: Tensor, eps: float, *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """y = x / sqrt(mean(x^2) + eps) * w.
+    """Computes y = x / sqrt(mean(x^2) + eps) * w.
 
     Args:
         x_TF: [..., F]; as [T, F], rows may be any distance apart.
@@ -176,7 +265,7 @@ def rmsnorm_forward(x_TF: Tensor, weight_F: Tensor, eps: float, *, out: Tensor |
 
 
 def rmsnorm_forward_codes(x_TF: Tensor, weight_F: Tensor, eps: float, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `rmsnorm_forward` into `out` [T, F], and y's e4m3 codes, row by row, from the same pass.
+    """Computes `rmsnorm_forward` into `out` [T, F], and y's e4m3 codes, row by row, from the same pass.
 
     Returns:
         rstd fp32 [T, 1], codes e4m3 [T, F] and their scales fp32 [T, 1], as `quantize_rows` of y gives them.
@@ -188,9 +277,8 @@ def rmsnorm_forward_codes(x_TF: Tensor, weight_F: Tensor, eps: float, out: Tenso
 
 
 def _launch_backward(
-    dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T: Tensor, dx_TF: Tensor,
-    dw_F: Tensor | None,
-) -> None:  # fmt: skip
+    dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T: Tensor, dx_TF: Tensor, dw_F: Tensor | None
+) -> None:
     num_tokens, num_features = x_TF.shape
     if x_TF.numel() == 0:
         return
@@ -203,19 +291,36 @@ def _launch_backward(
     if dw_F is not None:
         partial = torch.empty(programs, 1, num_features, dtype=torch.float32, device=x_TF.device)
     _backward_kernel[(programs,)](
-        dy_TF, dy_TF.stride(0), x_TF, x_TF.stride(0), weight_F, rstd_T,
-        dx_TF, dx_TF.stride(0), partial, num_tokens, num_features, tokens_each,
+        dy_TF,
+        dy_TF.stride(0),
+        x_TF,
+        x_TF.stride(0),
+        weight_F,
+        rstd_T,
+        dx_TF,
+        dx_TF.stride(0),
+        partial,
+        num_tokens,
+        num_features,
+        tokens_each,
         WITH_DW=partial is not None,
-        TOKENS=tokens, FEATURES=features, num_warps=num_warps(tokens * features),
-    )  # fmt: skip
+        TOKENS=tokens,
+        FEATURES=features,
+        num_warps=num_warps(tokens * features),
+    )
     if partial is not None and dw_F is not None:
         sum_partials(partial, dw_F[None, :], add=True)
 
 
 def _launch_backward_update(
-    dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T: Tensor, dx_TF: Tensor,
-    dw_F: Tensor | None, update: InputUpdate,
-) -> None:  # fmt: skip
+    dy_TF: Tensor,
+    x_TF: Tensor,
+    weight_F: Tensor,
+    rstd_T: Tensor,
+    dx_TF: Tensor,
+    dw_F: Tensor | None,
+    update: InputUpdate,
+) -> None:
     num_tokens, num_features = x_TF.shape
     if x_TF.numel() == 0:
         return
@@ -227,11 +332,27 @@ def _launch_backward_update(
     if dw_F is not None:
         partial = torch.empty(programs, 1, num_features, dtype=torch.float32, device=x_TF.device)
     _backward_update_kernel[(programs,)](
-        dy_TF, dy_TF.stride(0), x_TF, x_TF.stride(0), weight_F, rstd_T,
-        dx_TF, dx_TF.stride(0), h_TR, h_TR.stride(0), update.h_scale, partial, num_tokens, num_features,
-        *update_arguments(update), WITH_DW=partial is not None,
-        **update_options(update), TOKENS=SMALLEST_DOT, FEATURES=features, num_warps=8,
-    )  # fmt: skip
+        dy_TF,
+        dy_TF.stride(0),
+        x_TF,
+        x_TF.stride(0),
+        weight_F,
+        rstd_T,
+        dx_TF,
+        dx_TF.stride(0),
+        h_TR,
+        h_TR.stride(0),
+        update.h_scale,
+        partial,
+        num_tokens,
+        num_features,
+        *update_arguments(update),
+        WITH_DW=partial is not None,
+        **update_options(update),
+        TOKENS=SMALLEST_DOT,
+        FEATURES=features,
+        num_warps=8,
+    )
     if partial is not None and dw_F is not None:
         sum_partials(partial, dw_F[None, :], add=True)
 
@@ -246,13 +367,13 @@ def rmsnorm_backward(
     weight_gradient_F: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """dx = rstd (g - xhat mean(g xhat)), g = (dy + u) w.
+    """Computes dx = rstd (g - xhat mean(g xhat)), g = (dy + u) w.
 
     Args:
         dy_TF, x_TF: [..., F]; as [T, F], rows any distance apart.
         weight_F: contiguous [F].
         rstd_T1: from forward.
-        update: what adapters on y add to dy. With `h_TR`, the H made from this y, it is made on the way, and else in a
+        update: what adapters on y add to dy. With `h_TR`, the H made from this y, it is fused, and else in a
             pass before, on a copy of dy.
         weight_gradient_F: fp32 [F] to add dw to; None for a frozen weight, which then costs nothing.
         out: [T, F] to write, `dy` included; new, of x's shape and dtype, where None.
@@ -273,7 +394,7 @@ def rmsnorm_backward(
 
 
 def bytes_moved(num_tokens: int, num_features: int, itemsize: int, num_ranks: int = 0) -> dict[str, int]:
-    """Compulsory bytes: each row read once and written once, the weight once, rstd in fp32."""
+    """Returns the compulsory bytes: each row read once and written once, the weight once, rstd in fp32."""
     row, weight, rstd = num_tokens * num_features * itemsize, num_features * itemsize, 4 * num_tokens
     update = (2 * num_tokens + num_features) * num_ranks * itemsize
     return {

@@ -20,7 +20,7 @@ from engine.kernels.triton.launch import num_warps, power_of_2
 
 @triton.jit
 def _load_halves(x_ptr, stride_t, stride_h, token, heads_H, ok_HD, columns_D, half):
-    """fp32 [heads, D / 2] twice: the two halves of some heads of one token."""
+    """Loads the two halves of some heads of one token, fp32 [heads, D / 2] each."""
     x = x_ptr + token * stride_t + heads_H[:, None] * stride_h + columns_D[None, :]
     first_HD = tl.load(x, mask=ok_HD, other=0.0).to(tl.float32)
     return first_HD, tl.load(x + half, mask=ok_HD, other=0.0).to(tl.float32)
@@ -45,12 +45,27 @@ def _turn(first_HD, second_HD, cos_ptr, sin_ptr, token, columns_D, half, INVERSE
 
 @triton.jit
 def _packed_kernel(
-    packed_ptr, packed_stride, q_ptr, q_stride_t, q_stride_h, k_ptr, k_stride_t, k_stride_h,
-    v_ptr, v_stride_t, v_stride_h,
-    cos_ptr, sin_ptr, num_heads, num_kv_heads, half,
-    MERGE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Packed to q, k, v; or back, turning the other way. A tile of heads may belong to several of the three."""
+    packed_ptr,
+    packed_stride,
+    q_ptr,
+    q_stride_t,
+    q_stride_h,
+    k_ptr,
+    k_stride_t,
+    k_stride_h,
+    v_ptr,
+    v_stride_t,
+    v_stride_h,
+    cos_ptr,
+    sin_ptr,
+    num_heads,
+    num_kv_heads,
+    half,
+    MERGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Splits packed to q, k, v; or back, turning the other way. A tile of heads may belong to several of the three."""
     token = tl.program_id(0).to(tl.int64)
     heads_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns_D = tl.arange(0, COLUMNS)
@@ -80,7 +95,7 @@ def _packed_kernel(
 
 
 def _blocks(num_heads: int, half: int) -> tuple[int, int, int]:
-    """Heads a program, columns (half a head, rounded up), number of programs along the heads."""
+    """Returns heads a program, columns (half a head, rounded up), number of programs along the heads."""
     columns = power_of_2(half)
     heads = power_of_2(num_heads, 1, max(1, 2048 // columns))
     return heads, columns, triton.cdiv(num_heads, heads)
@@ -96,16 +111,27 @@ def _launch_packed(
     heads, columns, programs = _blocks(num_heads + 2 * num_kv_heads, head_dim // 2)
     strides = [(x, x.stride(0), x.stride(1)) for x in (q_THD, k_TKD, v_TKD)]
     _packed_kernel[(num_tokens, programs)](
-        packed, packed.stride(0), *strides[0], *strides[1], *strides[2], cos, sin,
-        num_heads, num_kv_heads, head_dim // 2,
-        MERGE=merge, HEADS=heads, COLUMNS=columns, num_warps=num_warps(heads * columns),
-    )  # fmt: skip
+        packed,
+        packed.stride(0),
+        *strides[0],
+        *strides[1],
+        *strides[2],
+        cos,
+        sin,
+        num_heads,
+        num_kv_heads,
+        head_dim // 2,
+        MERGE=merge,
+        HEADS=heads,
+        COLUMNS=columns,
+        num_warps=num_warps(heads * columns),
+    )
 
 
 def rope_split(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, (H + 2K) D] -> rotated q [T, H, D], rotated k [T, K, D], v [T, K, D], each contiguous."""
+    """Splits and rotates: [T, (H + 2K) D] -> rotated q [T, H, D], rotated k [T, K, D], v [T, K, D], each contiguous."""
     q, k, v = (
         torch.empty(qkv.shape[0], num, head_dim, dtype=qkv.dtype, device=qkv.device)
         for num in (num_heads, num_kv_heads, num_kv_heads)
@@ -117,7 +143,7 @@ def rope_split(
 def rope_merge(
     dq_THD: Tensor, dk_TKD: Tensor, dv_TKD: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    """The adjoint of `rope_split`: [dq turned back | dk turned back | dv].
+    """Computes the adjoint of `rope_split`: [dq turned back | dk turned back | dv].
 
     Args:
         dq_THD, dk_TKD, dv_TKD: contiguous along D, any strides else.
@@ -132,7 +158,8 @@ def rope_merge(
 
 
 def bytes_moved(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> dict[str, int]:
-    """Compulsory bytes: what is rotated (and, split, what is copied) read and written once; cos and sin in fp32."""
+    """Returns the compulsory bytes: what is rotated (and, split, what is copied) read and written once; cos and sin in
+    fp32."""
     tables = num_tokens * head_dim * 4
     turned = 2 * num_tokens * (num_heads + num_kv_heads) * head_dim * itemsize
     return {"packed": turned + tables, "split": turned + 2 * num_tokens * num_kv_heads * head_dim * itemsize + tables}

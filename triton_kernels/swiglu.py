@@ -1,9 +1,9 @@
 """SwiGLU (Shazeer, arXiv 2002.05202): y = silu(gate) * up, for [gate | up] side by side.
 
-Backward makes the activation again from gate and up instead of reading it:
+Backward recomputes the activation from gate and up instead of reading it:
     s = sigmoid(gate),  dgate = (dy + u) up s (1 + gate (1 - s)),  dup = (dy + u) gate s
 u = drop'(dH A) is what an adapter on y adds to its gradient (triton_kernels.lora); it is made tile by tile and never
-lies in memory. Backward can also hand out y again, for the adapter's dA.
+lies in memory. Backward can also write y, for the adapter's dA.
 
 Legend: T tokens, F features.
 """
@@ -26,9 +26,8 @@ _LONGEST = 16384
 
 @triton.jit
 def _forward_kernel(
-    gate_up_ptr, gate_up_stride, y_ptr, y_stride, num_tokens, num_features,
-    TOKENS: tl.constexpr, FEATURES: tl.constexpr,
-):  # fmt: skip
+    gate_up_ptr, gate_up_stride, y_ptr, y_stride, num_tokens, num_features, TOKENS: tl.constexpr, FEATURES: tl.constexpr
+):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     features_F = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     ok_TF = (tokens_T < num_tokens)[:, None] & (features_F < num_features)[None, :]
@@ -41,10 +40,21 @@ def _forward_kernel(
 
 @triton.jit
 def _forward_codes_kernel(
-    gate_up_ptr, gate_up_stride, y_ptr, y_stride, codes_ptr, scale_ptr, largest_code, smallest, num_tokens,
-    num_features, CAST: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
-):  # fmt: skip
-    """A tile has whole rows, whose largest number their codes depend on."""
+    gate_up_ptr,
+    gate_up_stride,
+    y_ptr,
+    y_stride,
+    codes_ptr,
+    scale_ptr,
+    largest_code,
+    smallest,
+    num_tokens,
+    num_features,
+    CAST: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """Takes whole rows in a tile, because their codes depend on their largest number."""
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     features_F = tl.arange(0, FEATURES)
     ok_T, ok_F = tokens_T < num_tokens, features_F < num_features
@@ -55,19 +65,49 @@ def _forward_codes_kernel(
     y_TF = (gate_TF * tl.sigmoid(gate_TF) * up_TF).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + tokens_T[:, None] * y_stride + features_F[None, :], y_TF, mask=ok_TF)
     store_row_codes(
-        y_TF.to(tl.float32), codes_ptr, scale_ptr, tokens_T, ok_T, features_F, ok_F, num_features, largest_code,
-        smallest, CAST,
-    )  # fmt: skip
+        y_TF.to(tl.float32),
+        codes_ptr,
+        scale_ptr,
+        tokens_T,
+        ok_T,
+        features_F,
+        ok_F,
+        num_features,
+        largest_code,
+        smallest,
+        CAST,
+    )
 
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr, dy_stride, gate_up_ptr, gate_up_stride, out_ptr, out_stride, y_ptr, y_stride, num_tokens, num_features,
-    dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-    mask_ptr, mask_stride, keep_scale,
-    UPDATE: tl.constexpr, WRITE_Y: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr, FEATURES: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    dy_stride,
+    gate_up_ptr,
+    gate_up_stride,
+    out_ptr,
+    out_stride,
+    y_ptr,
+    y_stride,
+    num_tokens,
+    num_features,
+    dh_ptr,
+    dh_stride,
+    a_ptr,
+    a_stride,
+    num_ranks,
+    mask_ptr,
+    mask_stride,
+    keep_scale,
+    UPDATE: tl.constexpr,
+    WRITE_Y: tl.constexpr,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     features_F = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     ok_T = tokens_T < num_tokens
@@ -76,10 +116,24 @@ def _backward_kernel(
     dy_TF = tl.load(dy, mask=ok_TF, other=0.0).to(tl.float32)
     if UPDATE:
         dy_TF += update_tile(
-            dh_ptr, dh_stride, a_ptr, a_stride, num_ranks,
-            mask_ptr, mask_stride, keep_scale,
-            tokens_T, ok_T, tl.program_id(1), num_features, MASKED, DOT, PRECISION, FEATURES, RANKS,
-        )  # fmt: skip
+            dh_ptr,
+            dh_stride,
+            a_ptr,
+            a_stride,
+            num_ranks,
+            mask_ptr,
+            mask_stride,
+            keep_scale,
+            tokens_T,
+            ok_T,
+            tl.program_id(1),
+            num_features,
+            MASKED,
+            DOT,
+            PRECISION,
+            FEATURES,
+            RANKS,
+        )
     gate = gate_up_ptr + tokens_T[:, None] * gate_up_stride + features_F[None, :]
     gate_TF = tl.load(gate, mask=ok_TF, other=0.0).to(tl.float32)
     up_TF = tl.load(gate + num_features, mask=ok_TF, other=0.0).to(tl.float32)
@@ -93,7 +147,7 @@ def _backward_kernel(
 
 
 def swiglu_forward(gate_up_T2F: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up.
+    """Computes silu(gate) * up.
 
     Args:
         gate_up_T2F: [..., 2F]; as [T, 2F], rows may be any distance apart.
@@ -109,14 +163,21 @@ def swiglu_forward(gate_up_T2F: Tensor, *, out: Tensor | None = None) -> Tensor:
         features = power_of_2(num_features, 1, 1024)
         tokens = max(1, min(16, 2048 // features))
         _forward_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_features, features))](
-            rows, rows.stride(0), y_TF, y_TF.stride(0), num_tokens, num_features,
-            TOKENS=tokens, FEATURES=features, num_warps=4,
-        )  # fmt: skip
+            rows,
+            rows.stride(0),
+            y_TF,
+            y_TF.stride(0),
+            num_tokens,
+            num_features,
+            TOKENS=tokens,
+            FEATURES=features,
+            num_warps=4,
+        )
     return y_TF.view(*gate_up_T2F.shape[:-1], num_features) if out is None else out
 
 
 def swiglu_forward_codes(gate_up_T2F: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """As `swiglu_forward` into `out` [T, F], and y's e4m3 codes, row by row, from the same pass.
+    """Computes `swiglu_forward` into `out` [T, F], and y's e4m3 codes, row by row, from the same pass.
 
     Rows of more than 16384 features are quantised in a pass of their own.
 
@@ -132,9 +193,18 @@ def swiglu_forward_codes(gate_up_T2F: Tensor, out: Tensor) -> tuple[Tensor, Tens
         features = power_of_2(num_features)
         tokens = max(1, min(16, 2048 // features))
         _forward_codes_kernel[(triton.cdiv(num_tokens, tokens),)](
-            rows, rows.stride(0), out, out.stride(0), *row_code_arguments(codes, scale), num_tokens, num_features,
-            CAST=casts(rows), TOKENS=tokens, FEATURES=features, num_warps=num_warps(tokens * features),
-        )  # fmt: skip
+            rows,
+            rows.stride(0),
+            out,
+            out.stride(0),
+            *row_code_arguments(codes, scale),
+            num_tokens,
+            num_features,
+            CAST=casts(rows),
+            TOKENS=tokens,
+            FEATURES=features,
+            num_warps=num_warps(tokens * features),
+        )
     return codes, scale
 
 
@@ -146,7 +216,7 @@ def swiglu_backward(
     out: Tensor | None = None,
     activation_out: Tensor | None = None,
 ) -> Tensor:
-    """[dgate | dup].
+    """Computes [dgate | dup].
 
     Args:
         dy_TF: [..., F]; as [T, F], rows any distance apart.
@@ -173,15 +243,29 @@ def swiglu_backward(
             features, tokens, warps = power_of_2(num_features, SMALLEST_DOT, 64), 64, 8
         y_stride = 0 if activation_out is None else activation_out.stride(0)
         _backward_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_features, features))](
-            dy_rows, dy_rows.stride(0), rows, rows.stride(0), result, result.stride(0), activation_out, y_stride,
-            num_tokens, num_features, *arguments, UPDATE=update is not None, WRITE_Y=activation_out is not None,
-            **options, TOKENS=tokens, FEATURES=features, num_warps=warps,
-        )  # fmt: skip
+            dy_rows,
+            dy_rows.stride(0),
+            rows,
+            rows.stride(0),
+            result,
+            result.stride(0),
+            activation_out,
+            y_stride,
+            num_tokens,
+            num_features,
+            *arguments,
+            UPDATE=update is not None,
+            WRITE_Y=activation_out is not None,
+            **options,
+            TOKENS=tokens,
+            FEATURES=features,
+            num_warps=warps,
+        )
     return result.view(gate_up_T2F.shape) if out is None else out
 
 
 def bytes_moved(num_tokens: int, num_features: int, itemsize: int, num_ranks: int = 0) -> dict[str, int]:
-    """Compulsory bytes: forward reads two and writes one row, backward reads three and writes two."""
+    """Returns the compulsory bytes: forward reads two and writes one row, backward reads three and writes two."""
     row = num_tokens * num_features * itemsize
     codes = num_tokens * (num_features + 4)
     return {

@@ -26,7 +26,7 @@ Words = NDArray[np.uint32]
 
 
 def crc32c(data: memoryview, value: int = 0) -> int:
-    """CRC-32C of `data` after bytes whose checksum is `value`.
+    """Returns the CRC-32C of `data` after bytes whose checksum is `value`.
 
     Args:
         data: contiguous bytes, format "B".
@@ -35,7 +35,7 @@ def crc32c(data: memoryview, value: int = 0) -> int:
 
 
 def slow_checksums() -> str | None:
-    """A sentence for whoever waits: that checksums take long here, and why; None where they do not."""
+    """Returns a warning that checksums are slow here, and why; None where they are not."""
     status = native_status()
     if status.available:
         return None
@@ -60,7 +60,7 @@ class Checksum:
 
 
 def joined_checksum(parts: Iterable[tuple[str, int]]) -> str:
-    """The checksum of bytes that lie one after another, from (checksum, number of bytes) of each part."""
+    """Returns the checksum of concatenated bytes, from (checksum, number of bytes) of each part."""
     value = 0
     for text, num_bytes in parts:
         for power in range(num_bytes.bit_length()):
@@ -72,7 +72,7 @@ def joined_checksum(parts: Iterable[tuple[str, int]]) -> str:
 
 @cache
 def _zero_bytes(power: int) -> tuple[int, ...]:
-    """What 2**power zero bytes make of each bit of a register: a 32x32 matrix over two elements."""
+    """Returns the effect of 2**power zero bytes on each bit of a register: a 32x32 matrix over two elements."""
     if power == 0:
         return tuple(int(_after_zero_bytes(np.array([1 << bit], dtype=np.uint32), 1)[0]) for bit in range(32))
     half = _zero_bytes(power - 1)
@@ -88,7 +88,7 @@ def _times(matrix: tuple[int, ...], register: int) -> int:
 
 
 def crc32c_by_numpy(data: memoryview, value: int = 0) -> int:
-    """As `crc32c`, without compiled code: 4096 stretches of 1 KiB side by side, then joined."""
+    """Computes `crc32c` without compiled code: 4096 stretches of 1 KiB side by side, then joined."""
     register = ~value & 0xFFFFFFFF
     array = np.frombuffer(data, dtype=np.uint8)
     whole = array.size // _LANE_BYTES
@@ -102,7 +102,7 @@ def crc32c_by_numpy(data: memoryview, value: int = 0) -> int:
 
 
 def _lanes(words: Words) -> Words:
-    """The register that each row leaves, started from 0."""
+    """Returns the final register of each row, started from 0."""
     low, high = _half_tables()
     registers = np.zeros(len(words), dtype=np.uint32)
     for column in np.ascontiguousarray(words.T):
@@ -121,7 +121,7 @@ def _join(register: int, lanes: Words) -> int:
 
 @cache
 def _byte_table() -> Words:
-    """What eight more zero bits make of each byte."""
+    """Returns the effect of eight more zero bits on each byte."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, table >> 1 ^ np.uint32(_POLYNOMIAL), table >> 1).astype(np.uint32)
@@ -137,13 +137,13 @@ def _after_zero_bytes(registers: Words, count: int) -> Words:
 
 @cache
 def _half_tables() -> tuple[Words, Words]:
-    """What four zero bytes make of each lower and each upper half of a register."""
+    """Returns the effect of four zero bytes on each lower and each upper half of a register."""
     halves = np.arange(1 << 16, dtype=np.uint32)
     return _after_zero_bytes(halves, 4), _after_zero_bytes(halves << np.uint32(16), 4)
 
 
 @cache
 def _shift_tables() -> list[list[int]]:
-    """What a lane of zero bytes makes of each byte of a register, by the byte's place."""
+    """Returns the effect of a lane of zero bytes on each byte of a register, by the byte's place."""
     places = (np.arange(256, dtype=np.uint32) << np.uint32(shift) for shift in (0, 8, 16, 24))
     return [_after_zero_bytes(values, _LANE_BYTES).tolist() for values in places]

@@ -16,7 +16,7 @@ from engine.kernels import reference_quantize
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
-    """One backend; see the functions of the same names in `engine.kernels.reference_quantize`.
+    """One backend of the loops; see the functions of the same names in `engine.kernels.reference_quantize`.
 
     Args:
         name: as a user reads it.

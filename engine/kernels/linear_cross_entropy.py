@@ -4,11 +4,11 @@
     dlogits over the logits, dx = dlogits W
 
 Two matrix products and three passes over a chunk's logits; the buffer of one chunk is used for all. Because the head
-is frozen and the scale of each token's loss is known beforehand, forward leaves the input gradient behind, and backward
-has nothing more to compute.
+is frozen and the scale of each token's loss is known beforehand, forward computes the input gradient, and backward has
+nothing more to compute.
 
 Plain torch: the statistics are arguments (`LossKernels`), so that the same loop serves every backend. No collective is
-called here either: with a split vocabulary the caller passes what combines three numbers a token over the shards.
+called here either: with a split vocabulary the caller passes functions that combine three numbers a token over shards.
 
 Bytes (compulsory): x and W read, dx written: (2 T h + V h) elements; arithmetic: 4 T h V.
 
@@ -30,7 +30,7 @@ Combine = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossKernels:
-    """The backend's part.
+    """The backend's part of the loss.
 
     Args:
         statistics: (logits_CV, targets_C) -> fp32 maximum, sum of exp(logit - maximum), target's logit, each [C], of
@@ -45,7 +45,7 @@ class LossKernels:
     product: Callable[..., Tensor] = torch.mm
 
     def shard_statistics(self, logits_CV: Tensor, targets_C: Tensor) -> Statistics:
-        """`statistics`, also for a shard that holds nothing but padding: it has no maximum, and adds nothing."""
+        """Returns `statistics`, also for a shard of padding alone: it has no maximum, and adds nothing."""
         if logits_CV.shape[1] > 0:
             return Statistics(*self.statistics(logits_CV, targets_C))
         wide = torch.float64 if logits_CV.dtype == torch.float64 else torch.float32
@@ -67,7 +67,7 @@ class Statistics(NamedTuple):
     target: Tensor
 
     def losses(self) -> Tensor:
-        """-log softmax(logits)[target]."""
+        """Returns -log softmax(logits)[target]."""
         # large logits cancel first, before anything small is added
         return self.total.log() + (self.maximum - self.target)
 
@@ -85,7 +85,7 @@ def linear_cross_entropy(
     combine_sum: Combine | None = None,
     chunk_tokens: int = 1024,
 ) -> tuple[Tensor, Tensor | None]:
-    """Token losses, and the gradient of sum(scale * loss) with respect to `hidden`.
+    """Returns token losses, and the gradient of sum(scale * loss) with respect to `hidden`.
 
     Args:
         hidden_TH: [T, h].
@@ -138,10 +138,10 @@ def combine_statistics(
 
 
 def bytes_moved(num_tokens: int, hidden: int, num_rows: int, itemsize: int) -> int:
-    """Compulsory bytes: hidden and weight read once, the input gradient written once."""
+    """Returns the compulsory bytes: hidden and weight read once, the input gradient written once."""
     return (2 * num_tokens + num_rows) * hidden * itemsize
 
 
 def arithmetic(num_tokens: int, hidden: int, num_rows: int) -> int:
-    """Floating-point operations of the two products."""
+    """Returns the floating-point operations of the two products."""
     return 4 * num_tokens * hidden * num_rows

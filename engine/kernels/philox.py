@@ -19,7 +19,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32-bit product; int64 wraps, and the wrapped bits are the right ones."""
+    """Returns high and low 32 bits of a 32 x 32-bit product; int64 wraps, and the wrapped bits are the right ones."""
     product = word * multiplier
     return (product >> 32).bitwise_and_(_MASK), product.bitwise_and_(_MASK)
 
@@ -27,7 +27,7 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds of Philox.
+    """Computes ten rounds of Philox.
 
     Args:
         counter: four int64 tensors of 32-bit words, broadcast against each other.
@@ -47,17 +47,17 @@ def philox4x32(
 
 
 def dropout_threshold(probability: float) -> int:
-    """How many of the 65536 values of a 16-bit draw mean "drop"."""
+    """Returns how many of the 65536 values of a 16-bit draw mean "drop"."""
     return round(probability * 65536)
 
 
 def dropout_scale(probability: float) -> float:
-    """1 / (1 - p) for the p that 16 bits really give."""
+    """Returns 1 / (1 - p) for the p that 16 bits really give."""
     return 65536.0 / (65536 - dropout_threshold(probability))
 
 
 def dropout_mask(key: DropoutKey) -> Tensor:
-    """Which elements dropout keeps, as a function of global coordinates only.
+    """Draws the mask of kept elements, as a function of global coordinates only.
 
     Key (seed, site), counter (feature // 8, token low, token high, step); one call gives eight 16-bit decisions, lane
     feature % 8 of the global feature, so shards of the feature dimension need not align.
@@ -77,7 +77,7 @@ def dropout_mask(key: DropoutKey) -> Tensor:
 
 
 def uniform_rows(rows: Tensor, num_columns: int, *, seed: int, site: int, draw: int = 0) -> Tensor:
-    """float32 [len(rows), num_columns] uniform over [0, 1), 24 bits each, as a function of (row, column) only."""
+    """Draws float32 [len(rows), num_columns] uniform over [0, 1), 24 bits each, as a function of (row, column) only."""
     blocks = torch.arange(-(-num_columns // 4), device=rows.device, dtype=torch.int64)[None, :]
     extra = torch.full((1, 1), draw, device=rows.device, dtype=torch.int64)
     row = rows[:, None]

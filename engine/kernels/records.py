@@ -1,4 +1,4 @@
-"""What every backend's kernels are given: a mask's coordinates, an adapter's place in a linear, an input's update.
+"""Records that every backend's kernels take: a mask's coordinates, an adapter's place in a linear, an input's update.
 
 Legend: T tokens, I input features, O output features of the linear, R rows of the stacked A.
 """
@@ -64,7 +64,7 @@ class AdapterSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputUpdate:
-    """What adapters add to the gradient of their input: scale * mask * (dH A).
+    """The adapters' part of the gradient of their input: scale * mask * (dH A).
 
     Args:
         dh_TR: [T, R], gradient of the adapters' projection, complete.
@@ -72,7 +72,7 @@ class InputUpdate:
         mask: the input's, as the backend's `draw_mask` returned it; None without dropout.
         scale: 1 / (1 - p); 1 without dropout.
         h_TR, h_scale: h_scale * h_TR is drop(x) A^T of the same tokens, which norms can make use of; None where it is
-            not at hand.
+            not available.
     """
 
     dh_TR: Tensor
@@ -85,7 +85,7 @@ class InputUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """Where the documents of a micro-batch lie along its T tokens.
+    """The documents of a micro-batch along its T tokens.
 
     Args:
         lengths: on the host, so that nothing waits for the device; they sum to T. Empty where only the device knows

@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype statistics are kept in."""
+    """Returns the dtype that statistics are kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def rmsnorm_forward(x_TF: Tensor, weight_F: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y = x / sqrt(mean(x^2) + eps) * w (Zhang & Sennrich, arXiv 1910.07467).
+    """Computes y = x / sqrt(mean(x^2) + eps) * w (Zhang & Sennrich, arXiv 1910.07467).
 
     Returns:
         y [..., F] and the reciprocal root mean square [..., 1] that backward needs.
@@ -29,7 +29,7 @@ def rmsnorm_forward(x_TF: Tensor, weight_F: Tensor, eps: float) -> tuple[Tensor,
 
 
 def rmsnorm_backward(dy_TF: Tensor, x_TF: Tensor, weight_F: Tensor, rstd_T1: Tensor) -> Tensor:
-    """dx = rstd * (g - xhat * mean(g * xhat)), g = dy * w, xhat = x * rstd, which is never written out."""
+    """Computes dx = rstd * (g - xhat * mean(g * xhat)), g = dy * w, xhat = x * rstd, which is never written out."""
     wide = _wide(x_TF.dtype)
     x_wide = x_TF.to(wide)
     g = dy_TF.to(wide) * weight_F.to(wide)
@@ -50,7 +50,7 @@ def swiglu_forward(gate_up_T2F: Tensor) -> Tensor:
 
 
 def swiglu_backward(dy_TF: Tensor, gate_up_T2F: Tensor) -> Tensor:
-    """[dgate | dup]; silu'(g) = s (1 + g (1 - s)), s = sigmoid(g), rounded to the input's dtype once."""
+    """Computes [dgate | dup]; silu'(g) = s (1 + g (1 - s)), s = sigmoid(g), rounded to the input's dtype once."""
     gate, up = gate_up_T2F.chunk(2, dim=-1)
     gate = gate.to(_wide(gate.dtype))
     out = torch.empty_like(gate_up_T2F)
@@ -63,13 +63,13 @@ def swiglu_backward(dy_TF: Tensor, gate_up_T2F: Tensor) -> Tensor:
 
 
 def rope_tables(positions_T: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, D / 2] in fp32 for int64 positions (Su et al., arXiv 2104.09864)."""
+    """Returns cos and sin [T, D / 2] in fp32 for int64 positions (Su et al., arXiv 2104.09864)."""
     angles = positions_T.to(torch.float32)[:, None] * inverse_frequencies[None, :]
     return angles.cos(), angles.sin()
 
 
 def rope_rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, out_THD: Tensor, *, inverse: bool = False) -> None:
-    """Half-split rotation of each head into `out` (which may not alias `x`); `inverse` turns the other way."""
+    """Rotates the halves of each head into `out` (which may not alias `x`); `inverse` turns the other way."""
     half = x_THD.shape[-1] // 2
     first, second = x_THD[..., :half], x_THD[..., half:]
     cos, sin = cos[:, None, :], -sin[:, None, :] if inverse else sin[:, None, :]
@@ -79,7 +79,7 @@ def rope_rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, out_THD: Tensor, *, inv
 
 
 def cross_entropy_statistics(logits_TV: Tensor, targets_T: Tensor, row_max_T: Tensor) -> tuple[Tensor, Tensor]:
-    """What a vocabulary shard adds to the loss, given the maximum over the whole vocabulary.
+    """Computes a vocabulary shard's part of the loss, given the maximum over the whole vocabulary.
 
     Overwrites `logits` with exp(logits - max), which backward reuses.
 
@@ -100,7 +100,7 @@ def cross_entropy_statistics(logits_TV: Tensor, targets_T: Tensor, row_max_T: Te
 
 
 def cross_entropy_backward(exponentials_TV: Tensor, targets_T: Tensor, total_T: Tensor, scale_T: Tensor) -> Tensor:
-    """d loss / d logits = (softmax - onehot) * scale, written over the exponentials that forward left."""
+    """Computes d loss / d logits = (softmax - onehot) * scale, written over the exponentials that forward left."""
     here = (targets_T >= 0) & (targets_T < exponentials_TV.shape[1])
     index = torch.where(here, targets_T, 0)[:, None]
     exponentials_TV.mul_((scale_T / total_T)[:, None])

@@ -1,4 +1,4 @@
-"""The plain-torch specification of the ops that fuse what `reference` has apart.
+"""The plain-torch specification of the ops that fuse what `reference` has separately.
 
 Legend: T tokens, F features, V vocabulary rows held here, O output features, R rows of the stacked A.
 """
@@ -22,7 +22,7 @@ def output_gradients(
     dh_out: Tensor | None = None,
     add: bool = False,
 ) -> None:
-    """dH = s dY B into `dh_out` [T, R], and dB = dY^T H into the sections' `db` or added to them."""
+    """Computes dH = s dY B into `dh_out` [T, R], and dB = dY^T H into the sections' `db` or added to them."""
     for one in sections:
         dy = one.columns(dy_TO)
         if dh_out is not None:
@@ -43,7 +43,8 @@ def output_gradients(
 
 
 def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximum, sum of exp(logit - maximum) and target logit of a vocabulary shard; fp32, or fp64 for fp64 logits.
+    """Computes maximum, sum of exp(logit - maximum) and target logit of a vocabulary shard; fp32, or fp64 for fp64
+    logits.
 
     Overwrites logits of those dtypes with exp(logits - maximum), which `local_gradient` then uses; others stay.
     """
@@ -57,7 +58,7 @@ def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tens
 def local_gradient(
     logits_TV: Tensor, targets_T: Tensor, local_max_T: Tensor, max_T: Tensor, total_T: Tensor, scale_T: Tensor
 ) -> Tensor:
-    """(softmax - onehot) * scale, written over what `local_statistics` left of the logits."""
+    """Computes (softmax - onehot) * scale, written over what `local_statistics` left of the logits."""
     if logits_TV.dtype == _wide(logits_TV.dtype):
         # the exponentials are relative to this shard's maximum
         return reference.cross_entropy_backward(logits_TV, targets_T, total_T * torch.exp(max_T - local_max_T), scale_T)
@@ -66,5 +67,5 @@ def local_gradient(
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype statistics are kept in."""
+    """Returns the dtype that statistics are kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -40,20 +40,20 @@ CHUNK = 1 << 22
 
 @cache
 def nf4_values(device: torch.device) -> Tensor:
-    """The table, fp32 [16]."""
+    """Returns the table, fp32 [16]."""
     return torch.tensor(NF4_VALUES, dtype=torch.float32, device=device)
 
 
 @cache
 def nf4_bounds(device: torch.device) -> Tensor:
-    """The bounds between neighbours of the table, fp32 [15]; a number on a bound gets the lower code."""
+    """Returns the bounds between neighbours of the table, fp32 [15]; a number on a bound gets the lower code."""
     values = nf4_values(device)
     return (values[:-1] + values[1:]) / 2
 
 
 @cache
 def dynamic_map(device: torch.device) -> Tensor:
-    """What the 256 codes of a scale mean, ascending, fp32 [256].
+    """Returns the values of the 256 codes of a scale, ascending, fp32 [256].
 
     Decade by decade from 1e-6 to 1, both signs: decade i has 2^i numbers, the middles of as many equal parts of
     [0.1, 1]; and 0 and 1.
@@ -69,7 +69,7 @@ def dynamic_map(device: torch.device) -> Tensor:
 
 @cache
 def dynamic_bounds(device: torch.device) -> Tensor:
-    """The bounds between neighbours of the map, fp32 [255]."""
+    """Returns the bounds between neighbours of the map, fp32 [255]."""
     values = dynamic_map(device)
     return (values[:-1] + values[1:]) / 2
 
@@ -80,7 +80,7 @@ def _row_chunks(rows: int, columns: int) -> list[slice]:
 
 
 def block_absmax(weight_OI: Tensor, block: int) -> Tensor:
-    """The largest magnitude of each `block` columns of a row, the last block may be short.
+    """Returns the largest magnitude of each `block` columns of a row, the last block may be short.
 
     Args:
         weight_OI: any float dtype and strides.
@@ -104,7 +104,7 @@ def block_absmax(weight_OI: Tensor, block: int) -> Tensor:
 
 
 def nf4_codes(weight_OI: Tensor, absmax_ON: Tensor) -> Tensor:
-    """Nearest table entries of weight / absmax, two to a byte, the first in the upper half.
+    """Returns the nearest table entries of weight / absmax, two to a byte, the first in the upper half.
 
     Args:
         weight_OI: any float dtype and strides.
@@ -126,7 +126,7 @@ def nf4_codes(weight_OI: Tensor, absmax_ON: Tensor) -> Tensor:
 
 
 def scale_codes(absmax: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit codes of scales less their mean, NF4_GROUP of them to a group.
+    """Returns 8-bit codes of scales less their mean, NF4_GROUP of them to a group.
 
     Args:
         absmax: fp32 [n], of a whole matrix, row by row.
@@ -145,7 +145,7 @@ def scale_codes(absmax: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nf4_scales(scales_ON: Tensor, groups_OG: Tensor, phase_O: Tensor) -> Tensor:
-    """The scales that codes stand for, fp32 [O, N]: map[code] * group + offset, rounded after each operation.
+    """Returns the scales that codes stand for, fp32 [O, N]: map[code] * group + offset, rounded after each operation.
 
     Args:
         scales_ON: uint8 codes.
@@ -159,7 +159,8 @@ def nf4_scales(scales_ON: Tensor, groups_OG: Tensor, phase_O: Tensor) -> Tensor:
 
 
 def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Tensor, out_OI: Tensor) -> None:
-    """table[code] * scale in fp32, rounded once to the dtype of `out`, whose rows may lie any distance apart."""
+    """Computes table[code] * scale in fp32, rounded once to the dtype of `out`, whose rows may lie any distance
+    apart."""
     rows, columns = out_OI.shape
     values = nf4_values(out_OI.device)
     for part in _row_chunks(rows, columns):
@@ -171,12 +172,12 @@ def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Ten
 
 
 def _quotient(numerator: float, denominator: Tensor) -> Tensor:
-    """Rounded once; torch makes `number / tensor` a product with a reciprocal, which is rounded twice."""
+    """Divides with one rounding; torch makes `number / tensor` a product with a reciprocal, which is rounded twice."""
     return torch.full_like(denominator, numerator).div_(denominator)
 
 
 def int8_codes(weight_OI: Tensor, absmax_O: Tensor) -> Tensor:
-    """round(weight * (127 / absmax)), halves to even, int8 [O, I]."""
+    """Returns round(weight * (127 / absmax)), halves to even, int8 [O, I]."""
     inverse = _quotient(INT8_LARGEST, absmax_O.clamp(min=SMALLEST_ROW))
     codes = torch.empty(weight_OI.shape, dtype=torch.int8, device=weight_OI.device)
     for part in _row_chunks(*weight_OI.shape):
@@ -186,7 +187,7 @@ def int8_codes(weight_OI: Tensor, absmax_O: Tensor) -> Tensor:
 
 
 def fp8_codes(weight_OI: Tensor, absmax_O: Tensor) -> Tensor:
-    """weight * (448 / absmax) rounded to e4m3, float8_e4m3fn [O, I]."""
+    """Returns weight * (448 / absmax) rounded to e4m3, float8_e4m3fn [O, I]."""
     inverse = _quotient(FP8_LARGEST, absmax_O.clamp(min=SMALLEST_ROW))
     codes = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn, device=weight_OI.device)
     for part in _row_chunks(*weight_OI.shape):
@@ -196,18 +197,18 @@ def fp8_codes(weight_OI: Tensor, absmax_O: Tensor) -> Tensor:
 
 
 def row_scales(absmax_O: Tensor, largest: float) -> Tensor:
-    """What a code of 1 means in each row: absmax / largest, fp32."""
+    """Returns the value of code 1 in each row: absmax / largest, fp32."""
     return absmax_O.clamp(min=SMALLEST_ROW) / largest
 
 
 def row_decode(codes_OI: Tensor, scales_O: Tensor, out_OI: Tensor) -> None:
-    """code * scale in fp32, for int8 and fp8, rounded once to the dtype of `out`, rows any distance apart."""
+    """Computes code * scale in fp32, for int8 and fp8, rounded once to the dtype of `out`, rows any distance apart."""
     for part in _row_chunks(*out_OI.shape):
         out_OI[part].copy_(codes_OI[part].float().mul_(scales_O[part, None]))
 
 
 def quantize_rows(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """An operand of an FP8 product with one scale a row.
+    """Quantises an operand of an FP8 product with one scale a row.
 
     Args:
         x_TF: any float dtype; rows any distance apart.
@@ -223,7 +224,7 @@ def quantize_rows(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple[T
 
 
 def quantize_matrix(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `quantize_rows` with one scale for all, fp32 []."""
+    """Quantises as `quantize_rows` with one scale for all, fp32 []."""
     wide = x_TF.float() if column_scale_F is None else x_TF.float() * column_scale_F
     return _scaled_codes(wide, wide.abs().amax() if wide.numel() else wide.new_zeros(()))
 
@@ -235,5 +236,5 @@ def _scaled_codes(wide: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def transpose_codes(codes_OI: Tensor) -> Tensor:
-    """[I, O] without gaps, of one-byte codes."""
+    """Transposes one-byte codes to [I, O] without gaps."""
     return codes_OI.view(torch.uint8).t().contiguous().view(codes_OI.dtype)

@@ -1,1 +1,1 @@
-"""The decoder, the table of families, and what can be said of a model without building its weights."""
+"""The decoder, the table of families, and what is known of a model without building its weights."""

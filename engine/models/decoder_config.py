@@ -1,4 +1,4 @@
-"""What a decoder-only language model is made of, independent of the family's own vocabulary.
+"""The record of a decoder-only language model, independent of the family's own vocabulary.
 
 Families translate a Hugging Face `config.json` into this record; the decoder is built from it alone.
 """
@@ -46,7 +46,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerKind:
-    """How a layer differs from its neighbours.
+    """The ways in which layers differ.
 
     Args:
         window: a position sees itself and the window - 1 positions before it; None for all before it.
@@ -85,7 +85,7 @@ class DecoderConfig:
         attention_scale: on scores; None for head_dim ** -0.5.
         attention_softcap, logits_softcap: x becomes cap * tanh(x / cap), for scores and for logits; None for none.
         rotary_dim: the first features of a head that are rotated; None for all.
-        second_rope: another rotary embedding, for the layers whose kind says so.
+        second_rope: another rotary embedding, for the layers whose kind asks for it.
         layer_kinds: one for each layer; empty where all are alike and plain.
         max_row_length: rows may not be longer, because positions beyond mean something else; None for no limit.
     """
@@ -124,7 +124,7 @@ class DecoderConfig:
 
     @property
     def context_length(self) -> int:
-        """Positions that the model knows: those it was made for, or more where rotary scaling stretches them."""
+        """The longest sequence of positions: the length of pretraining, or more where rotary scaling stretches it."""
         scaling = self.rope_scaling
         if scaling is None or scaling.kind == "longrope":  # whose length is the config's own
             return self.max_length

@@ -1,4 +1,4 @@
-"""What a model's parameters look like on a rank, without making any."""
+"""The parameters of a model on a rank, described without making any."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def meta_model(
     plan: TrainingPlan | None = None,
     base: BaseEncoding | None = None,
 ) -> Decoder:
-    """The model of one tensor-parallel rank on the meta device: shapes, names and specs, no memory."""
+    """Returns the model of one tensor-parallel rank on the meta device: shapes, names and specs, no memory."""
     mesh = shape_mesh(RankGrid(tp=tensor_size), tensor_rank, config.num_kv_heads)
     layout = TensorLayout(tp=mesh.tp, kv_replica=mesh.kv_replica, base=base)
     return Decoder(config, layout=layout, plan=plan or TrainingPlan(), device=torch.device("meta"), dtype=torch.float32)
 
 
 def parameter_specs(config: DecoderConfig, *, tensor_rank: int, tensor_size: int) -> dict[str, ShardSpec]:
-    """Shard of every base parameter on one tensor-parallel rank, by logical name, in forward order.
+    """Returns the shard of every base parameter on one tensor-parallel rank, by logical name, in forward order.
 
     Raises:
         UserError: the model's sizes do not fit `tensor_size`.
@@ -39,7 +39,8 @@ def parameter_specs(config: DecoderConfig, *, tensor_rank: int, tensor_size: int
 
 
 def module_names(config: DecoderConfig) -> list[str]:
-    """Engine names of the modules that can carry an adapter or be trained, the head included even when tied."""
+    """Returns the engine names of the modules that can carry an adapter or be trained, the head included even when
+    tied."""
     names = [name.rsplit(".", 1)[0] for name in parameter_specs(config, tensor_rank=0, tensor_size=1)]
     if config.tied_embeddings:
         names.append("lm_head")
@@ -47,7 +48,7 @@ def module_names(config: DecoderConfig) -> list[str]:
 
 
 def num_parameters(config: DecoderConfig) -> int:
-    """Parameters of the whole model; a tied matrix counts once."""
+    """Counts the parameters of the whole model; a tied matrix counts once."""
     total = 0
     for spec in parameter_specs(config, tensor_rank=0, tensor_size=1).values():
         size = 1

@@ -1,7 +1,7 @@
-"""Floating-point operations that a step cannot do without: those of the model, not of how it is computed.
+"""The floating-point operations of a step: those of the model, not of how it is computed.
 
-What is recomputed does not count, nor does padding. A product of [n, k] and [k, m] takes 2 n k m. Causal attention
-takes half of the scores; a row counts as one document. Norms, rotation and the loss are left out.
+Recomputation and padding do not count. A product of [n, k] and [k, m] takes 2 n k m. Causal attention takes half of the
+scores; a row counts as one document. Norms, rotation and the loss are left out.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from engine.models.decoder_config import DecoderConfig
 
 
 def layer_parameters(config: DecoderConfig) -> int:
-    """Weights of the linears of one layer."""
+    """Returns the number of weights in the linears of one layer."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return config.hidden * (2 * queries + 2 * keys + 3 * config.intermediate)
 
 
 def head_in_layers(config: DecoderConfig) -> float:
-    """The head's arithmetic in that of a layer: both are products with each of their weights."""
+    """Returns the head's arithmetic as a multiple of a layer's: both are products with each of their weights."""
     return config.hidden * config.vocab_size / layer_parameters(config)
 
 
 def forward_flops(config: DecoderConfig, *, tokens: float, row_tokens: float) -> tuple[float, float, float]:
-    """FLOPs in forward of the linears of all layers, of attention, and of the head.
+    """Returns the FLOPs in forward of the linears of all layers, of attention, and of the head.
 
     Args:
         tokens: of the step.
@@ -45,7 +45,7 @@ def forward_flops(config: DecoderConfig, *, tokens: float, row_tokens: float) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedWork:
-    """What trained weights add, summed once.
+    """The work that trained weights add, summed once.
 
     Args:
         share: of the layers through which backward goes.
@@ -59,7 +59,7 @@ class TrainedWork:
 
 
 def trained_work(config: DecoderConfig, trained: Mapping[str, tuple[int, ...]]) -> TrainedWork:
-    """The training work of a model in which these weights are trained: logical name -> global shape.
+    """Returns the training work of a model in which these weights are trained: logical name -> global shape.
 
     An adapter takes part in forward, input gradients and weight gradients. An embedding's gradient is no product.
     """
@@ -75,7 +75,7 @@ def trained_work(config: DecoderConfig, trained: Mapping[str, tuple[int, ...]]) 
 
 
 def step_flops(config: DecoderConfig, *, tokens: float, row_tokens: float, trained: TrainedWork) -> float:
-    """FLOPs of forward and backward.
+    """Returns the FLOPs of forward and backward.
 
     Backward computes the input gradients of what lies above the lowest trained weight, as much work as forward, and
     the gradients of trained weights.
@@ -91,7 +91,7 @@ def step_flops(config: DecoderConfig, *, tokens: float, row_tokens: float, train
 
 
 def _layer(name: str, layers: int) -> int:
-    """Below which backward need not go: -1 for the embedding, one more than the layers for the head."""
+    """Returns a weight's place among the layers: -1 for the embedding, one more than the layers for the head."""
     parts = name.split(".")
     if parts[0] == "layers":
         return int(parts[1])

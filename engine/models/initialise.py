@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 
 
 def site_of(name: str) -> int:
-    """The key word under which a tensor's numbers are drawn."""
+    """Returns the key word of a tensor's random numbers."""
     return zlib.crc32(name.encode())
 
 
@@ -44,7 +44,7 @@ def _fill(tensor: Tensor, spec: ShardSpec, draw: Callable[[Tensor, int], Tensor]
 
 
 def fill_uniform(shard: NamedShard, bound: float, seed: int) -> None:
-    """Uniform over [-bound, bound)."""
+    """Fills uniformly over [-bound, bound)."""
     site = site_of(shard.name)
 
     def draw(rows: Tensor, num_columns: int) -> Tensor:
@@ -54,7 +54,7 @@ def fill_uniform(shard: NamedShard, bound: float, seed: int) -> None:
 
 
 def fill_normal(shard: NamedShard, std: float, seed: int) -> None:
-    """Normal with mean 0, by Box and Muller's transform of two uniform draws."""
+    """Fills with normal numbers of mean 0, by Box and Muller's transform of two uniform draws."""
     site = site_of(shard.name)
 
     def draw(rows: Tensor, num_columns: int) -> Tensor:
@@ -86,7 +86,7 @@ def initialise_adapters(shards: Iterable[NamedShard], seed: int, *, gaussian: bo
 
 
 def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float, norm: float = 1.0) -> None:
-    """A fresh model: matrices normal with `std`, norm weights `norm`, biases zero."""
+    """Initialises a fresh model: matrices normal with `std`, norm weights `norm`, biases zero."""
     for shard in shards:
         leaf = shard.name.rpartition(".")[2]
         if leaf in LORA_LEAVES:
@@ -105,7 +105,7 @@ def initialise_magnitudes(
     fill: Callable[[NamedShard], None],
     dtype: torch.dtype,
 ) -> None:
-    """DoRA's lengths start as those of the base's rows, so that the adapters begin by changing nothing.
+    """Sets DoRA's lengths to those of the base's rows, so that the adapters begin by changing nothing.
 
     Args:
         shards: parts of `<module>.lora_magnitude`.

@@ -40,7 +40,7 @@ class HfLocation(NamedTuple):
     num_rows: int | None = None
 
 
-class Part(NamedTuple):
+class FusedPart(NamedTuple):
     """A module that is rows [first, first + num_rows) of a fused Hugging Face one."""
 
     module: str
@@ -57,14 +57,14 @@ FUSED = {
 
 
 def fused_parts(module: str) -> list[str]:
-    """The modules behind a fused one such as `layers.3.mlp.gate_up_proj`; another one stands for itself."""
+    """Returns the modules behind a fused one such as `layers.3.mlp.gate_up_proj`; any other module is its own part."""
     if (match := _LAYER.match(module)) and match[2] in FUSED:
         return [f"layers.{match[1]}.{part}" for part in FUSED[match[2]]]
     return [module]
 
 
 def part_rows(config: DecoderConfig) -> dict[str, int]:
-    """Output rows of every module that may be part of a fused one."""
+    """Returns the output rows of every module that may be part of a fused one."""
     kv = config.num_kv_heads * config.head_dim
     rows = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
     return {
@@ -75,7 +75,7 @@ def part_rows(config: DecoderConfig) -> dict[str, int]:
 
 
 def fused_rows(config: DecoderConfig, module: str) -> dict[str, slice]:
-    """Each of `fused_parts` of a fused module -> its rows there."""
+    """Returns the rows of each of `fused_parts` in a fused module."""
     counts, rows, first = part_rows(config), {}, 0
     for part in fused_parts(module):
         count = counts[part.split(".", 2)[2]]
@@ -96,7 +96,7 @@ class NameMap:
         rows: of `part_rows`, needed to tell the parts of fused modules apart.
     """
 
-    layer_modules: Mapping[str, str | Part]
+    layer_modules: Mapping[str, str | FusedPart]
     body: str = "model."
     head: str = "lm_head"
     rows: Mapping[str, int] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class NameMap:
         return tuple(module for module in FUSED if module in self.layer_modules)
 
     def fuse(self, modules: Iterable[str]) -> NameMap:
-        """The map of a checkpoint where these modules of FUSED are one matrix each; needs `rows`."""
+        """Returns the map of a checkpoint where these modules of FUSED are one matrix each; needs `rows`."""
         table = dict(self.layer_modules)
         for fused in modules:
             if fused in table:
@@ -117,30 +117,31 @@ class NameMap:
             name = f"{whole.rpartition('.')[0]}.{fused.rpartition('.')[2]}"
             first = 0
             for part in FUSED[fused]:
-                table[part] = Part(name, first, self.rows[part])
+                table[part] = FusedPart(name, first, self.rows[part])
                 first += self.rows[part]
             table[fused] = name
         return replace(self, layer_modules=table)
 
     def module_to_hf(self, module: str) -> str:
-        """Hugging Face module name of an engine module such as `layers.3.attention.q_proj`; the fused one of a part."""
+        """Returns the Hugging Face module name of an engine module such as `layers.3.attention.q_proj`; the fused one
+        of a part."""
         if module == "lm_head":
             return self.head
         if match := _LAYER.match(module):
             place = self.layer_modules[match[2]]
-            return f"{self.body}layers.{match[1]}.{place.module if isinstance(place, Part) else place}"
+            return f"{self.body}layers.{match[1]}.{place.module if isinstance(place, FusedPart) else place}"
         return self.body + module
 
     def to_hf(self, name: str) -> HfLocation:
-        """Where the logical tensor `name` lies."""
+        """Returns the place of the logical tensor `name`."""
         module, _, leaf = name.rpartition(".")
         hf_name = f"{self.module_to_hf(module)}.{leaf}"
         match = _LAYER.match(module)
         part = self.layer_modules[match[2]] if match else None
-        return HfLocation(hf_name, part.first, part.num_rows) if isinstance(part, Part) else HfLocation(hf_name)
+        return HfLocation(hf_name, part.first, part.num_rows) if isinstance(part, FusedPart) else HfLocation(hf_name)
 
     def module_from_hf(self, hf_module: str) -> str | None:
-        """Engine module of a Hugging Face one, or None when the family has no such module.
+        """Returns the engine module of a Hugging Face one, or None when the family has no such module.
 
         A fused one is `...qkv_proj` or `...gate_up_proj`; see `fused_parts`.
         """
@@ -158,7 +159,7 @@ class NameMap:
 
 
 def nest(names: NameMap, tensor_names: list[str]) -> NameMap:
-    """The map with body and head prefixes, and fused matrices, as the checkpoint `tensor_names` has them."""
+    """Returns the map with body and head prefixes, and fused matrices, as the checkpoint `tensor_names` has them."""
     suffix = "embed_tokens.weight"
     bodies = [name[: -len(suffix)] for name in tensor_names if name.endswith(suffix)]
     heads = [name.removesuffix(".weight") for name in tensor_names if name.endswith("lm_head.weight")]

@@ -1,4 +1,4 @@
-"""What of a model is computed in plain torch, whichever kernels were chosen: for the log of a run."""
+"""The parts of a model that are computed in plain torch, whichever kernels were chosen: for a run's log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from engine.models.decoder_config import DecoderConfig
 
 
 def plain_torch_parts(config: DecoderConfig) -> str | None:
-    """One sentence that names the parts for which no backend has a kernel; None where there are none."""
+    """Returns a sentence that names the parts for which no backend has a kernel; None where there are none."""
     windows = sorted({kind.window for kind in config.layer_kinds if kind.window is not None})
     parts = []
     if config.attention_softcap is not None:

@@ -4,8 +4,8 @@ The package that the Python package index calls apex is another project, a toolk
 without being imported. NVIDIA's is installed from its source; its CUDA code lies in modules beside it (`amp_C`,
 `fused_layer_norm_cuda`) that are missing where it was installed without --cuda_ext.
 
-Nothing of apex is imported before it is asked for, and nothing here decides to do without: the caller asks
-`apex_status()` and chooses.
+Nothing of apex is imported before it is asked for, and nothing here falls back: the caller asks `apex_status()` and
+chooses.
 
 Legend: T tokens, F features.
 """
@@ -39,7 +39,7 @@ _NORM_FUNCTIONS = ("rms_forward_affine", "rms_backward_affine")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApexStatus:
-    """Whether a part of NVIDIA apex can be used.
+    """The state of a part of NVIDIA apex: usable, or why not.
 
     Args:
         available: whether it can.
@@ -55,7 +55,7 @@ class _Unavailable(Exception):
 
 
 def apex_status(part: Part = "FusedAdam") -> ApexStatus:
-    """Whether `part` of NVIDIA apex is installed and can be loaded. Whether there is a GPU is not looked at."""
+    """Returns whether `part` of NVIDIA apex is installed and can be loaded, on a machine with or without a GPU."""
     try:
         _load(part)
     except _Unavailable as error:
@@ -64,7 +64,7 @@ def apex_status(part: Part = "FusedAdam") -> ApexStatus:
 
 
 def fused_adam() -> type[Optimizer]:
-    """The class `apex.optimizers.FusedAdam`.
+    """Returns the class `apex.optimizers.FusedAdam`.
 
     Raises:
         UserError: it cannot be used here.
@@ -74,7 +74,7 @@ def fused_adam() -> type[Optimizer]:
 
 
 def with_apex_norms(kernels: Kernels) -> Kernels:
-    """`kernels` with RMSNorm by apex, for tensors on a GPU; named "apex".
+    """Returns `kernels` with RMSNorm by apex, for tensors on a GPU; named "apex".
 
     Norms of query and key heads stay what they are where they are one kernel with the rotation.
 
@@ -101,7 +101,7 @@ class FusedRMSNorm:
     apply_update: Callable[[Tensor, InputUpdate], Tensor]
 
     def forward(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-        """norm(x) * weight into `out`.
+        """Computes norm(x) * weight into `out`.
 
         Args:
             x: [T, F], rows of any stride.
@@ -126,7 +126,7 @@ class FusedRMSNorm:
         update: InputUpdate | None,
         weight_gradient: Tensor | None,
     ) -> Tensor:
-        """dx.
+        """Computes dx.
 
         Args:
             dy: [T, F], gradient of y that still lacks `update`; may be overwritten.
@@ -157,7 +157,7 @@ def _require(part: Part) -> Any:
 
 
 def _load(part: Part) -> ModuleType:
-    """The module that holds `part`, found to have what is called here."""
+    """Returns the module that holds `part`, checked to have every name used here."""
     _find_nvidia_apex()
     if part == "FusedRMSNorm":
         norms = _import("fused_layer_norm_cuda")

@@ -1,6 +1,6 @@
-"""Which backend of the ops a model gets: asked for by name, or the fastest that can run where the model is.
+"""The choice of a model's backend of the ops: asked for by name, or the fastest that can run where the model is.
 
-The choice is made once, when the model is built. Triton is imported only where its kernels may be the answer: on a GPU,
+The choice is made once, when the model is built. Triton is imported only where its kernels may be chosen: on a GPU,
 or on a CPU where they were asked for by name.
 """
 
@@ -21,7 +21,7 @@ _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> tuple[Kernels, str]:
-    """The backend for a model on `device` that computes in `dtype`.
+    """Chooses the backend for a model on `device` that computes in `dtype`.
 
     Args:
         wanted: "auto" (the fastest that can run), "reference", "native", "triton", or "apex" (auto with the norms of

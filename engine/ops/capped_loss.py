@@ -13,7 +13,7 @@ from engine.kernels.linear_cross_entropy import LossKernels
 
 
 def capped_loss(cap: float) -> LossKernels:
-    """The loss of a model whose logits are capped."""
+    """Returns the loss of a model whose logits are capped."""
 
     def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         wide = logits_CV.div_(cap).tanh_().mul_(cap).to(torch.promote_types(logits_CV.dtype, torch.float32))

@@ -20,7 +20,7 @@ from engine.ops.kernels import REFERENCE, Kernels
 
 
 def over_axis(axis: Axis) -> dict[str, Combine | None]:
-    """How maxima and sums of the shards come together on `axis`."""
+    """Returns the reductions that combine maxima and sums of the shards on `axis`."""
     if axis.size == 1:
         return {"combine_max": None, "combine_sum": None}
     return {
@@ -57,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits_TV: Tensor, labels_T: Tensor, *, first_id: int, num_ids: int, axis: Axis, kernels: Kernels = REFERENCE
 ) -> Tensor:
-    """-log softmax(logits)[label] for each token.
+    """Computes -log softmax(logits)[label] for each token.
 
     Consumes `logits` (they are overwritten; that is the memory of one copy saved) and can run backward once.
 

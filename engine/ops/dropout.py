@@ -12,7 +12,7 @@ from engine.kernels.records import DropoutKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropoutSite:
-    """Which mask: one per layer and input tensor, so q, k and v share one and gate and up share one.
+    """The mask of one layer and input tensor: q, k and v share one, gate and up share one.
 
     Args:
         probability: of dropping an element; rounded to 1/65536, and the scale follows the rounded value.

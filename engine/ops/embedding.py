@@ -4,8 +4,8 @@
 
 Each rank looks up the ids in its own vocabulary rows and leaves zeros for the others; the sum over ranks completes both
 terms at once. A [r, V / tp] is split with W, and its gradient is complete; B [hidden, r] is whole on every rank and its
-gradient is a partial sum. There is no dropout on this path (as in PEFT). What is read of dY for the adapter, dH and dB,
-is that of an adapter whose projection is H = s A^T[id].
+gradient is a partial sum. There is no dropout on this path (as in PEFT). The adapter's dH and dB are those of a linear
+adapter with the projection H = s A^T[id].
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.ops.kernels import Kernels
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbeddingOperands:
-    """What the lookup needs on this rank.
+    """The operands of the lookup on this rank.
 
     Args:
         weight_VH: [V, hidden], this rank's rows with padding.
@@ -50,7 +50,7 @@ class EmbeddingOperands:
 
     @property
     def low_rank(self) -> LowRank | None:
-        """The adapter; its columns of A are the ids."""
+        """The adapter, or None; its columns of A are the ids."""
         if self.a_RV is None or self.b_HR is None:
             return None
         adapter = Adapter(
@@ -69,7 +69,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids_T: Tensor, operands: EmbeddingOperands, *leaves: Tensor) -> Tensor:
         local_T = ids_T - operands.first_id
         here_T1 = ((local_T >= 0) & (local_T < operands.num_ids))[:, None]
-        # Ids of other ranks take any row, but not all the same one: the sink adds up what is equal one after the other.
+        # ids of other ranks take any row, but not all the same one: the sink adds equal indices one after the other
         index_T = local_T % operands.weight_VH.shape[0]
         y_TH = operands.weight_VH[index_T].mul_(here_T1)
         h_TR, low_rank = None, operands.low_rank

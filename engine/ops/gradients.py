@@ -1,8 +1,8 @@
-"""Where a trainable parameter's gradient goes: one fp32 buffer, written by the op that computes it.
+"""Gradient sinks: one fp32 main-gradient buffer for each trainable parameter, written by the op that computes it.
 
 Autograd's own accumulation would round each micro-batch's gradient to the parameter's dtype and add another pass over
-memory. Here the op's weight-gradient function writes straight into the buffer, and says so when it is complete, which
-is the moment a bucket's reduction may start.
+memory. Here the op's weight-gradient function adds straight to the buffer and reports each addition; the last one is
+the moment a bucket's reduction may start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def add_product(buffer: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-    """buffer += scale * left right, rounded to fp32 once where the operands are fp32."""
+    """Adds scale * left right, rounded to fp32 once where the operands are fp32."""
     if left.dtype == torch.float32:
         buffer.addmm_(left, right, alpha=scale)
     else:
@@ -23,12 +23,12 @@ def add_product(buffer: Tensor, left: Tensor, right: Tensor, scale: float = 1.0)
 
 
 def add_one_by_one(buffer: Tensor, dim: int, index: Tensor, values: Tensor) -> None:
-    """buffer[.., index[t], ..] += values[.., t, ..] along `dim`, in the order of t; for a CPU."""
+    """Adds values[.., t, ..] to buffer[.., index[t], ..] along `dim`, in the order of t; for a CPU."""
     buffer.index_add_(dim, index, values)
 
 
 def add_sorted(buffer: Tensor, dim: int, index: Tensor, values: Tensor) -> None:
-    """The same for a GPU, where index_add_ adds in whatever order its threads come.
+    """Adds as `add_one_by_one` on a GPU, where index_add_ adds in whatever order its threads come.
 
     An accumulating index_put_ sorts the index there and adds up each run of equal ones in order. This is the call that
     torch's own backward of x[index] makes: without a look at the largest index, for which the host would have to wait.
@@ -55,7 +55,7 @@ class GradientSink:
         self.uses = 1
         """How many ops contribute in one backward pass (2 for a tied embedding and head)."""
         self.deferred: list[Callable[[], None]] | None = None
-        """Where products are put off to, as a split backward does with a weight's gradient; None adds them at once."""
+        """The list that takes deferred products, as in a split backward; None adds them at once."""
         self._device = device
         self._buffer: Tensor | None = None
         self._on_ready: Callable[[], None] | None = None
@@ -63,7 +63,7 @@ class GradientSink:
 
     @property
     def buffer(self) -> Tensor:
-        """fp32, the parameter's shape; zeros until something is added."""
+        """The gradient: fp32, the parameter's shape; zeros until something is added."""
         if self._buffer is None:
             self._buffer = torch.zeros(self.shape, dtype=torch.float32, device=self._device)
         if self._prepare is not None:
@@ -75,18 +75,18 @@ class GradientSink:
 
         Args:
             on_ready: called after each addition.
-            prepare: called before the buffer is given to who adds to it: its memory may not be there all the time.
+            prepare: called before each access to the buffer, whose memory may have been freed.
         """
         assert buffer.shape == self.shape and buffer.dtype == torch.float32, (buffer.shape, self.shape)
         self._buffer, self._on_ready, self._prepare = buffer, on_ready, prepare
 
     def add(self, gradient: Tensor) -> None:
-        """buffer += gradient."""
+        """Adds a gradient."""
         self.buffer.add_(gradient)
         self.added()
 
     def add_product(self, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-        """buffer += scale * left @ right, rounded to fp32 once where the operands are fp32."""
+        """Adds scale * left right, rounded to fp32 once where the operands are fp32."""
         if self.deferred is not None:
             self.deferred.append(partial(self._add_product, left, right, scale))
         else:
@@ -97,16 +97,17 @@ class GradientSink:
         self.added()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """buffer[index[t]] += rows[t] for each t, the same bits each time. Many equal indices are slow on a GPU."""
+        """Adds rows[t] to buffer[index[t]] for each t, the same bits each time. Many equal indices are slow on a
+        GPU."""
         _add_at(self.buffer, 0, index, rows)
         self.added()
 
     def add_columns(self, index: Tensor, columns: Tensor) -> None:
-        """buffer[:, index[t]] += columns[:, t] for each t, with the same bits each time, as `add_rows`."""
+        """Adds columns[:, t] to buffer[:, index[t]] for each t, with the same bits each time, as `add_rows`."""
         _add_at(self.buffer, 1, index, columns)
         self.added()
 
     def added(self) -> None:
-        """Says that the buffer was added to; for ops that write into it themselves."""
+        """Reports an addition; for ops that write into the buffer themselves."""
         if self._on_ready is not None:
             self._on_ready()

@@ -2,8 +2,8 @@
 
     loss_t = log sum_v exp(z_tv) - z_t,label(t),   z = x W^T,   d loss_t / d x_t = (softmax(z_t) - onehot_t) W
 
-Each token's gradient is linear in what reaches its loss from above, so it is computed in forward, while the block's
-logits are at hand, and only multiplied in backward. The vocabulary may be split over the tensor-parallel ranks: three
+Each token's input gradient is linear in the gradient of its loss, so it is computed in forward, while the block's
+logits exist, and only multiplied in backward. The vocabulary may be split over the tensor-parallel ranks: three
 numbers a token cross them in forward, and the input's gradient in backward.
 
 Legend: T tokens, I input features, V vocabulary rows held here.
@@ -78,7 +78,7 @@ def frozen_head_losses(
     num_ids: int,
     leaves: tuple[Tensor, ...],
 ) -> Tensor:
-    """Token losses of a head without adapter, bias and trained weight.
+    """Computes the token losses of a head without adapter, bias and trained weight.
 
     Args:
         u: what the head's input is made from, [T, ...], or [T / tp, ...] with sequence parallelism.

@@ -44,11 +44,11 @@ class HeadNorms:
     offset: float = 0.0
 
     def weights(self) -> Weights:
-        """What is multiplied with."""
+        """Returns the factors: the weights with their offset."""
         return offset_weight(self.q_weight.detach(), self.offset), offset_weight(self.k_weight.detach(), self.offset)
 
     def leaves(self) -> tuple[Tensor, ...]:
-        """The weights that train."""
+        """Returns the weights that train."""
         pairs = ((self.q_weight, self.q_sink), (self.k_weight, self.k_sink))
         return tuple(weight for weight, sink in pairs if sink is not None)
 
@@ -62,7 +62,7 @@ class _Rotation:
     head_dim: int
 
     def heads(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views [T, H, D], [T, K, D] and [T, K, D] of [q | k | v]."""
+        """Returns views [T, H, D], [T, K, D] and [T, K, D] of [q | k | v]."""
         q, k, v = packed.unflatten(1, (-1, self.head_dim)).split(
             [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1
         )
@@ -70,14 +70,14 @@ class _Rotation:
 
 
 def _rows(x_TND: Tensor) -> Tensor:
-    """[T N, D], a copy."""
+    """Copies heads to rows [T N, D]."""
     return torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device).copy_(x_TND).flatten(0, 1)
 
 
 def _forward(
     qkv: Tensor, weights: Weights, eps: float, rotation: _Rotation, kernels: Kernels
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """q, k and the statistics."""
+    """Returns q, k and the statistics."""
     cos, sin = rotation.cos, rotation.sin
     if kernels.head_norms is not None:
         sizes = (rotation.num_heads, rotation.num_kv_heads, rotation.head_dim)
@@ -93,10 +93,15 @@ def _forward(
 
 
 def _backward(
-    gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, weights: Weights, statistics: tuple[Tensor, ...],
-    rotation: _Rotation, kernels: Kernels, weight_gradients: tuple[Tensor | None, Tensor | None],
-) -> Tensor:  # fmt: skip
-    """The gradient of the fused product."""
+    gradients: tuple[Tensor, Tensor, Tensor],
+    qkv: Tensor,
+    weights: Weights,
+    statistics: tuple[Tensor, ...],
+    rotation: _Rotation,
+    kernels: Kernels,
+    weight_gradients: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
+    """Returns the gradient of the fused product."""
     cos, sin = rotation.cos, rotation.sin
     if kernels.head_norms is not None:
         return kernels.head_norms.backward(
@@ -115,7 +120,8 @@ def _backward(
 
 
 class _NormRotate(torch.autograd.Function):
-    """The leaves (trainable weights) are passed only so that autograd knows the output depends on them."""
+    """Norm and rotation; the leaves (trainable weights) are passed only so that autograd knows the output depends on
+    them."""
 
     @staticmethod
     def forward(
@@ -151,7 +157,7 @@ def norm_rotate(
     head_dim: int,
     kernels: Kernels,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fused product [T, (H + 2K) D] -> normalised and rotated q [T, H, D] and k [T, K, D], and v [T, K, D], a view.
+    """Normalises and rotates: fused product [T, (H + 2K) D] -> q [T, H, D] and k [T, K, D], and v [T, K, D], a view.
 
     Args:
         norms: of the heads.

@@ -45,7 +45,7 @@ class Magnitude:
 
 
 def row_lengths(operands: LinearOperands, adapter: Adapter, *, split_inputs: bool) -> Tensor:
-    """fp32 [o] lengths of the rows of W + s B A that `adapter` adapts.
+    """Returns fp32 [o] lengths of the rows of W + s B A that `adapter` adapts.
 
     Args:
         split_inputs: the input features are split over `operands.axis`.
@@ -63,7 +63,7 @@ def row_lengths(operands: LinearOperands, adapter: Adapter, *, split_inputs: boo
 
 
 class _Scaled(torch.autograd.Function):
-    """The leaves (trainable magnitudes) are passed only so that autograd knows the output depends on them."""
+    """Scaling; the leaves (trainable magnitudes) are passed only so that autograd knows the output depends on them."""
 
     @staticmethod
     def forward(
@@ -108,7 +108,7 @@ def scaled_output(
     *,
     split_inputs: bool,
 ) -> Tensor:
-    """What a linear with magnitudes gives; z itself where `context` leaves the adapters out.
+    """Scales a linear's output by its magnitudes; returns z itself where `context` leaves the adapters out.
 
     Args:
         z_TO: [T, O], the linear's output without its bias.
@@ -138,7 +138,7 @@ class AdapterBias:
 
 
 class _Biased(torch.autograd.Function):
-    """The leaves (trainable biases) are passed only so that autograd knows the output depends on them."""
+    """Bias; the leaves (trainable biases) are passed only so that autograd knows the output depends on them."""
 
     @staticmethod
     def forward(ctx: Any, y_TO: Tensor, biases: tuple[AdapterBias, ...], *leaves: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class _Biased(torch.autograd.Function):
 def biased_output(
     y_TO: Tensor, biases: tuple[AdapterBias, ...], context: TokenContext, leaves: tuple[Tensor, ...]
 ) -> Tensor:
-    """A linear's output [T, O] with its adapters' biases; y itself where `context` leaves the adapters out.
+    """Returns a linear's output [T, O] with its adapters' biases; y itself where `context` leaves the adapters out.
 
     Args:
         leaves: the biases that require a gradient.

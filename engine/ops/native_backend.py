@@ -109,9 +109,9 @@ def _adapted_backward(
 
 
 def _folds(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> kernels.Folds:
-    """By measurement (BENCHMARKS.md, what adapters cost): the further columns widen the input gradient's product, which
-    only a much larger output hides; below that the compiled skinny products are as fast or faster. Where one product
-    takes the adapters along, nothing is to be gained."""
+    """Folds by measurement (BENCHMARKS.md, what adapters cost): the further columns widen the input gradient's product,
+    which only a much larger output hides; below that the compiled skinny products are as fast or faster. Where one
+    product takes the adapters along, nothing is to be gained."""
     pays = num_outputs >= 4 * num_inputs and not (dtype == torch.float32 and product.has_tiles())
     return kernels.Folds(forward=pays, backward=pays)
 

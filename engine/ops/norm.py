@@ -13,7 +13,8 @@ from engine.ops.kernels import Kernels
 
 
 def offset_weight(weight: Tensor, offset: float) -> Tensor:
-    """weight + offset, in fp32 or wider where there is an offset: next to 1, a small weight would lose its bits."""
+    """Returns weight + offset, in fp32 or wider where there is an offset: next to 1, a small weight would lose its
+    bits."""
     if offset == 0.0:
         return weight
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
@@ -63,13 +64,13 @@ class _KernelRMSNorm(torch.autograd.Function):
 def output_rmsnorm(
     x_TF: Tensor, weight_F: Tensor, eps: float, sink: GradientSink | None, offset: float, kernels: Kernels
 ) -> Tensor:
-    """`rmsnorm` of a linear's output [T, F], or of columns of it, by the backend's kernels."""
+    """Computes `rmsnorm` of a linear's output [T, F], or of columns of it, by the backend's kernels."""
     rows = x_TF if x_TF.stride(1) == 1 else x_TF.contiguous()
     return _KernelRMSNorm.apply(rows, weight_F, eps, sink, offset, kernels)
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, sink: GradientSink | None, offset: float = 0.0) -> Tensor:
-    """x / rms(x) * (weight + offset) over the last dimension; statistics in fp32.
+    """Computes x / rms(x) * (weight + offset) over the last dimension; statistics in fp32.
 
     Args:
         x: [..., F].

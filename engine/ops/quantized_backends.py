@@ -1,4 +1,4 @@
-"""Which backend encodes and decodes frozen weights and makes the operands of FP8 products, where a model is.
+"""The choice of the backend that encodes and decodes frozen weights and makes the operands of FP8 products.
 
 It follows the choice of the other kernels (`ops.backends`), which has refused what cannot run, but for one thing: the
 compiled kernels decode to bf16 as well as to fp32, so they serve models whose other ops are plain torch. All give the
@@ -19,14 +19,14 @@ from engine.ops.quantized_products import REFERENCE_OPERANDS, OperandKernels
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedBackend:
-    """What frozen weights are encoded and decoded by, and what makes FP8 operands."""
+    """The functions that encode and decode frozen weights and make FP8 operands."""
 
     arithmetic: Arithmetic
     operands: OperandKernels
 
 
 def choose_quantized(wanted: str, device: torch.device) -> QuantizedBackend:
-    """The backend for weights on `device`.
+    """Chooses the backend for weights on `device`.
 
     Args:
         wanted: `model.kernels`.

@@ -3,8 +3,8 @@
 nf4 and int8 are decoded into a scratch of the compute dtype and multiplied by the vendor's product. The scratch may be
 [W | B], with adapters folded beside the weight: B is the caller's, W is written here.
 
-e4m3 weights are multiplied as they are, by torch's `_scaled_mm`; x and dY become e4m3 on the way, scaled by row or as a
-whole as the weight is:
+e4m3 weights are multiplied as they are, by torch's `_scaled_mm`; x and dY are rounded to e4m3 first, scaled by row or
+as a whole as the weight is:
 
     forward          y = (q(x) q(W)^T) s_x s_W           the scale of W belongs to y's columns
     input gradient  dX = (q(dY s_W) q(W)) s_dY           and to the summed dimension here, so it is in dY beforehand
@@ -38,7 +38,7 @@ FP8_MULTIPLE = 16
 
 
 class RowCodes(NamedTuple):
-    """x [T, I] as an FP8 product with scales by row takes it: e4m3 codes [T, I], and fp32 [T, 1]."""
+    """x [T, I] as operand of an FP8 product with scales by row: e4m3 codes [T, I], and fp32 [T, 1]."""
 
     codes: Tensor
     scale: Tensor
@@ -46,7 +46,7 @@ class RowCodes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperandKernels:
-    """How operands of an FP8 product are made; see `engine.kernels.reference_quantize`.
+    """The kernels that make operands of an FP8 product; see `engine.kernels.reference_quantize`.
 
     Args:
         quantize_rows, quantize_matrix: x [T, F], fp32 column scales [F] or None -> codes, scale [T, 1] or [].
@@ -85,12 +85,12 @@ class QuantizedWeight:
 
     @property
     def out_features(self) -> int:
-        """O."""
+        """The number of output features, O."""
         return sum(self.sections)
 
     @property
     def is_decoded(self) -> bool:
-        """Whether products need the weight in the compute dtype first, and so may have adapters folded in."""
+        """Whether products decode the weight to the compute dtype first, and so may have adapters folded in."""
         return self.encoding.name in ("nf4", "int8")
 
     @property
@@ -122,7 +122,7 @@ def require_product_sizes(encoding: str, rows: int, columns: int, device: torch.
 
 
 def product(x_TK: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | None = None) -> Tensor:
-    """y = x W^T, [T, O] in x's dtype; with a scratch [W | B], [x | H] [W | B]^T.
+    """Computes y = x W^T, [T, O] in x's dtype; with a scratch [W | B], [x | H] [W | B]^T.
 
     Args:
         x_TK: [T, I], or [T, I + E] where the scratch is that wide.
@@ -139,14 +139,14 @@ def product(x_TK: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | None = N
     y, first = x_TK.new_empty(x_TK.shape[0], weight.out_features), 0
     for rows in weight.sections:
         last = first + rows
-        # on the device: nobody waits for the number
+        # on the device, so that the host does not wait for the number
         y[:, first:last] = _scaled_product(q, codes[first:last].t(), scale, scales[first], x_TK.dtype, fast=True)
         first = last
     return y
 
 
 def input_gradient(dy_TO: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | None = None) -> Tensor:
-    """dX = dY W, [T, I] in dY's dtype; with a scratch [W | B], dY [W | B].
+    """Computes dX = dY W, [T, I] in dY's dtype; with a scratch [W | B], dY [W | B].
 
     Args:
         dy_TO: [T, O].
@@ -163,12 +163,12 @@ def input_gradient(dy_TO: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | 
 
 
 def quantized_rows(x_TK: Tensor, weight: QuantizedWeight) -> RowCodes:
-    """What `product_of_rows` takes, of x [T, I]."""
+    """Quantises x [T, I] to an operand of `product_of_rows`."""
     return RowCodes(*weight.operands.quantize_rows(x_TK, None))
 
 
 def product_of_rows(x: RowCodes, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """`product` for a weight with scales by row and an x that is quantised already, in `dtype`."""
+    """Computes `product` for a weight with scales by row and an x that is quantised already, in `dtype`."""
     codes, scales = weight.parts["codes"], weight.parts["scales"]
     return _scaled_product(x.codes, codes.t(), x.scale, scales[None, :], dtype, fast=True)
 
@@ -183,7 +183,8 @@ def _decoded(weight: QuantizedWeight, like: Tensor, scratch_OK: Tensor | None) -
 def _scaled_product(
     a_TK: Tensor, b_KN: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool
 ) -> Tensor:
-    """a b in fp32, scaled, rounded to `dtype`; `fast` lets a GPU sum with fewer bits, as is usual in forward."""
+    """Computes a b in fp32, scaled, rounded to `dtype`; `fast` lets a GPU sum with fewer bits, as is usual in
+    forward."""
     if a_TK.shape[0] == 0:
         return torch.empty(0, b_KN.shape[1], dtype=dtype, device=a_TK.device)  # torch refuses scales of no rows
     by_row, on_gpu = scale_a.dim() == 2, a_TK.device.type == "cuda"
@@ -199,7 +200,7 @@ def _scaled_product(
 
 @cache
 def _scales_rows_on_cpu() -> bool:
-    """Whether torch's product takes a scale for each row on a CPU, where older versions take one for the whole."""
+    """Tests whether torch's product takes a scale for each row on a CPU; older versions take one for the whole."""
     codes, scale = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
     try:
         torch._scaled_mm(codes, codes.t(), scale_a=scale, scale_b=scale.t().contiguous(), out_dtype=torch.float32)

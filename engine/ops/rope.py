@@ -26,7 +26,7 @@ def inverse_frequencies(
     original_length: int = 8192,
     factors: tuple[float, ...] = (),
 ) -> Tensor:
-    """fp32 [head_dim / 2] angular frequencies theta^(-2i/d), scaled.
+    """Returns fp32 [head_dim / 2] angular frequencies theta^(-2i/d), scaled.
 
     Args:
         kind: "default"; "linear" divides all by `factor`; "llama3" divides the low frequencies by `factor`, leaves the
@@ -72,7 +72,7 @@ class _SplitRotate(torch.autograd.Function):
 def split_rotate(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, kernels: Kernels
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fused product [T, (H + 2K) * D] -> rotated q [T, H, D], rotated k [T, K, D], v [T, K, D]."""
+    """Splits and rotates: fused product [T, (H + 2K) * D] -> rotated q [T, H, D], rotated k [T, K, D], v [T, K, D]."""
     return _SplitRotate.apply(qkv, cos, sin, num_heads, num_kv_heads, head_dim, kernels)
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels as a backend of the ops.
 
 In float32, bfloat16 and float16 on a GPU; in float32 on a CPU, through Triton's interpreter.
-Importing this imports Triton, so whoever chooses a backend does it late (`engine.ops.backends`).
+Importing this imports Triton, so the choice of a backend does it late (`engine.ops.backends`).
 
 Rows may lie any distance apart everywhere, as in the [x | H] buffer of a folded linear. Gradients of weights are added
 to fp32 buffers and never rounded in between.
@@ -31,7 +31,7 @@ def _norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None, weight_gradient: Tensor | None
 ) -> Tensor:
     if update is not None and update.h_TR is None:
-        dy, update = _apply_update(dy, update), None  # in place: without H the kernel cannot make it on the way
+        dy, update = _apply_update(dy, update), None  # in place: without H the kernel cannot fuse it
     return rmsnorm.rmsnorm_backward(dy, x, weight, rstd, update=update, weight_gradient_F=weight_gradient)
 
 
@@ -87,17 +87,29 @@ def _split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin:
 
 
 def _norm_rope_split(
-    qkv: Tensor, weights: tuple[Tensor, Tensor], eps: float, cos: Tensor, sin: Tensor, num_heads: int,
-    num_kv_heads: int, head_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     tables = (cos.contiguous(), sin.contiguous())
     return head_norm.norm_rope_split(qkv, weights, eps, *tables, num_heads, num_kv_heads, head_dim)
 
 
 def _norm_rope_merge(
-    gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, weights: tuple[Tensor, Tensor], statistics: Tensor,
-    cos: Tensor, sin: Tensor, *, weight_gradients: tuple[Tensor | None, Tensor | None],
-) -> Tensor:  # fmt: skip
+    gradients: tuple[Tensor, Tensor, Tensor],
+    qkv: Tensor,
+    weights: tuple[Tensor, Tensor],
+    statistics: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    weight_gradients: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
     return head_norm.norm_rope_merge(
         gradients, qkv, weights, statistics, cos.contiguous(), sin.contiguous(), weight_gradients=weight_gradients
     )

@@ -25,7 +25,7 @@ from engine.ops.gradients import GradientSink
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WideNorm:
-    """One of the two norms on this rank.
+    """The norm of queries, or that of keys, on this rank.
 
     Args:
         weight_F: of the features held here.
@@ -78,7 +78,7 @@ class _WideNorms(torch.autograd.Function):
 def wide_norms(
     q_TF: Tensor, k_TF: Tensor, norms: tuple[WideNorm, WideNorm], *, eps: float, axis: Axis, leaves: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Queries [T, F] and keys [T, F] of this rank's heads, each normalised over the heads of all ranks of `axis`.
+    """Normalises queries [T, F] and keys [T, F] of this rank's heads, each over the heads of all ranks of `axis`.
 
     Args:
         norms: of queries and of keys.

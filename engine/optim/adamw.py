@@ -1,6 +1,6 @@
 """AdamW (Loshchilov & Hutter, arXiv 1711.05101) on flat fp32 buffers, without host synchronisation.
 
-The learning rate, the step count, the clip factor, the loss scale and the non-finite flag are device tensors. A step
+The learning rate, the step count, the clip factor, the loss scale and the skip flag are device tensors. A step
 whose gradient or loss is not finite, or lies above a limit, leaves weights, moments and the step count as they were.
 """
 
@@ -19,7 +19,7 @@ from engine.optim.reduce import gradient_norm
 
 
 class FlatAdamW:
-    """Clip, update, publish.
+    """Clips the gradient, updates the masters and publishes the weights.
 
     Args:
         flat: buffers; the gradient must be summed over all ranks before `step`. Moments lie like its masters: where
@@ -28,8 +28,8 @@ class FlatAdamW:
         betas, eps, weight_decay: of AdamW; decay is decoupled and skips norm weights and biases.
         clip_grad_norm: largest L2 norm of the gradient; 0 turns clipping off.
         backend: how the buffers are updated.
-        piece_elements: of masters that wait in host memory and are updated together.
-        loss_scale: what the gradient is multiplied by, and what follows from it; None where it is not.
+        piece_elements: number of offloaded masters that are updated together.
+        loss_scale: the factor of the loss, and so of the gradient; None for 1.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class FlatAdamW:
         device = flat.gradient.device
         self.exp_avg = flat.state()
         self.exp_avg_sq = flat.state()
-        self.updates = torch.zeros((), dtype=torch.float32, device=device)
+        self.step_count = torch.zeros((), dtype=torch.float32, device=device)
         """Updates applied so far: AdamW's t."""
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
-        self.non_finite = torch.zeros((), dtype=torch.float32, device=device)
-        """1 where the last gradient or loss was not finite or above its limit, so that nothing was updated."""
+        self.skip = torch.zeros((), dtype=torch.float32, device=device)
+        """1 where the last step was skipped: its gradient or loss was not finite, or above its limit."""
         self.norm_limit = torch.full_like(self.lr, torch.finfo(torch.float32).max)
         """A step whose gradient norm, before clipping, is larger is skipped; the largest number where there is no
         limit."""
@@ -68,9 +68,9 @@ class FlatAdamW:
             exp_avg=self.exp_avg,
             exp_avg_sq=self.exp_avg_sq,
             lr=self.lr,
-            updates=self.updates,
+            step_count=self.step_count,
             clip=self._clip_factor,
-            non_finite=self.non_finite,
+            skip=self.skip,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
@@ -82,11 +82,11 @@ class FlatAdamW:
             self._update = StreamedUpdate(state, backend, elements=piece_elements)
 
     def step(self, lr: float | Tensor, loss: Tensor | None = None) -> Tensor:
-        """One update from the summed gradient; the gradient is zeroed for the next one.
+        """Updates once from the summed gradient, and zeroes it for the next step.
 
         Args:
             lr: learning rate of this step; a number, or a 0-dim tensor on the device.
-            loss: 0-dim fp32, equal on all ranks; None where it has no say in whether the step is skipped.
+            loss: 0-dim fp32, equal on all ranks; None where it does not decide whether the step is skipped.
 
         Returns:
             0-dim fp32 gradient norm before clipping, without the loss scale.
@@ -98,12 +98,12 @@ class FlatAdamW:
         scale = None if self.loss_scale is None else self.loss_scale.value
         if scale is not None:
             norm = norm / scale
-        # written so that what is not a number is skipped, too
+        # a comparison with NaN is false, so that NaN is skipped, too
         applies = norm <= self.norm_limit
         if loss is not None:
             applies = applies & (loss <= self.loss_limit)
-        self.non_finite.copy_(~applies)
-        self.skipped.add_(self.non_finite)
+        self.skip.copy_(~applies)
+        self.skipped.add_(self.skip)
         if self._clip_factor is not None:
             if self._clip > 0:  # as torch.nn.utils.clip_grad_norm_ does it
                 self._clip_factor.copy_((self._clip / (norm + 1e-6)).clamp(max=1.0))
@@ -112,11 +112,11 @@ class FlatAdamW:
         self._update()
         if self.loss_scale is not None:
             self.loss_scale.update(norm)
-        self.updates.add_(1.0 - self.non_finite)
+        self.step_count.add_(1.0 - self.skip)
         return norm
 
     def state_shards(self) -> list[NamedShard]:
-        """Masters and moments of this rank as named shards, for saving and loading."""
+        """Returns masters and moments of this rank as named shards, for saving and loading."""
         return (
             self.flat.shards("master", self.flat.master)
             + self.flat.shards("optim.exp_avg", self.exp_avg)

@@ -1,9 +1,9 @@
-"""How flat AdamW updates its buffers: torch's fused kernel, the compiled one-pass kernel, or NVIDIA apex's FusedAdam.
+"""Backends of flat AdamW's update: torch's fused kernel, the compiled one-pass kernel, or NVIDIA apex's FusedAdam.
 
 A backend is chosen once, when the optimizer is built, and bound to its buffers. All of them compute the same step:
-gradients times the clip factor, AdamW (arXiv 1711.05101) with decoupled decay, nothing at all where the gradient is not
-finite, weights published in the dtype the model computes with, the gradient left as zeros. State lies in the same
-tensors whichever is used, so a checkpoint of one opens with another. Numbers that change from step to step are device
+gradients times the clip factor, AdamW (arXiv 1711.05101) with decoupled decay, no change where the step is skipped,
+weights published in the dtype the model computes with, the gradient left as zeros. State lies in the same tensors
+whichever is used, so a checkpoint of one opens with another. Numbers that change from step to step are device
 tensors; no backend waits for the device.
 """
 
@@ -23,7 +23,7 @@ from engine.kernels.native.loader import native_status
 from engine.ops.apex import apex_status, fused_adam
 from engine.optim.flat import FlatParameters, Span
 from engine.optim.flat_layout import ALIGNMENT, Region, Slot
-from engine.optim.publish import CopyAll
+from engine.optim.publish import CopyPublish
 from engine.optim.reduce import plain_square_sum
 
 
@@ -38,21 +38,21 @@ class Buffers(Protocol):
     def is_sharded(self) -> bool:
         """Whether the masters are not those of whole parameters."""
 
-    def publish_until_read(self) -> None: ...
+    def publish_async(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWState:
-    """What an update reads and writes.
+    """The tensors that an update reads and writes.
 
     Args:
         flat: masters, gradients, and where they lie; the gradient is summed over all ranks. `flat.spans` is what is
             updated: all of it, this rank's own part, or a piece of that.
         exp_avg, exp_avg_sq: fp32 moments, flat like the masters.
         lr: fp32 0-dim learning rate.
-        updates: fp32 0-dim count of updates before this one; not changed by the update.
+        step_count: fp32 0-dim count of updates before this one; not changed by the update.
         clip: fp32 0-dim factor of the gradient; None where nothing is clipped.
-        non_finite: fp32 0-dim; where it is 1, weights and moments stay as they are.
+        skip: fp32 0-dim; where it is 1, weights and moments stay as they are.
         betas, eps, weight_decay: of AdamW; norm weights and biases do not decay.
     """
 
@@ -60,9 +60,9 @@ class AdamWState:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     lr: Tensor
-    updates: Tensor
+    step_count: Tensor
     clip: Tensor | None
-    non_finite: Tensor
+    skip: Tensor
     betas: tuple[float, float]
     eps: float
     weight_decay: float
@@ -72,14 +72,14 @@ class AdamWState:
 
 
 class Update(Protocol):
-    """One update: weights, moments and published weights; leaves the gradient as zeros."""
+    """Updates masters and moments, publishes the weights, and leaves the gradient as zeros."""
 
     def __call__(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerBackend:
-    """One way to update.
+    """One implementation of the update.
 
     Args:
         name: as a user asks for it.
@@ -119,10 +119,10 @@ class TorchUpdate:
                 exp_avgs,
                 exp_avg_sqs,
                 [],
-                [state.updates.clone() for _ in parameters],  # counted up in place
+                [state.step_count.clone() for _ in parameters],  # counted up in place
                 foreach=False,
                 fused=True,
-                found_inf=state.non_finite,
+                found_inf=state.skip,
                 amsgrad=False,
                 beta1=state.betas[0],
                 beta2=state.betas[1],
@@ -131,7 +131,7 @@ class TorchUpdate:
                 eps=state.eps,
                 maximize=False,
             )
-        state.flat.publish_until_read()
+        state.flat.publish_async()
         state.flat.gradient.zero_()
 
 
@@ -159,7 +159,7 @@ class NativeUpdate:
     def __init__(self, state: AdamWState) -> None:
         self._state = state
         self._spans: list[_Span] = []
-        self._publish: Callable[[], None] = state.flat.publish_until_read
+        self._publish: Callable[[], None] = state.flat.publish_async
         if state.flat.is_sharded:
             for span in state.flat.spans:
                 decay = state.decay(span.decays)
@@ -170,7 +170,7 @@ class NativeUpdate:
         left: list[Slot] = []
         for region in flat.regions:
             left += self._split(region, flat)
-        self._publish = CopyAll(left, flat.master, [flat.home(slot) for slot in left]).start
+        self._publish = CopyPublish(left, flat.master, [flat.target(slot) for slot in left]).start
 
     def _split(self, region: Region, flat: FlatParameters) -> list[Slot]:
         """Cuts a region at the parameters that the kernel writes itself; returns the others."""
@@ -182,7 +182,7 @@ class NativeUpdate:
                 self._spans.append(_Span(start=start, stop=stop, gradient=gradient, decay=decay, published=published))
 
         for slot in region.slots:
-            parameter = flat.home(slot)
+            parameter = flat.target(slot)
             dense = parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
             if not dense or slot.size < _SMALLEST_WRITTEN:
                 left.append(slot)
@@ -205,12 +205,12 @@ class NativeUpdate:
                 state.exp_avg[here],
                 state.exp_avg_sq[here],
                 lr=state.lr,
-                updates=state.updates,
+                step_count=state.step_count,
                 betas=state.betas,
                 eps=state.eps,
                 weight_decay=span.decay,
                 clip=state.clip,
-                non_finite=state.non_finite,
+                skip=state.skip,
                 low_precision=span.published,
                 zero_gradient=True,
             )
@@ -224,13 +224,13 @@ _LARGEST_PIECE = 1 << 30
 
 
 class _ClipAndSkip:
-    """What FusedAdam asks a torch.amp.GradScaler for: the factor that the gradient carries, and whether to skip."""
+    """Stands in for the torch.amp.GradScaler that FusedAdam asks for the gradient's factor and the skip flag."""
 
     def __init__(self, state: AdamWState) -> None:
         self._state = state
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
-        return {self._state.non_finite.device: self._state.non_finite}
+        return {self._state.skip.device: self._state.skip}
 
     def _get_scale_async(self) -> Tensor:
         # the gradient is divided by it; in fp64 the factor comes back without a second rounding
@@ -274,16 +274,16 @@ class ApexUpdate:
             self._optimizer.state[parameter] = held
         for group in self._optimizer.param_groups:
             group["lr"] = state.lr
-            group["step"] = torch.zeros(1, dtype=torch.int32, device=state.updates.device)
+            group["step"] = torch.zeros(1, dtype=torch.int32, device=state.step_count.device)
 
     def __call__(self) -> None:
         # FusedAdam counts each group up unless its skip flag is still set from the step before. A run that was resumed
         # has a count of its own, so both are set here: what it counts from, and that it counts.
         self._optimizer._dummy_overflow_buf.zero_()
         for group in self._optimizer.param_groups:
-            group["step"].copy_(self._state.updates)
+            group["step"].copy_(self._state.step_count)
         self._optimizer.step(grad_scaler=self._scaler)
-        self._state.flat.publish_until_read()
+        self._state.flat.publish_async()
         self._state.flat.gradient.zero_()
 
 
@@ -293,7 +293,7 @@ APEX = OptimizerBackend(name="apex", bind=ApexUpdate, square_sum=plain_square_su
 
 
 def choose_backend(wanted: str, *, device: torch.device) -> tuple[OptimizerBackend, str]:
-    """The backend for buffers on `device`.
+    """Chooses the backend for buffers on `device`.
 
     Args:
         wanted: "auto" (native on a CPU where it is built, else torch), "torch", "native" or "apex".

@@ -1,8 +1,9 @@
 """Trainable parameters as flat fp32 buffers: gradients, master weights, and where each parameter lies in them.
 
-Each treatment (which ranks still have to be summed, who counts in the norm, whether weights decay) is one operation on
-one slice; `engine.optim.flat_layout` says where everything lies. With a `Sharding` the masters, and further on the
-gradient, are this rank's own part alone. With `HostMemory` the masters wait there; the gradient never does.
+What parameters differ in (the ranks that a gradient is still summed over, the rank that counts it in the norm, weight
+decay) is one operation on one slice; `engine.optim.flat_layout` says where everything lies. With a `Sharding` the
+masters, and at higher levels the gradient, are this rank's own part alone. With `HostMemory` the masters are kept
+there; the gradient never is.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from engine.distributed.boxes import part_shards
 from engine.distributed.sharding import NamedShard
 from engine.layers.host_copies import HostMemory
 from engine.layers.module import ShardEntry
-from engine.optim.flat_layout import ALIGNMENT, OwnRun, Region, Slot, own_runs, plan_buckets, plan_regions
-from engine.optim.publish import CopyAll, GatherParts, Publish, SendToKeepers, home
+from engine.optim.flat_layout import ALIGNMENT, OwnedRange, Region, Slot, owned_ranges, plan_buckets, plan_regions
+from engine.optim.publish import AllGatherPublish, AllToAllPublish, CopyPublish, Publish, target
 from engine.optim.state_sharding import Sharding
 
 __all__ = ["ALIGNMENT", "FlatParameters", "Region", "Slot", "Span"]
@@ -26,11 +27,11 @@ __all__ = ["ALIGNMENT", "FlatParameters", "Region", "Slot", "Span"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A run of the masters that is treated alike, and its gradient.
+    """A range of the masters that is treated alike, and its gradient.
 
     Args:
         start, stop: in the masters and in whatever lies like them.
-        gradient: the summed gradient of the run; a view that stays valid.
+        gradient: the summed gradient of the range; a view that stays valid.
         owner: whether this rank counts it in the gradient norm.
         decays: whether weight decay applies.
     """
@@ -45,13 +46,13 @@ class Span:
 class FlatParameters:
     """Flat gradient and master buffers over the trainable parameters.
 
-    Masters start from the parameters; where these are spread over ranks, from zero: fill them, and publish.
+    Masters start from the parameters; where these are sharded, from zero: fill them, and publish.
 
     Args:
         entries: of the model, in forward order; frozen ones are passed over.
         device: of the buffers.
-        sharding: what of them is spread over ranks; None for nothing.
-        host: where masters, and what lies like them, wait between updates; None keeps them on the device.
+        sharding: which of them are sharded, and over which ranks; None for nothing.
+        host: the host memory that keeps masters and optimizer states between updates; None keeps them on the device.
     """
 
     def __init__(
@@ -67,16 +68,16 @@ class FlatParameters:
         trainable = [entry for entry in entries if entry.sink is not None]
         self.regions = plan_regions(trainable, size=size, bucket_elements=self.sharding.bucket_elements)
         buckets = plan_buckets(self.regions, self.sharding.bucket_elements) if size > 1 else []
-        self._runs: list[OwnRun] = own_runs(buckets, rank=self.sharding.rank, size=size)
+        self._runs: list[OwnedRange] = owned_ranges(buckets, rank=self.sharding.rank, size=size)
         total = self.regions[-1].stop if self.regions else 0
         self._num_own, self._device = total // size, device
         self.master = self.state()
         self.rounded: Tensor | None = None
-        """Own masters in the weights' dtype, on the device: what is sent where sharded masters are in host memory."""
+        """This rank's masters in the weights' dtype, on the device: sent where sharded masters are in host memory."""
         if host is not None and size > 1 and trainable:
             self.rounded = torch.zeros(self._num_own, dtype=trainable[0].parameter.dtype, device=device)
         self.gradient = torch.zeros(
-            total // size if self.sharding.spreads_gradients else total, dtype=torch.float32, device=device
+            total // size if self.sharding.shards_gradients else total, dtype=torch.float32, device=device
         )
         """The sum over all ranks, once it is complete: of everything, or this rank's own part alone."""
         order = {id(entry): place for place, entry in enumerate(reversed(trainable))}
@@ -90,24 +91,24 @@ class FlatParameters:
         self._publish: Publish
         source = self.master if self.rounded is None else self.rounded
         if size == 1:
-            self._publish = CopyAll(self.slots, self.master, [self.home(slot) for slot in self.slots])
+            self._publish = CopyPublish(self.slots, self.master, [self.target(slot) for slot in self.slots])
         elif self._weights_are_spread:
             assert self.sharding.weights is not None
-            self._publish = SendToKeepers(self.buckets, source, self.sharding.weights)
+            self._publish = AllToAllPublish(self.buckets, source, self.sharding.weights)
         else:
-            self._publish = GatherParts(self.buckets, source, self.sharding.axis, self.sharding.weights)
+            self._publish = AllGatherPublish(self.buckets, source, self.sharding.axis, self.sharding.weights)
         if not self._weights_are_spread:
             self._start_from_parameters()
 
     def state(self) -> Tensor:
-        """Zeros that lie like the masters and where they do: fp32, 1-dimensional."""
+        """Returns zeros with the masters' layout and placement: fp32, 1-dimensional."""
         if self.host is not None:
             return self.host.zeros(self._num_own, torch.float32)
         return torch.zeros(self._num_own, dtype=torch.float32, device=self._device)
 
-    def home(self, slot: Slot) -> Tensor:
-        """Where a parameter's weights are written; where they are not spread."""
-        return home(slot, self.sharding.weights)
+    def target(self, slot: Slot) -> Tensor:
+        """Returns the tensor that a parameter's weights are written to, where they are not sharded."""
+        return target(slot, self.sharding.weights)
 
     @property
     def is_sharded(self) -> bool:
@@ -120,7 +121,7 @@ class FlatParameters:
 
     @property
     def num_elements(self) -> int:
-        """Parameters on this rank, whoever updates them, alignment excluded."""
+        """The number of parameters on this rank, whichever rank updates them, alignment excluded."""
         return sum(slot.size for slot in self.slots)
 
     def _make_spans(self) -> Iterable[Span]:
@@ -128,7 +129,7 @@ class FlatParameters:
         for region in self.regions:
             own = slice(region.start // size, region.stop // size)
             kind = {"owner": region.owner, "decays": region.decays}
-            if size == 1 or self.sharding.spreads_gradients:
+            if size == 1 or self.sharding.shards_gradients:
                 yield Span(start=own.start, stop=own.stop, gradient=self.gradient[own], **kind)
                 continue
             for bucket in self.buckets:  # own parts lie apart in a gradient that is whole
@@ -142,10 +143,10 @@ class FlatParameters:
         if not self.is_sharded:
             if self.slots:  # a pipeline rank may hold frozen parameters alone
                 masters = [slot.view(self.master) for slot in self.slots]
-                torch._foreach_copy_(masters, [self.home(slot) for slot in self.slots])
+                torch._foreach_copy_(masters, [self.target(slot) for slot in self.slots])
             return
         for run in self._runs:
-            self.master[run.place].copy_(self.home(run.slot).reshape(-1)[run.first : run.last])
+            self.master[run.place].copy_(self.target(run.slot).reshape(-1)[run.first : run.last])
 
     def publish(self) -> None:
         """Writes the masters into the parameters the model computes with, rounding once. Collective where sharded."""
@@ -156,33 +157,33 @@ class FlatParameters:
         self._publish.start()
         self._publish.finish()
 
-    def publish_until_read(self) -> None:
-        """Publishes as `publish`, but parameters may get their new values as late as the next forward reads them.
+    def publish_async(self) -> None:
+        """Publishes as `publish`, with the all-gathers in flight until the next forward reads the parameters.
 
         Where masters are in host memory, `rounded` holds what they have become.
         """
         self._publish.start()
 
     def shards(self, prefix: str, flat: Tensor) -> list[NamedShard]:
-        """Views of `flat` (the masters, or a state of the optimizer) as named shards `prefix/name`.
+        """Returns views of `flat` (the masters, or a state of the optimizer) as named shards `prefix/name`.
 
         Where sharded, a parameter is several shards or none: what this rank owns of it.
         """
         return self._named(f"{prefix}/", flat)
 
     def master_shards(self) -> list[NamedShard]:
-        """The masters under their logical names; fill these, then `publish`."""
+        """Returns the masters under their logical names; fill these, then `publish`."""
         return self._named("", self.master)
 
     def gradient_shards(self) -> list[NamedShard]:
-        """The summed gradient under the parameters' logical names, as far as this rank has it."""
-        if self.sharding.spreads_gradients:
+        """Returns the summed gradient under the parameters' logical names, as far as this rank has it."""
+        if self.sharding.shards_gradients:
             return self._named("", self.gradient)
         return [NamedShard(slot.entry.name, slot.view(self.gradient), slot.entry.spec) for slot in self.slots]
 
     def _named(self, prefix: str, flat: Tensor) -> list[NamedShard]:
         if self.host is not None:
-            self.host.settle()  # whoever asks will read or write
+            self.host.settle()  # the caller will read or write
         if not self.is_sharded:
             return [NamedShard(prefix + slot.entry.name, slot.view(flat), slot.entry.spec) for slot in self.slots]
         shards: list[NamedShard] = []
@@ -193,9 +194,9 @@ class FlatParameters:
         return shards
 
     def span(self, group: str) -> tuple[int, int] | None:
-        """The contiguous slice of the gradient that still has to be summed over `group`, or None."""
+        """Returns the contiguous slice of the gradient that still has to be summed over `group`, or None."""
         held = [region for region in self.regions if group in region.grad_reduce]
         if not held:
             return None
-        size = self.sharding.size if self.sharding.spreads_gradients else 1
+        size = self.sharding.size if self.sharding.shards_gradients else 1
         return held[0].start // size, held[-1].stop // size

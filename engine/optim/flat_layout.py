@@ -1,9 +1,9 @@
-"""Where each trainable parameter lies in the flat buffers: arithmetic on places, no memory.
+"""The layout of the flat buffers: where each trainable parameter lies. Arithmetic on offsets, no memory.
 
-Parameters are grouped into regions that need the same treatment, and within a region into buckets that leave together.
-Where the optimizer is sharded, each bucket is padded so that it divides into equal, aligned parts, and rank r of the
-group owns the r-th part of each bucket. The parts of one rank, one after the other, are its *own* buffers: because
-every bucket divides, a place p where a bucket or a region begins lies at p / size there.
+Parameters are grouped into regions that need the same treatment, and within a region into buckets that are reduced
+together. Where the optimizer is sharded, each bucket is padded so that it divides into equal, aligned parts, and rank r
+of the group owns the r-th part of each bucket. The parts of one rank, one after the other, are its *own* buffers:
+because every bucket divides evenly, an offset p where a bucket or a region begins is p / size there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Slot:
     size: int
 
     def view(self, flat: Tensor, start: int = 0) -> Tensor:
-        """The parameter's values in `flat`, which begins at place `start`."""
+        """Returns the parameter's values in `flat`, which begins at offset `start`."""
         offset = self.offset - start
         return flat[offset : offset + self.size].view(self.entry.spec.local_shape)
 
@@ -54,20 +54,20 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Slots whose gradients leave together, flat[start : stop]."""
+    """Slots whose gradients are reduced together, flat[start : stop]."""
 
     start: int
     stop: int
     slots: tuple[Slot, ...]
 
     def own(self, size: int) -> slice:
-        """Where a rank's part of it lies in the rank's own buffers."""
+        """Returns the place of a rank's part of the bucket in the rank's own buffers."""
         return slice(self.start // size, self.stop // size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OwnRun:
-    """What a rank owns of one parameter: elements [first, last) of the slot, at `start` of the rank's own buffers."""
+class OwnedRange:
+    """The part of one parameter that a rank owns: elements [first, last) of the slot, at `start` of its own buffers."""
 
     slot: Slot
     first: int
@@ -85,7 +85,7 @@ def decays(entry: ShardEntry) -> bool:
 
 
 def _region_key(entry: ShardEntry) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """Equal on all ranks for the same parameter; ownership follows from what is replicated."""
+    """Returns a key that is equal on all ranks for the same parameter; ownership follows from what is replicated."""
     return entry.spec.grad_reduce, entry.spec.replicated, not decays(entry)
 
 
@@ -143,8 +143,8 @@ def plan_buckets(regions: Iterable[Region], bucket_elements: int) -> list[Bucket
     return buckets
 
 
-def own_runs(buckets: Iterable[Bucket], *, rank: int, size: int) -> list[OwnRun]:
-    """What rank `rank` of `size` owns, in the order of its own buffers."""
+def owned_ranges(buckets: Iterable[Bucket], *, rank: int, size: int) -> list[OwnedRange]:
+    """Returns what rank `rank` of `size` owns, in the order of its own buffers."""
     runs = []
     for bucket in buckets:
         length = (bucket.stop - bucket.start) // size
@@ -154,5 +154,5 @@ def own_runs(buckets: Iterable[Bucket], *, rank: int, size: int) -> list[OwnRun]
             last = min(begin + length - slot.offset, slot.size)
             if first < last:
                 start = bucket.start // size + slot.offset + first - begin
-                runs.append(OwnRun(slot=slot, first=first, last=last, start=start))
+                runs.append(OwnedRange(slot=slot, first=first, last=last, start=start))
     return runs

@@ -1,10 +1,10 @@
-"""Masters and moments that wait in host memory and come to the device a piece at a time, to be updated there.
+"""Optimizer state in host memory: streamed to the device a piece at a time, and updated there.
 
-A piece is some neighbouring elements of the masters. Its master and two moments are fetched into one of two slots, the
-backend updates them with the gradient, which is on the device, the new weights are rounded from the slot, and all three
-go back, while the other slot's piece comes or is computed. Every element sees the arithmetic that it would see without,
-so that it has the same bits, and nothing waits for the device on the host: a CPU that updated them would have to wait
-for the gradient and for the clip factor, which is made of all of it.
+A piece is a range of the masters. Its masters and two moments are fetched into one of two slots, the backend updates
+them with the gradient, which is on the device, the new weights are rounded from the slot, and all three are copied
+back, while the other slot's piece is fetched or updated. The arithmetic of each element is that of an update without
+offload, so the bits are the same, and the host never waits for the device: an update on the CPU would have to wait for
+the gradient and for the clip factor, which depends on all of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.optim.flat_layout import ALIGNMENT
 from engine.optim.publish import runs_of
 
 NUM_SLOTS = 2
-"""While a piece is computed, the one before it leaves and the one after it comes."""
+"""While a piece is updated, the one before it is copied back and the one after it is fetched."""
 PIECE_ELEMENTS = 1 << 22
 """48 MiB of state."""
 NUM_STATES = 3
@@ -31,10 +31,10 @@ NUM_STATES = 3
 
 
 class _Piece:
-    """Elements [start, stop) of the masters, all of one span; lying in a slot, it is what a backend updates.
+    """Elements [start, stop) of the masters, all of one span, as a backend updates them in a slot.
 
     Args:
-        span: that it is of.
+        span: the span that it is cut from.
         slot: fp32 [NUM_STATES, elements] on the device.
         targets: what its masters are rounded into, each with the place of its first element among them.
     """
@@ -54,15 +54,15 @@ class _Piece:
             self._sources.append(self.master[first : first + target.numel()].view(target.shape))
         self.update: Update
         self.sent: Any = None
-        """When it was last complete in host memory."""
+        """The event after which it was last complete in host memory."""
 
-    def publish_until_read(self) -> None:
+    def publish_async(self) -> None:
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
 
 
 class StreamedUpdate:
-    """A backend's update of state that waits in host memory.
+    """A backend's update of state that is kept in host memory.
 
     Args:
         state: `flat`, `exp_avg` and `exp_avg_sq` in host memory, the rest on the device.
@@ -90,15 +90,15 @@ class StreamedUpdate:
                 self._pieces.append(piece)
 
     def __call__(self) -> None:
-        coming = self._fetch(0)
+        fetched = self._fetch(0)
         for place, piece in enumerate(self._pieces):
-            here, coming = coming, self._fetch(place + 1)
-            self._memory.wait(here)
+            current, fetched = fetched, self._fetch(place + 1)
+            self._memory.wait(current)
             piece.update()
             piece.sent = self._memory.send(self._places(piece), piece.here)
         flat = self._flat
         if flat.is_sharded:
-            flat.publish_until_read()
+            flat.publish_async()
         if flat.gradient.numel() > flat.master.numel():
             flat.gradient.zero_()  # the other ranks' parts
 
@@ -106,7 +106,8 @@ class StreamedUpdate:
         return [state[piece.start : piece.stop] for state in self._states]
 
     def _fetch(self, place: int) -> Any:
-        """Starts a piece's way to its slot, where the one before it there has left; and it itself, a step ago."""
+        """Starts copying a piece into its slot, once the slot's piece before it, and its own last update, are copied
+        back."""
         if place >= len(self._pieces):
             return None
         piece = self._pieces[place]
@@ -114,13 +115,13 @@ class StreamedUpdate:
         return self._memory.fetch(piece.here, self._places(piece), after=(before, piece.sent, *self._last_sent(place)))
 
     def _last_sent(self, place: int) -> Iterator[Any]:
-        """The first pieces find in their slots what the last ones of the step before left."""
+        """Yields, for the first pieces, the copies of the last step's last pieces, which used the same slots."""
         if place < NUM_SLOTS:
             yield from (piece.sent for piece in self._pieces[-NUM_SLOTS:])
 
 
 def device_bytes(elements: int, piece: int = PIECE_ELEMENTS) -> int:
-    """What masters and moments of `elements` take on the device while they wait in host memory: the slots."""
+    """Returns the device bytes that offloaded masters and moments of `elements` take: the slots."""
     return NUM_SLOTS * NUM_STATES * 4 * min(_aligned(piece), elements)
 
 
@@ -129,7 +130,7 @@ def _aligned(elements: int) -> int:
 
 
 def _targets(flat: FlatParameters, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    """What elements [start, stop) of the masters are rounded into, each with the place of its first among them."""
+    """Yields the tensors that elements [start, stop) of the masters are rounded into, each with its offset in them."""
     if flat.rounded is not None:
         yield 0, flat.rounded[start:stop]
         return
@@ -137,6 +138,6 @@ def _targets(flat: FlatParameters, start: int, stop: int) -> Iterator[tuple[int,
         first, last = max(start - slot.offset, 0), min(stop - slot.offset, slot.size)
         if first < last:
             at = slot.offset + first - start
-            for box in runs_of(flat.home(slot), first, last):
+            for box in runs_of(flat.target(slot), first, last):
                 yield at, box
                 at += box.numel()

@@ -1,7 +1,7 @@
-"""Dynamic loss scaling for float16 (arXiv 1710.03740): gradients too small for its exponents are made larger.
+"""Dynamic loss scaling for float16 (arXiv 1710.03740): keeps small gradients from becoming zeros.
 
-The loss is multiplied by the scale before backward, and the optimizer's clip factor takes it out of the fp32 gradient
-again. Where the gradient is not finite the step is left out and the scale halved; after a window of good steps it
+The loss is multiplied by the scale before backward, and the optimizer's clip factor removes it from the fp32
+gradient. Where the gradient is not finite the step is skipped and the scale halved; after a window of good steps it
 doubles. All of it lies in device tensors, and every rank computes the same from the norm that all ranks share.
 """
 
@@ -15,7 +15,7 @@ FLOOR, CEILING = 1.0, 2.0**24
 
 
 class LossScale:
-    """The scale and what it depends on.
+    """The scale, and the count that decides when it grows.
 
     Args:
         initial: scale of the first step; a power of two, so that scaling rounds nothing.
@@ -26,21 +26,21 @@ class LossScale:
     def __init__(self, initial: float, window: int, device: torch.device) -> None:
         self._window = window
         self.value = torch.full((), initial, dtype=torch.float32, device=device)
-        """What the loss of the next step is multiplied by."""
+        """The factor of the next step's loss."""
         self.good_steps = torch.zeros_like(self.value)
         """Steps in a row without an overflow since the scale last changed."""
         self.overflow = torch.zeros_like(self.value)
         """1 where the last gradient was not finite."""
 
     def tensors(self) -> list[Tensor]:
-        """All that steps change."""
+        """Returns all tensors that a step changes."""
         return [self.value, self.good_steps, self.overflow]
 
     def update(self, norm: Tensor) -> None:
-        """Takes note of a step.
+        """Adjusts the scale after a step.
 
         Args:
-            norm: 0-dim fp32 norm of its gradient, equal on all ranks.
+            norm: 0-dim fp32 norm of the step's gradient, equal on all ranks.
         """
         self.overflow.copy_(~torch.isfinite(norm))
         self.good_steps.add_(1.0).mul_(1.0 - self.overflow)

@@ -16,10 +16,10 @@ def learning_rate(
     warmup_steps: int,
     total_steps: int,
 ) -> float:
-    """Learning rate of step `step` (0-based), as in transformers' schedules.
+    """Returns the learning rate of step `step` (0-based), as in transformers' schedules.
 
-    Warm-up rises linearly from 0 at step 0 to `peak` at step `warmup_steps`; then constant, or falling to `minimum` at
-    `total_steps`, linearly or along half a cosine (Loshchilov & Hutter, arXiv 1608.03983).
+    Warm-up is linear from 0 at step 0 to `peak` at step `warmup_steps`; then the rate is constant, or decays to
+    `minimum` at `total_steps`, linearly or along half a cosine (Loshchilov & Hutter, arXiv 1608.03983).
     """
     if step < warmup_steps:
         return peak * step / warmup_steps

@@ -1,7 +1,7 @@
-"""From the fp32 masters to the weights that the model computes with, rounded once.
+"""Writes the fp32 masters into the weights that the model computes with, rounded once.
 
-Where the masters are spread over ranks, every rank rounds its own part and the ranks exchange what they rounded: the
-numbers that travel are of the weights' dtype, not fp32.
+Where the masters are sharded, every rank rounds its own part and the ranks exchange the rounded parts: what is sent is
+in the weights' dtype, not fp32.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from engine.distributed.collectives import Handle, all_gather_async, all_to_all
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import ShardSpec
 from engine.layers.sharded_storage import SpreadWeights
-from engine.optim.flat_layout import Bucket, Slot, own_runs
+from engine.optim.flat_layout import Bucket, Slot, owned_ranges
 
-AHEAD = 2
-"""Buckets that are on their way while another is copied, where all are wanted at once."""
+PREFETCHED = 2
+"""Buckets in flight while another is copied, where all are gathered at once."""
 
 
 class Publish(Protocol):
     """Writes the masters into the model's weights."""
 
     def start(self) -> None:
-        """The masters have changed: the weights become what they are now, at the latest when they are read next."""
+        """Starts an update of the weights after the masters changed; it ends no later than their next read."""
 
     def finish(self) -> None:
-        """Weights that are still to come are there."""
+        """Waits until all weights are up to date."""
 
 
-class CopyAll:
-    """Each rank has all masters.
+class CopyPublish:
+    """Copies, where each rank has all masters.
 
     Args:
         slots: of `master`.
@@ -52,87 +52,87 @@ class CopyAll:
         pass
 
 
-class _Arrival:
-    """One bucket's weights, gathered by the first forward that reads them."""
+class _GatheredBucket:
+    """One bucket's weights, all-gathered before the first forward that reads them."""
 
     def __init__(self, bucket: Bucket, master: Tensor, axis: Axis, weights: SpreadWeights | None) -> None:
         self._bucket, self._axis = bucket, axis
         self._master = master[bucket.own(axis.size)]
-        self.weights = [home(slot, weights) for slot in bucket.slots]
-        self._is_due = False
-        self._sent: tuple[Tensor, Tensor, Handle] | None = None
-        """This rank's part, which must live until it has left; what arrives; and when."""
+        self.weights = [target(slot, weights) for slot in bucket.slots]
+        self._is_stale = False
+        self._in_flight: tuple[Tensor, Tensor, Handle] | None = None
+        """This rank's part, which must live until it is sent; the output; and the all-gather's handle."""
 
-    def announce(self) -> None:
-        """The masters have changed."""
-        if self._sent is not None:  # what was on its way is no longer wanted
-            self._sent[2].wait()
-        self._is_due, self._sent = True, None
+    def invalidate(self) -> None:
+        """Marks the weights as stale, because the masters have changed."""
+        if self._in_flight is not None:  # its result is outdated
+            self._in_flight[2].wait()
+        self._is_stale, self._in_flight = True, None
 
     def start(self) -> None:
-        if self._is_due and self._sent is None:
+        if self._is_stale and self._in_flight is None:
             part = self._master.to(self.weights[0].dtype)
-            self._sent = (part, *all_gather_async(part, self._axis))
+            self._in_flight = (part, *all_gather_async(part, self._axis))
 
     @torch.no_grad()
     def take(self) -> None:
-        if not self._is_due:
+        if not self._is_stale:
             return
         self.start()
-        assert self._sent is not None
-        _, whole, handle = self._sent
+        assert self._in_flight is not None
+        _, whole, handle = self._in_flight
         handle.wait()
         _copy(self.weights, [slot.view(whole, self._bucket.start) for slot in self._bucket.slots])
-        self._is_due, self._sent = False, None
+        self._is_stale, self._in_flight = False, None
 
     def release(self) -> None:
         pass
 
 
-class GatherParts:
-    """Each rank has its part of each bucket's masters, and all weights.
+class AllGatherPublish:
+    """All-gathers, where each rank has its part of each bucket's masters, and all weights.
 
     Args:
         buckets: all of them; the axis's ranks have one part of each.
         master: this rank's own masters, or what they have been rounded to.
         axis: the ranks.
-        weights: their stops wait for what they read, so that it travels while those before them compute; None gathers
-            all at once.
+        weights: the layers that read a bucket wait for it, so that it is in flight while earlier layers compute; None
+            gathers all at once.
     """
 
     def __init__(self, buckets: Sequence[Bucket], master: Tensor, axis: Axis, weights: SpreadWeights | None) -> None:
         self._weights = weights
         # buckets lie in backward order
-        self._arrivals = [_Arrival(bucket, master, axis, weights) for bucket in reversed(buckets)]
+        self._gathered = [_GatheredBucket(bucket, master, axis, weights) for bucket in reversed(buckets)]
         if weights is not None:
-            for bucket, arrival in zip(reversed(buckets), self._arrivals, strict=True):
-                weights.attach([slot.entry.parameter for slot in bucket.slots], arrival)
+            for bucket, gathered in zip(reversed(buckets), self._gathered, strict=True):
+                weights.attach([slot.entry.parameter for slot in bucket.slots], gathered)
 
     def start(self) -> None:
-        for arrival in self._arrivals:
-            arrival.announce()
+        for bucket in self._gathered:
+            bucket.invalidate()
         if self._weights is None:
             self.finish()
         else:
             self._weights.start_first()
 
     def finish(self) -> None:
-        for place, arrival in enumerate(self._arrivals):
-            for other in self._arrivals[place : place + 1 + AHEAD]:
+        for place, bucket in enumerate(self._gathered):
+            for other in self._gathered[place : place + 1 + PREFETCHED]:
                 other.start()
-            arrival.take()  # the next ones travel while this one is copied
+            bucket.take()  # the next ones are in flight while this one is copied
 
 
-class SendToKeepers:
-    """Each rank has its part of the masters, and its part of the weights, which are cut elsewhere.
+class AllToAllPublish:
+    """Exchanges parts by all-to-all, where masters and weights are both sharded, but cut at different places.
 
-    A part of the weights is as many elements as a part of the masters, so that a rank sends and receives about one
-    part: far less than a gather would bring.
+    A rank's part of the weights has as many elements as its part of the masters, so that it sends and receives about
+    one part: far less than an all-gather would.
 
     Args:
         buckets: all of them; the ranks have one part of each.
         master: this rank's own masters, or what they have been rounded to.
-        weights: who keeps what. What it does not spread, every rank gets.
+        weights: which rank keeps what. What it does not shard, every rank gets.
     """
 
     def __init__(self, buckets: Sequence[Bucket], master: Tensor, weights: SpreadWeights) -> None:
@@ -145,7 +145,7 @@ class SendToKeepers:
             for keeper in range(axis.size):
                 if axis.rank not in (source, keeper):
                     continue
-                for run in own_runs(buckets, rank=source, size=axis.size):
+                for run in owned_ranges(buckets, rank=source, size=axis.size):
                     first, last = _kept(run.slot, weights, keeper)
                     first, last = max(first, run.first), min(last, run.last)
                     if first >= last:
@@ -160,7 +160,7 @@ class SendToKeepers:
 
     @torch.no_grad()
     def start(self) -> None:
-        self._weights.drop()  # what has been gathered is of the weights before
+        self._weights.drop()  # gathered weights are outdated
         sent = torch.cat(self._sent) if self._sent else self._master[:0]
         sizes = {"sent": self._sent_sizes, "received": self._received_sizes}
         received = all_to_all(sent.to(self._dtype), self._weights.axis, **sizes)
@@ -177,14 +177,14 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def home(slot: Slot, weights: SpreadWeights | None) -> Tensor:
-    """Where this rank writes a parameter's new weights, all of them."""
+def target(slot: Slot, weights: SpreadWeights | None) -> Tensor:
+    """Returns the tensor that this rank writes a whole parameter's new weights to."""
     parameter = slot.entry.parameter
     return parameter.data if weights is None else weights.home(parameter)
 
 
 def runs_of(view: Tensor, first: int, last: int) -> list[Tensor]:
-    """Elements [first, last) of a tensor of one or two dimensions, whose rows may lie apart: views of it, in order."""
+    """Returns views of elements [first, last) of a tensor of one or two dimensions, in order; rows may lie apart."""
     shape = tuple(view.shape)
     elements = view.untyped_storage().nbytes() // view.element_size()
     memory = view.as_strided((elements,), (1,), 0)
@@ -194,14 +194,14 @@ def runs_of(view: Tensor, first: int, last: int) -> list[Tensor]:
 
 
 def _kept(slot: Slot, weights: SpreadWeights, rank: int) -> tuple[int, int]:
-    """Which elements of the parameter `rank` keeps."""
+    """Returns the range of the parameter's elements that `rank` keeps."""
     parameter = slot.entry.parameter
     storage = weights.storage(parameter)
     return (0, slot.size) if storage is None else storage.run(parameter.data, rank)
 
 
 def _targets(slot: Slot, weights: SpreadWeights, first: int, last: int) -> list[Tensor]:
-    """Where elements [first, last) of the parameter lie on this rank: a few tensors, in that order."""
+    """Returns the tensors on this rank that hold elements [first, last) of the parameter, in order."""
     view = slot.entry.parameter.data
     storage = weights.storage(view)
     if storage is None:

@@ -1,12 +1,12 @@
 """Gradient reduction: over data-parallel ranks in buckets while backward runs, over tensor-parallel ranks in one piece.
 
 During the last micro-batch's backward each parameter reports when its gradient is complete; a bucket whose parameters
-have all reported is sent off at once. Buckets leave in a fixed order, the same on every rank. With several pipeline
-stages on a rank, each stage's parameters report during the last backward of their own stage.
+have all reported is reduced at once. Buckets are reduced in a fixed order, the same on every rank. With several
+pipeline stages on a rank, each stage's parameters report during the last backward of their own stage.
 
 Where gradients are sharded, a rank gets the sum of its own part of each bucket alone. The whole of a bucket then lives
-from the first addition of a step until its sum has left: with one micro-batch a step a few buckets are alive at a time,
-with more of them all are, from the first backward on.
+from the first addition of a step until its reduce-scatter ends: with one micro-batch a step a few buckets are alive at
+a time, with more of them all are, from the first backward on.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from engine.optim.flat_layout import Bucket, plan_buckets
 
 __all__ = ["GradientReducer", "gradient_norm", "plain_square_sum", "plan_buckets"]
 
-LEAVING = 2
-"""Buckets of a sharded gradient that may be on their way, whole, while later ones fill."""
+MAX_IN_FLIGHT = 2
+"""Buckets of a sharded gradient whose reduce-scatter may be in flight, with their whole memory, while later ones
+fill."""
 SQUARED_AT_ONCE = 1 << 24
 """Elements; bounds the memory of a sum of squares."""
 
 
-class _SummedOnAll:
+class _AllReduced:
     """A bucket whose sum every rank gets."""
 
     def __init__(self, bucket: Bucket, gradient: Tensor) -> None:
@@ -42,7 +43,7 @@ class _SummedOnAll:
         self._handle = Handle()
 
     def prepare(self) -> None:
-        """Called before each addition."""
+        """Makes the memory ready; called before each addition."""
 
     def launch(self, axis: Axis) -> None:
         _, self._handle = all_reduce_async(self._gradient, axis)
@@ -51,8 +52,8 @@ class _SummedOnAll:
         self._handle.wait()
 
 
-class _SummedInParts(_SummedOnAll):
-    """A bucket of whose sum every rank gets its own part; its whole has memory only while it is needed."""
+class _ReduceScattered(_AllReduced):
+    """A bucket of whose sum each rank gets its own part; the whole bucket has memory only while it is needed."""
 
     def __init__(self, bucket: Bucket, own: Tensor) -> None:
         super().__init__(bucket, own.new_empty(bucket.stop - bucket.start))  # views need memory to be made of
@@ -77,10 +78,10 @@ class _SummedInParts(_SummedOnAll):
         self._free()
 
 
-def _summed(bucket: Bucket, flat: FlatParameters) -> _SummedOnAll:
-    if flat.sharding.spreads_gradients:
-        return _SummedInParts(bucket, flat.gradient[bucket.own(flat.sharding.size)])
-    return _SummedOnAll(bucket, flat.gradient[bucket.start : bucket.stop])
+def _summed(bucket: Bucket, flat: FlatParameters) -> _AllReduced:
+    if flat.sharding.shards_gradients:
+        return _ReduceScattered(bucket, flat.gradient[bucket.own(flat.sharding.size)])
+    return _AllReduced(bucket, flat.gradient[bucket.start : bucket.stop])
 
 
 class GradientReducer:
@@ -100,7 +101,7 @@ class GradientReducer:
         # a bucket is complete when its last slot in backward order is
         planned = sorted(planned, key=lambda bucket: max(place[id(slot.entry)] for slot in bucket.slots))
         self._buckets = [_summed(bucket, flat) for bucket in planned]
-        self._leaving: deque[_SummedOnAll] = deque()
+        self._in_flight: deque[_AllReduced] = deque()
         self._next = 0
         self._armed: set[int] = set()
         for bucket in self._buckets:
@@ -109,7 +110,7 @@ class GradientReducer:
                 slot.entry.sink.bind(view, self._reporter(bucket, id(slot.entry.sink)), bucket.prepare)
         self._begin()
 
-    def _reporter(self, bucket: _SummedOnAll, sink: int) -> Callable[[], None]:
+    def _reporter(self, bucket: _AllReduced, sink: int) -> Callable[[], None]:
         def report() -> None:
             if sink in self._armed:
                 bucket.missing -= 1
@@ -124,24 +125,24 @@ class GradientReducer:
             bucket.missing = sum(slot.entry.sink.uses for slot in bucket.slots if slot.entry.sink is not None)
 
     def arm(self, entries: Iterable[ShardEntry]) -> None:
-        """Call before the last micro-batch's backward of these parameters: complete buckets are sent from now on."""
+        """Call before the last micro-batch's backward of these parameters: from now on complete buckets are reduced."""
         self._armed.update(id(entry.sink) for entry in entries if entry.sink is not None)
 
     def _launch(self, *, force: bool) -> None:
         while self._next < len(self._buckets) and (force or self._buckets[self._next].missing <= 0):
             bucket = self._buckets[self._next]
             bucket.launch(self._mesh.dp_cp)
-            self._leaving.append(bucket)
+            self._in_flight.append(bucket)
             self._next += 1
-            # the memory of one that has left is wanted again; two buckets' backward have hidden its way
-            if self._flat.sharding.spreads_gradients and len(self._leaving) > LEAVING:
-                self._leaving.popleft().finish()
+            # the next bucket needs the memory; the backward of two buckets has hidden this reduction
+            if self._flat.sharding.shards_gradients and len(self._in_flight) > MAX_IN_FLIGHT:
+                self._in_flight.popleft().finish()
 
     def finish(self) -> None:
-        """Sends what is left, waits for all of it, then completes the sums over model-parallel groups."""
+        """Reduces the remaining buckets, waits for all, then completes the sums over model-parallel groups."""
         self._launch(force=True)
-        while self._leaving:
-            self._leaving.popleft().finish()
+        while self._in_flight:
+            self._in_flight.popleft().finish()
         self._begin()
         for group in ("tp", "kv_replica", "pp_ends"):
             if (span := self._flat.span(group)) is not None:
@@ -149,7 +150,7 @@ class GradientReducer:
 
 
 def plain_square_sum(values: Tensor) -> Tensor:
-    """fp64 0-dim sum of squares by torch."""
+    """Returns the sum of squares by torch, fp64 0-dim."""
     total = values.new_zeros((), dtype=torch.float64)
     for part in values.split(SQUARED_AT_ONCE):
         total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
@@ -159,7 +160,7 @@ def plain_square_sum(values: Tensor) -> Tensor:
 def gradient_norm(
     flat: FlatParameters, mesh: Mesh, square_sum: Callable[[Tensor], Tensor] = plain_square_sum
 ) -> Tensor:
-    """0-dim fp32 L2 norm of the whole model's gradient, every element counted once, equal on all ranks.
+    """Returns the L2 norm of the whole model's gradient, fp32 0-dim: every element counted once, equal on all ranks.
 
     The sum is carried in fp64, so that the norm has the same bits however the elements are spread over ranks, but for
     sums that fall within 1e-15 or so of the middle between two fp32 numbers.

@@ -1,12 +1,12 @@
-"""How far the memory of training is spread over the ranks that train on different data (ZeRO, arXiv 1910.02054).
+"""Levels of sharding training memory over the ranks that train on different data (ZeRO, arXiv 1910.02054).
 
-| level      | a rank keeps its part alone of     | gradients are    | weights, once the own part is updated          |
+| level      | a rank keeps its part alone of     | gradients are    | weights, once its own part is updated          |
 |------------|------------------------------------|------------------|------------------------------------------------|
 | none       | nothing                            | all-reduced      | (each rank updates all of them)                |
-| optimizer  | fp32 masters, both moments         | all-reduced      | gathered, by the next forward at the latest    |
-| gradients  | these, and the summed gradient     | reduce-scattered | gathered, by the next forward at the latest    |
-| parameters | these, and the weights, frozen     | reduce-scattered | sent to the rank that keeps them; gathered for |
-|            |   ones among them                  |                  |   as long as a layer computes                  |
+| optimizer  | fp32 masters, both moments         | all-reduced      | all-gathered before the next forward           |
+| gradients  | these, and the summed gradient     | reduce-scattered | all-gathered before the next forward           |
+| parameters | these, and the weights, frozen     | reduce-scattered | sent to the rank that keeps them; all-gathered |
+|            |   ones among them                  |                  |   only while their layer computes              |
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from engine.layers.sharded_storage import SpreadWeights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """What is spread, and over whom.
+    """The level of sharding, and its ranks.
 
     Args:
         level: see this module's table.
         axis: ranks that hold copies of the same parameters and sum their gradients (the mesh's dp_cp). Where it is of
-            size 1 there is nothing to spread.
-        bucket_elements: elements that leave together, at least; each bucket is divided evenly over the ranks.
-        weights: of the model. At level "parameters" they are spread over the same ranks; at the levels below, their
-            stops wait for updated weights, which all arrive at once where there are none.
+            size 1 there is nothing to shard.
+        bucket_elements: elements of a bucket, at least; each bucket is divided evenly over the ranks.
+        weights: of the model. At level "parameters" they are sharded over the same ranks; at the levels below, each
+            layer waits for its updated weights. None gathers them all at once.
     """
 
     level: ShardLevel = "none"
@@ -42,21 +42,21 @@ class Sharding:
 
     @property
     def size(self) -> int:
-        """Parts that masters and moments are cut into."""
+        """The number of parts that masters and moments are cut into."""
         return 1 if self.level == "none" else self.axis.size
 
     @property
     def rank(self) -> int:
-        """Which of the parts is this rank's."""
+        """The number of this rank's part."""
         return self.axis.rank if self.size > 1 else 0
 
     @property
-    def spreads_gradients(self) -> bool:
+    def shards_gradients(self) -> bool:
         """Whether a rank keeps its own part alone of the summed gradient."""
         return self.size > 1 and self.level in ("gradients", "parameters")
 
     def sentence(self) -> str | None:
-        """The line for the log; None where nothing was asked for."""
+        """Returns the line for the log; None where nothing is sharded by choice."""
         if self.level == "none":
             return None
         if self.size == 1:

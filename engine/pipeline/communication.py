@@ -1,16 +1,16 @@
-"""What each rank sends and receives around each of its actions, derived from the lists of all ranks.
+"""The sends and receives of each rank around each of its actions, derived from the lists of all ranks.
 
 A runner goes through the steps of its rank in order. For each step it
 1. posts all of `posts` at once (batch_isend_irecv, or isend and irecv one by one in this order),
-2. waits for the receive of `needs`, which stands in this step or an earlier one,
+2. waits for the receive of `needs`, posted in this step or an earlier one,
 3. runs `action`; what it makes is sent by a later step, the next one.
 The last step has no action: it posts what the last action made. A send's buffer may be freed when the send is done,
 which is worth asking at the next step and must be waited for at the end. What goes from a stage to one on the same rank
-(the turn of a V, a single rank) is no transfer: the runner hands it over itself.
+(the turn of a V, a single rank) is no transfer: the runner passes it on itself.
 
-Receives are posted early enough to travel while something else is computed, and in an order with which nothing can
-hang. The lists are laid out in time with transfers that take none; a receive belongs to the receiver's last step that
-begins no later than the send. So
+Receives are posted early enough to be hidden by other work, and in an order that cannot deadlock. The lists are laid
+out in time with transfers that take none; a receive belongs to the receiver's last step that begins no later than the
+send. So
 - on each directed pair of ranks both sides have the same sequence, over both kinds, hence for each kind too: no tags
   are needed, one queue for each directed pair is enough;
 - even where a rank's posts are carried out one batch after the other, and a send lasts until the peer has posted its
@@ -51,7 +51,7 @@ class Transfer:
 
     @property
     def message(self) -> Message:
-        """The same on both ends."""
+        """The message that crosses; the same on both ends."""
         return Message(self.kind, self.stage, self.microbatch)
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a rank does from one action to the next; see above.
+    """The work of a rank from one action to the next; see above.
 
     Args:
         posts: transfers to start before the action, in this order.
@@ -74,7 +74,7 @@ class Step:
 
 
 def communication_steps(schedule: Schedule, costs: Costs | None = None) -> tuple[tuple[Step, ...], ...]:
-    """The steps of all ranks, rank by rank, one more than the rank has actions.
+    """Returns the steps of all ranks, rank by rank, one more than the rank has actions.
 
     Args:
         schedule: a valid one.
@@ -108,7 +108,7 @@ def communication_steps(schedule: Schedule, costs: Costs | None = None) -> tuple
 
 
 def incoming(schedule: Schedule, action: Action) -> Transfer | None:
-    """The receive that `action` waits for; None where it needs nothing, or what its own rank has."""
+    """Returns the receive that `action` waits for; None where it needs nothing, or what its own rank has."""
     message = schedule.needs(action)
     if message is None or schedule.stage_rank[message.stage] == schedule.stage_rank[action.stage]:
         return None

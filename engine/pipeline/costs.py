@@ -1,4 +1,4 @@
-"""What the actions of each stage cost, for the simulator: times in any one unit, and kept activations."""
+"""The costs of each stage's actions, for the simulator: times in any one unit, and kept activations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Costs:
             raise UserError(f"a cost of {smallest} is given: times and sizes may not be negative.")
 
     def time(self, action: Action) -> float:
-        """How long `action` takes."""
+        """Returns the time of `action`."""
         stage = action.stage
         if action.op == "F":
             return self.forward[stage]
@@ -57,7 +57,8 @@ def even_costs(
     activation: float = 1,
     transfer: float = 0,
 ) -> Costs:
-    """All stages alike. The defaults are those of a frozen base: backward as long as forward, no weight gradients."""
+    """Returns the costs of equal stages. The defaults are those of a frozen base: backward as long as forward, no
+    dW."""
     return Costs(
         forward=(forward,) * num_stages,
         input_grad=(input_grad,) * num_stages,
@@ -80,7 +81,7 @@ def layer_costs(
     frozen_head: bool = True,
     first_trainable_layer: int = 0,
 ) -> Costs:
-    """Stages of `layers[stage]` layers each, the first with the embedding, the last with head and loss.
+    """Returns the costs of stages of `layers[stage]` layers each, the first with the embedding, the last with the head.
 
     Args:
         layers: number of layers of each stage.

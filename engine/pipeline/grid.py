@@ -14,7 +14,7 @@ MIN_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """How an action is written, and the space after it."""
+    """The label of an action, and the space after it."""
 
     meaning: str
     label: Callable[[Action], str]
@@ -65,7 +65,7 @@ def grid(simulation: Simulation, width: int = 120) -> str:
 
 
 def _scale(simulation: Simulation, style: _Style) -> float:
-    """Characters for a unit of time with which every label, and the gap after it, fits its cell."""
+    """Returns the characters for a unit of time with which every label, and the gap after it, fits its cell."""
     drawn = [run for runs in simulation.timeline for run in runs if run.end > run.start]
     return max(((len(style.label(run.action)) + style.gap) / (run.end - run.start) for run in drawn), default=1.0)
 
@@ -83,7 +83,7 @@ def _labelled_row(simulation: Simulation, rank: int, style: _Style) -> str:
 
 
 def _lettered_row(simulation: Simulation, rank: int, room: int) -> str:
-    """One letter for what runs in the middle of each character's time."""
+    """Returns a row with a letter for what runs in the middle of each character's time."""
     row = ""
     step = simulation.makespan / room
     runs = iter(simulation.timeline[rank])

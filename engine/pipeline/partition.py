@@ -1,4 +1,4 @@
-"""Which layers each stage holds: contiguous pieces of the model, the longest as short as it can be.
+"""The split of the layers over the pipeline stages: contiguous ranges, the longest stage as short as possible.
 
 A run and the planner both ask `plan_stages`, so that what is predicted is what trains.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.config.parallel import ParallelOptions
 from engine.errors import UserError
 from engine.pipeline.schedules import ScheduleChoice, chosen_schedule, default_virtual
 
@@ -19,77 +20,58 @@ _PARTS = 10**6  # costs are compared in millionths of a layer, so that equal one
 
 
 def time_without_backward(*, layers_are_frozen: bool) -> float:
-    """What a layer below the first trainable one takes, in layers that have a backward: 1/2 with a frozen base, whose
-    backward costs what forward costs, and 1/3 where weight gradients cost as much again."""
+    """Returns the time of a layer below the first trainable one, in layers that have a backward: 1/2 with a frozen
+    base, whose backward costs what forward costs, and 1/3 where weight gradients cost as much again."""
     return 1 / 2 if layers_are_frozen else 1 / 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageOptions:
-    """What is asked of a pipeline, and what of the model decides about it.
+def plan_stages(
+    parallel: ParallelOptions,
+    *,
+    num_layers: int,
+    head: float,
+    first_trainable_layer: int,
+    layers_are_frozen: bool,
+) -> tuple[tuple[int, ...], ScheduleChoice]:
+    """Returns the number of layers of each stage, and the schedule over them.
 
     Args:
-        num_ranks: pipeline ranks.
-        schedule: one of engine.config.parallel.SCHEDULES, or "auto".
-        virtual: stages a rank; None where nothing was said.
-        layers_per_stage: the split that the user wrote; None for the best one.
+        parallel: the pipeline's ranks, and what the user wrote of stages and schedule.
         num_layers: of the model.
         head: the time of the head and the loss, in layers.
         first_trainable_layer: the first one with a trainable parameter; `num_layers` where only what follows the
             layers trains.
         layers_are_frozen: no matrix of a layer trains, adapters aside.
-    """
-
-    num_ranks: int
-    schedule: str
-    virtual: int | None
-    layers_per_stage: Sequence[int] | None
-    num_layers: int
-    head: float
-    first_trainable_layer: int
-    layers_are_frozen: bool
-
-    @property
-    def schedule_name(self) -> str:
-        """The schedule that is taken, never "auto"."""
-        return chosen_schedule(self.schedule, self.virtual, layers_are_frozen=self.layers_are_frozen)
-
-    @property
-    def stages_per_rank(self) -> int:
-        return self.virtual or default_virtual(self.schedule_name)
-
-
-def plan_stages(options: StageOptions) -> tuple[tuple[int, ...], ScheduleChoice]:
-    """The number of layers of each stage, and the schedule over them.
 
     Raises:
         UserError: the layers cannot be split like that.
     """
-    if options.num_ranks == 1:
-        return (options.num_layers,), ScheduleChoice()
-    virtual = options.stages_per_rank
-    num_stages = options.num_ranks * virtual
-    if options.layers_per_stage is not None:
-        layers = parse_layers(",".join(map(str, options.layers_per_stage)), options.num_layers, num_stages)
+    if parallel.pipeline == 1:
+        return (num_layers,), ScheduleChoice()
+    name = chosen_schedule(parallel.schedule, parallel.virtual, layers_are_frozen=layers_are_frozen)
+    virtual = parallel.virtual or default_virtual(name)
+    num_stages = parallel.pipeline * virtual
+    if parallel.layers_per_stage is not None:
+        layers = parse_layers(",".join(map(str, parallel.layers_per_stage)), num_layers, num_stages)
     else:
         weights = LayerWeights(
-            head=options.head,
-            first_trainable_layer=options.first_trainable_layer,
-            frozen_layer=time_without_backward(layers_are_frozen=options.layers_are_frozen),
+            head=head,
+            first_trainable_layer=first_trainable_layer,
+            frozen_layer=time_without_backward(layers_are_frozen=layers_are_frozen),
         )
-        layers = split_layers(options.num_layers, num_stages, weights)
+        layers = split_layers(num_layers, num_stages, weights)
     choice = ScheduleChoice(
-        name=options.schedule_name,
-        num_ranks=options.num_ranks,
+        name=name,
+        num_ranks=parallel.pipeline,
         virtual=virtual,
-        first_trainable_stage=first_trainable_stage(layers, options.first_trainable_layer),
+        first_trainable_stage=first_trainable_stage(layers, first_trainable_layer),
     )
     return layers, choice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """What decides how long a stage takes, in layers.
+    """The parts of a stage's time that are not trainable layers, in layers.
 
     Args:
         embedding: the embedding's time.
@@ -134,7 +116,7 @@ class _Sums:
 
 
 def split_layers(num_layers: int, num_stages: int, weights: LayerWeights | None = None) -> tuple[int, ...]:
-    """The number of layers of each stage.
+    """Returns the number of layers of each stage.
 
     The longest stage is as short as possible. Among such splits the stages are as even as possible (least sum of
     squared times); where that leaves a choice, later stages have more, because earlier ones keep more micro-batches
@@ -174,7 +156,8 @@ def _best_stage(
     longest: int,
     tails: Sequence[tuple[int, tuple[int, ...]] | None],
 ) -> tuple[int, tuple[int, ...]] | None:
-    """The most even split of the layers from `start` on; `tails` has those of the later stages, beyond `start`."""
+    """Returns the most even split of the layers from `start` on; `tails` has those of the later stages, beyond
+    `start`."""
     found: tuple[int, tuple[int, ...]] | None = None
     for end in range(start + 1, last_end + 1):
         cost = sums.cost(stage, start, end)
@@ -187,7 +170,8 @@ def _best_stage(
 
 
 def _least_longest(sums: _Sums, num_layers: int, num_stages: int) -> int:
-    """The time of the longest stage in the best split, by bisection: filling stages from the front decides each."""
+    """Returns the time of the longest stage in the best split, by bisection: each try fills the stages from the
+    front."""
     low, high = 0, max(sums.cost(stage, 0, num_layers) for stage in range(num_stages))
     while low < high:
         middle = (low + high) // 2
@@ -212,7 +196,7 @@ def _fits(sums: _Sums, num_layers: int, num_stages: int, longest: int) -> bool:
 
 
 def parse_layers(text: str, num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """The split that the user wrote, as in "8,8,8,6".
+    """Returns the split that the user wrote, as in "8,8,8,6".
 
     Raises:
         UserError: not numbers of layers, not one for each stage, or not the model's number of layers.
@@ -233,7 +217,7 @@ def parse_layers(text: str, num_layers: int, num_stages: int) -> tuple[int, ...]
 
 
 def first_trainable_stage(layers: Sequence[int], first_trainable_layer: int) -> int:
-    """The stage of the first layer with a trainable parameter.
+    """Returns the stage of the first layer with a trainable parameter.
 
     Args:
         layers: of each stage.

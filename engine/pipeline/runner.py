@@ -1,7 +1,7 @@
 """Runs a schedule on the stages of this rank. Knows no model: only what a stage can do.
 
-Transfers are posted as `engine.pipeline.communication` says, ahead of the action that needs them, so that they travel
-while something else is computed. What goes to a stage on the same rank is handed over.
+Transfers are posted as `engine.pipeline.communication` says, ahead of the action that needs them, so that they are in
+flight while something else is computed. What goes to a stage on the same rank is passed on directly.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Stage(Protocol):
         """
 
     def weight_gradients(self, microbatch: int) -> None:
-        """Accumulates what `backward` left."""
+        """Accumulates the weight gradients that `backward` deferred."""
 
     def empty_message(self, kind: Kind, microbatch: int) -> Tensor:
-        """Room for what another stage sends to this one."""
+        """Allocates a buffer for a message of another stage to this one."""
 
 
 class Runner:
-    """One rank's part of a schedule.
+    """Runs one rank's part of a schedule.
 
     Args:
         schedule: of all ranks.
@@ -62,9 +62,9 @@ class Runner:
         self._schedule, self._stages, self._axis = schedule, stages, axis
         self._steps = communication_steps(schedule)[axis.rank]
         self._last_backward = _last_backward(schedule.actions[axis.rank])
-        self._made: dict[Message, Tensor] = {}
-        self._arriving: dict[Message, tuple[Tensor, Handle]] = {}
-        self._leaving: list[tuple[Tensor, Handle]] = []
+        self._outputs: dict[Message, Tensor] = {}
+        self._receives: dict[Message, tuple[Tensor, Handle]] = {}
+        self._sends: list[tuple[Tensor, Handle]] = []
 
     def run(self, before_last_backward: Callable[[int], None]) -> None:
         """Goes through all actions.
@@ -79,25 +79,25 @@ class Runner:
                 continue
             if step.action in self._last_backward:
                 before_last_backward(step.action.stage)
-            made = self._execute(step.action)
+            output = self._execute(step.action)
             message = self._schedule.makes(step.action)
             if message is not None:
-                assert made is not None, step.action
-                self._made[message] = made
-        for _, handle in self._leaving:
+                assert output is not None, step.action
+                self._outputs[message] = output
+        for _, handle in self._sends:
             handle.wait()
-        self._leaving.clear()
-        assert not self._made and not self._arriving, "the schedule left messages behind"
+        self._sends.clear()
+        assert not self._outputs and not self._receives, "the schedule left messages behind"
 
     def _post(self, transfers: tuple[Transfer, ...]) -> None:
         if not transfers:
             return
         # a buffer that has left may be freed; the rest are waited for at the end
-        self._leaving = [(tensor, handle) for tensor, handle in self._leaving if not handle.done()]
+        self._sends = [(tensor, handle) for tensor, handle in self._sends if not handle.done()]
         operations = []
         for transfer in transfers:
             if transfer.direction == "send":
-                tensor = self._made.pop(transfer.message).contiguous()
+                tensor = self._outputs.pop(transfer.message).contiguous()
             else:
                 receiver = self._stages[transfer.message.consumer]
                 tensor = receiver.empty_message(transfer.kind, transfer.microbatch)
@@ -105,16 +105,16 @@ class Runner:
         handles = post_async(operations, self._axis)
         for transfer, (_, tensor, _), handle in zip(transfers, operations, handles, strict=True):
             if transfer.direction == "send":
-                self._leaving.append((tensor, handle))
+                self._sends.append((tensor, handle))
             else:
-                self._arriving[transfer.message] = (tensor, handle)
+                self._receives[transfer.message] = (tensor, handle)
 
     def _take(self, message: Message | None) -> Tensor | None:
         if message is None:
             return None
-        if message in self._made:  # of a stage on this rank
-            return self._made.pop(message)
-        tensor, handle = self._arriving.pop(message)
+        if message in self._outputs:  # of a stage on this rank
+            return self._outputs.pop(message)
+        tensor, handle = self._receives.pop(message)
         handle.wait()
         return tensor
 
@@ -130,6 +130,6 @@ class Runner:
 
 
 def _last_backward(actions: tuple[Action, ...]) -> frozenset[Action]:
-    """The last B of each stage; a split backward has none."""
+    """Returns the last B of each stage; a split backward has none."""
     last = {action.stage: action for action in actions if action.op == "B"}
     return frozenset(last.values())

@@ -40,7 +40,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that prints as `text`.
+        """Returns the action that prints as `text`.
 
         Raises:
             UserError: no action prints like that.
@@ -54,7 +54,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one stage hands to its neighbour for one micro-batch.
+    """An activation or gradient that one stage sends to its neighbour for one micro-batch.
 
     Args:
         kind: "activation" goes to the next stage, "gradient" (of the loss by the stage's input) to the one before.
@@ -103,11 +103,12 @@ class Schedule:
         return len(self.stage_rank)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that `rank` holds, ascending."""
+        """Returns the stages that `rank` holds, ascending."""
         return tuple(stage for stage, holder in enumerate(self.stage_rank) if holder == rank)
 
     def needs(self, action: Action) -> Message | None:
-        """What `action` uses of another stage; None where it begins (first forward, backward of the loss) or for W."""
+        """Returns what `action` uses of another stage; None where it begins (first forward, backward of the loss) or
+        for W."""
         if action.op == "F" and action.stage > 0:
             return Message("activation", action.stage - 1, action.microbatch)
         if action.op in ("B", "I") and action.stage < self.num_stages - 1:
@@ -115,7 +116,7 @@ class Schedule:
         return None
 
     def makes(self, action: Action) -> Message | None:
-        """What `action` makes for another stage; no gradient leaves the first trainable stage."""
+        """Returns what `action` makes for another stage; no gradient leaves the first trainable stage."""
         if action.op == "F" and action.stage < self.num_stages - 1:
             return Message("activation", action.stage, action.microbatch)
         if action.op in ("B", "I") and action.stage > self.first_trainable_stage:
@@ -123,5 +124,5 @@ class Schedule:
         return None
 
     def text(self) -> str:
-        """One line a rank."""
+        """Prints one line a rank."""
         return "\n".join(" ".join(map(str, actions)) for actions in self.actions)

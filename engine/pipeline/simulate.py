@@ -1,4 +1,4 @@
-"""When each action of a schedule runs, how long ranks are idle, and how much they keep, computed without a process.
+"""Simulates a schedule: when each action runs, how long ranks are idle, and how much they keep.
 
 The model: a rank runs its list in order, one action at a time, each as soon as the rank is free and what it needs has
 arrived. A message leaves when its action ends and takes `transfer`, alongside whatever the ranks compute; links are not
@@ -14,7 +14,7 @@ from engine.pipeline.schedule import Action, Message, Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TimedAction:
     """An action and when it runs, in the costs' unit of time."""
 
     action: Action
@@ -24,7 +24,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """What came of it.
+    """The result of a simulation.
 
     Args:
         timeline: rank -> its actions with their times, in order.
@@ -34,14 +34,14 @@ class Simulation:
             to the end of its B, or of its W where backward is split. A forward without backward keeps none.
     """
 
-    timeline: tuple[tuple[Run, ...], ...]
+    timeline: tuple[tuple[TimedAction, ...], ...]
     makespan: float
     busy: tuple[float, ...]
     peak_activations: tuple[float, ...]
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """Rank -> the fraction of the makespan in which it is idle."""
+        """The fraction of the makespan in which each rank is idle."""
         return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
     @property
@@ -51,7 +51,7 @@ class Simulation:
 
     @property
     def idle_inside(self) -> tuple[float, ...]:
-        """Rank -> time that it waits between its first action and its last: what a zero-bubble schedule makes zero.
+        """The idle time of each rank between its first action and its last, which a zero-bubble schedule makes zero.
 
         Waiting for the first message, and for other ranks at the end, is not in it: the next step can begin meanwhile.
         """
@@ -78,9 +78,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     )
 
 
-def _timeline(schedule: Schedule, costs: Costs) -> tuple[tuple[Run, ...], ...]:
+def _timeline(schedule: Schedule, costs: Costs) -> tuple[tuple[TimedAction, ...], ...]:
     made: dict[Message, float] = {}
-    timeline: list[list[Run]] = [[] for _ in schedule.actions]
+    timeline: list[list[TimedAction]] = [[] for _ in schedule.actions]
     progress = True
     while progress:
         progress = False
@@ -94,7 +94,7 @@ def _timeline(schedule: Schedule, costs: Costs) -> tuple[tuple[Run, ...], ...]:
                         break
                     local = schedule.stage_rank[needed.stage] == rank
                     start = max(start, made[needed] + (0 if local else costs.transfer))
-                runs.append(Run(action, start, start + costs.time(action)))
+                runs.append(TimedAction(action, start, start + costs.time(action)))
                 message = schedule.makes(action)
                 if message is not None:
                     made[message] = runs[-1].end

@@ -34,7 +34,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def _check_places(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
-    """Each action of this rank is one that the schedule can have, here."""
+    """Checks that each action of this rank is one that the schedule can have, here."""
     for action in actions:
         if not 0 <= action.stage < schedule.num_stages:
             raise UserError(f"rank {rank} runs {action}, but the stages are 0 to {schedule.num_stages - 1}.")
@@ -51,7 +51,8 @@ def _check_places(schedule: Schedule, rank: int, actions: Sequence[Action]) -> N
 
 
 def _check_order(rank: int, actions: Sequence[Action]) -> None:
-    """Nothing twice, and in a stage forward, then B, or I and W; what is missing is not noticed here."""
+    """Checks that nothing comes twice, and in a stage forward, then B, or I and W; what is missing is not noticed
+    here."""
     done: set[Action] = set()
     for action in actions:
         stage, microbatch = action.stage, action.microbatch
@@ -67,7 +68,7 @@ def _check_order(rank: int, actions: Sequence[Action]) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every forward is there, and every backward, whole or both parts."""
+    """Checks that every forward is there, and every backward, whole or both parts."""
     present = {action for actions in schedule.actions for action in actions}
     for microbatch in range(schedule.num_microbatches):
         for stage, rank in enumerate(schedule.stage_rank):
@@ -129,7 +130,8 @@ def validate_steps(schedule: Schedule, steps: Sequence[Sequence[Step]]) -> None:
 
 
 def _check_posts(schedule: Schedule, rank: int, actions: Sequence[Action], steps: Sequence[Step]) -> None:
-    """The steps have the actions; sends follow what makes them, receives precede what needs them, each once."""
+    """Checks that the steps have the actions; sends follow what makes them, receives precede what needs them, each
+    once."""
     if [step.action for step in steps] != [*actions, None]:
         raise UserError(f"the steps of rank {rank} do not have its actions in order, and one step more at the end.")
     made: set[Message] = set()
@@ -154,7 +156,7 @@ def _check_posts(schedule: Schedule, rank: int, actions: Sequence[Action], steps
 
 
 def _check_queues(steps: Sequence[Sequence[Step]]) -> None:
-    """On each directed pair of ranks, sends and receives are the same sequence."""
+    """Checks that on each directed pair of ranks, sends and receives are the same sequence."""
     sends: dict[tuple[int, int], list[Transfer]] = {}
     receives: dict[tuple[int, int], list[Transfer]] = {}
     for rank, own in enumerate(steps):

@@ -1,1 +1,1 @@
-"""What a run needs and how long a step takes, on paper: arithmetic on sizes, without weights, processes or a device."""
+"""Predicts the memory of a run and the time of a step, without weights, processes or a device."""

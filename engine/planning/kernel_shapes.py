@@ -1,7 +1,7 @@
 """The backends as the planner sees them: functions that allocate what the real ones do, and compute nothing.
 
 Kernels in C++ and Triton cannot run on tensors without numbers, nor can a library's attention, so what they allocate is
-written here: their results, dropout masks in their own form, and the buffers they take meanwhile. Everything else of a
+written here: their results, dropout masks in their own form, and temporary buffers. Everything else of a
 backend is plain torch and runs as it is, as does the whole of `reference` but for its attention.
 """
 
@@ -34,7 +34,7 @@ BACKENDS = ("reference", "native", "triton")
 
 
 def backend_name(name: str, *, device_type: str, dtype: str) -> str:
-    """What `model.kernels` would be on a device, without asking whether it can run there.
+    """Returns the backend that `model.kernels` means on a device, without asking whether it can run there.
 
     Args:
         name: as in the configuration; "auto" is the fast backend of the device, and "apex" is counted as "triton",
@@ -55,7 +55,7 @@ def backend_name(name: str, *, device_type: str, dtype: str) -> str:
 
 
 def shape_kernels(name: str) -> Kernels:
-    """The backend called `name`."""
+    """Returns the backend called `name`."""
     if name == "reference":
         return replace(REFERENCE, attention=_attention)
     native = Kernels(
@@ -94,7 +94,7 @@ def shape_kernels(name: str) -> Kernels:
 
 
 def shape_base(name: str | None, kernels: str) -> BaseEncoding | None:
-    """How frozen weights are stored, and read by the backend `kernels`; `name` is None for the model's dtype."""
+    """Returns how frozen weights are stored, and read by the backend `kernels`; `name` None is the model's dtype."""
     if name is None:
         return None
     arithmetic, operands = PLAIN, REFERENCE_OPERANDS
@@ -110,7 +110,7 @@ def shape_base(name: str | None, kernels: str) -> BaseEncoding | None:
 
 
 def shape_blocks(device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionBlocks:
-    """What ring attention would compute with on a device."""
+    """Returns what ring attention would compute with on a device."""
     chosen = choose_attention_blocks("auto", device=torch.device(device_type), dtype=dtype, head_dim=head_dim)
     if chosen.name == "reference":
         return chosen
@@ -120,7 +120,7 @@ def shape_blocks(device_type: str, dtype: torch.dtype, head_dim: int) -> Attenti
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Writes into what it is given."""
+    """Stands for a kernel that writes into what it is given."""
 
 
 def _like(x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Statistics and sums."""
+    """Allocates statistics and sums, which are fp32."""
     return torch.empty(tuple(shape), dtype=torch.float32, device=x.device)
 
 
@@ -136,7 +136,7 @@ def _wide(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _draw_bits(key: DropoutKey, *, whole: int) -> Tensor:
-    """A bit an element, in rows of whole bytes or of a multiple of them."""
+    """Allocates a bit an element, in rows of whole bytes or of a multiple of them."""
     row = -(-key.num_features // (8 * whole)) * whole
     return key.token_index.new_empty(key.token_index.shape[0], row, dtype=torch.uint8)
 
@@ -146,12 +146,12 @@ def _norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
 
 
 def _stacked_a_gradient(dh_TR: Tensor, x: Tensor, mask: Any, scale: float, sections: Sequence[AdapterSection]) -> None:
-    """One adapter's dA is added where it belongs; that of several is stacked first."""
+    """Allocates the stack of several adapters' dA; one adapter's is added in place."""
     _wide(x, (dh_TR.shape[1], x.shape[1]))
 
 
 def _output_gradients(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection], *, dh_out: Tensor) -> None:
-    """Partial sums of dH."""
+    """Allocates the partial sums of dH."""
     blocks = sum(-(-one.num_columns // _COLUMNS_AT_ONCE) for one in sections)
     _wide(dy_TO, (blocks, dy_TO.shape[0], max(one.num_ranks for one in sections)))
 

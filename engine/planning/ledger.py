@@ -1,4 +1,4 @@
-"""Bytes by what they are held for."""
+"""Bytes by part: what memory is held for."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Parts = Mapping[str, int]
 
 
 def total(parts: Parts) -> int:
-    """Bytes of all parts."""
+    """Returns the bytes of all parts."""
     return sum(parts.values())
 
 
 def largest_part(parts: Parts) -> str:
-    """What most bytes are for."""
+    """Returns the part with the most bytes."""
     return max(parts, key=lambda name: parts[name])
 
 
 def added(*several: Parts) -> dict[str, int]:
-    """Part by part."""
+    """Returns the sum, part by part."""
     sums = dict.fromkeys(PARTS, 0)
     for parts in several:
         for name, nbytes in parts.items():
@@ -44,15 +44,15 @@ def added(*several: Parts) -> dict[str, int]:
 
 
 def times(parts: Parts, count: int) -> dict[str, int]:
-    """Each part so often."""
+    """Returns `count` times each part."""
     return {name: nbytes * count for name, nbytes in parts.items()}
 
 
 def most(moments: Iterable[Parts]) -> Parts:
-    """The fullest of some moments."""
+    """Returns the one with the most bytes."""
     return max(moments, key=total)
 
 
 def without(parts: Parts, less: Parts) -> dict[str, int]:
-    """parts - less, part by part."""
+    """Returns parts - less, part by part."""
     return {name: parts.get(name, 0) - less.get(name, 0) for name in PARTS}

@@ -1,7 +1,7 @@
-"""What a machine can do, in a few figures.
+"""Machines in a few figures: memory, arithmetic and links.
 
 Peaks are those of the vendors' data sheets: dense bf16 products with fp32 sums, memory, and one direction of the links
-of a GPU; nodes are taken to have eight of them, with 400 Gbit/s each to other nodes. What a program gets is a share of
+of a GPU; nodes are taken to have eight of them, with 400 Gbit/s each to other nodes. A program reaches a share of
 that: on one H200, products of 8192 x 8192 matrices ran at 790 TFLOP/s and copies at 4.3 TB/s. The same shares are
 assumed of the others, which were not measured, and of FP8 products and of the link to host memory.
 """
@@ -45,14 +45,21 @@ class Machine:
     node_size: int = 8
 
     def wire(self, ranks: int) -> float:
-        """GB/s between neighbours that are `ranks` in a row."""
+        """Returns the GB/s between neighbours in a group of `ranks` ranks in a row."""
         return self.link if ranks <= self.node_size else self.network
 
 
 def _card(
-    name: str, memory: float, products: float, copies: float, link: float, *, products_fp8: float, host: float,
+    name: str,
+    memory: float,
+    products: float,
+    copies: float,
+    link: float,
+    *,
+    products_fp8: float,
+    host: float,
     scales_rows: bool = False,
-) -> Machine:  # fmt: skip
+) -> Machine:
     return Machine(
         name=name,
         memory=memory,
@@ -78,7 +85,7 @@ MACHINES = {
 
 
 def check_encoding(machine: Machine, base_dtype: str | None) -> None:
-    """Whether a machine has the products of an encoding.
+    """Refuses an encoding whose products a machine does not have.
 
     Raises:
         UserError: it has none.
@@ -93,7 +100,7 @@ def check_encoding(machine: Machine, base_dtype: str | None) -> None:
 
 
 def machine_for(name: str | None, gpu_memory: float) -> Machine:
-    """The preset of that name, or the first with at least so much memory.
+    """Returns the preset of that name, or the smallest with at least so much memory.
 
     Args:
         name: a key of MACHINES, or None.

@@ -1,4 +1,4 @@
-"""What a pipeline rank holds of messages beside each of its actions, in the order of `engine.pipeline.runner`."""
+"""The messages that a pipeline rank holds beside each of its actions, in the order of `engine.pipeline.runner`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from engine.pipeline.schedule import Action, Message, Schedule
 
 
 def messages_held(schedule: Schedule, rank: int, *, finds_done: bool) -> Iterator[tuple[Action, int]]:
-    """Each action, and how many messages the rank holds meanwhile beside those that the action itself uses.
+    """Yields each action, and the number of messages that the rank holds meanwhile beside those that the action uses.
 
-    A receive has its room from the step that posts it to the action that takes it. A gradient lives from the action
-    that makes it until its send is found done, which is at the next step that posts something. An activation is the
-    output that its stage keeps until its backward; where there is none, it lives as a gradient does.
+    A receive has a buffer from the step that posts it to the action that consumes it. A gradient lives from the action
+    that makes it until its send is found complete, at the next step that posts something. An activation is the output
+    that its stage keeps until its backward; where there is none, it lives as a gradient does.
 
     Args:
         schedule: of all ranks.
-        rank: whose actions.
-        finds_done: whether a send that is done says so before it is waited for. NCCL's do; Gloo's do not, so that their
+        rank: the rank that runs the actions.
+        finds_done: whether completed sends can be found without waiting. NCCL's can; Gloo's cannot, so that their
             buffers live until the end of the step.
     """
     arriving: set[Message] = set()

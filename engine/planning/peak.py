@@ -1,7 +1,7 @@
-"""The most bytes that a rank holds, by what they are for: in a step, while loading and while saving.
+"""A rank's peak memory by part: in a step, while loading and while saving.
 
-What is always there is counted on a model on the meta device: weights with their folded columns, adapters, and four
-fp32 buffers over what trains. What comes and goes is followed through one micro-batch of each stage (`stage.py`), and
+Static memory is counted on a model on the meta device: weights with their folded columns, adapters, and four fp32
+buffers over what trains. What a step allocates is traced through one micro-batch of each stage (`stage_bytes.py`), and
 put together in the order of the pipeline's schedule. Not counted: what a library allocates inside its own calls, the
 device's context and its communicators, and what a caching allocator holds without using it.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from engine.kernels.reference_quantize import CHUNK
 from engine.layers.recompute import MemoryPlan
 from engine.optim.host_state import NUM_STATES, device_bytes
-from engine.optim.publish import AHEAD
-from engine.optim.reduce import LEAVING, SQUARED_AT_ONCE
+from engine.optim.publish import PREFETCHED
+from engine.optim.reduce import MAX_IN_FLIGHT, SQUARED_AT_ONCE
 from engine.optim.state_sharding import ShardLevel
 from engine.planning.ledger import (
     ADAPTERS,
@@ -50,7 +50,7 @@ _ANSWER_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSharding:
-    """What is divided over the ranks that sum gradients."""
+    """The tensors that are sharded over the ranks that sum gradients."""
 
     masters: bool = False
     moments: bool = False
@@ -72,13 +72,13 @@ class PeakEstimate:
     """A prediction for one rank. Bytes.
 
     Args:
-        parts: at the fullest moment of a step, by part (`engine.planning.ledger.PARTS`).
-        moment: which that is: "forward", "backward" or "optimizer step".
-        static: of those, what is there all the time.
-        load: the most while the model is made and read.
-        save: the most while a checkpoint is written.
-        host: what waits in host memory, beside all this.
-        pipeline_rank: whose peak this is.
+        parts: bytes at the peak of a step, by part (`engine.planning.ledger.PARTS`).
+        moment: the phase of that peak: "forward", "backward" or "optimizer step".
+        static: those of `parts` that are allocated all the time.
+        load: peak while the model is built and read.
+        save: peak while a checkpoint is written.
+        host: bytes of host memory that is offloaded to, beside all this.
+        pipeline_rank: the rank whose peak this is.
     """
 
     parts: Parts
@@ -100,18 +100,18 @@ class PeakEstimate:
         return max(self.step, self.load, self.save)
 
     def fullest(self) -> tuple[str, Parts]:
-        """The fullest moment of all, and what bytes are for then; of loading and saving, what is there all the time."""
+        """Returns the phase of the overall peak, and its bytes by part; while loading and saving, the static ones."""
         moments = {self.moment: self.step, "loading": self.load, "saving": self.save}
         moment = max(moments, key=lambda name: moments[name])
         return moment, self.parts if moment == self.moment else self.static
 
     def largest_part(self) -> str:
-        """What most bytes of a step are for."""
+        """Returns the part with the most bytes of a step."""
         return largest_part(self.parts)
 
 
 def predict_layout(workload: Workload, layout: Layout, memory: MemoryPlan) -> list[PeakEstimate]:
-    """One estimate for each pipeline rank; its tensor, context and data neighbours hold as much.
+    """Returns an estimate for each pipeline rank; its tensor, context and data neighbours hold as much.
 
     Raises:
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
@@ -150,7 +150,7 @@ class _Rank:
         )
 
     def _groups(self) -> Iterator[Parameters]:
-        """Parameters of this rank's layers and ends, as forward needs them."""
+        """Yields the parameters of this rank's layers and ends, in the order of forward."""
         shape = self._shape
         for stage in self._stages.values():
             if stage.embedding:
@@ -162,7 +162,7 @@ class _Rank:
                     yield shape.embedding_parameters  # the copy of a tied head
 
     def _regions(self) -> dict[object, int]:
-        """Elements of the optimizer's regions."""
+        """Returns the number of elements of each region of the optimizer."""
         regions: dict[object, int] = {}
         for group in self._groups():
             for key, count in group.trained.items():
@@ -170,13 +170,13 @@ class _Rank:
         return regions
 
     def _static(self) -> dict[str, int]:
-        """Weights in the model's dtype, and masters, gradients and two moments of what trains, in fp32."""
+        """Counts weights in the model's dtype, and masters, gradients and two moments of what trains in fp32."""
         item, groups = self._workload.dtype.itemsize, list(self._groups())
         flat = WIDE * sum(self._regions().values())
         ranks = self._layout.data_and_context
 
-        def held(divided: bool, count: int) -> int:
-            return -(-count // ranks) if divided else count
+        def held(sharded: bool, count: int) -> int:
+            return -(-count // ranks) if sharded else count
 
         base = sum(one.base_bytes(item) for one in groups) + self._beside()
         adapters = item * sum(one.adapters for one in groups)
@@ -197,29 +197,34 @@ class _Rank:
         return added(parts)
 
     def _beside(self) -> int:
-        """Bytes of the frozen parameters of other parts, divided like those of layers."""
+        """Counts the frozen parameters outside the decoder, divided over ranks like those of layers."""
         parallel = self._layout.parallel
         nbytes: int = self._workload.beside * self._workload.dtype.itemsize
         return nbytes // (parallel.tensor * parallel.pipeline)
 
     def _scratch(self) -> int:
-        """The largest matrix that is decoded on this rank, with the columns of folded adapters beside it."""
+        """Counts the scratch: the largest matrix that is decoded on this rank, with the columns of folded adapters."""
         stages = self._stages.values()
-        linears = [one for stage in stages for layer in self._shape.layers[stage.first : stage.last]
-                   for one in layer.linears if one.is_decoded]  # fmt: skip
+        linears = [
+            one
+            for stage in stages
+            for layer in self._shape.layers[stage.first : stage.last]
+            for one in layer.linears
+            if one.is_decoded
+        ]
         return (
             max((one.outputs * (one.inputs + one.extra) for one in linears), default=0) * self._workload.dtype.itemsize
         )
 
     def _largest_span(self) -> int:
-        """Elements that are treated alike and lie together in what this rank has of the masters."""
+        """Returns the elements of the largest span of this rank's masters; see `engine.optim.flat.Span`."""
         largest = max(self._regions().values(), default=0)
         if self._sharding.masters and not self._sharding.gradients:
             largest = min(largest, self._bucket())
         return -(-largest // self._layout.data_and_context) if self._sharding.masters else largest
 
     def _host(self) -> int:
-        """Bytes of host memory that weights, masters and moments wait in."""
+        """Counts the host memory of offloaded weights, masters and moments."""
         weights = state = 0
         if self._workload.offload_weights:
             weights = sum(group.moved_bytes(self._workload.dtype.itemsize) for group in self._groups())
@@ -229,8 +234,8 @@ class _Rank:
         return weights + state
 
     def _load(self, static: Parts) -> int:
-        """Weights, masters and gradients are there, moments not yet; one tensor is in the dtype it is stored in, at
-        most fp32. Encoding it takes copies of a piece of it, see `engine.kernels.reference_quantize`."""
+        """Counts loading: weights, masters and gradients without moments, and one tensor in the dtype it is stored in,
+        at most fp32. Encoding it takes copies of a chunk of it, see `engine.kernels.reference_quantize`."""
         groups = list(self._groups())
         largest = max((group.largest for group in groups), default=0)
         encoding = 0
@@ -242,8 +247,8 @@ class _Rank:
     # A step.
 
     def _gathered(self, microbatches: int) -> dict[str, int]:
-        """Weights of two layers that have come from where they wait, the other one's on their way; and whole buckets of
-        gradients until their sums have left: a few with one micro-batch a step, all with more."""
+        """Counts the weights of two layers, one in use and one prefetched; and whole buckets of gradients until they
+        are reduced: a few with one micro-batch a step, all with more."""
         weights = gradients = 0
         item = self._workload.dtype.itemsize
         if self._sharding.weights or self._workload.offload_weights:
@@ -254,16 +259,16 @@ class _Rank:
             weights = max(sum(pair) for pair in zip(layers, [*layers[1:], 0], strict=True))
         if self._sharding.gradients:
             whole = sum(self._regions().values())
-            gradients = whole if microbatches > 1 else min(whole, (LEAVING + 2) * self._bucket())
+            gradients = whole if microbatches > 1 else min(whole, (MAX_IN_FLIGHT + 2) * self._bucket())
         return {COMMUNICATION: weights, GRADIENTS: gradients * WIDE}
 
     def _bucket(self) -> int:
-        """Elements of a bucket of gradients."""
+        """Returns the elements of a bucket of gradients."""
         bucket = int(self._layout.parallel.bucket_mb * 2**20) // WIDE
         return min(bucket, sum(self._regions().values()))
 
     def _moments(self, stages: dict[int, StageBytes]) -> Iterator[tuple[str, Parts]]:
-        """Every moment that may be the fullest, without what is always there."""
+        """Yields the bytes of each phase that may be the peak, without the static ones."""
         count = self._workload.num_microbatches(self._layout)
         token = _BATCH_BYTES + (_ANSWER_BYTES if self._workload.answers else 0)
         batches = added({BATCHES: token * self._model.tokens * count}, self._gathered(count))
@@ -285,7 +290,7 @@ class _Rank:
         yield from self._update(batches)
 
     def _most_away(self, stages: dict[int, StageBytes]) -> int:
-        """Bytes in host memory of the micro-batches whose backward is still to come, when they are most."""
+        """Returns the peak of offloaded activations: those of micro-batches whose backward has not run yet."""
         now = most = 0
         for action in self._plan.schedule.actions[self._rank]:
             nbytes = stages[action.stage].away
@@ -294,14 +299,14 @@ class _Rank:
         return most
 
     def _update(self, batches: Parts) -> Iterator[tuple[str, Parts]]:
-        """Where plain torch makes the gradient's norm, some elements in fp64; and, where masters are divided, the
-        weights of the buckets that are gathered at a time."""
+        """Yields the optimizer step: some elements in fp64 where plain torch computes the gradient's norm, and, where
+        masters are sharded, the weights of the buckets that are gathered at a time."""
         squared = 0
         if self._workload.square_sum_writes:
             squared = 8 * min(SQUARED_AT_ONCE, max(self._regions().values(), default=0))
         gathered = 0
         if self._sharding.masters:
-            gathered = (AHEAD + 1) * self._bucket() * self._workload.dtype.itemsize
+            gathered = (PREFETCHED + 1) * self._bucket() * self._workload.dtype.itemsize
         without_whole = without(batches, {GRADIENTS: batches[GRADIENTS]})
         yield "optimizer step", added(without_whole, {TEMPORARY: squared})
         yield "optimizer step", added(without_whole, {COMMUNICATION: gathered})

@@ -1,4 +1,4 @@
-"""Which layers the pipeline ranks of a layout hold, and the schedule they go by.
+"""The layers that the pipeline ranks of a layout hold, and their schedule.
 
 The split of layers is that of a run, computed from sizes that are read once for a whole search.
 """
@@ -12,7 +12,7 @@ from engine.config.parallel import ParallelOptions
 from engine.models.decoder import Part, split_parts
 from engine.models.decoder_config import DecoderConfig
 from engine.models.flops import head_in_layers
-from engine.pipeline.partition import StageOptions, plan_stages
+from engine.pipeline.partition import plan_stages
 from engine.pipeline.schedule import Schedule
 from engine.pipeline.schedules import ScheduleChoice
 from engine.planning.shapes import ModelShape
@@ -23,7 +23,7 @@ class PipelinePlan:
     """The stages of a layout.
 
     Args:
-        layers: of each stage.
+        layers: number of layers of each stage.
         schedule: the actions of all pipeline ranks.
     """
 
@@ -49,17 +49,13 @@ def pipeline_plan(
     Raises:
         UserError: they cannot be split like that, or the schedule does not fit the micro-batches.
     """
-    options = StageOptions(
-        num_ranks=parallel.pipeline,
-        schedule=parallel.schedule,
-        virtual=parallel.virtual,
-        layers_per_stage=parallel.layers_per_stage,
+    layers, choice = plan_stages(
+        parallel,
         num_layers=decoder.num_layers,
         head=head_in_layers(decoder),
         first_trainable_layer=shape.first_trainable_layer,
         layers_are_frozen=shape.layers_are_frozen,
     )
-    layers, choice = plan_stages(options)
     return PipelinePlan(layers=layers, schedule=_schedule(choice, num_microbatches))
 
 

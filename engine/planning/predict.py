@@ -1,4 +1,4 @@
-"""What a configuration will need, for whoever is about to run it."""
+"""Predicts the memory of a configuration before it runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engine.planning.rank_layout import Layout, Workload
 
 
 def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *, device_type: str) -> Workload:
-    """What a configuration trains.
+    """Returns what a configuration trains.
 
     Args:
         config: of the run.
         decoder: of its model.
-        plan: what its modules do; see engine.training.module_plan.
+        plan: its modules' adapters and trained weights; see engine.training.module_plan.
         device_type: "cuda" or "cpu".
 
     Raises:
@@ -48,14 +48,14 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
 
 
 def _answers(config: RunConfig) -> int:
-    """Answers in a micro-batch of full rows where answers are compared, else 0."""
+    """Returns the number of answers in a micro-batch of full rows where answers are compared, else 0."""
     objective = config.objective
     in_a_row = config.row_length // config.data.seq_length
     return config.train.micro_batch_size * in_a_row if objective.compares_answers else 0
 
 
 def memory_plan_of(config: RunConfig) -> MemoryPlan:
-    """What a configuration keeps for backward."""
+    """Returns what a configuration keeps for backward, and where."""
     memory = config.memory
     stored = memory.activation_dtype
     return MemoryPlan(
@@ -75,16 +75,16 @@ def predict_peak(
     pipeline_rank: int | None = None,
     device_type: str = "cuda",
 ) -> PeakEstimate:
-    """The most that a rank will hold.
+    """Predicts the peak memory of a rank.
 
     Rows are taken to be as long as data.seq_length and to hold one document each; shorter ones need less.
 
     Args:
         config: of the run, checked.
         decoder: of its model.
-        plan: what its modules do; see engine.training.module_plan.
+        plan: its modules' adapters and trained weights; see engine.training.module_plan.
         world_size: number of ranks.
-        pipeline_rank: whose; None for the one that holds most.
+        pipeline_rank: the rank to predict; None for the one with the highest peak.
         device_type: "cuda" or "cpu".
 
     Raises:

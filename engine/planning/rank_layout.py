@@ -1,4 +1,4 @@
-"""A layout of ranks, and what is trained under it."""
+"""A layout of ranks, and the workload that is trained under it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Layout:
 
     @property
     def data_and_context(self) -> int:
-        """Ranks that sum gradients."""
+        """The number of ranks that sum gradients."""
         return self.data * self.parallel.context
 
     def label(self) -> str:
-        """Such as "tensor 2, pipeline 4x2, data 1"."""
+        """Returns a label such as "tensor 2, pipeline 4x2, data 1"."""
         parallel = self.parallel
         parts = [f"tensor {parallel.tensor}" + ("" if parallel.sequence is not False else " without sequence")]
         if parallel.pipeline > 1:
@@ -48,7 +48,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What is trained, whatever the layout.
+    """The parts of a run that do not depend on the layout.
 
     Args:
         decoder: of the model.
@@ -64,9 +64,9 @@ class Workload:
         device_type: "cuda" or "cpu".
         beside: frozen parameters of other parts than the decoder, in `dtype`; what they compute is not counted.
         kernels: the backend of the ops, see engine.planning.kernel_shapes.
-        finds_done: whether a send says that it is done; see engine.planning.messages.
+        finds_done: whether completed sends can be found without waiting; see engine.planning.messages.
         square_sum_writes: whether the gradient's norm writes the squares of a region, as plain torch does.
-        offload_weights: whether frozen weights wait in host memory.
+        offload_weights: whether frozen weights are kept in host memory.
         offload_optimizer: whether masters and moments do.
     """
 

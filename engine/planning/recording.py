@@ -1,8 +1,8 @@
-"""Writes down what operations make and free while the engine's own code runs on tensors of shapes alone.
+"""Records the storages that operations allocate and free while the engine's own code runs on the meta device.
 
-Tensors on the meta device have shapes, dtypes and storages, and no numbers. Running a layer on them makes and frees
-every storage in the order of a real step, in milliseconds whatever its size. What is recorded is what torch sees: the
-results of operations, not what one allocates within itself.
+Tensors on the meta device have shapes, dtypes and storages, and no numbers. Running a layer on them allocates and frees
+every storage in the order of a real step, in milliseconds whatever its size. Recorded is what torch sees: the results
+of operations, not what one allocates within itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.planning.ledger import LOGITS, PARTS, TEMPORARY, Parts
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A storage is made, or freed.
+    """One allocation or release of a storage.
 
     Args:
         storage: its number.
@@ -33,11 +33,11 @@ class Event:
 
 
 class Recording(TorchDispatchMode):
-    """The storages that operations make while this is entered, in a block or in a function of autograd.
+    """Records the storages that operations allocate inside its block, autograd functions included.
 
     Attributes:
         events: in their order.
-        parts: what each storage is for.
+        parts: the part that each storage counts to.
         widths: columns of the matrices that are logits.
     """
 
@@ -80,17 +80,17 @@ class Recording(TorchDispatchMode):
         return self._alive[tensor.untyped_storage()._cdata].storage
 
     def name(self, storages: Iterable[int], part: str) -> None:
-        """Says what storages are for, which holds for all of their time."""
+        """Names the part that storages count to, for their whole lifetime."""
         for storage in storages:
             if self.parts[storage] == TEMPORARY:
                 self.parts[storage] = part
 
     def alive(self) -> frozenset[int]:
-        """The storages that are there now."""
+        """Returns the storages that are allocated now."""
         return frozenset(event.storage for event in self._alive.values())
 
     def held(self, storages: Collection[int]) -> Parts:
-        """Bytes of these that are there now, by part."""
+        """Returns the bytes of those of `storages` that are allocated now, by part."""
         held: dict[str, int] = {}
         for event in self._alive.values():
             if event.storage in storages:
@@ -99,10 +99,10 @@ class Recording(TorchDispatchMode):
         return held
 
     def peak(self, first: int, pinned: Collection[int] = ()) -> Parts:
-        """What is held at the fullest moment from the event `first` on beside what was held before, by part.
+        """Returns the peak from the event `first` on, beside what was allocated before it, by part.
 
         Args:
-            pinned: storages that are not freed.
+            pinned: storages that count as never freed.
         """
         held, total, most, fullest = dict.fromkeys(PARTS, 0), 0, 0, {}
         for event in self.events[first:]:

@@ -1,9 +1,8 @@
-"""Which layouts of a number of devices fit their memory, and which of them is fastest.
+"""Searches the layouts of a number of devices that fit their memory, and ranks them by predicted step time.
 
-Every way to write the number as tensor x context x pipeline x data ranks is tried, with and without sequence
-parallelism, with one and with two stages a pipeline rank, and with the least recomputation that fits; where that is not
-none, with what may wait in host memory or be kept in fewer bits, too. What the rules of the configuration refuse is
-passed over with their reason.
+Every factorisation into tensor x context x pipeline x data ranks is tried, with and without sequence parallelism, with
+one and with two stages a pipeline rank, and with the least recomputation that fits; where that is not none, with
+offload and fewer bits, too. Layouts that a rule of the configuration refuses are listed with the reason.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from engine.planning.step_time import StepTime, predict_time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """What is asked of a search.
+class SearchRequest:
+    """The question that a search answers.
 
     Args:
         config: sizes of the batch and what trains; its parallel and memory sections are not read.
-        devices: how many there are.
+        devices: number of devices.
         capacity: bytes of a device that may be used.
         host_capacity: bytes of host memory that a rank may use.
         recompute: the levels to try; all by default.
-        offload: what may wait in host memory: "weights", "optimizer" and "activations".
-        stored: the dtypes to try for activations that are kept; None is their own.
+        offload: what may be offloaded to host memory: "weights", "optimizer" and "activations".
+        stored: the dtypes to try for kept activations; None is their own.
     """
 
     config: RunConfig
@@ -53,7 +52,7 @@ class Wanted:
     stored: tuple[torch.dtype | None, ...] = (None,)
 
     def holds(self, candidate: Candidate) -> bool:
-        """Whether there is room for it on the device and in host memory."""
+        """Whether it fits the device and host memory."""
         return candidate.estimate.peak <= self.capacity and candidate.host <= self.host_capacity
 
 
@@ -62,8 +61,8 @@ class Candidate:
     """A layout that the rules allow.
 
     Args:
-        workload: with what of it waits in host memory.
-        estimate: of the pipeline rank that holds most.
+        workload: with what of it is offloaded.
+        estimate: of the pipeline rank with the highest peak.
         estimates: of all pipeline ranks.
         time: None where it does not fit.
     """
@@ -77,11 +76,11 @@ class Candidate:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory of the pipeline rank that takes most."""
+        """The bytes of host memory of the pipeline rank that takes most."""
         return max(estimate.host for estimate in self.estimates)
 
     def label(self) -> str:
-        """Layout and recomputation in a few words."""
+        """Returns layout and recomputation in a few words."""
         memory = self.memory
         layers = "" if memory.recompute_layers is None else f" of {memory.recompute_layers} layers"
         workload = self.workload
@@ -96,7 +95,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedLayout:
     """A layout that a rule refuses."""
 
     layout: Layout
@@ -104,21 +103,21 @@ class Refused:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """What a search found.
+class SearchResult:
+    """The result of a search.
 
     Args:
         fitting: fastest first.
-        too_large: what does not fit however much is recomputed, smallest first.
-        refused: what cannot be.
+        too_large: layouts that do not fit however much is recomputed, smallest first.
+        refused: layouts that a rule refuses.
     """
 
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedLayout, ...]
 
 
-def search(wanted: Wanted, workload: Workload, machine: Machine) -> Found:
+def search(wanted: SearchRequest, workload: Workload, machine: Machine) -> SearchResult:
     """Tries every layout.
 
     Raises:
@@ -127,13 +126,13 @@ def search(wanted: Wanted, workload: Workload, machine: Machine) -> Found:
     check_encoding(machine, workload.base_dtype)
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
-    refused: list[Refused] = []
+    refused: list[RefusedLayout] = []
     for layout in layouts(wanted.devices):
         try:
             _check(wanted, workload, layout)
             tried = _least_sharding(wanted, workload, layout)
         except UserError as error:
-            refused.append(Refused(layout, str(error)))
+            refused.append(RefusedLayout(layout, str(error)))
             continue
         timed: list[Candidate] = []
         for candidate in tried:
@@ -143,7 +142,7 @@ def search(wanted: Wanted, workload: Workload, machine: Machine) -> Found:
             time = predict_time(candidate.workload, candidate.layout, candidate.memory, machine)
             timed.append(replace(candidate, time=time))
         fitting += _fastest_alike(timed)[:_SHOWN_OF_A_LAYOUT]
-    return Found(
+    return SearchResult(
         fitting=tuple(sorted(fitting, key=_seconds)),
         too_large=tuple(sorted(too_large, key=lambda candidate: candidate.estimate.peak)),
         refused=tuple(refused),
@@ -163,13 +162,13 @@ def _fastest_alike(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _seconds(candidate: Candidate) -> tuple[float, int]:
-    """The key that sorts candidates by step time, and equally fast ones by the memory they need."""
+    """Returns the key that sorts candidates by step time, and equally fast ones by memory."""
     assert candidate.time is not None
     return round(candidate.time.step, 6), candidate.estimate.peak
 
 
 def layouts(devices: int) -> Iterator[Layout]:
-    """All of them, simple ones first."""
+    """Yields all layouts, simple ones first."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     for pipeline in divisors:
         for context in divisors:
@@ -187,8 +186,8 @@ def layouts(devices: int) -> Iterator[Layout]:
                         )
 
 
-def _check(wanted: Wanted, workload: Workload, layout: Layout) -> None:
-    """The rules of the configuration.
+def _check(wanted: SearchRequest, workload: Workload, layout: Layout) -> None:
+    """Applies the rules of the configuration to a layout.
 
     Raises:
         UserError: one of them refuses the layout.
@@ -203,13 +202,13 @@ def _check(wanted: Wanted, workload: Workload, layout: Layout) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    """Where things wait, and in how many bits: what is tried beside a layout.
+class _Placement:
+    """The offloads and the dtype of kept activations that are tried beside a layout.
 
     Args:
-        workload: which says whether weights and the optimizer's state are in host memory.
-        offload: whether what layers leave for backward is.
-        stored: the dtype that it is kept in; None for its own.
+        workload: names whether weights and optimizer state are offloaded.
+        offload: whether activations are offloaded.
+        stored: the dtype that activations are kept in; None for their own.
     """
 
     workload: Workload
@@ -217,14 +216,14 @@ class _Place:
     stored: torch.dtype | None = None
 
 
-def _places(wanted: Wanted, workload: Workload, layout: Layout) -> list[_Place]:
-    """All that may be tried, the plain one first."""
+def _placements(wanted: SearchRequest, workload: Workload, layout: Layout) -> list[_Placement]:
+    """Returns all placements that may be tried, the one without offload first."""
     weights = "weights" in wanted.offload and layout.parallel.shard != "parameters"
     choices = product(
         _may(weights), _may("optimizer" in wanted.offload), _may("activations" in wanted.offload), wanted.stored
     )
     return [
-        _Place(
+        _Placement(
             workload=replace(workload, offload_weights=weights, offload_optimizer=state), offload=moves, stored=stored
         )
         for weights, state, moves, stored in choices
@@ -235,16 +234,15 @@ def _may(allowed: bool) -> tuple[bool, ...]:
     return (False, True) if allowed else (False,)
 
 
-def _least_sharding(wanted: Wanted, workload: Workload, layout: Layout) -> list[Candidate]:
-    """What to rank of a layout: whole copies on all data and context ranks, and where a level above spreads memory so
-    that less has to be recomputed, or that it fits at all, that level too; and where something must be recomputed, what
-    host memory and fewer bits can do instead."""
+def _least_sharding(wanted: SearchRequest, workload: Workload, layout: Layout) -> list[Candidate]:
+    """Returns the candidates of a layout: unsharded, and with a higher level of sharding where that needs less
+    recomputation, or fits at all; and where something must be recomputed, with offload and fewer bits instead."""
     tried: list[Candidate] = []
     levels: tuple[ShardLevel, ...] = ("none", "gradients", "parameters") if layout.data_and_context > 1 else ("none",)
-    others: list[tuple[Layout, _Place]] = []
+    others: list[tuple[Layout, _Placement]] = []
     for level in levels:
         own = replace(layout, parallel=replace(layout.parallel, shard=level))
-        plain, *places = _places(wanted, workload, own)
+        plain, *places = _placements(wanted, workload, own)
         tried += _least_recomputation(wanted, plain, own)
         others += [(own, place) for place in places]
         if any(one.memory.recompute in _LIGHT and wanted.holds(one) for one in tried):
@@ -256,13 +254,13 @@ def _least_sharding(wanted: Wanted, workload: Workload, layout: Layout) -> list[
     return fitting or [min(tried, key=lambda one: one.estimate.peak)]
 
 
-def _least_recomputation(wanted: Wanted, place: _Place, layout: Layout) -> list[Candidate]:
-    """What to rank of a layout and a place: the levels that recompute little, and of the others the fewest layers that
-    fit.
+def _least_recomputation(wanted: SearchRequest, place: _Placement, layout: Layout) -> list[Candidate]:
+    """Returns the candidates of a layout and a placement: the levels that recompute little, and of the others the
+    fewest layers that fit.
 
     Recomputing more than needed is never faster, so a level that recomputes whole regions is tried only where the
-    lighter ones are too large; but where activations travel to host memory, which recomputed layers do not need, some
-    more layers are tried on one device. Where nothing fits, the smallest.
+    lighter ones are too large; but where activations are offloaded, which recomputed layers do not need, some more
+    layers are tried on one device. Where nothing fits, the smallest.
     """
 
     def candidate(level: Level, layers: int | None = None) -> Candidate:
@@ -298,9 +296,9 @@ _MORE_LAYERS = 16
 
 
 def _fewest_layers(
-    wanted: Wanted, num_layers: int, whole: Candidate, candidate: Callable[[Level, int], Candidate]
+    wanted: SearchRequest, num_layers: int, whole: Candidate, candidate: Callable[[Level, int], Candidate]
 ) -> Candidate:
-    """The same level on as few layers as fit, by bisection: every layer more needs less memory."""
+    """Returns the same level on as few layers as fit, by bisection: every further layer saves memory."""
     best, low, high = whole, 1, num_layers
     while low < high:
         middle = (low + high) // 2

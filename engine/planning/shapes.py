@@ -25,7 +25,7 @@ WIDE = 4
 """Bytes of statistics, and of what norms, losses and the optimizer compute in."""
 
 RegionKey = tuple[tuple[str, ...], tuple[str, ...], bool]
-"""What parameters of one region of the optimizer have in common; see engine.optim.flat."""
+"""The key of one region of the optimizer; see engine.optim.flat_layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class LinearShape:
 
     @property
     def is_decoded(self) -> bool:
-        """Whether products need its numbers first, see engine.ops.encoded_weight."""
+        """Whether products decode it first, see engine.ops.encoded_weight."""
         return self.encoding in DECODED
 
 
@@ -102,10 +102,10 @@ class Parameters:
         adapters: elements of A and B, folded columns and their padding included.
         trained: region of the optimizer -> elements, each parameter aligned.
         largest: elements of the largest tensor, encoded ones included.
-        moved: elements of the storages that wait in host memory, where frozen weights do.
+        moved: elements of the storages that are offloaded, where frozen weights are.
         copied: of those, the trained ones, of which the device keeps a copy.
         encoded: bytes of the weights that are stored encoded.
-        encoded_moved: of those, bytes of the storages that wait in host memory, where frozen weights do.
+        encoded_moved: of those, bytes of the storages that are offloaded, where frozen weights are.
     """
 
     base: int
@@ -118,11 +118,11 @@ class Parameters:
     encoded_moved: int = 0
 
     def base_bytes(self, itemsize: int) -> int:
-        """Bytes of weights, norms and biases."""
+        """Returns the bytes of weights, norms and biases."""
         return self.base * itemsize + self.encoded
 
     def moved_bytes(self, itemsize: int) -> int:
-        """Bytes that wait in host memory, where frozen weights do."""
+        """Returns the bytes that are offloaded, where frozen weights are."""
         return self.moved * itemsize + self.encoded_moved
 
 
@@ -153,7 +153,7 @@ class ModelShape:
         return not any(linear.trained_rows for layer in self.layers for linear in layer.linears)
 
     def trained_elements(self) -> int:
-        """Trained elements on this rank, alignment included."""
+        """Returns the number of trained elements on this rank, alignment included."""
         groups = (*self.layer_parameters, self.embedding_parameters, self.head_parameters)
         return sum(sum(group.trained.values()) for group in groups)
 
@@ -187,7 +187,7 @@ def model_shape(config: DecoderConfig, plan: TrainingPlan, layout: TensorLayout,
 
 
 def _layers(model: Decoder) -> tuple[LayerShape, ...]:
-    """Layers that are alike are one object."""
+    """Returns the layers; those that are alike are one object."""
     known: dict[LayerShape, LayerShape] = {}
     return tuple(known.setdefault(shape, shape) for shape in map(_layer, model.layers))
 
@@ -259,7 +259,7 @@ def _layer_parameters(layer: DecoderLayer) -> Parameters:
 
 
 def _parameters(entries: Iterable[ShardEntry]) -> Parameters:
-    """Storages are counted once each: what sections share, and the columns of folded adapters, lie in one."""
+    """Counts each storage once: sections share one, and the columns of folded adapters lie in it."""
     storages: dict[int, int] = {}
     sharing: dict[int, list[ShardEntry]] = {}
     base = largest = 0

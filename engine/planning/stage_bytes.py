@@ -1,8 +1,7 @@
 """Bytes of one pipeline stage's forward and backward of one micro-batch, put together from traces of its pieces.
 
-Beside what a piece holds itself there is, at each moment, what the pieces before it keep for backward, the residual
-stream between two pieces or its gradient, and what the stage holds on to until its backward is over: its input and
-output, and the gradient that the next stage sends.
+Beside a piece's own memory a stage holds what the pieces before it keep for backward, the residual stream between two
+pieces or its gradient, and, until its backward ends, its input and output and the gradient that the next stage sends.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from itertools import groupby
 from engine.layers.recompute import Level, MemoryPlan
 from engine.models.decoder import Part
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts, added, most, times, without
-from engine.planning.traces import Passage, RankModel
+from engine.planning.traces import RankModel, Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,11 +22,11 @@ class StageBytes:
     """Memory that one micro-batch takes on a stage, beside what is always allocated.
 
     Args:
-        forward: at the fullest moment of forward.
+        forward: at the peak of forward.
         kept: between forward and backward.
-        backward: at the fullest moment of backward; nothing where the stage has none.
-        deferred: of a split backward, what its input gradients leave to the weights' gradients.
-        away: bytes of `kept` that wait in host memory instead.
+        backward: at the peak of backward; nothing where the stage has none.
+        deferred: in a split backward, what the input gradients keep for the weight gradients.
+        away: bytes of activations that are offloaded, and so not in `kept`.
     """
 
     forward: Parts
@@ -38,18 +37,18 @@ class StageBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Layers one after the other that differ in nothing.
+class _LayerGroup:
+    """Consecutive layers that are alike.
 
     Args:
-        passage: of each of them.
-        count: how many.
+        trace: the trace of each of them.
+        count: number of layers.
         goes_back: whether backward reaches them.
         is_first: this is the stage's first layer, whose input is the stage's.
-        is_last: its last one.
+        is_last: this is the stage's last layer.
     """
 
-    passage: Passage
+    trace: Trace
     count: int
     goes_back: bool
     is_first: bool
@@ -58,35 +57,34 @@ class _Run:
 
 @lru_cache(maxsize=4096)
 def stage_bytes(
-    model: RankModel, stage: Part, memory: MemoryPlan, *, trains: bool,
-    gives_gradient: bool, defers: bool = False,
-) -> StageBytes:  # fmt: skip
-    """Goes once forward and once backward through the stage.
+    model: RankModel, stage: Part, memory: MemoryPlan, *, trains: bool, gives_gradient: bool, defers: bool = False
+) -> StageBytes:
+    """Puts together one forward and one backward of the stage.
 
     Args:
         trains: whether this stage or one below it has a trainable parameter.
         gives_gradient: whether one below it has.
-        defers: whether backward leaves the weights' gradients for later.
+        defers: whether backward defers the weight gradients.
     """
     shape, stream = model.shape, model.stream
     tables = model.tables()
     first = model.embedding(saved=trains) if stage.embedding else None
     needs = shape.embedding.trains if stage.embedding else gives_gradient
-    runs = list(_runs(model, stage, memory, needs=needs and trains, trains=trains, defers=defers))
+    runs = list(_layer_groups(model, stage, memory, needs=needs and trains, trains=trains, defers=defers))
     needs = needs or any(shape.layers[index].trains for index in range(stage.first, stage.last))
     last = model.head(needs=needs and trains, saved=trains, defers=defers) if stage.head else None
     forward, kept = _forward(tables, first, runs, last, stream, trains)
-    away = sum(run.passage.away * run.count for run in runs)
+    away = sum(run.trace.away * run.count for run in runs)
     if not trains:
         return StageBytes(forward=forward, kept={}, backward={})
     backward, left = _backward(first, runs, last, kept, stream)
     return StageBytes(forward=forward, kept=kept, backward=backward, deferred=left, away=away)
 
 
-def _runs(
+def _layer_groups(
     model: RankModel, stage: Part, memory: MemoryPlan, *, needs: bool, trains: bool, defers: bool
-) -> Iterator[_Run]:
-    """The stage's layers in order. The first and the last one stand alone; the last keeps what it keeps on the device,
+) -> Iterator[_LayerGroup]:
+    """Yields the stage's layers in order. The first and the last are groups of their own; the last is never offloaded,
     because backward begins with it."""
     shape = model.shape
 
@@ -98,14 +96,14 @@ def _runs(
 
     for (kind, level, own, has_leaves, is_first, is_last), group in groupby(range(stage.first, stage.last), alike):
         plan = MemoryPlan(recompute=level, offload=memory.offload and not is_last, stored_dtype=memory.stored_dtype)
-        passage = model.layer(kind, plan, needs=own, saved=trains, defers=defers)
-        yield _Run(passage, len(list(group)), trains and (own or has_leaves), is_first, is_last)
+        trace = model.layer(kind, plan, needs=own, saved=trains, defers=defers)
+        yield _LayerGroup(trace, len(list(group)), trains and (own or has_leaves), is_first, is_last)
 
 
 def _forward(
-    tables: Passage, first: Passage | None, runs: list[_Run], last: Passage | None, stream: int, trains: bool
+    tables: Trace, first: Trace | None, runs: list[_LayerGroup], last: Trace | None, stream: int, trains: bool
 ) -> tuple[Parts, Parts]:
-    """The fullest moment, and what is there at the end."""
+    """Returns the peak of forward, and what is kept at its end."""
     moments, base = [tables.forward], tables.kept
     # what enters the first layer lives as long as forward runs, whether the layer keeps it or not
     held: Parts = {}
@@ -114,11 +112,11 @@ def _forward(
         moments.append(added(base, first.forward))
         base = added(base, first.kept)
     for run in runs:
-        passage = run.passage
-        before = added(base, times(passage.kept, run.count - 1))
-        moments.append(added(before, held, flow, passage.forward))
-        base = added(before, passage.kept)
-        if run.is_first and not passage.keeps_input:
+        trace = run.trace
+        before = added(base, times(trace.kept, run.count - 1))
+        moments.append(added(before, held, flow, trace.forward))
+        base = added(before, trace.kept)
+        if run.is_first and not trace.keeps_input:
             held = flow
         flow = {ACTIVATIONS: stream}
     if last is not None:
@@ -135,39 +133,37 @@ def _forward(
 
 
 def _backward(
-    first: Passage | None, runs: list[_Run], last: Passage | None, kept: Parts, stream: int
+    first: Trace | None, runs: list[_LayerGroup], last: Trace | None, kept: Parts, stream: int
 ) -> tuple[Parts, Parts]:
-    """The fullest moment, and what is left for the weights' gradients."""
+    """Returns the peak of backward, and what is kept for deferred weight gradients."""
     moments, base, left = [], kept, {}
     gradient = {ACTIVATIONS: stream}
     if last is not None:
-        moments.append(added(base, *_at_fullest(last, False, False)))
+        moments.append(added(base, *_at_peak(last, False, False)))
         base, left = without(base, last.kept), added(left, last.left)
     else:
         gradient = {COMMUNICATION: stream}
     for run, before in zip(reversed(runs), [*reversed(runs[:-1]), None], strict=True):
-        passage = run.passage
+        trace = run.trace
         if run.goes_back:
             holds = run.is_first and first is None, run.is_last and last is None
-            # what the layer before has in host memory is on its way back
-            coming = passage if run.count > 1 else before.passage if before is not None else None
+            # the offloaded activations of the layer before are prefetched
+            coming = trace if run.count > 1 else before.trace if before is not None else None
             ahead = {ACTIVATIONS: 0 if coming is None else coming.away}
-            fullest = added(gradient, ahead, *_at_fullest(passage, *holds))
+            fullest = added(gradient, ahead, *_at_peak(trace, *holds))
             moments.append(added(base, left, fullest))
             others = run.count - 1
-            moments.append(
-                added(without(base, times(passage.kept, others)), left, times(passage.left, others), fullest)
-            )
-            left = added(left, times(passage.left, run.count))
-        base = without(base, times(passage.kept, run.count))
+            moments.append(added(without(base, times(trace.kept, others)), left, times(trace.left, others), fullest))
+            left = added(left, times(trace.left, run.count))
+        base = without(base, times(trace.kept, run.count))
         if run.is_last and last is None:
             base = added(base, gradient)  # which the next stage sent
         gradient = {ACTIVATIONS: stream}
     if first is not None:
-        moments.append(added(base, left, gradient, *_at_fullest(first, False, False)))
+        moments.append(added(base, left, gradient, *_at_peak(first, False, False)))
     return most(moments), left
 
 
-def _at_fullest(passage: Passage, holds_input: bool, holds_gradient: bool) -> list[Parts]:
-    found = passage.backward.get((holds_input, holds_gradient))
+def _at_peak(trace: Trace, holds_input: bool, holds_gradient: bool) -> list[Parts]:
+    found = trace.backward.get((holds_input, holds_gradient))
     return [] if found is None else [found]

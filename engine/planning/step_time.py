@@ -1,10 +1,11 @@
-"""How long a step takes: arithmetic over the machine's speed, bytes over its bandwidth, and the pipeline's bubble.
+"""The predicted time of a step: arithmetic over the machine's speed, bytes over its bandwidth, and the pipeline's
+bubble.
 
-A product takes as long as the slower of its arithmetic and its bytes; the rest takes its bytes. Collectives between
-tensor ranks are waited for where they stand; keys of ring attention travel behind the attention of a block, and
-gradients' sums behind one backward, so that only what is longer counts. The schedule's bubble comes from
-`engine.pipeline.simulate`. What comes from host memory, or goes there, does so behind a layer's arithmetic, each way
-by itself. Launches, stragglers and the loader cost nothing here: a real step is slower, and figures of
+A product takes the longer of its arithmetic and its memory traffic; everything else takes its memory traffic.
+Collectives between tensor ranks are exposed. Keys of ring attention are hidden behind the attention of a block, and
+gradient reductions behind one backward, so that only the excess counts. The schedule's bubble comes from
+`engine.pipeline.simulate`. Copies from and to host memory are hidden behind a layer's arithmetic, each direction by
+itself. Launches, stragglers and the loader cost nothing here: a real step is slower, and figures of
 two layouts are meant to be compared with each other.
 """
 
@@ -27,13 +28,13 @@ from engine.planning.shapes import WIDE, EndShape, LayerShape, LinearShape, Mode
 from engine.planning.traces import RankModel, rank_model
 from engine.zigzag import ContextLayout, make_plan
 
-_AGAIN: dict[Level, tuple[str, ...]] = {"attention": ("attention",), "full": ("attention", "mlp")}
-"""What of a layer backward runs a second time."""
+_RECOMPUTED: dict[Level, tuple[str, ...]] = {"attention": ("attention",), "full": ("attention", "mlp")}
+"""The blocks of a layer that backward recomputes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What something takes, in seconds: of computing, of links that nothing hides, and of links behind computing."""
+    """Seconds of work: computing, exposed communication, and communication hidden behind computing."""
 
     compute: float = 0.0
     links: float = 0.0
@@ -55,9 +56,9 @@ class StepTime:
         step: of a whole step.
         pipeline: of it, all forwards and backwards, with the bubble.
         bubble: share of the ranks' time in the pipeline that is idle.
-        links: of it, what the busiest rank waits for links between ranks and to host memory.
-        hidden_links: what links are busy with meanwhile, behind its arithmetic.
-        gradients: sums of gradients that no backward hides, and the update.
+        links: of it, the exposed communication, between ranks and with host memory, of the rank with most of it.
+        hidden_links: that rank's communication that its arithmetic hides.
+        gradients: gradient reductions that no backward hides, and the update.
         tokens_per_second: over all ranks.
     """
 
@@ -89,17 +90,18 @@ class _Times:
         self._context_wire = machine.wire(parallel.tensor * parallel.context) * 1e9
 
     def product(self, rows: int, inner: int, outer: int) -> float:
-        """[rows, inner] [inner, outer]: 2 rows inner outer operations; all three matrices pass memory once."""
+        """Returns the seconds of [rows, inner] [inner, outer]: 2 rows inner outer operations, or all matrices'
+        bytes."""
         moved = self._item * (rows * inner + inner * outer + rows * outer)
         arithmetic = 2 * rows * inner * outer / (self._machine.products * 1e12)
         return max(arithmetic, self.copy(moved))
 
     def copy(self, nbytes: float) -> float:
-        """Bytes read and written."""
+        """Returns the seconds of reading and writing `nbytes`."""
         return nbytes / (self._machine.copies * 1e9)
 
     def linear(self, linear: LinearShape) -> float:
-        """x [W | B] and the projection on A."""
+        """Returns the seconds of x [W | B] and the projection on A."""
         columns = linear.inputs + (linear.extra or linear.rank)
         if linear.encoding is None or linear.is_decoded:
             seconds = self.product(self._tokens, columns, linear.outputs) + self._decoded(linear)
@@ -108,14 +110,15 @@ class _Times:
         return seconds + (self.product(self._tokens, linear.inputs, linear.rank) if linear.rank else 0.0)
 
     def _decoded(self, linear: LinearShape) -> float:
-        """Codes of an encoded weight are read, its numbers written."""
+        """Returns the seconds of decoding a weight: its codes are read, its numbers written."""
         if not linear.is_decoded:
             return 0.0
         codes = 0.5 if linear.encoding == "nf4" else 1.0
         return self.copy(linear.inputs * linear.outputs * (codes + self._item))
 
     def _fp8_product(self, linear: LinearShape) -> float:
-        """x is rounded first (read twice, written once); W is read in one byte a number."""
+        """Returns the seconds of a product in FP8: x is rounded first (read twice, written once), W has a byte a
+        number."""
         rounded = self.copy(self._tokens * linear.inputs * (2 * self._item + 1))
         numbers = self._tokens * linear.inputs + linear.inputs * linear.outputs
         moved = numbers + self._item * self._tokens * linear.outputs
@@ -124,43 +127,44 @@ class _Times:
         return rounded + max(arithmetic / (self._machine.products_fp8 * 1e12), self.copy(moved)) + low_rank
 
     def _transposed(self, linear: LinearShape) -> float:
-        """The codes of an FP8 weight, for the input's gradient."""
+        """Returns the seconds of transposing an FP8 weight's codes, for the input gradient."""
         if linear.encoding is None or linear.is_decoded:
             return 0.0
         return self.copy(2 * linear.inputs * linear.outputs)
 
     def weight_gradients(self, linear: LinearShape) -> float:
-        """dW of what trains."""
+        """Returns the seconds of dW of what trains."""
         return sum(self.product(rows, self._tokens, linear.inputs) for rows in linear.trained_rows)
 
     def adapter_gradients(self, linear: LinearShape) -> float:
-        """dA and dB, which read x and dY, and the update of dX."""
+        """Returns the seconds of dA and dB, which read x and dY, and of the update of dX."""
         if not linear.rank:
             return 0.0
         rows = self._tokens
         return self.product(linear.rank, rows, linear.inputs) + self.product(linear.rank, rows, linear.outputs)
 
     def sequence_links(self, count: int) -> float:
-        """`count` gathers or scatters of the residual stream between tensor ranks; an all-reduce is two."""
+        """Returns the seconds of `count` gathers or scatters of the residual stream over tensor ranks (all-reduce:
+        two)."""
         return count * self._crossing(self._item * self._shape.hidden)
 
     def gathered_input(self, linear: LinearShape) -> float:
-        """As one of those, the gather before a column linear; of a base with scales by row it is of codes, and a scale
-        a token. H beside it is narrow, and left out of all layouts alike."""
+        """Returns the seconds of the gather before a column linear; with scales by row it moves codes and a scale a
+        token. H beside it is narrow, and left out of all layouts alike."""
         if self._splits and linear.encoding == "fp8_row":
             return self._crossing(linear.inputs + WIDE)
         return self.sequence_links(1)
 
     def _crossing(self, nbytes: float) -> float:
-        """Seconds of a gather or scatter of `nbytes` a token between tensor ranks."""
+        """Returns the seconds of a gather or scatter of `nbytes` a token between tensor ranks."""
         if self._ranks == 1:
             return 0.0
         moved = self._tokens * nbytes * (self._ranks - 1) / self._ranks
         return moved / (self._machine.wire(self._ranks) * 1e9)
 
     def attention(self, layer: LayerShape, *, products: int) -> Work:
-        """Causal scores: each of `products` takes half of 2 T S w operations. Forward has two, backward five; backward
-        sends keys again, and their gradients home."""
+        """Returns the work of causal attention: each of `products` takes half of 2 T S w operations. Forward has two,
+        backward five; backward sends keys again, and returns their gradients."""
         length = self._length if layer.window is None else min(2 * layer.window, self._length)
         compute = products * self._tokens * length * layer.width / (self._machine.products * 1e12)
         sent = self._keys_sent * 2 * layer.kv_width * self._item
@@ -168,7 +172,7 @@ class _Times:
         return Work(compute, max(0.0, links - compute), min(links, compute))
 
     def attention_block(self, layer: LayerShape, *, last: bool = True) -> Work:
-        """Norm, q, k, v, rotation, attention and the output projection, which a second run leaves out."""
+        """Returns the work of norm, q, k, v, rotation, attention and the output projection (not recomputed: `last`)."""
         numbers = 2 * self._shape.hidden + 2 * (layer.width + 2 * layer.kv_width)
         compute = self.linear(layer.qkv) + (self.linear(layer.out) if last else 0.0)
         compute += self.copy(self._item * self._tokens * (numbers + (3 * self._shape.hidden if last else 0)))
@@ -176,7 +180,7 @@ class _Times:
         return Work(compute, links) + self.attention(layer, products=2)
 
     def mlp_block(self, layer: LayerShape, *, last: bool = True) -> Work:
-        """Norm, gate and up, SwiGLU and the down projection."""
+        """Returns the work of norm, gate and up, SwiGLU and the down projection."""
         compute = self.linear(layer.gate_up) + (self.linear(layer.down) if last else 0.0)
         numbers = 2 * self._shape.hidden + 3 * layer.down.inputs + (3 * self._shape.hidden if last else 0)
         links = self.gathered_input(layer.gate_up) + (self.sequence_links(1) if last else 0.0)
@@ -186,22 +190,23 @@ class _Times:
         return self.attention_block(layer) + self.mlp_block(layer)
 
     def backward(self, layer: LayerShape, level: Level) -> Work:
-        """dX of every linear, attention, norms and SwiGLU recomputed unless kept, and whatever runs a second time."""
+        """Returns the work of every linear's dX, attention, norms and SwiGLU (recomputed unless kept), and
+        recomputation."""
         compute = sum(self.linear(one) + self.adapter_gradients(one) + self._transposed(one) for one in layer.linears)
         numbers = 10 * self._shape.hidden + 5 * layer.down.inputs + 2 * (layer.width + 2 * layer.kv_width)
-        again = _AGAIN.get(level, ())
+        recomputed = _RECOMPUTED.get(level, ())
         if level != "none":
             numbers += 4 * self._shape.hidden + 3 * layer.down.inputs
         work = Work(compute + self.copy(self._item * self._tokens * numbers), self.sequence_links(4))
         work += self.attention(layer, products=5)
-        if again:
-            work += self.attention_block(layer, last=len(again) > 1)
-        if "mlp" in again:
+        if recomputed:
+            work += self.attention_block(layer, last=len(recomputed) > 1)
+        if "mlp" in recomputed:
             work += self.mlp_block(layer, last=False)
         return work
 
     def layer(self, layer: LayerShape, level: Level) -> tuple[Work, Work, float]:
-        """Forward, backward and weight gradients of a layer; of layers that are alike once."""
+        """Returns forward, backward and weight gradients of a layer; computed once for layers that are alike."""
         key = id(layer), level
         if key not in self._known:
             kept = self._kept(layer, level, self._memory.stored_dtype) if self._memory.offload else 0
@@ -218,15 +223,15 @@ class _Times:
         return self._known[key]
 
     def _rounding(self, layer: LayerShape, level: Level) -> float:
-        """Seconds of a pass over one byte of each number that is kept in fewer bits. Float8 of a
-        bf16 number passes 13 bytes: for the largest of a row, for scaling, for rounding; and 7 on the way back."""
+        """Returns the seconds of a pass over one byte of each number that is kept in fewer bits. Rounding bf16 to
+        float8 passes 13 bytes a number (the row's maximum, scaling, rounding), and back 7."""
         if self._memory.stored_dtype is None:
             return 0.0
         numbers = self._kept(layer, level, None) / self._item
         return self.copy(numbers * (1.0 if self._memory.stored_dtype == FLOAT8 else 0.5))
 
     def _kept(self, layer: LayerShape, level: Level, stored_dtype: torch.dtype | None) -> int:
-        """Bytes that a layer leaves for backward of one micro-batch, its input included."""
+        """Returns the bytes that a layer keeps for backward of one micro-batch, its input included."""
         plan = MemoryPlan(recompute=level, stored_dtype=stored_dtype)
         return total(self._model.layer(self._shape.kinds[self._index(layer)], plan, needs=True).kept)
 
@@ -234,7 +239,7 @@ class _Times:
         return next(index for index, one in enumerate(self._shape.layers) if one is layer)
 
     def _moved(self, layer: LayerShape) -> int:
-        """Bytes of the layer's frozen weights that come from host memory."""
+        """Returns the bytes of the layer's offloaded weights."""
         if not self._workload.offload_weights:
             return 0
         return self._parameters(layer).moved_bytes(self._item)
@@ -243,12 +248,12 @@ class _Times:
         return self._shape.layer_parameters[self._index(layer)]
 
     def _behind(self, nbytes: float, work: Work) -> Work:
-        """What is waited for of a transfer that `work` hides."""
+        """Returns the exposed and hidden parts of a copy from or to host memory behind `work`."""
         seconds = nbytes / (self._machine.host * 1e9)
         return Work(0.0, max(0.0, seconds - work.seconds), min(seconds, work.seconds))
 
     def gathered(self, layer: LayerShape, work: Work) -> Work:
-        """`work` of a layer whose weights come from the ranks that keep them, behind the layer before it."""
+        """Returns `work` with the layer's weight gather, which the layer before it hides."""
         elements = sum(linear.outputs * (linear.inputs + linear.extra) for linear in layer.linears)
         seconds = self._weight_bytes(layer, elements) * (self._gathers - 1) / self._gathers / self._gather_wire
         return work + Work(0.0, max(0.0, seconds - work.seconds), min(seconds, work.seconds))
@@ -261,16 +266,16 @@ class _Times:
         return sum(self.weight_gradients(linear) for linear in layer.linears)
 
     def head(self, end: EndShape) -> float:
-        """The product with the vocabulary, one way."""
+        """Returns the seconds of the product with the vocabulary, one way."""
         return self.product(self._tokens, self._shape.hidden, end.rows)
 
     def head_weights(self, end: EndShape) -> float:
-        """dW of the head, where it trains."""
+        """Returns the seconds of the head's dW, where it trains."""
         return sum(self.product(rows, self._tokens, self._shape.hidden) for rows in end.trained_rows)
 
 
 def _keys_sent(workload: Workload, size: int) -> int:
-    """Tokens whose keys the first rank sends in a ring attention of rows of one document each."""
+    """Returns the tokens whose keys the first rank sends in a ring attention of rows of one document each."""
     if size == 1:
         return 0
     rows, length = workload.micro_batch, workload.seq_length
@@ -279,7 +284,7 @@ def _keys_sent(workload: Workload, size: int) -> int:
 
 
 def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine) -> StepTime:
-    """The time of a step.
+    """Predicts the time of a step.
 
     Raises:
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
@@ -308,11 +313,16 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
 
 
 def _costs(
-    times: _Times, workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine, shape: ModelShape,
+    times: _Times,
+    workload: Workload,
+    layout: Layout,
+    memory: MemoryPlan,
+    machine: Machine,
+    shape: ModelShape,
     plan: PipelinePlan,
-) -> tuple[Costs, float, float]:  # fmt: skip
-    """Seconds of the stages' actions; of the rank that waits longest for links in a micro-batch, how long that is, and
-    how long its links are busy behind its arithmetic."""
+) -> tuple[Costs, float, float]:
+    """Returns the seconds of the stages' actions, and the exposed and hidden communication of a micro-batch on the rank
+    with most exposed."""
     stages = {number: stage for rank in range(plan.schedule.num_ranks) for number, stage in plan.stages(rank).items()}
     columns: list[tuple[float, float, float]] = []
     waits = [Work()] * plan.schedule.num_ranks
@@ -336,7 +346,7 @@ def _costs(
 def _stage(
     times: _Times, memory: MemoryPlan, shape: ModelShape, stage: Part, *, trains: bool
 ) -> tuple[Work, Work, float]:
-    """Forward, input gradient and weight gradients of one stage."""
+    """Returns forward, input gradient and weight gradients of one stage."""
     forward, backward, weights = Work(), Work(), 0.0
     for index in range(stage.first, stage.last):
         ahead, back, products = times.layer(shape.layers[index], memory.level(index))
@@ -356,8 +366,8 @@ def _stage(
 def _gradients(
     workload: Workload, layout: Layout, machine: Machine, shape: ModelShape, plan: PipelinePlan, hides: float
 ) -> float:
-    """The sums over data and context ranks that are longer than a backward, and the update: masters, moments and
-    gradients are read and written once, or masters and moments come from host memory and go there."""
+    """Returns the seconds of gradient reductions that exceed a backward, and of the update: masters, moments and
+    gradients are read and written once, or masters and moments are copied from host memory and back."""
     elements = shape.trained_elements() / layout.parallel.pipeline
     ranks = layout.data_and_context
     wire = machine.wire(layout.world_size) * 1e9

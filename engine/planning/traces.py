@@ -1,9 +1,9 @@
-"""What the pieces of a model hold of one micro-batch, found by running the engine's own code on them once.
+"""Traces of the memory that the pieces of a model take for one micro-batch, by running the engine's own code once.
 
 A piece is a layer, the embedding, or norm, head and loss. It is built as a run builds it, for one rank and on the meta
-device, goes forward and backward while a recording is made, and is forgotten. Layers that are alike share a trace, and
-so do all layouts, schedules and numbers of layers of a search that leave the piece as it is. What cannot run without a
-device is in `kernels.py`.
+device, runs forward and backward under a recording, and is dropped. Layers that are alike share a trace, and so do all
+layouts, schedules and numbers of layers of a search that do not change the piece. What cannot run without a device is
+in `kernel_shapes.py`.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ META = torch.device("meta")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Passage:
-    """What a piece holds of one micro-batch, beside what was there before.
+class Trace:
+    """The memory of one piece for one micro-batch, beside what was allocated before.
 
     Args:
-        forward: at the fullest moment of forward, beside the piece's input.
+        forward: at the peak of forward, beside the piece's input.
         kept: between forward and backward, without the output.
         keeps_input: whether the input is among it.
-        backward: at the fullest moment of backward, beside `kept` and the output's gradient: by whether somebody else
-            holds on to the input, and to that gradient, until backward is over.
-        left: after backward, where it puts the weights' gradients off.
-        away: bytes that are kept in host memory.
+        backward: at the peak of backward, beside `kept` and the output's gradient: by whether the caller holds the
+            input, and that gradient, until backward ends.
+        left: after a backward that defers the weight gradients.
+        away: bytes that are offloaded to host memory.
     """
 
     forward: Parts
@@ -62,7 +62,7 @@ class Passage:
 
 
 class _Start(torch.autograd.Function):
-    """The input of a piece, which no node before it holds on to."""
+    """Makes the input of a piece, which no earlier node holds."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class _Start(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """What follows a piece: it makes the gradient of the output, and says so."""
+    """Stands for what follows a piece: makes the gradient of its output, and reports it."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
@@ -88,8 +88,8 @@ class _End(torch.autograd.Function):
         return dy, None
 
 
-class _Away:
-    """A transfer to where nothing is counted; see engine.layers.host_copies.Transfer."""
+class _UncountedTransfer:
+    """An offload whose memory is not counted; see engine.layers.host_copies.Transfer."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -106,7 +106,7 @@ class _Away:
 
 
 _Body = Callable[[Decoder, Batch, TokenContext, Tensor], Tensor]
-"""The piece: model, micro-batch, its coordinates and the input to the output."""
+"""Computes a piece: from the model, a micro-batch, its coordinates and the input, the output."""
 
 
 class RankModel:
@@ -114,10 +114,10 @@ class RankModel:
 
     Args:
         workload: what is trained.
-        parallel: of which the tensor and the context axis matter, and whether there is a pipeline.
+        parallel: of it the tensor and the context axis matter, and whether there is a pipeline.
 
     Attributes:
-        shape: what is always there.
+        shape: its parameters.
         tokens: of a micro-batch, after context parallelism.
         stream: bytes of the residual stream between two pieces.
 
@@ -132,27 +132,27 @@ class RankModel:
         self.tokens = workload.micro_batch * columns
         local = self.tokens // parallel.tensor if parallel.sequence_parallel else self.tokens
         self.stream = local * workload.decoder.hidden * workload.dtype.itemsize
-        self._known: dict[tuple[object, ...], Passage] = {}
+        self._known: dict[tuple[object, ...], Trace] = {}
 
-    def _once(self, key: tuple[object, ...], part: Part, body: _Body, **options: Any) -> Passage:
+    def _once(self, key: tuple[object, ...], part: Part, body: _Body, **options: Any) -> Trace:
         if key not in self._known:
             try:
-                self._known[key] = _Tracing(self._workload, self._parallel, part, **options).passage(body)
+                self._known[key] = _Tracer(self._workload, self._parallel, part, **options).trace(body)
             except RuntimeError as error:  # an operation that this torch cannot do without numbers
                 raise UserError(
                     f"the planner cannot follow {key[0]} of this model with torch {torch.__version__}: {error}"
                 ) from error
         return self._known[key]
 
-    def layer(self, kind: int, memory: MemoryPlan, *, needs: bool, saved: bool = True, defers: bool = False) -> Passage:
-        """A decoder layer.
+    def layer(self, kind: int, memory: MemoryPlan, *, needs: bool, saved: bool = True, defers: bool = False) -> Trace:
+        """Traces a decoder layer.
 
         Args:
             kind: the number of a layer that is like it.
-            memory: whose `recompute` is that of the layer, and `offload` whether it sends away what it keeps.
+            memory: its `recompute` is the layer's level, and `offload` whether the layer's activations are offloaded.
             needs: whether its input needs a gradient.
             saved: whether there is a backward.
-            defers: whether that leaves the weights' gradients for later.
+            defers: whether that defers the weight gradients.
         """
 
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
@@ -166,8 +166,8 @@ class RankModel:
         key = ("a layer", kind, memory, needs, saved, defers)
         return self._once(key, part, body, memory=memory, needs=needs, saved=saved, defers=defers)
 
-    def embedding(self, *, saved: bool) -> Passage:
-        """Traces the way from token ids to the residual stream."""
+    def embedding(self, *, saved: bool) -> Trace:
+        """Traces the embedding, from token ids to the residual stream."""
 
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
             return model.embed(batch)
@@ -175,8 +175,8 @@ class RankModel:
         part = Part(first=0, last=0, embedding=True, head=False)
         return self._once(("the embedding", saved), part, body, needs=False, saved=saved)
 
-    def head(self, *, needs: bool, saved: bool, defers: bool) -> Passage:
-        """Norm, head and loss, which is that of `engine.objectives` in as much as it grows with the tokens.
+    def head(self, *, needs: bool, saved: bool, defers: bool) -> Trace:
+        """Traces norm, head and loss; of an objective's loss, the part that grows with the tokens.
 
         Args:
             needs, saved, defers: as of a layer.
@@ -194,8 +194,8 @@ class RankModel:
         part = Part(first=last, last=last, embedding=False, head=True)
         return self._once(("the head", needs, saved, defers), part, body, needs=needs, saved=saved, defers=defers)
 
-    def tables(self) -> Passage:
-        """Rotary tables of a micro-batch, which all layers share."""
+    def tables(self) -> Trace:
+        """Traces the rotary tables of a micro-batch, which all layers share."""
 
         made: list[TokenContext] = []
 
@@ -207,21 +207,28 @@ class RankModel:
         return self._once(("the positions",), part, body, needs=False, saved=False)
 
 
-class _Tracing:
-    """One piece on its way through forward and backward."""
+class _Tracer:
+    """Runs one piece forward and backward."""
 
     def __init__(
-        self, workload: Workload, parallel: ParallelOptions, part: Part, *, memory: MemoryPlan | None = None,
-        needs: bool, saved: bool, defers: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        workload: Workload,
+        parallel: ParallelOptions,
+        part: Part,
+        *,
+        memory: MemoryPlan | None = None,
+        needs: bool,
+        saved: bool,
+        defers: bool = False,
+    ) -> None:
         self._workload, self._part, self._memory = workload, part, memory or MemoryPlan()
         self._needs, self._saved, self._defers = needs, saved, defers
-        self._away, self._recording = _Away(), Recording()
-        self._layout = _layout(workload, parallel, self._arrives)
+        self._away, self._recording = _UncountedTransfer(), Recording()
+        self._layout = _layout(workload, parallel, self._on_receive)
         self._batch = partial(_batch, workload, parallel.context)
 
-    def passage(self, body: _Body) -> Passage:
-        """Forward and, where there is one, backward."""
+    def trace(self, body: _Body) -> Trace:
+        """Traces forward and, where there is one, backward."""
         recording, arrived = self._recording, []
         # one thread, which the recording sees
         with recording, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
@@ -240,12 +247,14 @@ class _Tracing:
             found = recording.alive()
             kept = (found - before - made) | (found & {given})
             recording.name(kept, ACTIVATIONS)
-            passage = Passage(
-                forward=recording.peak(begin), kept=recording.held(kept), keeps_input=given in kept,
+            trace = Trace(
+                forward=recording.peak(begin),
+                kept=recording.held(kept),
+                keeps_input=given in kept,
                 away=self._away.nbytes,
-            )  # fmt: skip
+            )
             if not goes_back:
-                return passage
+                return trace
             end.backward()
             ((gradient, begin),) = arrived
             backward = {
@@ -253,15 +262,20 @@ class _Tracing:
                 for holds_x, holds_dy in product((False, True), repeat=2)
             }
             left = recording.held(recording.alive() - before - made)
-            return replace(passage, backward=backward, left=left)
+            return replace(trace, backward=backward, left=left)
 
     def _model(self) -> Decoder:
-        """The part, with everything made that a second micro-batch would find."""
+        """Builds the piece, with everything that a second micro-batch would find."""
         workload, memory = self._workload, self._memory
         model = Decoder(
-            workload.decoder, layout=self._layout, plan=workload.plan, device=META, dtype=workload.dtype,
-            part=self._part, memory=replace(memory, offload=False),
-        )  # fmt: skip
+            workload.decoder,
+            layout=self._layout,
+            plan=workload.plan,
+            device=META,
+            dtype=workload.dtype,
+            part=self._part,
+            memory=replace(memory, offload=False),
+        )
         model.inverse_frequencies = tuple(one.to(META) for one in model.inverse_frequencies)
         if memory.offload:
             model.saved = SavedTensors(memory, META, model.saved.shapes, self._away)
@@ -276,7 +290,7 @@ class _Tracing:
         return model
 
     def _input(self, batch: Batch) -> Tensor:
-        """The residual stream of this rank's tokens."""
+        """Makes the residual stream of this rank's tokens."""
         tokens = batch.num_tokens // (self._layout.tp.size if self._layout.splits_tokens else 1)
         x = torch.empty(tokens, self._workload.decoder.hidden, dtype=self._workload.dtype, device=META)
         if not self._needs:
@@ -284,7 +298,7 @@ class _Tracing:
         started: Tensor = _Start.apply(x.requires_grad_())
         return started
 
-    def _arrives(self, tensor: Tensor) -> None:
+    def _on_receive(self, tensor: Tensor) -> None:
         self._recording.name([self._recording.number(tensor)], COMMUNICATION)
 
 
@@ -302,21 +316,26 @@ def _batch(workload: Workload, ranks: int) -> Batch:
     shape = rows, sum(span.length for span in rank_columns(length, ranks, 0))
     numbers, weights = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.float32))
     return Batch(
-        tokens_BS=numbers, labels_BS=numbers, positions_BS=numbers, token_index_BS=numbers, loss_weights_BS=weights,
-        document_offsets=torch.empty(len(lengths) + 1, dtype=torch.int32, device=META), document_lengths=lengths,
+        tokens_BS=numbers,
+        labels_BS=numbers,
+        positions_BS=numbers,
+        token_index_BS=numbers,
+        loss_weights_BS=weights,
+        document_offsets=torch.empty(len(lengths) + 1, dtype=torch.int32, device=META),
+        document_lengths=lengths,
         context_plan=make_plan(whole, 0) if ranks > 1 else None,
-    )  # fmt: skip
+    )
 
 
 def _layout(
-    workload: Workload, parallel: ParallelOptions, arrives: Callable[[Tensor], None] | None = None
+    workload: Workload, parallel: ParallelOptions, on_receive: Callable[[Tensor], None] | None = None
 ) -> TensorLayout:
-    """How a rank's tensors lie; `arrives` is called with what other ranks would write."""
+    """Returns the build context of a rank; `on_receive` is called with what other ranks would write."""
     decoder = workload.decoder
     mesh = shape_mesh(RankGrid(tp=parallel.tensor, cp=parallel.context), num_kv_heads=decoder.num_kv_heads)
 
     def joined(axis: Axis) -> Axis:
-        return axis if axis.size == 1 or arrives is None else replace(axis, group=Unconnected(axis.size, arrives))
+        return axis if axis.size == 1 or on_receive is None else replace(axis, group=Unconnected(axis.size, on_receive))
 
     return TensorLayout(
         tp=joined(mesh.tp),
@@ -334,16 +353,20 @@ def _layout(
 
 
 def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
-    """The model on a rank of a layout, which a process makes once for all layouts that leave it alike.
+    """Returns the model on a rank of a layout, made once for all layouts in which it is the same.
 
     Raises:
         UserError: the model's sizes do not fit the ranks.
     """
     alike = replace(workload, global_batch=0, beside=0, offload_weights=False, offload_optimizer=False)
     ends = ParallelOptions(
-        tensor=parallel.tensor, sequence=parallel.sequence_parallel, pipeline=min(parallel.pipeline, 2),
-        context=parallel.context, context_method=parallel.context_method, lora_reduce=parallel.lora_reduce,
-    )  # fmt: skip
+        tensor=parallel.tensor,
+        sequence=parallel.sequence_parallel,
+        pipeline=min(parallel.pipeline, 2),
+        context=parallel.context,
+        context_method=parallel.context_method,
+        lora_reduce=parallel.lora_reduce,
+    )
     return _rank_model(alike, ends if workload.decoder.tied_embeddings else replace(ends, pipeline=1))
 
 

@@ -201,11 +201,6 @@ def _parts(config: DecoderConfig, pipeline: int) -> list[Part]:
     Raises:
         UserError: fewer layers than ranks.
     """
-    if pipeline > config.num_layers:
-        raise UserError(
-            f"--pipeline {pipeline} needs a layer for each rank, but the model has {config.num_layers}: use at most "
-            f"{config.num_layers}."
-        )
     return split_parts(split_layers(config.num_layers, pipeline, LayerWeights(head=head_in_layers(config))))
 
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from engine.config.rules import gradient_accumulation_steps
 from engine.config.run import RunConfig
-from engine.errors import UserError
 from engine.models.decoder import Part, split_parts
 from engine.models.decoder_config import DecoderConfig
 from engine.models.flops import head_in_layers
-from engine.pipeline.partition import StageOptions, plan_stages
+from engine.pipeline.partition import plan_stages
 from engine.pipeline.schedules import ScheduleChoice
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -50,23 +49,13 @@ def plan_partition(config: RunConfig, decoder: DecoderConfig, trained: Collectio
     parallel = config.parallel
     if parallel.pipeline == 1:
         return Partition(layers=(decoder.num_layers,), choice=ScheduleChoice(), stage_rank=(0,))
-    options = StageOptions(
-        num_ranks=parallel.pipeline,
-        schedule=parallel.schedule,
-        virtual=parallel.virtual,
-        layers_per_stage=parallel.layers_per_stage,
+    layers, choice = plan_stages(
+        parallel,
         num_layers=decoder.num_layers,
         head=head_in_layers(decoder),
         first_trainable_layer=_first_trainable_layer(trained, decoder.num_layers),
         layers_are_frozen=_layers_are_frozen(trained),
     )
-    num_stages = parallel.pipeline * options.stages_per_rank
-    if parallel.layers_per_stage is None and num_stages > decoder.num_layers:
-        raise UserError(
-            f"parallel.pipeline {parallel.pipeline} with {options.stages_per_rank} stages a rank needs "
-            f"{num_stages} layers, but the model has {decoder.num_layers}: use fewer pipeline ranks or stages."
-        )
-    layers, choice = plan_stages(options)
     schedule = choice.schedule(gradient_accumulation_steps(config, world_size))
     return Partition(layers=layers, choice=choice, stage_rank=schedule.stage_rank)
 

@@ -61,7 +61,7 @@ def state_contents(
         "consumed": consumed,
         "seed": config.train.seed,
         "data": data,
-        "updates": float(optimizer.updates),
+        "updates": float(optimizer.step_count),
         "skipped": float(optimizer.skipped),
         "best": best.state(),
         "tokenizer": tokenizer.record(),
@@ -136,7 +136,7 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
             checkpoint.read(name, spec, out=tensor)
     optimizer.flat.publish()
     state = checkpoint.state
-    optimizer.updates.fill_(state["updates"])
+    optimizer.step_count.fill_(state["updates"])
     optimizer.skipped.fill_(state["skipped"])
     training.stages.step.fill_(state["step"])
     if optimizer.loss_scale is not None and "loss_scale" in state:  # else it ran in another dtype

@@ -74,9 +74,9 @@ class _State:
         self._tensors = [
             *(shard.tensor for shard in optimizer.state_shards()),
             optimizer.lr,
-            optimizer.updates,
+            optimizer.step_count,
             optimizer.skipped,
-            optimizer.non_finite,
+            optimizer.skip,
             training.stages.step,
             *([] if optimizer.loss_scale is None else optimizer.loss_scale.tensors()),
         ]

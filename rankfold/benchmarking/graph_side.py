@@ -102,7 +102,7 @@ class GraphSide:
     def lasting(self) -> list[Tensor]:
         """What a step changes, gradients aside."""
         optimizer = self.optimizer
-        return [self.flat.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.updates, optimizer.skipped]
+        return [self.flat.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.step_count, optimizer.skipped]
 
     def restore(self) -> None:
         """Restores the initial state."""

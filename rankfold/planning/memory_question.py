@@ -31,7 +31,7 @@ from engine.models.families import family_of
 from engine.planning.machine import MACHINES, Machine, machine_for
 from engine.planning.predict import workload_of
 from engine.planning.rank_layout import Workload
-from engine.planning.search import Found, Wanted, search
+from engine.planning.search import SearchRequest, SearchResult, search
 from engine.telemetry.process_memory import total_memory_bytes
 from engine.training.module_plan import training_plan
 
@@ -59,7 +59,7 @@ class Answer:
     gpu_memory: float
     capacity: float
     host_memory: float | None
-    found: Found
+    found: SearchResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +179,7 @@ def answer_for(
     usable = GIB * (1 - reserve / 100)
     capacity = gpu_memory * usable
     allowed = allowed or Allowed()
-    wanted = Wanted(
+    wanted = SearchRequest(
         config=config, devices=devices, capacity=capacity,
         host_capacity=inf if host_memory is None else host_memory * usable / min(devices, chosen.node_size),
         recompute=allowed.recompute, offload=allowed.offload,

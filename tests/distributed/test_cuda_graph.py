@@ -126,8 +126,8 @@ class Training:
     def lasting(self) -> list[Tensor]:
         optimizer = self.optimizer
         return [
-            self.flat.gradient, self.flat.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.updates,
-            optimizer.lr, optimizer.non_finite, optimizer.skipped, self.stages.step,
+            self.flat.gradient, self.flat.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.step_count,
+            optimizer.lr, optimizer.skip, optimizer.skipped, self.stages.step,
             *(entry.parameter.data for entry in self.stages.entries()),
         ]  # fmt: skip
 

@@ -53,7 +53,7 @@ def _save(run: Run, folder: Path, step: int) -> None:
         folder,
         step=step,
         tensors=run.optimizer.state_shards() if writes else [],
-        state={"updates": float(run.optimizer.updates)},
+        state={"updates": float(run.optimizer.step_count)},
         run_config="",
         base={},
         lora={},
@@ -69,7 +69,7 @@ def _load(run: Run, folder: Path, step: int) -> None:
     for name, tensor, spec in run.optimizer.state_shards():
         checkpoint.read(name, spec, out=tensor)
     run.flat.publish()
-    run.optimizer.updates.fill_(checkpoint.state["updates"])
+    run.optimizer.step_count.fill_(checkpoint.state["updates"])
     run.stages.step.fill_(step)
 
 

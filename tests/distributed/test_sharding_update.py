@@ -118,7 +118,7 @@ def test_updates_are_those_of_torch(layout: str, level: ShardLevel, backend: str
 
 def _state(run: Run) -> dict[str, Tensor]:
     optimizer = run.optimizer
-    held = {"master": run.flat.master, "m": optimizer.exp_avg, "v": optimizer.exp_avg_sq, "t": optimizer.updates}
+    held = {"master": run.flat.master, "m": optimizer.exp_avg, "v": optimizer.exp_avg_sq, "t": optimizer.step_count}
     weights = {f"{place} {name}": tensor for place, (name, tensor, _) in enumerate(run.weights())}
     return {name: value.clone() for name, value in (held | weights).items()}
 
@@ -138,7 +138,7 @@ def _skip_all(level: ShardLevel) -> list[str]:
         if (
             changed
             or torch.isfinite(norm)
-            or (run.optimizer.skipped.item(), run.optimizer.updates.item()) != (skipped, 1)
+            or (run.optimizer.skipped.item(), run.optimizer.step_count.item()) != (skipped, 1)
         ):
             wrong.append(f"rank {rank}, {what}: {changed}, norm {norm}, skipped {run.optimizer.skipped}")
 

@@ -110,7 +110,7 @@ def _train(case: Case, packing: str, mesh: Mesh) -> Trained:
         result = built.step(batches, targets, LR)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
-    updates = built.optimizer.updates.item()
+    updates = built.optimizer.step_count.item()
     return Trained(losses, norms, gradients, built.parameters(), built.specs(), updates)
 
 

@@ -87,9 +87,6 @@ def test_norm(shape: tuple[int, int]) -> None:
     update, wide_update, _ = _update(*shape, 5)
     wide_dx = norm.rmsnorm_backward(dy.float(), x.float(), weight.float(), rstd, update=wide_update)
     _rounded_once(norm.rmsnorm_backward(dy, x, weight, rstd, update=update), wide_dx)
-    total = torch.empty(shape, dtype=HALF)
-    again, _ = norm.rmsnorm_forward(x, weight, 1e-5, residual=dy, total=total)
-    assert torch.equal(total, x + dy) and torch.equal(again, norm.rmsnorm_forward(total, weight, 1e-5)[0])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -30,21 +30,21 @@ def _state(size: int) -> list[Tensor]:
 @pytest.mark.parametrize("size", [0, 1, 123, 40_000])
 def test_adamw_is_torchs(size: int, non_finite: float) -> None:
     ours, theirs = _state(size), _state(size)
-    lr, updates, flag = torch.tensor(3e-2), torch.tensor(4.0), torch.tensor(non_finite)
+    lr, step_count, flag = torch.tensor(3e-2), torch.tensor(4.0), torch.tensor(non_finite)
     clip, low = torch.tensor(0.37), torch.zeros(size, dtype=torch.bfloat16)
     adamw_step(
-        *ours, lr=lr, updates=updates, betas=BETAS, eps=EPS, weight_decay=DECAY, clip=clip, non_finite=flag,
+        *ours, lr=lr, step_count=step_count, betas=BETAS, eps=EPS, weight_decay=DECAY, clip=clip, skip=flag,
         low_precision=low, zero_gradient=True,
     )  # fmt: skip
     theirs[1].mul_(clip)
     adamw(
-        [theirs[0]], [theirs[1]], [theirs[2]], [theirs[3]], [], [updates.clone()], fused=True, found_inf=flag,
+        [theirs[0]], [theirs[1]], [theirs[2]], [theirs[3]], [], [step_count.clone()], fused=True, found_inf=flag,
         amsgrad=False, beta1=BETAS[0], beta2=BETAS[1], lr=lr, weight_decay=DECAY, eps=EPS, maximize=False,
     )  # fmt: skip
     for name, one, other in zip(("parameter", "exp_avg", "exp_avg_sq"), (ours[0], *ours[2:]), (theirs[0], *theirs[2:]),
                                 strict=True):  # fmt: skip
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, msg=name)
-    assert not ours[1].any() and updates.item() == 4.0
+    assert not ours[1].any() and step_count.item() == 4.0
     assert torch.equal(low, torch.zeros_like(low) if non_finite else ours[0].to(torch.bfloat16))
 
 
@@ -55,7 +55,7 @@ def test_weights_that_are_not_a_number_stay_so_in_bf16() -> None:
     low = torch.zeros(3, dtype=torch.bfloat16)
     zero = torch.tensor(0.0)
     adamw_step(
-        *state, lr=zero, updates=zero, betas=BETAS, eps=EPS, weight_decay=0.0, low_precision=low
+        *state, lr=zero, step_count=zero, betas=BETAS, eps=EPS, weight_decay=0.0, low_precision=low
     )  # fmt: skip
     assert low.isnan().all()
 
@@ -75,7 +75,7 @@ def test_any_number_of_threads() -> None:
         state = _state(100_003)
         norm = square_sum(state[1])
         one = torch.tensor(1e-3)
-        adamw_step(*state, lr=one, updates=one, betas=BETAS, eps=EPS, weight_decay=DECAY)
+        adamw_step(*state, lr=one, step_count=one, betas=BETAS, eps=EPS, weight_decay=DECAY)
         return (*state, norm)
 
     assert_same_on_any_threads(run)

@@ -48,7 +48,7 @@ def test_training_is_the_same_bit_for_bit(kind: str, case: str, accumulation: in
     graphed, plain, graphs, _ = pair(case, kind, accumulation=accumulation)
     steps = make_steps(12, accumulation=accumulation, vocab_size=131, broken=8)
     expected = train(plain.step, plain, steps)
-    assert not expected.norms[8].isfinite() and plain.optimizer.skipped == 1 and plain.optimizer.updates == 11
+    assert not expected.norms[8].isfinite() and plain.optimizer.skipped == 1 and plain.optimizer.step_count == 11
     assert_same_bits(train(graphs, graphed, steps), expected)
     odd = [[does_not_fit(batch) for batch in step.batches] for step in steps[WARMUP_STEPS:]]
     beside = [any(step) for step in odd] if kind == "step" else [micro for step in odd for micro in step]
@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_starts_its_counts_where_they_were(kind: str):
     for take, built in ((graphs, graphed), (plain.step, plain)):
         train(take, built, steps[:6])
         built.stage.step.fill_(40)
-        built.optimizer.updates.fill_(40)
+        built.optimizer.step_count.fill_(40)
         built.flat.master.mul_(1.01)
         built.flat.publish()
     assert_same_bits(train(graphs, graphed, steps[6:]), train(plain.step, plain, steps[6:]))

@@ -135,7 +135,7 @@ def test_bytes_that_torch_counts() -> None:
 
 def _state(run: Run) -> dict[str, Tensor]:
     state = {name: tensor.clone() for name, tensor, _ in (*run.optimizer.state_shards(), *run.weights())}
-    return state | {"t": run.optimizer.updates.clone()}
+    return state | {"t": run.optimizer.step_count.clone()}
 
 
 def _load(run: Run, state: dict[str, Tensor], step: int) -> None:
@@ -143,7 +143,7 @@ def _load(run: Run, state: dict[str, Tensor], step: int) -> None:
     for name, tensor, _ in run.optimizer.state_shards():
         tensor.copy_(state[name])
     run.flat.publish()
-    run.optimizer.updates.copy_(state["t"])
+    run.optimizer.step_count.copy_(state["t"])
     run.stages.step.fill_(step)
 
 

@@ -56,7 +56,7 @@ def _set_gradients(optimizer: FlatAdamW, step: int, scale: float = 1.0) -> None:
 def _state(optimizer: FlatAdamW) -> dict[str, Tensor]:
     flat = optimizer.flat
     named = {slot.entry.name: slot.entry.parameter.data for slot in flat.slots}
-    named |= {"master": flat.master, "m": optimizer.exp_avg, "v": optimizer.exp_avg_sq, "t": optimizer.updates}
+    named |= {"master": flat.master, "m": optimizer.exp_avg, "v": optimizer.exp_avg_sq, "t": optimizer.step_count}
     return {name: value.clone() for name, value in named.items()}
 
 
@@ -87,7 +87,7 @@ def test_ten_steps_equal_torch(clip: float, decay: float):
         for entry in entries:
             if entry.sink is not None:
                 torch.testing.assert_close(entry.parameter.data, leaves[entry.name].detach(), rtol=1e-6, atol=1e-7)
-    assert optimizer.updates.item() == 10 and optimizer.skipped.item() == 0
+    assert optimizer.step_count.item() == 10 and optimizer.skipped.item() == 0
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -102,7 +102,7 @@ def test_non_finite_step_changes_nothing(bad: float):
     assert not torch.isfinite(norm)
     after = _state(optimizer)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert optimizer.non_finite.item() == 1 and optimizer.skipped.item() == 1
+    assert optimizer.skip.item() == 1 and optimizer.skipped.item() == 1
     assert optimizer.flat.gradient.abs().sum() == 0, "the next step would start from this one's gradient"
 
 
@@ -114,7 +114,7 @@ def test_step_after_a_skipped_one_is_as_if_it_never_was():
             optimizer.step(1e-2)
     expected = _state(second)
     assert all(torch.equal(value, expected[name]) for name, value in _state(first).items())
-    assert first.non_finite.item() == 0 and first.skipped.item() == 1
+    assert first.skip.item() == 0 and first.skipped.item() == 1
 
 
 def test_bf16_parameters_follow_their_fp32_masters():

@@ -149,14 +149,14 @@ def _compare_with_torch(
         expected, norm = peer.step(step), optimizer.step(_lr(step))
         torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0, equal_nan=True)
         assert not optimizer.flat.gradient.any(), "the next step would start from this one's gradient"
-        assert optimizer.non_finite.item() == (step in SKIPPED)
+        assert optimizer.skip.item() == (step in SKIPPED)
         masters = _masters(optimizer)
         for slot in optimizer.flat.slots:
             name, parameter = slot.entry.name, slot.entry.parameter.data
             torch.testing.assert_close(masters[name], peer.leaves[name].detach(), rtol=rtol, atol=2e-7, msg=name)
             assert parameter.dtype == dtype and torch.equal(parameter, masters[name].to(dtype)), f"{name} is stale"
             assert torch.equal(masters[name], before[name]) == (step in SKIPPED), name
-    assert optimizer.updates.item() == 18 and optimizer.skipped.item() == 2
+    assert optimizer.step_count.item() == 18 and optimizer.skipped.item() == 2
     shards = {shard.name: shard.tensor for shard in optimizer.state_shards()}
     for key in ("exp_avg", "exp_avg_sq"):
         for name, value in peer.state(key).items():
@@ -232,7 +232,7 @@ def test_how_fused_adam_is_built() -> None:
 
 def _save(optimizer: FlatAdamW, folder: Path) -> Path:
     return save_training(
-        folder, step=5, tensors=optimizer.state_shards(), state={"updates": float(optimizer.updates)},
+        folder, step=5, tensors=optimizer.state_shards(), state={"updates": float(optimizer.step_count)},
         run_config="train: {}\n", base={"path": "base", "fingerprint": "f"}, lora={}, layout={"tensor": 1}, rank=0,
     )  # fmt: skip
 
@@ -242,7 +242,7 @@ def _open(optimizer: FlatAdamW, path: Path) -> None:
     for name, tensor, spec in optimizer.state_shards():
         checkpoint.read(name, spec, out=tensor)
     optimizer.flat.publish()
-    optimizer.updates.fill_(checkpoint.state["updates"])
+    optimizer.step_count.fill_(checkpoint.state["updates"])
 
 
 @stand_in
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_one_opens_with_another(
     same = {"rtol": 0, "atol": 0} if writer is reader else {"rtol": 2e-6, "atol": 2e-7}
     for one, other in zip(first.state_shards(), second.state_shards(), strict=True):
         torch.testing.assert_close(one.tensor, other.tensor, **same, msg=one.name)
-    assert first.updates.item() == second.updates.item() == 6
+    assert first.step_count.item() == second.step_count.item() == 6
 
 
 @needs_native

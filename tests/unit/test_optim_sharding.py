@@ -18,7 +18,7 @@ from engine.errors import UserError
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.layers.sharded_storage import SpreadStorage, SpreadWeights
 from engine.ops.gradients import GradientSink
-from engine.optim.flat_layout import ALIGNMENT, own_runs, plan_buckets, plan_regions
+from engine.optim.flat_layout import ALIGNMENT, owned_ranges, plan_buckets, plan_regions
 from engine.optim.state_sharding import Sharding
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def test_every_element_is_one_ranks(shapes: list[tuple[tuple[int, ...], bool]], 
     held = {f"p{place}": torch.zeros(math.prod(shape), dtype=torch.int64) for place, (shape, _) in enumerate(shapes)}
     for rank in range(size):
         own = torch.zeros(regions[-1].stop // size, dtype=torch.int64)
-        for run in own_runs(buckets, rank=rank, size=size):
+        for run in owned_ranges(buckets, rank=rank, size=size):
             held[run.slot.entry.name][run.first : run.last] += 1
             own[run.place] += 1
             # the same place, counted from the beginning of the bucket's part
@@ -104,7 +104,7 @@ def test_without_other_ranks_nothing_is_spread() -> None:
     assert stop.run(lambda given: given, x) is x
     assert weights.parts(module.weight)[0].tensor.data_ptr() == module.weight.parameter.data_ptr()
     sharding = Sharding(level="parameters", axis=Axis("dp_cp"), weights=weights)
-    assert sharding.size == 1 and not sharding.spreads_gradients
+    assert sharding.size == 1 and not sharding.shards_gradients
 
 
 def test_a_parameter_that_no_stop_reads_is_a_defect() -> None:

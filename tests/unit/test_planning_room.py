@@ -22,7 +22,7 @@ from engine.planning.ledger import ACTIVATIONS, WEIGHTS
 from engine.planning.peak import predict_layout
 from engine.planning.predict import workload_of
 from engine.planning.rank_layout import Layout, Workload
-from engine.planning.search import Found
+from engine.planning.search import SearchResult
 from engine.planning.step_time import predict_time
 from rankfold.planning import memory
 from rankfold.planning.memory_examples import LLAMA_2_70B
@@ -134,7 +134,7 @@ def test_rows_of_pairs_are_twice_as_long() -> None:
     ).refers_to_base
 
 
-def _labels(found: Found) -> list[str]:
+def _labels(found: SearchResult) -> list[str]:
     return [one.label().partition("; ")[2] for one in found.fitting]
 
 

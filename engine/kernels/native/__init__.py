@@ -1,5 +1,5 @@
 """CPU kernels in C++ behind a plain C ABI, for fp32; signatures follow engine.kernels.reference and .philox.
 
-Whether they can run is `native_status()`'s to say; a call where they cannot raises. Results do not depend on the number
+`native_status()` tells whether they can run; a call raises where they cannot. Results do not depend on the number
 of threads, which is torch's at the time of the call.
 """

@@ -36,7 +36,7 @@ def forward(
     keep_scale: float,
     h_TR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y [T, O] and H [T, R].
+    """Computes y [T, O] and H [T, R].
 
     Args:
         x_TI: fp32, rows of any stride.
@@ -70,7 +70,7 @@ def backward(
     keep_scale: float,
     updates: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dX [T, I] and dH [T, R]; dB is added to the sections' `db`.
+    """Computes dX [T, I] and dH [T, R]; dB is added to the sections' `db`.
 
     Args:
         dy_TO: fp32, rows of any stride.
@@ -85,9 +85,16 @@ def backward(
     down = [_b_factor(section, section.b, section.scale) for section in sections]
     gradients = [_b_factor(section, section.db, 1.0) for section in sections if section.db is not None]
     dx = _product(
-        dy_TO, weight_OI, dh, out_bits=mask, out_scale=keep_scale, down=down, up=up, gradients=gradients,
+        dy_TO,
+        weight_OI,
+        dh,
+        out_bits=mask,
+        out_scale=keep_scale,
+        down=down,
+        up=up,
+        gradients=gradients,
         h=matrix(h_TR, ranks, tokens),
-    )  # fmt: skip
+    )
     return dx, dh
 
 
@@ -107,21 +114,31 @@ def _product(
     out_scale: float = 1.0,
     h: tuple[int | None, int] = _NOTHING,
 ) -> Tensor:
-    """left right, with what the factors add to it, as `struct LowRank` names them."""
+    """Multiplies left and right, and adds the factors' part, as `struct LowRank` names them."""
     assert has_tiles()
     out, arguments = product_arguments(left, right, None)
     factors = (*down, *up, *gradients)
     fields = (
-        p.shape[1], *matrix(p, rows=left.shape[0]), left_bits[0] or 0, left_bits[1], out_bits[0] or 0, out_bits[1],
-        out_scale, h[0] or 0, h[1], len(down), len(up), len(gradients),
-    )  # fmt: skip
+        p.shape[1],
+        *matrix(p, rows=left.shape[0]),
+        left_bits[0] or 0,
+        left_bits[1],
+        out_bits[0] or 0,
+        out_bits[1],
+        out_scale,
+        h[0] or 0,
+        h[1],
+        len(down),
+        len(up),
+        len(gradients),
+    )
     low_rank = struct.pack(_LOW_RANK + _FACTOR * len(factors), *fields, *chain.from_iterable(factors))
     library().engine_product_amx(threads(), *arguments, low_rank)
     return out
 
 
 def _a_factor(a_RI: Tensor, first: int, ranks: int, scale: float) -> _Factor:
-    """`ranks` rows of the stacked A from `first` on."""
+    """Describes `ranks` rows of the stacked A from `first` on."""
     features = a_RI.shape[1]
     assert first >= 0 and first + ranks <= a_RI.shape[0], (first, ranks, a_RI.shape)
     pointer, stride = matrix(a_RI)
@@ -129,7 +146,7 @@ def _a_factor(a_RI: Tensor, first: int, ranks: int, scale: float) -> _Factor:
 
 
 def _b_factor(section: AdapterSection, values: Tensor | None, scale: float) -> _Factor:
-    """B or its gradient."""
+    """Describes B or its gradient."""
     assert values is not None and values.shape == (section.num_columns, section.num_ranks), section
     place = (section.first_column, section.num_columns, section.first_row, section.num_ranks)
     return (*matrix(values), 1, *place, scale)

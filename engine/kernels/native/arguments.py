@@ -1,4 +1,4 @@
-"""From tensors to what the C functions take, checked: a wrong pointer there is a crash.
+"""Checked conversion of tensors to arguments of the C functions: a wrong pointer there is a crash.
 
 The kernels are for fp32 and bfloat16 on the CPU; the tensors of a call have one dtype but for statistics and the
 gradients of weights, which are fp32. A matrix may have any row stride, but its rows have no gaps.
@@ -12,18 +12,18 @@ from torch import Tensor
 from engine.kernels.records import InputUpdate
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""What the kernels read and write; each at the number by which the launchers know it."""
+"""The dtypes that the kernels read and write, each at the launchers' number for it."""
 
 
 def type_number(tensor: Tensor) -> int:
-    """The launchers' number of the tensor's dtype."""
+    """Returns the launchers' number of the tensor's dtype."""
     return DTYPES.index(tensor.dtype)
 
 
 def matrix(
     tensor: Tensor, columns: int | None = None, rows: int | None = None, *, dtype: torch.dtype = torch.float32
 ) -> tuple[int, int]:
-    """Pointer and row stride of [..., columns] of `dtype`; leading dimensions must be one view's."""
+    """Returns pointer and row stride of [..., columns] of `dtype`; leading dimensions must be one view's."""
     assert tensor.dtype is dtype and tensor.is_cpu, (tensor.dtype, dtype, tensor.device)
     flat = tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
     (height, width), (row, column) = flat.shape, flat.stride()
@@ -34,7 +34,7 @@ def matrix(
 
 
 def heads(tensor: Tensor, tokens: int, num_heads: int, head_dim: int, *, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Pointer, token stride and head stride of [tokens, num_heads, head_dim]; features must have no gaps."""
+    """Returns pointer, token stride and head stride of [tokens, num_heads, head_dim]; features must have no gaps."""
     assert tensor.dtype is dtype and tensor.is_cpu, (tensor.dtype, dtype, tensor.device)
     assert tensor.shape == (tokens, num_heads, head_dim), (tensor.shape, tokens, num_heads, head_dim)
     assert tensor.stride(2) == 1 or head_dim <= 1 or tensor.numel() == 0, tensor.stride()
@@ -47,7 +47,7 @@ def optional_matrix(tensor: Tensor | None, columns: int, rows: int, *, dtype: to
 
 
 def vector(tensor: Tensor, length: int, dtype: torch.dtype = torch.float32) -> int:
-    """Pointer of a dense tensor of `length` elements."""
+    """Returns the pointer of a dense tensor of `length` elements."""
     assert tensor.dtype is dtype and tensor.is_cpu, (tensor.dtype, tensor.device)
     assert tensor.numel() == length and tensor.is_contiguous(), (tensor.shape, tensor.stride(), length)
     return int(tensor.data_ptr())
@@ -58,7 +58,7 @@ def optional_vector(tensor: Tensor | None, length: int, dtype: torch.dtype = tor
 
 
 def threads() -> int:
-    """The number of threads that torch would take now."""
+    """Returns the number of threads that torch would use now."""
     return int(torch.get_num_threads())
 
 
@@ -71,7 +71,7 @@ def bits_row_bytes(num_features: int) -> int:
 
 
 def optional_bits(bits: Tensor | None, columns: int, rows: int) -> tuple[int | None, int]:
-    """Pointer and row stride in bytes of packed bits, as `dropout_bits` makes them."""
+    """Returns pointer and row stride in bytes of packed bits, as `dropout_bits` makes them."""
     if bits is None:
         return None, 0
     assert bits.dtype is torch.uint8 and bits.is_cpu, (bits.dtype, bits.device)
@@ -82,7 +82,7 @@ def optional_bits(bits: Tensor | None, columns: int, rows: int) -> tuple[int | N
 def update_arguments(
     update: InputUpdate | None, columns: int, rows: int, *, dtype: torch.dtype
 ) -> tuple[int | float | None, ...]:
-    """rank, dH, A, bits, scale."""
+    """Returns the update's rank, dH, A, bits and scale."""
     if update is None:
         return 0, None, 0, None, 0, None, 0, 1.0
     rank = update.a_RI.shape[0]

@@ -30,7 +30,7 @@ class Segment:
 
 
 def documents(lengths: tuple[int, ...]) -> tuple[Segment, ...]:
-    """Each document causally against itself."""
+    """Returns the segments in which each document attends causally to itself."""
     starts = accumulate(lengths, initial=0)
     return tuple(
         Segment(first_query=start, queries=length, first_key=start, keys=length, causal=True)
@@ -46,7 +46,7 @@ def _table(segments: tuple[Segment, ...]) -> Tensor:
 def attention_forward(
     q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: tuple[Segment, ...], *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T) v within each segment.
+    """Computes softmax(scale * q k^T) v within each segment.
 
     Args:
         q_THD: fp32 or bfloat16 [T, H, D]; k_NKD, v_NKD: [N, K, D] with H a multiple of K; tokens and heads of any
@@ -60,12 +60,20 @@ def attention_forward(
     out, lse = q_THD.new_empty(tokens, num_heads, head_dim), torch.empty(tokens, num_heads)
     table, dtype = _table(segments), q_THD.dtype
     library().engine_attention_forward(
-        threads(), type_number(q_THD), len(segments), vector(table, table.numel(), torch.int64), num_heads,
-        num_kv_heads, head_dim, scale, *heads(q_THD, tokens, num_heads, head_dim, dtype=dtype),
+        threads(),
+        type_number(q_THD),
+        len(segments),
+        vector(table, table.numel(), torch.int64),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        scale,
+        *heads(q_THD, tokens, num_heads, head_dim, dtype=dtype),
         *heads(k_NKD, num_keys, num_kv_heads, head_dim, dtype=dtype),
         *heads(v_NKD, num_keys, num_kv_heads, head_dim, dtype=dtype),
-        *heads(out, tokens, num_heads, head_dim, dtype=dtype), lse.data_ptr(),
-    )  # fmt: skip
+        *heads(out, tokens, num_heads, head_dim, dtype=dtype),
+        lse.data_ptr(),
+    )
     return out, lse
 
 
@@ -80,7 +88,7 @@ def attention_backward(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q [T, H, D], k and v [N, K, D].
+    """Computes the gradients of q [T, H, D], k and v [N, K, D].
 
     Args:
         out_THD, lse_TH: of all keys that the queries saw. Where a query's keys are spread over several calls, the
@@ -92,12 +100,24 @@ def attention_backward(
     dq, dk, dv = q_THD.new_empty(queries), q_THD.new_empty(keys), q_THD.new_empty(keys)
     table, dtype = _table(segments), q_THD.dtype
     library().engine_attention_backward(
-        threads(), type_number(q_THD), len(segments), vector(table, table.numel(), torch.int64), num_heads,
-        num_kv_heads, head_dim, scale, *heads(dout_THD, *queries, dtype=dtype), *heads(q_THD, *queries, dtype=dtype),
-        *heads(k_NKD, *keys, dtype=dtype), *heads(v_NKD, *keys, dtype=dtype), *heads(out_THD, *queries, dtype=dtype),
-        vector(lse_TH, tokens * num_heads), *heads(dq, *queries, dtype=dtype), *heads(dk, *keys, dtype=dtype),
+        threads(),
+        type_number(q_THD),
+        len(segments),
+        vector(table, table.numel(), torch.int64),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        scale,
+        *heads(dout_THD, *queries, dtype=dtype),
+        *heads(q_THD, *queries, dtype=dtype),
+        *heads(k_NKD, *keys, dtype=dtype),
+        *heads(v_NKD, *keys, dtype=dtype),
+        *heads(out_THD, *queries, dtype=dtype),
+        vector(lse_TH, tokens * num_heads),
+        *heads(dq, *queries, dtype=dtype),
+        *heads(dk, *keys, dtype=dtype),
         *heads(dv, *keys, dtype=dtype),
-    )  # fmt: skip
+    )
     return dq, dk, dv
 
 
@@ -119,11 +139,11 @@ class _CausalAttention(torch.autograd.Function):
 def causal_attention(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, document_lengths: tuple[int, ...], *, scale: float
 ) -> Tensor:
-    """As engine.ops.attention.packed.causal_attention, for fp32 and bfloat16 on the CPU."""
+    """Computes engine.ops.attention.packed.causal_attention, for fp32 and bfloat16 on the CPU."""
     return _CausalAttention.apply(q_THD, k_TKD, v_TKD, documents(document_lengths), scale)
 
 
 def attention_by_document(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
-    """`causal_attention` as a backend's attention; reads the lengths on the host."""
+    """Adapts `causal_attention` to a backend's attention; reads the lengths on the host."""
     assert documents.lengths, "the compiled kernel needs lengths on the host"
     return causal_attention(q_THD, k_TKD, v_TKD, documents.lengths, scale=scale)

@@ -1,4 +1,4 @@
-"""CRC-32C of bytes by the compiled code. Releases the interpreter's lock, so that other threads go on meanwhile."""
+"""CRC-32C of bytes by the compiled code. Releases the interpreter's lock, so that other threads run meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.kernels.native.loader import library
 
 
 def crc32c(data: memoryview, value: int = 0, *, by_tables: bool = False) -> int:
-    """The checksum of `data` after bytes whose checksum is `value`, as zlib.crc32 has it for the other polynomial.
+    """Returns the checksum of `data` after bytes whose checksum is `value`; arguments as those of zlib.crc32.
 
     Args:
         data: contiguous bytes.

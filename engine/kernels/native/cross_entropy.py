@@ -10,7 +10,7 @@ from engine.kernels.native.loader import library
 
 
 def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a shard knows of the loss, from one pass over its logits.
+    """Returns a shard's statistics of the loss, from one pass over its logits.
 
     fp32 logits become exp(logit - maximum). Logits in bfloat16 stay: their exponentials would be rounded to it, and
     once more when the gradient is made from them.
@@ -25,17 +25,21 @@ def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tens
     rows, columns = logits_TV.shape
     results = torch.empty(3, rows)
     library().engine_cross_entropy_statistics(
-        threads(), type_number(logits_TV), rows, columns, *matrix(logits_TV, dtype=logits_TV.dtype),
+        threads(),
+        type_number(logits_TV),
+        rows,
+        columns,
+        *matrix(logits_TV, dtype=logits_TV.dtype),
         vector(targets_T, rows, torch.int64),
         *(vector(result, rows) for result in results),
-    )  # fmt: skip
+    )
     return results[0], results[1], results[2]
 
 
 def local_gradient(
     left_TV: Tensor, targets_T: Tensor, local_max_T: Tensor, max_T: Tensor, total_T: Tensor, scale_T: Tensor
 ) -> Tensor:
-    """d loss / d logits = (softmax - onehot) * scale, written over what `local_statistics` left.
+    """Computes d loss / d logits = (softmax - onehot) * scale, written over what `local_statistics` left.
 
     Args:
         targets_T: int64, those of `local_statistics`.
@@ -46,8 +50,14 @@ def local_gradient(
     rows, columns = left_TV.shape
     own_total_T = total_T * torch.exp(max_T - local_max_T)  # the exponentials are relative to this shard's maximum
     library().engine_cross_entropy_backward(
-        threads(), type_number(left_TV), rows, columns, *matrix(left_TV, dtype=left_TV.dtype),
-        vector(targets_T, rows, torch.int64), vector(local_max_T, rows), vector(own_total_T, rows),
+        threads(),
+        type_number(left_TV),
+        rows,
+        columns,
+        *matrix(left_TV, dtype=left_TV.dtype),
+        vector(targets_T, rows, torch.int64),
+        vector(local_max_T, rows),
+        vector(own_total_T, rows),
         vector(scale_T, rows),
-    )  # fmt: skip
+    )
     return left_TV

@@ -23,8 +23,16 @@ def dropout_bits(key: DropoutKey) -> Tensor:
     rows = key.token_index.shape[0]
     out = torch.empty(rows, bits_row_bytes(key.num_features), dtype=torch.uint8)
     library().engine_dropout_bits(
-        threads(), rows, key.num_features, vector(key.token_index, rows, torch.int64), key.feature_offset,
-        dropout_threshold(key.probability), key.seed & _WORD, key.site & _WORD, int(key.step) & _WORD, out.data_ptr(),
+        threads(),
+        rows,
+        key.num_features,
+        vector(key.token_index, rows, torch.int64),
+        key.feature_offset,
+        dropout_threshold(key.probability),
+        key.seed & _WORD,
+        key.site & _WORD,
+        int(key.step) & _WORD,
+        out.data_ptr(),
         out.shape[1],
-    )  # fmt: skip
+    )
     return out

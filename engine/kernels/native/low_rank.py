@@ -30,7 +30,7 @@ _SECTION = "4qQqd"
 def project(
     x_TI: Tensor, bits: Tensor | None, a_RI: Tensor, *, scale: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
-    """H = scale * (mask * x) A^T, [T, R].
+    """Computes H = scale * (mask * x) A^T, [T, R].
 
     Args:
         x_TI: fp32 or bfloat16, rows of any stride.
@@ -42,22 +42,34 @@ def project(
     (rows, inputs), ranks = x_TI.shape, a_RI.shape[0]
     h, dtype = x_TI.new_empty(rows, ranks) if out is None else out, x_TI.dtype
     library().engine_project(
-        threads(), type_number(x_TI), rows, inputs, ranks, *matrix(x_TI, dtype=dtype),
-        *optional_bits(bits, inputs, rows), *matrix(a_RI, inputs, dtype=dtype), scale,
+        threads(),
+        type_number(x_TI),
+        rows,
+        inputs,
+        ranks,
+        *matrix(x_TI, dtype=dtype),
+        *optional_bits(bits, inputs, rows),
+        *matrix(a_RI, inputs, dtype=dtype),
+        scale,
         *matrix(h, ranks, rows, dtype=dtype),
-    )  # fmt: skip
+    )
     return h
 
 
 def add_input_gradient(dx_TI: Tensor, update: InputUpdate, *, out: Tensor | None = None) -> Tensor:
-    """dX + scale * mask * (dH A); in place unless `out` is given."""
+    """Computes dX + scale * mask * (dH A); in place unless `out` is given."""
     rows, inputs = dx_TI.shape
     into = dx_TI if out is None else out
     dtype = dx_TI.dtype
     library().engine_add_input_gradient(
-        threads(), type_number(dx_TI), rows, inputs, *matrix(dx_TI, dtype=dtype),
-        *update_arguments(update, inputs, rows, dtype=dtype), *matrix(into, inputs, rows, dtype=dtype),
-    )  # fmt: skip
+        threads(),
+        type_number(dx_TI),
+        rows,
+        inputs,
+        *matrix(dx_TI, dtype=dtype),
+        *update_arguments(update, inputs, rows, dtype=dtype),
+        *matrix(into, inputs, rows, dtype=dtype),
+    )
     return into
 
 
@@ -71,7 +83,7 @@ def accumulate_a(
     row_scale_T: Tensor | None = None,
     column_scale_I: Tensor | None = None,
 ) -> None:
-    """dA += scale * dH^T (mask * x) for all adapters on x, from one read of x.
+    """Adds scale * dH^T (mask * x) to dA of all adapters on x, from one read of x.
 
     Args:
         dh_TR: fp32 or bfloat16, gradient of the stacked H.
@@ -83,15 +95,22 @@ def accumulate_a(
     """
     (rows, ranks), inputs = dh_TR.shape, x.shape[1]
     library().engine_accumulate_a(
-        threads(), type_number(x), rows, inputs, ranks, *matrix(dh_TR, dtype=x.dtype),
-        *matrix(x, rows=rows, dtype=x.dtype), optional_vector(row_scale_T, rows),
-        optional_vector(column_scale_I, inputs), *optional_bits(bits, inputs, rows),
+        threads(),
+        type_number(x),
+        rows,
+        inputs,
+        ranks,
+        *matrix(dh_TR, dtype=x.dtype),
+        *matrix(x, rows=rows, dtype=x.dtype),
+        optional_vector(row_scale_T, rows),
+        optional_vector(column_scale_I, inputs),
+        *optional_bits(bits, inputs, rows),
         *sections_of_a(sections, ranks, inputs, scale),
-    )  # fmt: skip
+    )
 
 
 def sections_of_a(sections: Sequence[AdapterSection], ranks: int, inputs: int, scale: float) -> tuple[int, bytes]:
-    """Returns how many of them have a `da`, and `struct Section` of each (csrc/rank_sums.h)."""
+    """Returns the number of sections with a `da`, and `struct Section` of each (csrc/rank_sums.h)."""
     packed = []
     for one in sections:
         if one.da is not None:
@@ -102,7 +121,7 @@ def sections_of_a(sections: Sequence[AdapterSection], ranks: int, inputs: int, s
 
 
 def accumulate_b(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]) -> None:
-    """dB += dY^T H for all adapters of a linear, from one read of dY.
+    """Adds dY^T H to dB of all adapters of a linear, from one read of dY.
 
     Args:
         dy_TO: fp32 or bfloat16, rows of any stride.
@@ -119,6 +138,11 @@ def accumulate_b(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]
             place = (one.first_row, num_ranks, one.first_column, num_columns)
             packed.append(struct.pack(_SECTION, *place, *matrix(one.db), 1.0))
     library().engine_accumulate_b(
-        threads(), type_number(dy_TO), rows, *matrix(dy_TO, dtype=dy_TO.dtype),
-        *matrix(h_TR, ranks, rows, dtype=dy_TO.dtype), len(packed), b"".join(packed),
-    )  # fmt: skip
+        threads(),
+        type_number(dy_TO),
+        rows,
+        *matrix(dy_TO, dtype=dy_TO.dtype),
+        *matrix(h_TR, ranks, rows, dtype=dy_TO.dtype),
+        len(packed),
+        b"".join(packed),
+    )

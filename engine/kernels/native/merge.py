@@ -15,7 +15,7 @@ def can_merge(dtype: torch.dtype) -> bool:
 
 
 def merge_rows(weight_OI: Tensor, b_OR: Tensor, a_RI: Tensor, out_OI: Tensor) -> tuple[float, float, float]:
-    """out = weight + b a, summed in fp32 and rounded once; on this thread alone, other threads' Python goes on.
+    """Computes out = weight + b a, summed in fp32 and rounded once; on this thread, without the interpreter's lock.
 
     Args:
         weight_OI: fp32 or bfloat16.
@@ -29,9 +29,15 @@ def merge_rows(weight_OI: Tensor, b_OR: Tensor, a_RI: Tensor, out_OI: Tensor) ->
     (rows, columns), rank = weight_OI.shape, a_RI.shape[0]
     rounding = torch.zeros(3, dtype=torch.float64)
     library().engine_merge(
-        type_number(weight_OI), rows, columns, rank, *matrix(weight_OI, dtype=weight_OI.dtype),
-        *matrix(b_OR, rank, rows), *matrix(a_RI, columns), *matrix(out_OI, columns, rows, dtype=weight_OI.dtype),
+        type_number(weight_OI),
+        rows,
+        columns,
+        rank,
+        *matrix(weight_OI, dtype=weight_OI.dtype),
+        *matrix(b_OR, rank, rows),
+        *matrix(a_RI, columns),
+        *matrix(out_OI, columns, rows, dtype=weight_OI.dtype),
         rounding.data_ptr(),
-    )  # fmt: skip
+    )
     most, squared_error, squared_value = rounding.tolist()
     return most, squared_error, squared_value

@@ -13,7 +13,7 @@ IntArray = NDArray[np.int64]
 
 
 def pack(lengths: NDArray[np.integer], capacity: int) -> tuple[IntArray, IntArray]:
-    """Best-fit decreasing, exactly the rows of `engine.data.packing.pack`.
+    """Packs best-fit decreasing, into exactly the rows of `engine.data.packing.pack`.
 
     Args:
         lengths: tokens of each document, from 1 to `capacity`.

@@ -24,7 +24,7 @@ FEWEST_PRODUCTS = 1 << 24
 
 
 def multiply(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """left right, by the compiled kernel for vectors, whatever the sizes.
+    """Multiplies left and right by the compiled kernel for vectors, whatever the sizes.
 
     Args:
         left_TK: fp32 [T, K], rows of any stride.
@@ -37,7 +37,7 @@ def multiply(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) ->
 
 
 def multiply_by_tiles(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """As `multiply`, by AMX tiles; only where `has_tiles`."""
+    """Multiplies as `multiply`, by AMX tiles; only where `has_tiles`."""
     assert has_tiles()
     y, arguments = product_arguments(left_TK, right_KN, out)
     if left_TK.shape[1] == 0:
@@ -60,7 +60,7 @@ def _has_tiles(instruction_set: str) -> bool:
 
 
 def product_arguments(left_TK: Tensor, right_KN: Tensor, out: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
-    """The product's memory, and what the kernels take after the number of threads."""
+    """Returns the product's memory, and the kernels' arguments after the number of threads."""
     (rows, depth), columns = left_TK.shape, right_KN.shape[1]
     assert right_KN.shape[0] == depth, (left_TK.shape, right_KN.shape)
     y = left_TK.new_empty(rows, columns) if out is None else out
@@ -87,7 +87,7 @@ def fits_tiles(left_TK: Tensor, right_KN: Tensor) -> bool:
 
 
 def product(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """As torch.mm, by whichever is fastest: the tiles, the vectors or torch."""
+    """Multiplies as torch.mm, by whichever is fastest: the tiles, the vectors or torch."""
     if fits_tiles(left_TK, right_KN):
         return multiply_by_tiles(left_TK, right_KN, out=out)
     if _fits(left_TK, right_KN) and (left_TK.shape[0] >= FEWEST_BY_ROWS or right_KN.stride(0) == 1):

@@ -19,7 +19,7 @@ _COMPILED = (torch.float32, torch.bfloat16)
 
 
 def _rows(tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int]:
-    """Pointer and row stride of a matrix whose rows have no gaps."""
+    """Returns pointer and row stride of a matrix whose rows have no gaps."""
     assert tensor.dtype in dtypes and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
     assert tensor.stride(1) == 1 or tensor.shape[1] <= 1, tensor.stride()
     return tensor.data_ptr(), tensor.stride(0)
@@ -30,7 +30,7 @@ def _without_gaps(weight_OI: Tensor) -> Tensor:
 
 
 def block_absmax(weight_OI: Tensor, block: int) -> Tensor:
-    """The largest magnitude of each `block` columns of a row, fp32; 0 for whole rows."""
+    """Returns the largest magnitude of each `block` columns of a row, fp32; 0 for whole rows."""
     if weight_OI.dtype not in _COMPILED:
         return reference_quantize.block_absmax(weight_OI, block)
     rows, columns = weight_OI.shape
@@ -43,16 +43,21 @@ def block_absmax(weight_OI: Tensor, block: int) -> Tensor:
 
 
 def nf4_codes(weight_OI: Tensor, absmax_ON: Tensor) -> Tensor:
-    """uint8 [O, ceil(I / 2)]; the weights are finite."""
+    """Returns NF4 codes uint8 [O, ceil(I / 2)]; the weights are finite."""
     if weight_OI.dtype not in _COMPILED:
         return reference_quantize.nf4_codes(weight_OI, absmax_ON)
     rows, columns = weight_OI.shape
     codes, weight = torch.empty(rows, -(-columns // 2), dtype=torch.uint8), _without_gaps(weight_OI)
     absmax = absmax_ON.contiguous()
     library().engine_nf4_codes(
-        threads(), rows, columns, weight.dtype == torch.bfloat16, *_rows(weight, _COMPILED),
-        vector(absmax, rows * -(-columns // NF4_BLOCK)), codes.data_ptr(),
-    )  # fmt: skip
+        threads(),
+        rows,
+        columns,
+        weight.dtype == torch.bfloat16,
+        *_rows(weight, _COMPILED),
+        vector(absmax, rows * -(-columns // NF4_BLOCK)),
+        codes.data_ptr(),
+    )
     return codes
 
 
@@ -69,23 +74,35 @@ def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Ten
     )
     phase = phase_O.contiguous()
     library().engine_nf4_decode(
-        threads(), rows, columns, *_rows(codes, (torch.uint8,)), *_rows(scales_ON, (torch.uint8,)),
-        *_rows(groups_OG, (torch.float32,)), vector(phase, rows, torch.uint8),
-        vector(dynamic_map(torch.device("cpu")), 256), out_OI.dtype == torch.bfloat16, *_rows(out_OI, _COMPILED),
-    )  # fmt: skip
+        threads(),
+        rows,
+        columns,
+        *_rows(codes, (torch.uint8,)),
+        *_rows(scales_ON, (torch.uint8,)),
+        *_rows(groups_OG, (torch.float32,)),
+        vector(phase, rows, torch.uint8),
+        vector(dynamic_map(torch.device("cpu")), 256),
+        out_OI.dtype == torch.bfloat16,
+        *_rows(out_OI, _COMPILED),
+    )
 
 
 def int8_codes(weight_OI: Tensor, absmax_O: Tensor) -> Tensor:
-    """int8 [O, I]; the weights are finite."""
+    """Returns codes int8 [O, I]; the weights are finite."""
     if weight_OI.dtype not in _COMPILED:
         return reference_quantize.int8_codes(weight_OI, absmax_O)
     rows, columns = weight_OI.shape
     codes, weight = torch.empty(rows, columns, dtype=torch.int8), _without_gaps(weight_OI)
     absmax = absmax_O.contiguous()
     library().engine_int8_codes(
-        threads(), rows, columns, weight.dtype == torch.bfloat16, *_rows(weight, _COMPILED), vector(absmax, rows),
+        threads(),
+        rows,
+        columns,
+        weight.dtype == torch.bfloat16,
+        *_rows(weight, _COMPILED),
+        vector(absmax, rows),
         codes.data_ptr(),
-    )  # fmt: skip
+    )
     return codes
 
 
@@ -97,9 +114,13 @@ def row_decode(codes_OI: Tensor, scales_O: Tensor, out_OI: Tensor) -> None:
     assert codes_OI.shape == out_OI.shape, (codes_OI.shape, out_OI.shape)
     scales = scales_O.contiguous()
     library().engine_int8_decode(
-        threads(), *out_OI.shape, *_rows(codes_OI, (torch.int8,)), vector(scales, out_OI.shape[0]),
-        out_OI.dtype == torch.bfloat16, *_rows(out_OI, _COMPILED),
-    )  # fmt: skip
+        threads(),
+        *out_OI.shape,
+        *_rows(codes_OI, (torch.int8,)),
+        vector(scales, out_OI.shape[0]),
+        out_OI.dtype == torch.bfloat16,
+        *_rows(out_OI, _COMPILED),
+    )
 
 
 NATIVE_ARITHMETIC = Arithmetic(

@@ -22,10 +22,10 @@ SIGNATURES: dict[str, list[Any]] = {
         *_THREADS, *_SIZE, *_SIZE, *_POINTER, c_int64, c_uint32, c_uint32, c_uint32, c_uint32, *_MATRIX,
     ],
     "engine_rmsnorm_forward": [
-        *_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX, *_MATRIX, *_POINTER, c_float, *_MATRIX, *_POINTER,
+        *_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_POINTER, c_float, *_MATRIX, *_POINTER,
     ],
     "engine_rmsnorm_backward": [
-        *_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX, *_POINTER, *_POINTER, *_MATRIX, *_UPDATE, *_MATRIX, *_POINTER,
+        *_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX, *_POINTER, *_POINTER, *_UPDATE, *_MATRIX, *_POINTER,
     ],
     "engine_swiglu_forward": [*_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_MATRIX],
     "engine_swiglu_backward": [

@@ -21,7 +21,7 @@ from engine.kernels.records import AdapterSection, InputUpdate
 
 
 def swiglu_forward(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up.
+    """Computes silu(gate) * up.
 
     Args:
         gate_up: fp32 or bfloat16 [..., 2F], gate then up, rows of any stride.
@@ -31,9 +31,13 @@ def swiglu_forward(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     rows = gate_up.numel() // max(2 * features, 1)
     y = gate_up.new_empty(*gate_up.shape[:-1], features) if out is None else out
     library().engine_swiglu_forward(
-        threads(), type_number(gate_up), rows, features, *matrix(gate_up, 2 * features, dtype=gate_up.dtype),
+        threads(),
+        type_number(gate_up),
+        rows,
+        features,
+        *matrix(gate_up, 2 * features, dtype=gate_up.dtype),
         *matrix(y, features, rows, dtype=gate_up.dtype),
-    )  # fmt: skip
+    )
     return y
 
 
@@ -45,7 +49,7 @@ def swiglu_backward(
     y: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[dgate | dup], in one pass.
+    """Computes [dgate | dup], in one pass.
 
     Args:
         dy: fp32 or bfloat16 [..., F].
@@ -59,10 +63,16 @@ def swiglu_backward(
     dtype = gate_up.dtype
     gradient = torch.empty(gate_up.shape, dtype=dtype) if out is None else out
     library().engine_swiglu_backward(
-        threads(), type_number(gate_up), rows, features, *matrix(dy, features, rows, dtype=dtype),
-        *matrix(gate_up, 2 * features, dtype=dtype), *update_arguments(update, features, rows, dtype=dtype),
-        *matrix(gradient, 2 * features, rows, dtype=dtype), *optional_matrix(y, features, rows, dtype=dtype),
-    )  # fmt: skip
+        threads(),
+        type_number(gate_up),
+        rows,
+        features,
+        *matrix(dy, features, rows, dtype=dtype),
+        *matrix(gate_up, 2 * features, dtype=dtype),
+        *update_arguments(update, features, rows, dtype=dtype),
+        *matrix(gradient, 2 * features, rows, dtype=dtype),
+        *optional_matrix(y, features, rows, dtype=dtype),
+    )
     return gradient
 
 
@@ -77,7 +87,7 @@ def swiglu_backward_adapted(
     update: InputUpdate | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[dgate | dup], and dA += scale * dH^T (mask * y) of the adapters on y, which is never written.
+    """Computes [dgate | dup], and dA += scale * dH^T (mask * y) of the adapters on y, which is never written.
 
     Args:
         dy: fp32 or bfloat16 [T, F].
@@ -96,9 +106,17 @@ def swiglu_backward_adapted(
         assert update.dh_TR.data_ptr() == dh_TR.data_ptr() and (update.mask is None) == (bits is None)
         added = (ranks, *matrix(update.a_RI, features, ranks, dtype=dtype), update.scale)
     library().engine_swiglu_backward_adapted(
-        threads(), type_number(gate_up), rows, features, *matrix(dy, dtype=dtype),
-        *matrix(gate_up, 2 * features, rows, dtype=dtype), *added, *matrix(gradient, 2 * features, rows, dtype=dtype),
-        ranks, *matrix(dh_TR, rows=rows, dtype=dtype), *optional_bits(bits, features, rows),
+        threads(),
+        type_number(gate_up),
+        rows,
+        features,
+        *matrix(dy, dtype=dtype),
+        *matrix(gate_up, 2 * features, rows, dtype=dtype),
+        *added,
+        *matrix(gradient, 2 * features, rows, dtype=dtype),
+        ranks,
+        *matrix(dh_TR, rows=rows, dtype=dtype),
+        *optional_bits(bits, features, rows),
         *sections_of_a(sections, ranks, features, scale),
-    )  # fmt: skip
+    )
     return gradient

@@ -15,7 +15,7 @@ from engine.models.names import NameMap, part_rows
 
 
 class Family(NamedTuple):
-    """How one `model_type` becomes a DecoderConfig, and where its tensors lie.
+    """One `model_type`: how its config becomes a DecoderConfig, and where its tensors lie.
 
     Args:
         config_from_hf: reads the config.
@@ -56,7 +56,7 @@ _MISSING = (
 
 
 def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
-    """The family of a `config.json`, and the part of it that describes the language model.
+    """Returns the family of a `config.json`, and the part of it that describes the language model.
 
     The family's names know this model's sizes where those are in the config.
 

@@ -1,6 +1,6 @@
-"""Whether the values of a `config.json` are of the kinds that families read, before any of them reads one.
+"""Checks that the values of a `config.json` have the types that families read, before any family reads one.
 
-Only what is there is looked at: which keys a family needs, and what they mean, is the family's own knowledge.
+Only keys that are present are checked: which keys a family needs, and what they mean, the family itself knows.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _SHOWN = 40
 
 
 def part_of(hf: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-    """The config inside a config; None where there is none.
+    """Returns the config inside a config; None where there is none.
 
     Raises:
         UserError: there is something else.
@@ -82,7 +82,7 @@ def part_of(hf: Mapping[str, Any], key: str) -> dict[str, Any] | None:
 
 
 def check_kinds(hf: Mapping[str, Any]) -> None:
-    """Looks at every value that some family reads.
+    """Checks every value that some family reads.
 
     Raises:
         UserError: one is of another kind or out of range, or the sizes of heads do not fit each other.
@@ -123,7 +123,7 @@ def _check_rope(key: str, rope: Mapping[str, Any]) -> None:
 
 
 def rope_value(rope: Mapping[str, Any], kind: str, key: str) -> Any:
-    """What a rotary embedding of this kind needs.
+    """Returns a value that a rotary embedding of this kind needs.
 
     Raises:
         UserError: it is missing.

@@ -36,7 +36,7 @@ def check_gemma(hf: Mapping[str, Any]) -> None:
 
 
 def gemma_switches(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """What Gemma 2 and 3 have in common."""
+    """Returns the fields that Gemma 2 and 3 have in common."""
     return {
         "activation": "gelu_tanh",
         "norm_offset": 1.0,

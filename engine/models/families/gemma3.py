@@ -19,7 +19,8 @@ _DEFAULTS = {
 
 
 def _ropes(hf: dict[str, Any]) -> tuple[Rope, Rope]:
-    """RoPE of full-attention and of sliding-window layers, by transformers 4's keys or 5's `rope_parameters`."""
+    """Returns RoPE of full-attention and of sliding-window layers, by transformers 4's keys or 5's
+    `rope_parameters`."""
     both, older = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
     if "type" in older and "rope_type" not in older:
         raise UserError(

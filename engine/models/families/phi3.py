@@ -22,8 +22,8 @@ _DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "ma
 
 
 def _longrope(scaling: dict[str, Any], hf: dict[str, Any]) -> tuple[RopeScaling, int]:
-    """The scaling of sequences up to a length, and that length: 4096 where the config itself, not its `rope_scaling`,
-    does not say, as in transformers."""
+    """Returns the scaling of sequences up to a length, and that length: 4096 where the config itself, not its
+    `rope_scaling`, does not say, as in transformers."""
     length = original_length(scaling, hf, "longrope")
     factor = scaling.get("factor") or int(hf["max_position_embeddings"]) / length
     table_scale = scaling.get("attention_factor")

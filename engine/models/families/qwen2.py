@@ -12,7 +12,7 @@ _DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_laye
 
 
 def upper_windows(hf: Mapping[str, Any]) -> tuple[LayerKind, ...]:
-    """A window in the layers from `max_window_layers` on, where `use_sliding_window` is set."""
+    """Returns a window in the layers from `max_window_layers` on, where `use_sliding_window` is set."""
     if not hf.get("use_sliding_window", False):
         return ()
     count, first = int(hf.get("num_hidden_layers", 0)), int(hf["max_window_layers"])

@@ -1,4 +1,4 @@
-"""What families read of a `config.json` in the same way."""
+"""The parts of a `config.json` that families read in the same way."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NAMES = NameMap(layer_modules=PRE_NORM_MODULES)
 
 
 def rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Rotary base and scaling, from transformers 4's `rope_theta` + `rope_scaling` or 5's `rope_parameters`.
+    """Reads rotary base and scaling, from transformers 4's `rope_theta` + `rope_scaling` or 5's `rope_parameters`.
 
     A length of pretraining beside the mapping counts before the one inside, as in transformers 5.
 
@@ -71,7 +71,8 @@ def rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def original_length(scaling: Mapping[str, Any], hf: Mapping[str, Any], kind: str) -> int:
-    """The length of pretraining: the config's own `original_max_position_embeddings`, else the rotary embedding's.
+    """Returns the length of pretraining: the config's own `original_max_position_embeddings`, else the rotary
+    embedding's.
 
     Raises:
         UserError: neither has one.
@@ -81,7 +82,7 @@ def original_length(scaling: Mapping[str, Any], hf: Mapping[str, Any], kind: str
 
 
 def windows_from_hf(hf: Mapping[str, Any], types: list[str]) -> tuple[LayerKind, ...]:
-    """One kind for each layer of `layer_types`, or of `types` where the config does not say.
+    """Returns a kind for each layer of `layer_types`, or of `types` where the config does not say.
 
     Raises:
         UserError: there are other kinds of layers, or not one for each layer.
@@ -113,7 +114,7 @@ def check_activation(hf: Mapping[str, Any], key: str, expected: str) -> None:
 
 
 def decoder_config(hf: Mapping[str, Any], family: str, **more: Any) -> DecoderConfig:
-    """The record of a decoder with Llama's keys.
+    """Reads a decoder with Llama's keys.
 
     Args:
         hf: the config, with the family's defaults for what it may leave out.

@@ -57,7 +57,7 @@ class BlocksBackward(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionBlocks:
-    """One backend. Head h reads key/value head h // (H / K). The last dimension of every tensor is contiguous.
+    """One backend of ring attention. Head h reads key/value head h // (H / K); every last dimension is contiguous.
 
     Args:
         name: as it is asked for.
@@ -88,7 +88,7 @@ def merge_(out_QHD: Tensor, lse_QH: Tensor, other_QHD: Tensor, other_lse_QH: Ten
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """[K, H / K, Q, M], minus infinity where a query does not see a key."""
+    """Returns scores [K, H / K, Q, M], minus infinity where a query does not see a key."""
     scores = torch.einsum("qkgd,mkd->kgqm", q, k) * scale
     if causal:
         scores = scores.masked_fill(
@@ -98,7 +98,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
-    """[Q, H, ...] -> [Q, K, H / K, ...] in fp32 or wider."""
+    """Groups heads: [Q, H, ...] -> [Q, K, H / K, ...] in fp32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return wide.unflatten(1, (num_kv_heads, -1))
 
@@ -162,9 +162,18 @@ def _cuda_backward(
     # the kernel reads lse as a dense [1, H, Q]; without dropout it draws nothing, but its state must be a tensor
     no_state = torch.empty(2, dtype=torch.uint64, device=q.device)
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *_heads_first(dout, q, k, v, out), lse.t().contiguous().unsqueeze(0), None, None, q.shape[0], k.shape[0],
-        0.0, causal, no_state, no_state, scale=scale,
-    )  # fmt: skip
+        *_heads_first(dout, q, k, v, out),
+        lse.t().contiguous().unsqueeze(0),
+        None,
+        None,
+        q.shape[0],
+        k.shape[0],
+        0.0,
+        causal,
+        no_state,
+        no_state,
+        scale=scale,
+    )
     return _tokens_first(*gradients)
 
 
@@ -257,7 +266,7 @@ _BY_NAME = {blocks.name: blocks for blocks in (REFERENCE_BLOCKS, CPU_BLOCKS, CUD
 
 
 def choose_attention_blocks(name: str, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBlocks:
-    """The backend for ring attention of tensors of `dtype` on `device`.
+    """Returns the backend for ring attention of tensors of `dtype` on `device`.
 
     Args:
         name: "auto" (the fastest that can run), "reference", "torch_cpu", "torch_cuda" or "native".

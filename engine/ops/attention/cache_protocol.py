@@ -1,6 +1,6 @@
-"""What attention asks of a cache of keys and values, when text is generated token by token.
+"""The interface of attention to a cache of keys and values, for generation token by token.
 
-Only the question is here: which rows there are, and what is kept of them, is the business of who made the cache.
+Only the interface is here: which rows there are, and what is kept of them, is decided by the cache.
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ class KeyValueCache(Protocol):
     """Keys and values of earlier tokens, as one pass through the layers sees them."""
 
     def attend(
-        self, layer: str, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, whole: Attention, documents: Documents, *,
+        self,
+        layer: str,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        whole: Attention,
+        documents: Documents,
+        *,
         scale: float,
-    ) -> Tensor:  # fmt: skip
-        """Keeps k and v, and attends to them and to what was kept before.
+    ) -> Tensor:
+        """Caches k and v, and attends to them and to what was cached before.
 
         Args:
             layer: the attention's name, such as `layers.3.attention`.

@@ -1,6 +1,6 @@
 """Causal attention over documents whose tokens are split over the context axis: one entry, two methods.
 
-| method  | travels                                         | heads                        | work of the ranks     |
+| method  | sends                                           | heads                        | work of the ranks     |
 |---------|-------------------------------------------------|------------------------------|-----------------------|
 | ring    | keys and values that other ranks' queries see,  | any                          | equal for long        |
 |         | while blocks are computed                       |                              | documents             |
@@ -38,7 +38,7 @@ def context_attention(
     attention: Attention,
     documents: Documents,
 ) -> Tensor:
-    """softmax(scale * q k^T) v within each document, each position seeing itself and the ones before.
+    """Computes softmax(scale * q k^T) v within each document, each position seeing itself and the ones before.
 
     Args:
         q_THD: [T, H, D]; k_TKD, v_TKD: [T, K, D], the tokens that `plan` says this rank holds, H a multiple of K.

@@ -51,7 +51,7 @@ def _blocks(lengths: tuple[int, ...], window: int | None) -> tuple[_Block, ...]:
 
 
 def _scores(q_QKGD: Tensor, k_MKD: Tensor, block: _Block, rule: _Rule) -> tuple[Tensor, Tensor]:
-    """Scores [K, H / K, Q, M] after the cap, and which of them count [Q, M]."""
+    """Returns scores [K, H / K, Q, M] after the cap, and which of them count [Q, M]."""
     scores = torch.einsum("qkgd,mkd->kgqm", q_QKGD, k_MKD) * rule.scale
     if rule.softcap is not None:
         scores = (scores / rule.softcap).tanh_().mul_(rule.softcap)
@@ -62,7 +62,7 @@ def _scores(q_QKGD: Tensor, k_MKD: Tensor, block: _Block, rule: _Rule) -> tuple[
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
-    """[Q, H, ...] -> [Q, K, H / K, ...] in fp32 or wider."""
+    """Groups heads: [Q, H, ...] -> [Q, K, H / K, ...] in fp32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (num_kv_heads, -1))
 
 

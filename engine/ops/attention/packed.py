@@ -16,7 +16,7 @@ from engine.kernels.records import Documents
 
 
 def _batched(q: Tensor, k: Tensor, v: Tensor, num: int, length: int, scale: float) -> Tensor:
-    """`num` documents of one length, side by side along T."""
+    """Attends within `num` documents of one length, side by side along T, as one batch."""
     q4, k4, v4 = (x.view(num, length, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).reshape(num * length, q.shape[1], q.shape[2])
@@ -25,7 +25,7 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, num: int, length: int, scale: floa
 def causal_attention(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, document_lengths: tuple[int, ...], *, scale: float
 ) -> Tensor:
-    """softmax(scale * q k^T) v within each document, each position seeing itself and the ones before.
+    """Computes softmax(scale * q k^T) v within each document, each position seeing itself and the ones before.
 
     Args:
         q_THD: [T, H, D]; k_TKD, v_TKD: [T, K, D] with H a multiple of K; head h reads key/value head h // (H / K).
@@ -45,6 +45,6 @@ def causal_attention(
 
 
 def attention_by_document(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
-    """`causal_attention` as a backend's attention; reads the lengths on the host."""
+    """Adapts `causal_attention` to a backend's attention; reads the lengths on the host."""
     assert documents.lengths, "a call for each document needs lengths on the host"
     return causal_attention(q_THD, k_TKD, v_TKD, documents.lengths, scale=scale)

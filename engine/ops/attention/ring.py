@@ -3,20 +3,20 @@
 In step t rank r works on the keys of rank r - t, which that rank sends straight to it, and only those tokens that r's
 queries see. Handing one buffer from neighbour to neighbour would send all of every rank's keys over every link: under a
 causal mask half of them are of no use to the ranks after their owner, and of short documents nearly all. In backward,
-each rank sends its share of the keys' gradients straight home, one journey less than going on round the ring.
+each rank sends its share of the keys' gradients straight to their owner, one transfer less than round the ring.
 
 | step t                 | starts                                | meanwhile       | then                        |
 |------------------------|---------------------------------------|-----------------|-----------------------------|
 | forward                | keys and values of step t + 1         | blocks of t     | merge                       |
-| backward               | keys and values of step t + 1         | blocks of t     | add what came home of t - 1 |
+| backward               | keys and values of step t + 1         | blocks of t     | add gradients of t - 1      |
 |                        | gradients of t's keys, to their owner | blocks of t + 1 |                             |
 
-Forward sends what backward sends again, so that nothing but this rank's own q, k, v, the output and the log sum exp is
-kept. Partial gradients travel in the keys' dtype and are added in fp32 in the order of the steps, so that results are
+Backward sends keys and values again, so that nothing but this rank's own q, k, v, the output and the log sum exp is
+kept. Partial gradients are sent in the keys' dtype and are added in fp32 in the order of the steps, so that results are
 the same bits in every run wherever the attention blocks' are. The host knows all sizes from the plan and waits for
 nothing on the device.
 
-Legend: T this rank's tokens, H query heads, K key/value heads, D head size, N tokens that travel.
+Legend: T this rank's tokens, H query heads, K key/value heads, D head size, N tokens that are sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from engine.ops.attention.blocks import AttentionBlocks, merge_
 from engine.zigzag import ContextPlan, RingStep, Span
 
 
-class _Arriving(NamedTuple):
+class _InFlight(NamedTuple):
     """A buffer that is being received, and the one being sent meanwhile, which must live as long."""
 
     received: Tensor
@@ -44,7 +44,7 @@ class _Arriving(NamedTuple):
         return self.received
 
 
-def _start_keys(k: Tensor, v: Tensor, step: RingStep, axis: Axis) -> _Arriving:
+def _start_keys(k: Tensor, v: Tensor, step: RingStep, axis: Axis) -> _InFlight:
     """Exchanges [2, N, K, D] of the keys and values that `step` needs here and at its query rank."""
     sent = k.new_empty(2, step.num_sent, *k.shape[1:])
     for part, whole in zip(sent, (k, v), strict=True):
@@ -54,21 +54,21 @@ def _start_keys(k: Tensor, v: Tensor, step: RingStep, axis: Axis) -> _Arriving:
             place += stop - start
     shape = (2, step.num_received, *k.shape[1:])
     received, handle = exchange_async(sent, axis, to=step.query_rank, source=step.key_rank, received=shape)
-    return _Arriving(received, sent, handle)
+    return _InFlight(received, sent, handle)
 
 
-def _start_gradients(dk: Tensor, dv: Tensor, step: RingStep, axis: Axis, dtype: torch.dtype) -> _Arriving:
-    """Sends the gradients of the keys received in `step` home and receives those of the keys sent in it."""
+def _start_gradients(dk: Tensor, dv: Tensor, step: RingStep, axis: Axis, dtype: torch.dtype) -> _InFlight:
+    """Sends the gradients of the keys received in `step` to their owner, and receives those of the keys sent in it."""
     sent = dk.new_empty(2, step.num_received, *dk.shape[1:], dtype=dtype)
     if step.num_received:
         sent[0], sent[1] = dk, dv
     shape = (2, step.num_sent, *dk.shape[1:])
     received, handle = exchange_async(sent, axis, to=step.key_rank, source=step.query_rank, received=shape)
-    return _Arriving(received, sent, handle)
+    return _InFlight(received, sent, handle)
 
 
 def _add_rows(total: Tensor, rows: Tensor, spans: tuple[Span, ...]) -> None:
-    """total[places of the spans] += rows, which lie one after the other."""
+    """Adds rows, which lie one after the other, to `total` at the places of the spans."""
     place = 0
     for start, stop in spans:
         total[start:stop] += rows[place : place + stop - start]
@@ -78,15 +78,15 @@ def _add_rows(total: Tensor, rows: Tensor, spans: tuple[Span, ...]) -> None:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, axis: Axis, scale: float, blocks: AttentionBlocks
 ) -> tuple[Tensor, Tensor]:
-    """The output [T, H, D] in fp32 or wider, and log sum exp [T, H]."""
+    """Returns the output [T, H, D] in fp32 or wider, and log sum exp [T, H]."""
     own, *others = plan.steps
-    arriving = _start_keys(k, v, others[0], axis)  # hidden by this rank's own block
+    in_flight = _start_keys(k, v, others[0], axis)  # hidden by this rank's own block
     out, lse = blocks.forward(q, k, v, own.blocks, scale=scale)
     out = out.to(torch.promote_types(q.dtype, torch.float32))
     for step, following in zip(others, [*others[1:], None], strict=True):
-        key, value = arriving.wait()
+        key, value = in_flight.wait()
         if following is not None:
-            arriving = _start_keys(k, v, following, axis)  # hidden by the blocks of this step
+            in_flight = _start_keys(k, v, following, axis)  # hidden by the blocks of this step
         if step.blocks:
             found, found_lse = blocks.forward(q, key, value, step.blocks, scale=scale)
             for start, stop in (block.query for block in step.blocks):
@@ -102,33 +102,33 @@ def _backward(
     scale: float,
     blocks: AttentionBlocks,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the dtypes of q, k, v."""
+    """Returns dq, dk, dv in the dtypes of q, k, v."""
     q, k, v, out, lse = saved
     wide = torch.promote_types(q.dtype, torch.float32)
     own, *others = plan.steps
-    arriving = _start_keys(k, v, others[0], axis)  # hidden by this rank's own block
+    in_flight = _start_keys(k, v, others[0], axis)  # hidden by this rank's own block
     dq, dk, dv = (x.to(wide) for x in blocks.backward(dout, q, k, v, out, lse, own.blocks, scale=scale))
-    home: tuple[_Arriving, RingStep] | None = None
+    own_gradients: tuple[_InFlight, RingStep] | None = None
     for step, following in zip(others, [*others[1:], None], strict=True):
-        key, value = arriving.wait()
+        key, value = in_flight.wait()
         if following is not None:
-            arriving = _start_keys(k, v, following, axis)  # hidden by the blocks of this step
+            in_flight = _start_keys(k, v, following, axis)  # hidden by the blocks of this step
         dkey, dvalue = key, value  # never read where there are no blocks
         if step.blocks:
             found, dkey, dvalue = blocks.backward(dout, q, key, value, out, lse, step.blocks, scale=scale)
             for start, stop in (block.query for block in step.blocks):
                 dq[start:stop] += found[start:stop]
-        if home is not None:
-            _add_home(dk, dv, *home)
+        if own_gradients is not None:
+            _add_own(dk, dv, *own_gradients)
         # hidden by the blocks of the next step; of the last step by nothing
-        home = _start_gradients(dkey, dvalue, step, axis, k.dtype), step
-    assert home is not None
-    _add_home(dk, dv, *home)
+        own_gradients = _start_gradients(dkey, dvalue, step, axis, k.dtype), step
+    assert own_gradients is not None
+    _add_own(dk, dv, *own_gradients)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _add_home(dk: Tensor, dv: Tensor, arriving: _Arriving, step: RingStep) -> None:
-    rows_k, rows_v = arriving.wait()
+def _add_own(dk: Tensor, dv: Tensor, in_flight: _InFlight, step: RingStep) -> None:
+    rows_k, rows_v = in_flight.wait()
     _add_rows(dk, rows_k, step.sent)
     _add_rows(dv, rows_v, step.sent)
 
@@ -169,7 +169,7 @@ def ring_attention(
     scale: float,
     blocks: AttentionBlocks,
 ) -> Tensor:
-    """Causal attention within documents of tokens that are split zig-zag over `axis`.
+    """Computes causal attention within documents of tokens that are split zig-zag over `axis`.
 
     Args:
         q_THD: [T, H, D]; k_TKD, v_TKD: [T, K, D], this rank's tokens with H a multiple of K; head h reads key/value

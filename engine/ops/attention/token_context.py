@@ -1,4 +1,4 @@
-"""What every layer needs to know about the tokens of the micro-batch it is working on."""
+"""The coordinates of a micro-batch's tokens, which every layer takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.zigzag import ContextPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenContext:
-    """Coordinates of the T tokens of one micro-batch (T = rows * row length, row after row).
+    """The coordinates of the T tokens of one micro-batch (T = rows * row length, row after row).
 
     Args:
         num_rows, row_length: of the micro-batch; T is their product.

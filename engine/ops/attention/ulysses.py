@@ -25,7 +25,7 @@ from engine.zigzag import ContextPlan, Span
 
 
 def check_context_heads(num_heads: int, num_kv_heads: int, context_size: int) -> None:
-    """Whether the heads of one tensor-parallel rank can be spread over `context_size` ranks.
+    """Checks that the heads of one tensor-parallel rank can be spread over `context_size` ranks.
 
     Raises:
         UserError: they cannot; names both counts.
@@ -48,7 +48,8 @@ def _in_order(x: Tensor, spans: tuple[Span, ...]) -> Tensor:
 
 
 def _split_heads(tensors: tuple[Tensor, ...], plan: ContextPlan, axis: Axis) -> tuple[Tensor, ...]:
-    """Each [T, c n, D] -> [S, n, D]: rank i's heads of all tokens in their plain order. All in one exchange."""
+    """Exchanges each [T, c n, D] -> [S, n, D]: rank i's heads of all tokens in their plain order. All in one
+    exchange."""
     size, tokens = axis.size, plan.num_tokens
     heads = [x.shape[1] // size for x in tensors]
     packed = tensors[0].new_empty(size, tokens, sum(heads), tensors[0].shape[2])
@@ -59,7 +60,7 @@ def _split_heads(tensors: tuple[Tensor, ...], plan: ContextPlan, axis: Axis) -> 
 
 
 def _gather_heads(tensors: tuple[Tensor, ...], plan: ContextPlan, axis: Axis) -> tuple[Tensor, ...]:
-    """The way back: each [S, n, D] -> [T, c n, D]. All in one exchange."""
+    """Exchanges back: each [S, n, D] -> [T, c n, D]. All in one exchange."""
     size, tokens = axis.size, plan.num_tokens
     heads = [x.shape[1] for x in tensors]
     packed = _in_order(tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1), plan.rank_order)
@@ -101,7 +102,7 @@ def ulysses_attention(
     attention: Attention,
     documents: Documents,
 ) -> Tensor:
-    """Causal attention within documents of tokens that are split zig-zag over `axis`.
+    """Computes causal attention within documents of tokens that are split zig-zag over `axis`.
 
     Args:
         q_THD: [T, H, D]; k_TKD, v_TKD: [T, K, D], this rank's tokens with H a multiple of K; head h reads key/value

@@ -2,12 +2,12 @@
 
 A call for each document (`engine.ops.attention.packed`) launches as many kernels as there are documents, of shapes that
 change from batch to batch: slow where documents are short, and nothing that a graph could replay.
-torch.nn.attention.varlen takes all documents at once: their cumulative lengths lie on the device, and the host says no
-more than how long one may be at most. What it runs is torch's own flash kernel, also where
-cuDNN would be there. Gradients are torch's.
+torch.nn.attention.varlen takes all documents at once: their cumulative lengths lie on the device, and the host gives
+only an upper bound of their lengths. It runs torch's own flash kernel, even where cuDNN is available. Gradients are
+torch's.
 
-Documents of no tokens cost an idle block of threads and add nothing, so offsets may be padded by repeating the last.
-Only which attention a run gets is decided here; nothing here looks at a batch.
+Empty documents cost an idle block of threads and add nothing, so offsets may be padded by repeating the last. Only the
+choice of a run's attention is here; nothing here looks at a batch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class VarlenAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionChoice:
-    """Which attention over documents a run gets.
+    """The choice of a run's attention over documents.
 
     Args:
         kernels: with that attention in them.
@@ -73,7 +73,7 @@ class AttentionChoice:
 def choose_attention(
     kernels: Kernels, *, device: torch.device, dtype: torch.dtype, head_dim: int, packed: bool
 ) -> AttentionChoice:
-    """The attention of a run, chosen once, when the model is built.
+    """Chooses a run's attention, once, when the model is built.
 
     Args:
         kernels: the backend of the run; the reference keeps its own attention, because it was asked for by name.
@@ -99,7 +99,7 @@ def _by_document(kernels: Kernels) -> str:
 
 
 def torch_varlen() -> VarlenAttention:
-    """torch's function, as this version of it wants to be called."""
+    """Returns torch's function, and whether this version of it shares key/value heads."""
     from torch.nn.attention.varlen import varlen_attn  # absent before torch 2.10, and looked for by `why_not_varlen`
 
     return VarlenAttention(attend=varlen_attn, shares_heads="enable_gqa" in inspect.signature(varlen_attn).parameters)
@@ -108,7 +108,7 @@ def torch_varlen() -> VarlenAttention:
 def why_not_varlen(
     kernels: Kernels, *, device: torch.device, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]
 ) -> str | None:
-    """Why one call for all documents cannot run here; None where it can.
+    """Returns why one call for all documents cannot run here; None where it can.
 
     Args:
         capability: the GPU's compute capability; not looked at on another device.

@@ -14,10 +14,10 @@ from engine.pipeline.schedules.zero_bubble import zb_h1, zb_v
 
 
 def chosen_schedule(asked: str, virtual: int | None, *, layers_are_frozen: bool) -> str:
-    """The schedule that is taken: `asked`, or the one that "auto" stands for.
+    """Returns the schedule to run: `asked`, or the one that "auto" stands for.
 
     Args:
-        virtual: stages a rank as the user gave them; None where nothing was said.
+        virtual: stages a rank as the user gave them; None for the default.
         layers_are_frozen: no matrix of a layer trains, adapters aside.
     """
     if asked != "auto":
@@ -26,13 +26,13 @@ def chosen_schedule(asked: str, virtual: int | None, *, layers_are_frozen: bool)
 
 
 def default_virtual(name: str) -> int:
-    """Stages a rank where the user says nothing."""
+    """Returns the stages a rank where the user gives none."""
     return 2 if name in ("interleaved", "zb_v") else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleChoice:
-    """Which schedule a run follows.
+    """The choice of a run's schedule.
 
     Args:
         name: one of engine.config.parallel.SCHEDULES.
@@ -51,7 +51,7 @@ class ScheduleChoice:
         return self.num_ranks * self.virtual
 
     def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
-        """The lists of all ranks; forwards alone where not training.
+        """Returns the lists of all ranks; forwards alone where not training.
 
         Raises:
             UserError: the schedule cannot be made of so many micro-batches.
@@ -63,7 +63,7 @@ class ScheduleChoice:
 def make_schedule(
     name: str, num_ranks: int, virtual: int, num_microbatches: int, first_trainable_stage: int = 0
 ) -> Schedule:
-    """The actions of all ranks and where the stages are.
+    """Makes the actions of all ranks, and places the stages.
 
     "lora" is the schedule that fits a frozen base. Its backward costs what forward costs and has no weight gradients
     worth a slot of their own, so it is interleaved where a rank has several stages, and 1F1B otherwise.

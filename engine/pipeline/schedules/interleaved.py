@@ -1,6 +1,6 @@
 """Interleaved 1F1B: several stages a rank, dealt in turn (arXiv 2104.04473, section 2.2.2).
 
-Rank r of p holds stages r, p + r, 2p + r, ... A micro-batch passes each rank `virtual` times, in pieces of 1/virtual of
+Rank r of p holds stages r, p + r, 2p + r, ... A micro-batch passes each rank `virtual` times, in stages of 1/virtual of
 the work, so the pipeline fills and drains `virtual` times faster: the bubble is that of 1F1B over `virtual`. In return
 there are `virtual` times as many transfers, and 1 + (p - 1) / (p virtual) times the activations.
 """
@@ -14,7 +14,7 @@ from engine.pipeline.schedules.one_forward_one_backward import alternate
 
 
 def microbatch_groups(num_ranks: int, num_microbatches: int) -> list[range]:
-    """Micro-batches that pass one piece of the model together before the next piece has its turn.
+    """Splits micro-batches into the groups that pass one stage of the model before its next stage has a turn.
 
     There are m // p groups of p or more. Where p does not divide m the sizes differ by one at most and the larger
     groups come first: a group larger than the first one would reach the last stage after its backward is due. Fewer
@@ -27,7 +27,7 @@ def microbatch_groups(num_ranks: int, num_microbatches: int) -> list[range]:
 
 
 def interleaved(rank: int, num_ranks: int, virtual: int, num_microbatches: int) -> list[Action]:
-    """The actions of `rank`.
+    """Returns the actions of `rank`.
 
     All ranks take forwards in one order (group by group, in a group piece by piece) and backwards in the mirrored one.
     A rank begins backward after the first group's forwards on all pieces but the last, and two more forwards for each

@@ -8,7 +8,7 @@ from engine.pipeline.schedule import Action
 
 
 def one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """The actions of `rank`: as many forwards as there are ranks behind it, then forward and backward in turn.
+    """Returns the actions of `rank`: as many forwards as there are ranks behind it, then forward and backward in turn.
 
     Rank r keeps at most p - r micro-batches alive. The step takes (m + p - 1) (F + B), so (p - 1) / (m + p - 1) of it
     is idle on each rank.
@@ -19,7 +19,8 @@ def one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) -
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards (all, where there are fewer), one forward and one backward in turn, and the backwards left."""
+    """Lists `warmup` forwards (all, where there are fewer), one forward and one backward in turn, and the backwards
+    left."""
     warmup = min(warmup, len(forwards))
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)

@@ -1,7 +1,7 @@
-"""Zero-bubble schedules: backward in two parts, of which only the input's gradient has someone waiting for it.
+"""Zero-bubble schedules: backward in two parts, since other ranks wait for the input gradient alone.
 
-The weights' gradients fill what would be idle. That needs weight gradients that cost something: with a frozen base
-they cost almost nothing, and there is nothing to fill with. ZB-H1 is then 1F1B; ZB-V has the bubble of interleaving
+Weight gradients fill idle time. That needs weight gradients that cost something: with a frozen base they cost almost
+nothing, and there is nothing to fill with. ZB-H1 is then 1F1B; ZB-V has the bubble of interleaving
 with two stages a rank, (p - 1) (F + I), with F and I of one stage, but keeps fewer activations.
 """
 
@@ -50,7 +50,7 @@ def zb_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
         (behind, all_up),  # until the first gradient is back from the turn
         (count - 2 * num_ranks + 1 + rank, [("F", down), *backward_down, *all_up]),
         (behind - 1, [*backward_down, *all_up]),
-        (rank, [("I", down), ("I", up)]),  # ranks before this one wait for these, nobody for weight gradients
+        (rank, [("I", down), ("I", up)]),  # earlier ranks wait for these, no rank for weight gradients
         (behind, backward_down),
         (rank, [("W", up)]),
         (rank, [("W", down)]),

@@ -115,7 +115,7 @@ class LivenessGuard:
             published=_stacked(
                 [self._fingerprints.of(self._replicas.tensors(entry)) for entry in self._factors], zero.long()
             ),
-            updates=optimizer.updates.clone(),
+            updates=optimizer.step_count.clone(),
         )
 
     @property
@@ -126,7 +126,7 @@ class LivenessGuard:
     @torch.no_grad()
     def begin(self) -> None:
         """The first step with a learning rate was launched; earlier looks are forgotten."""
-        self._begun = self._optimizer.updates.clone()
+        self._begun = self._optimizer.step_count.clone()
         self._middle = self._last = None
 
     def look(self) -> None:

@@ -294,7 +294,7 @@ class Guards:
             "the data cursor": host[0],
             "the seed": host[1],
             "the count of steps": self._step.stages.step,
-            "the count of updates": optimizer.updates.view(torch.int32).long(),
+            "the count of updates": optimizer.step_count.view(torch.int32).long(),
             "the learning rate": optimizer.lr.view(torch.int32).long(),
         }
         if optimizer.loss_scale is not None:

@@ -75,10 +75,10 @@ def _reset_all(*resets: Callable[[], object]) -> None:
 
 def _native_update(setting: Setting) -> Contestant:
     state = _State(setting)
-    rate, updates = torch.tensor(LEARNING_RATE), torch.zeros(())
+    rate, step_count = torch.tensor(LEARNING_RATE), torch.zeros(())
 
     def run() -> Results:
-        adamw_step(*state.all(), lr=rate, updates=updates, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+        adamw_step(*state.all(), lr=rate, step_count=step_count, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
         return state.results()
 
     return Contestant(run=run, reset=state.reset)
@@ -141,7 +141,7 @@ def _engine_after(setting: Setting, backend: OptimizerBackend) -> Contestant:
             slot.view(flat.gradient).copy_(gradient)
             slot.view(optimizer.exp_avg).copy_(gradient).mul_(_FIRST_MOMENT)
             slot.view(optimizer.exp_avg_sq).copy_(gradient.square()).mul_(_SECOND_MOMENT)
-        optimizer.updates.zero_()
+        optimizer.step_count.zero_()
 
     def run() -> Results:
         optimizer.step(LEARNING_RATE)

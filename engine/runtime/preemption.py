@@ -33,6 +33,7 @@ SAME_SECONDS = 3.0
 ANSWER_SECONDS = 15.0
 """Seconds after which a rank that does not say where it is counts as lost; torchrun kills after 30 s."""
 _LEAVE_SECONDS = 5.0
+_JOIN_SECONDS = 5.0
 
 
 class Preemption:
@@ -56,6 +57,7 @@ class Preemption:
         self._told, self._held_since = False, 0.0
         self._old: dict[signal.Signals, object] = {}
         self._pipe: tuple[int, int] | None = None
+        self._thread: threading.Thread | None = None
         self._old_wakeup = -1
         self.reason: str | None = None
         """What all stop for; set when `tick` has said so."""
@@ -70,7 +72,8 @@ class Preemption:
         self._old_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in SIGNALS:
             self._old[number] = signal.signal(number, _nothing)
-        threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """The signals do again what they did before. In the main thread only."""
@@ -81,6 +84,8 @@ class Preemption:
         signal.set_wakeup_fd(self._old_wakeup)
         os.close(self._pipe[1])  # which ends the thread
         self._pipe = None
+        if self._thread is not None:
+            self._thread.join(_JOIN_SECONDS)
 
     def tick(self) -> bool:
         """Passes a place where the run may stop; every rank passes the same places in the same order.

@@ -27,6 +27,7 @@ from engine.files.holder import MAX_BYTES, Holder, take_system_lock
 TOUCH_SECONDS = 5.0
 WATCH_SECONDS = 4 * TOUCH_SECONDS
 _SETTLE_SECONDS = 0.5
+_JOIN_SECONDS = 5.0
 
 
 class RunLock:
@@ -51,7 +52,8 @@ class RunLock:
                 f"the run's folder {folder} cannot be written ({error.strerror}): give another checkpoint.dir."
             ) from None
         self._closed = threading.Event()
-        threading.Thread(target=self._touch, name="run lock", daemon=True).start()
+        self._thread = threading.Thread(target=self._touch, name="run lock", daemon=True)
+        self._thread.start()
 
     def _take(self) -> int:
         while True:
@@ -186,6 +188,7 @@ class RunLock:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._thread.join(_JOIN_SECONDS)  # it must not touch the file's number once that may be another's
         try:
             if self.is_own():
                 self._path.unlink(missing_ok=True)

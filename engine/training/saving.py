@@ -15,6 +15,7 @@ from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.checkpoint import CheckpointOptions
 from engine.config.run import RunConfig
 from engine.distributed.collectives import gather_objects
+from engine.distributed.failures import CommunicationError
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
@@ -25,9 +26,14 @@ from engine.training.best import BestLoss
 from engine.training.build import Training
 from engine.training.state import state_contents, state_tensors
 
+_SECONDS_FOR_A_SAVE = 30.0
+"""What a checkpoint that is being written gets to be finished, where the run ends with an error."""
+
 
 class StateSaver:
     """Saves one run on this rank. Collective: every rank makes one before the first step.
+
+    It is to be left (`contextlib.ExitStack.push`) when the run ends.
 
     Left-over temporary folders of earlier runs are deleted here, by rank 0.
 
@@ -138,10 +144,12 @@ class StateSaver:
             if self._is_first:
                 self._tell(report)
 
-    def leave(self, seconds: float) -> None:
-        """Gives a save under way so long to end, where the run ends with an error."""
-        self._saver.wait(seconds)
-        self.report()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Gives a save under way some time to end where the run ends with an error; none where a rank is lost, whose
+        part would never come."""
+        if kind is not None and not issubclass(kind, CommunicationError):
+            self._saver.wait(_SECONDS_FOR_A_SAVE)
+            self.report()
 
     def _make_room(self, tensors: list[NamedShard]) -> Snapshot | None:
         needed = snapshot_bytes(tensors)

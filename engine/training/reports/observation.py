@@ -44,7 +44,6 @@ class Observation:
 
     def __init__(self, config: RunConfig, launch: Launch, training: Training, run_dir: Path) -> None:
         self._config, self._launch, self._training = config, launch, training
-        self._file = RankFile(run_dir / TELEMETRY, launch.rank) if config.log.metrics else None
         self._traces = StepTraces(config.log.profile_steps, run_dir / TRACES, launch.rank)
         self._ceiling = self._measured_ceiling()
         self._trained = trained_work(training.source.model.decoder, training.plan.trained)
@@ -53,6 +52,8 @@ class Observation:
             sizes = {"parameters": whole, "trained": training.plan.num_trained()}
             text = json.dumps(_environment(launch, training, sizes, self._ceiling), indent=2)
             write_durably(run_dir / ENVIRONMENT, text)
+        # last, so that nothing is left open where the lines above fail
+        self._file = RankFile(run_dir / TELEMETRY, launch.rank) if config.log.metrics else None
         if config.log.communication:
             METER.start()
 

@@ -44,11 +44,8 @@ def open_run_trackers(config: RunConfig, run_dir: Path, log: Log) -> Trackers:
     return open_trackers(tracker_choice(config.log), run, log.warning)
 
 
-def open_metrics(config: RunConfig, run_dir: Path, log: Log, trackers: Trackers, *, known: int) -> MetricsWriter:
-    """The run's metrics; writes a copy of its configuration beside them. On rank 0 alone anything is written.
-
-    Args:
-        known: records of steps after this one are written again.
+def open_metrics(config: RunConfig, run_dir: Path, log: Log, trackers: Trackers) -> MetricsWriter:
+    """Opens the run's metrics, and writes a copy of its configuration beside them. Only rank 0 writes anything.
 
     Raises:
         UserError: a file cannot be written.
@@ -56,6 +53,4 @@ def open_metrics(config: RunConfig, run_dir: Path, log: Log, trackers: Trackers,
     if not log.enabled:
         return MetricsWriter(None)
     write_durably(run_dir / CONFIG, to_yaml(config))
-    metrics = MetricsWriter(run_dir / config.log.metrics if config.log.metrics else None, trackers)
-    metrics.truncate_after(known)
-    return metrics
+    return MetricsWriter(run_dir / config.log.metrics if config.log.metrics else None, trackers)

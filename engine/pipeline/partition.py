@@ -30,7 +30,7 @@ class StageOptions:
 
     Args:
         num_ranks: pipeline ranks.
-        schedule: one of engine.config.parallel.SCHEDULES, or "auto".
+        schedule: one of engine.choices.SCHEDULES, or "auto".
         virtual: stages a rank; None where nothing was said.
         layers_per_stage: the split that the user wrote; None for the best one.
         num_layers: of the model.

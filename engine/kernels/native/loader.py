@@ -115,21 +115,9 @@ def _load(instruction_set: str) -> tuple[ctypes.CDLL | None, NativeStatus]:
     return loaded, NativeStatus(available=True, reason=reason, instruction_set=instruction_set)
 
 
-_selected: list[str] = []
-
-
-def select(instruction_set: str | None) -> None:
-    """Use another instruction set than the best one; for tests and benchmarks. None goes back to the best."""
-    _selected[:] = [] if instruction_set is None else [instruction_set]
-
-
-def _chosen() -> str:
-    return _selected[0] if _selected else best_instruction_set()
-
-
 def native_status() -> NativeStatus:
     """Whether the compiled kernels can be used, and if not, why."""
-    return _load(_chosen())[1]
+    return _load(best_instruction_set())[1]
 
 
 def library() -> ctypes.CDLL:
@@ -138,7 +126,7 @@ def library() -> ctypes.CDLL:
     Raises:
         UserError: where there is none.
     """
-    loaded, status = _load(_chosen())
+    loaded, status = _load(best_instruction_set())
     if loaded is None:
         raise UserError(status.reason)
     return loaded

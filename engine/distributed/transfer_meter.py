@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Moved:
     seconds: float = 0.0
 
 
-_Moment = float | torch.cuda.Event
+_Moment: TypeAlias = float | torch.cuda.Event
 
 
 class TransferMeter:

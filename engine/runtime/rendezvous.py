@@ -41,7 +41,7 @@ def meet(rank: int, world_size: int, timeout_seconds: float) -> tuple[dist.Store
 
 def _ask(store: dist.Store, own: str) -> str:
     store.set(f"start/asks/{store.add('start/count', 1)}", own)
-    name = store.get(f"start/answers/{own}").decode()
+    name: str = store.get(f"start/answers/{own}").decode()
     store.add(f"start/came/{name}", 1)
     return name
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.checkpoint.loading import load_encoded
 from engine.checkpoint.model_folder import ModelFolder
-from engine.checkpoint.model_weights import WeightSource
+from engine.checkpoint.reader import TensorReader
 from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
@@ -76,7 +76,7 @@ def check_base(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan) ->
 def fill_base(
     config: RunConfig,
     model: ModelFolder,
-    source: WeightSource | None,
+    source: TensorReader | None,
     parts: Iterable[Decoder],
     weights: SpreadWeights,
     log: Log,

@@ -182,8 +182,8 @@ def _layout(
     """How this rank's tensors lie, and the arithmetic behind the layers."""
     for sentence in choices.sentences:
         log.info(sentence)
-    if (sentence := plain_torch_parts(decoder)) is not None:
-        log.warning(sentence)
+    if (plain := plain_torch_parts(decoder)) is not None:
+        log.warning(plain)
     # in a V the first and the last stage are on one rank and share one tensor
     ends_meet = partition.stage_rank[0] == partition.stage_rank[-1]
     return TensorLayout(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.data import split_mix
@@ -73,8 +74,8 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
     if held_out is not None:
         kind = RowMeanLoader if config.train.eval_mean == "rows" else EvalLoader
         validation = kind(held_out, max_samples=config.train.eval_samples, **common)
-    if (warning := context_warning(config.data.seq_length, train.lengths, decoder.context_length)) is not None:
-        log.warning(warning)
+    if (too_long := context_warning(config.data.seq_length, train.lengths, decoder.context_length)) is not None:
+        log.warning(too_long)
     return RunData(tokenizer=tokenizer, train=loader, validation=validation)
 
 
@@ -135,8 +136,20 @@ def place_in_data(config: RunConfig, launch: Launch) -> dict[str, int]:
     return {"data_rank": data_rank, "data_size": data_size, "context_rank": launch.rank // tensor % context}
 
 
-def loader_options(config: RunConfig, *, data_rank: int, data_size: int, context_rank: int) -> dict[str, int]:
-    """What all loaders of a run have in common."""
+class LoaderOptions(TypedDict):
+    """What all loaders of a run have in common; see `engine.data.loader.DataLoader`."""
+
+    seq_length: int
+    micro_batch_size: int
+    data_rank: int
+    data_size: int
+    pad_multiple: int
+    context_rank: int
+    context_size: int
+
+
+def loader_options(config: RunConfig, *, data_rank: int, data_size: int, context_rank: int) -> LoaderOptions:
+    """Returns what all loaders of a run have in common."""
     tensor, context = config.parallel.tensor, config.parallel.context
     return {
         "seq_length": config.row_length,
@@ -209,16 +222,24 @@ def _read(config: RunConfig, path: str, tokenizer: Tokenizer, log: Log, what: st
             progress.advance(count - done)
             done = count
 
-        common = {
-            "tokenizer": tokenizer,
-            "seq_length": config.data.seq_length,
-            "packing": config.data.packing,
-            "overlong": config.data.overlong,
-            "progress": advance,
-        }
-        if config.objective.compares_pairs:
-            return build_pairs(path, **common)
-        if config.objective.compares_answers:
-            return build_judged(path, **common)
         data = config.data
-        return TokenDataset.build(path, data_format=data.format, mask_prompt=data.mask_prompt, **common)
+        if config.objective.compares_answers:
+            assert data.packing != "concatenate", "which would tear answers apart"
+            return (build_pairs if config.objective.compares_pairs else build_judged)(
+                path,
+                tokenizer=tokenizer,
+                seq_length=data.seq_length,
+                packing=data.packing,
+                overlong=data.overlong,
+                progress=advance,
+            )
+        return TokenDataset.build(
+            path,
+            tokenizer=tokenizer,
+            data_format=data.format,
+            seq_length=data.seq_length,
+            packing=data.packing,
+            overlong=data.overlong,
+            mask_prompt=data.mask_prompt,
+            progress=advance,
+        )

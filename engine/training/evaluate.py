@@ -44,7 +44,8 @@ def evaluate(
         if progress is not None:
             progress(len(group))
     assert isinstance(total, Tensor), "a data set without rows"
-    return (all_reduce(total, mesh.dp_cp) / max(loader.target_count(), 1.0)).tolist()
+    means: list[float] = (all_reduce(total, mesh.dp_cp) / max(loader.target_count(), 1.0)).tolist()
+    return means
 
 
 def group_size(mesh: Mesh) -> int:

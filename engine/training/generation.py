@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.checkpoint.folder import ADAPTER_CONFIG, MANIFEST
+from engine.checkpoint.folder import ADAPTER_CONFIG
 from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.model_weights import WeightSource, open_source
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
 from engine.checkpoint.training_state import open_run
 from engine.checkpoint.verification import checked_together
 from engine.config.hub import instead_of
-from engine.config.model import ModelOptions
+from engine.config.model import DType, ModelOptions
 from engine.config.parallel import ParallelOptions
 from engine.config.run import RunConfig
 from engine.conversion.commands import open_trained
@@ -91,7 +92,7 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log) -> Opened
     """
     tensor = choice.tensor_size(launch.world_size)
     source, live, tokenizer = _sources(choice, log)
-    dtype_name = choice.dtype or ("bfloat16" if launch.device.type == "cuda" else "float32")
+    dtype_name: DType = choice.dtype or ("bfloat16" if launch.device.type == "cuda" else "float32")
     options = RunConfig(
         model=ModelOptions(
             path=str(source.model.path), dtype=dtype_name, base_dtype=choice.base_dtype, kernels=choice.kernels

@@ -289,17 +289,18 @@ def _assemble(
     data, clock = read.data, RunClock()
     progress = TrainProgress(log, read.course.steps, start.step)
     say = progress.info
-    saver = StateSaver(
-        folder.path,
-        config,
-        training,
-        launch,
-        data=read.fingerprint,
-        tokenizer=trained_tokenizer(config, data.tokenizer),
-        say=say,
-        metrics=metrics,
+    saver = opened.enter_context(
+        StateSaver(
+            folder.path,
+            config,
+            training,
+            launch,
+            data=read.fingerprint,
+            tokenizer=trained_tokenizer(config, data.tokenizer),
+            say=say,
+            metrics=metrics,
+        )
     )
-    opened.push(saver)
     evaluations = Evaluations(config, training, data.validation, metrics=metrics, say=say, best=start.best)
     samples = TextSamples(config, training, data.tokenizer, read.prompts)
     observation = Observation(config, launch, training, folder.path)

@@ -128,7 +128,8 @@ class TextSamples:
         tokens = torch.zeros(len(texts), dtype=torch.int64, device=stages.step.device)
         if found is not None:
             tokens = all_reduce(torch.cat(found), mesh.cp)
-        return all_reduce(tokens, mesh.pp).tolist()
+        chosen: list[int] = all_reduce(tokens, mesh.pp).tolist()
+        return chosen
 
 
 def quoted(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.saver import SaveGroup, Saver, SaveReport
@@ -33,7 +33,7 @@ _SECONDS_FOR_A_SAVE = 30.0
 class StateSaver:
     """Saves one run on this rank. Collective: every rank makes one before the first step.
 
-    It is to be left (`contextlib.ExitStack.push`) when the run ends.
+    Leaving it as a context manager waits for a save under way where the run ends with an error.
 
     Left-over temporary folders of earlier runs are deleted here, by rank 0.
 
@@ -143,6 +143,9 @@ class StateSaver:
         for report in self._saver.take_reports():
             if self._is_first:
                 self._tell(report)
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Gives a save under way some time to end where the run ends with an error; none where a rank is lost, whose

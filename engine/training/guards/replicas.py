@@ -174,7 +174,7 @@ class ReplicaGuard:
         if not int(pending.num_different):
             return []
         mine = [difference for gathered in pending.gathered for difference in self._differences(gathered)]
-        everyones = {}
+        everyones: dict[Difference, None] = {}
         for found in gather_objects(mine, self._world):
             assert isinstance(found, list)
             everyones |= {Difference(*one): None for one in found}

@@ -104,9 +104,9 @@ class Guards:
         self._locator = Locator(step, optimizer.flat, self._entries, self._replicas, world)
         self._unread: deque[StepSeen] = deque()
         self._max_skipped_steps, self._skipped_in_a_row, self._located = max_skipped_steps, 0, 0
-        limits = {"window": options.spike_window, "deviations": options.spike_deviations}
-        self._losses = RunningLimit(**limits, least=LEAST_LOSS, logarithms=False)
-        self._norms = RunningLimit(**limits, least=LEAST_NORM, logarithms=True)
+        window, deviations = options.spike_window, options.spike_deviations
+        self._losses = RunningLimit(window=window, deviations=deviations, least=LEAST_LOSS, logarithms=False)
+        self._norms = RunningLimit(window=window, deviations=deviations, least=LEAST_NORM, logarithms=True)
         self._loss_limit = self._norm_limit = NO_LIMIT
         self._comparison: PendingComparison | None = None
         self._comparisons, self._compared = 0, -1

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 
-_Moment = float | torch.cuda.Event
+_Moment: TypeAlias = float | torch.cuda.Event
 
 
 class PhaseClock:

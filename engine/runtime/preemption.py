@@ -76,7 +76,7 @@ class Preemption:
         self._thread.start()
 
     def close(self) -> None:
-        """The signals do again what they did before. In the main thread only."""
+        """Restores what the signals did before. In the main thread only."""
         if self._pipe is None:
             return
         for number, handler in self._old.items():
@@ -132,7 +132,7 @@ class Preemption:
             self._give_up(missing)
 
     def request(self, reason: str) -> None:
-        """What a signal does: `reason` says which, and to which rank."""
+        """Asks for a stop, as a signal does; `reason` says which signal, and to which rank."""
         if self._wanted is not None:
             return
         self._wanted = reason
@@ -176,4 +176,4 @@ class Preemption:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """The pipe has it already."""
+    """Does nothing: the pipe has the signal already."""

@@ -1,4 +1,4 @@
-"""Where the ranks of one start find each other, and nobody of an earlier one.
+"""The rendezvous of the ranks of one start, which no rank of an earlier start can join.
 
 torchrun keeps one store for all starts of its ranks. What a killed rank has left there, such as the address at which it
 could be reached, would be taken for that of the rank that follows it. So each start gets keys of its own: rank 0 makes

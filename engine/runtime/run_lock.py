@@ -31,7 +31,7 @@ _JOIN_SECONDS = 5.0
 
 
 class RunLock:
-    """Held from construction to `release`, or to the end of the process.
+    """A lock that is held from construction to `release`, or to the end of the process.
 
     Args:
         folder: to be locked; made where it is missing.
@@ -129,7 +129,7 @@ class RunLock:
                 self._refuse(holder)
 
     def _look(self) -> tuple[int, int] | None:
-        """What changes when the file is touched or replaced; opened anew, so that a network's cache asks its server."""
+        """Reads what changes when the file is touched or replaced; opens it anew, past a network's cache."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -184,7 +184,7 @@ class RunLock:
                 continue  # a store that is away for a moment; `require_own` finds what is not
 
     def release(self) -> None:
-        """Lets others in."""
+        """Gives the lock up, and ends its thread."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -33,7 +33,7 @@ FP8_CAPABILITY = {"fp8": (8, 9), "fp8_row": (9, 0)}
 
 
 def base_encoding(config: RunConfig, device: torch.device) -> BaseEncoding | None:
-    """How `model.base_dtype` stores weights that do not train; None where they keep model.dtype.
+    """Returns how `model.base_dtype` stores weights that do not train; None where they keep model.dtype.
 
     Args:
         device: of the weights; "meta" where nothing is computed.
@@ -56,7 +56,7 @@ def base_encoding(config: RunConfig, device: torch.device) -> BaseEncoding | Non
 
 
 def check_base(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan) -> None:
-    """Whether `model.base_dtype` can do what is asked of it in this model.
+    """Checks that `model.base_dtype` can do what is asked of it in this model.
 
     Raises:
         UserError: every linear of the layers trains, or ranks would cut through numbers that share a scale.

@@ -56,7 +56,7 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
     assert config.data.train is not None
     train, held_out = _training_set(config, config.data.train, tokenizer, decoder, log)
     show_samples(config, train, tokenizer, log)
-    common = loader_options(config, **place_in_data(config, launch))
+    common = loader_options(config, **data_position(config, launch))
     loader = DataLoader(
         train,
         global_batch_size=config.train.global_batch_size,
@@ -90,7 +90,7 @@ def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer,
 
 
 def chat_options(config: RunConfig) -> ChatOptions:
-    """How the run's conversations are rendered and learnt."""
+    """Returns how the run's conversations are rendered, and which tokens of them are trained on."""
     data, stored = config.data, _stored_templates(config)
     return ChatOptions(
         template=data.chat_template,
@@ -119,7 +119,7 @@ def _template_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def trained_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> TrainedTokenizer:
-    """What of the run's tokenizer is not its base's own, for exports."""
+    """Returns what of the run's tokenizer is not its base's own, for exports."""
     options, path = chat_options(config), config.data.tokenizer
     chosen = options.template is not None or options.trained_template is not None
     return TrainedTokenizer(
@@ -127,8 +127,8 @@ def trained_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> TrainedTokeniz
     )
 
 
-def place_in_data(config: RunConfig, launch: Launch) -> dict[str, int]:
-    """Which part of each global batch, and of each row, this rank reads: arguments of `loader_options`."""
+def data_position(config: RunConfig, launch: Launch) -> dict[str, int]:
+    """Returns which part of each global batch, and of each row, this rank reads: arguments of `loader_options`."""
     data_size = data_parallel_size(config, launch.world_size)
     # tensor-parallel neighbours are neighbouring ranks and share a data rank
     tensor, context = config.parallel.tensor, config.parallel.context
@@ -137,7 +137,7 @@ def place_in_data(config: RunConfig, launch: Launch) -> dict[str, int]:
 
 
 class LoaderOptions(TypedDict):
-    """What all loaders of a run have in common; see `engine.data.loader.DataLoader`."""
+    """The options that all loaders of a run share; see `engine.data.loader.DataLoader`."""
 
     seq_length: int
     micro_batch_size: int
@@ -149,7 +149,7 @@ class LoaderOptions(TypedDict):
 
 
 def loader_options(config: RunConfig, *, data_rank: int, data_size: int, context_rank: int) -> LoaderOptions:
-    """Returns what all loaders of a run have in common."""
+    """Returns the options that all loaders of a run share."""
     tensor, context = config.parallel.tensor, config.parallel.context
     return {
         "seq_length": config.row_length,

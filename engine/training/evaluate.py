@@ -38,7 +38,7 @@ def evaluate(
     total: Tensor | float = 0.0
     size = group_size(mesh)
     if stages.has_baseline:
-        stages.know_baseline(groups(loader, size))
+        stages.compute_baseline(groups(loader, size))
     for group in groups(loader, size):
         total = total + stages.figures(group).double()
         if progress is not None:

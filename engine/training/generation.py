@@ -140,7 +140,7 @@ def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, Trained
 
 
 class _Adapter(NamedTuple):
-    """What was trained, and beside what.
+    """A trained adapter, and what it was trained with.
 
     Args:
         source: the base.
@@ -183,7 +183,7 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
 
 
 def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launch, log: Log) -> TensorLayout:
-    """How this rank's tensors lie; adapters are folded also without sequence parallelism, as nothing trains."""
+    """Lays out this rank's tensors; adapters are folded also without sequence parallelism, as nothing trains."""
     attention, sentence = choose_model_kernels(options, launch.device, config, packed=True)
     log.info(sentence)
     return TensorLayout(

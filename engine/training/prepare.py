@@ -1,4 +1,4 @@
-"""From a configuration to a run that is ready to take its first step, in phases whose order is part of the behaviour.
+"""Prepares a run for its first step, in phases whose order is part of the behaviour.
 
 What can be refused is refused before it is waited for: options and model first, then the run's folder and its
 checkpoint, then data, and only then are weights read. With train.synthetic_steps the data comes after the warm-up
@@ -32,12 +32,12 @@ from engine.training.adapter_source import check_adapter
 from engine.training.best import BestLoss
 from engine.training.build import Training, build_training
 from engine.training.course import Course, plan_course
-from engine.training.cuda_graph.static_batch import most_in_a_row
+from engine.training.cuda_graph.static_batch import max_documents_per_row
 from engine.training.data import RunData, build_data, trained_tokenizer
 from engine.training.device_choices import choose_for_device
 from engine.training.evaluations import Evaluations
 from engine.training.guards.run_guards import Guards, build_guards
-from engine.training.reference_logps import know_references
+from engine.training.reference_logps import load_references
 from engine.training.reports.forecast import MemoryForecast
 from engine.training.reports.observation import Observation
 from engine.training.reports.run_metrics import open_metrics, open_run_trackers, tracker_choice
@@ -52,7 +52,7 @@ from engine.training.warm_up import warm_up
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Where a run begins.
+    """The starting point of a run.
 
     Args:
         resume: the checkpoint to resume from; None for a run that begins anew.
@@ -232,7 +232,7 @@ def _build_warm(
     config: RunConfig, launch: Launch, log: Log, source: ModelSource, plan: ModelPlan, data: RunData | None
 ) -> Training:
     """Builds the model with its weights, and takes the warm-up steps, which leave no trace. Collective."""
-    documents = 1 if data is None else most_in_a_row(data.train.dataset)
+    documents = 1 if data is None else max_documents_per_row(data.train.dataset)
     training = build_training(config, launch, source, plan, log, documents_per_row=documents)
     warm_up(config, launch, training, log)
     barrier()
@@ -260,7 +260,7 @@ def _load_start(
     """Loads the checkpoint to resume from, and what answers are compared with. Collective."""
     if start.resume is not None:
         load_state(start.resume, config, training)
-    know_references(config, training, data, log, run_dir=folder.path, rank=launch.rank, resumed=start.resume)
+    load_references(config, training, data, log, run_dir=folder.path, rank=launch.rank, resumed=start.resume)
 
 
 def _open_metrics(

@@ -29,7 +29,7 @@ from engine.training.data import RunData, loader_options
 from engine.training.evaluate import group_size, groups
 
 
-def know_references(
+def load_references(
     config: RunConfig,
     training: Training,
     data: RunData,
@@ -108,7 +108,7 @@ def compute_references(
 
 
 def _found(path: Path, resumed: Path) -> Path:
-    """The file of this run, or of the run that is gone on from. Collective."""
+    """Finds the file of this run, or of the run that is resumed. Collective."""
     other = resumed.parents[1] / path.name
     found = broadcast_object(next((str(one) for one in (path, other) if one.is_file()), None))
     if found is None:

@@ -1,4 +1,4 @@
-"""When a run is saved, who writes, and what the person watching hears of it."""
+"""Saves a run: who writes, and what is logged of it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class StateSaver:
             last: training ends here.
 
         Returns:
-            The seconds for which the training stood still.
+            The seconds for which training was paused.
 
         Raises:
             UserError: the last checkpoint could not be saved.
@@ -119,7 +119,7 @@ class StateSaver:
             self.report()
 
     def note_best(self, step: int, loss: float) -> None:
-        """The evaluation after `step`, whose checkpoint may be there already, had the lowest loss so far."""
+        """Notes that the evaluation after `step`, whose checkpoint may be there already, had the lowest loss so far."""
         if self._is_first and (checkpoint_folder(self._run_dir, step) / MANIFEST).is_file():
             try:
                 mark_best(self._run_dir, step, loss)
@@ -139,7 +139,7 @@ class StateSaver:
             raise UserError("the last checkpoint could not be saved, see above: correct that, and start the run again.")
 
     def report(self) -> None:
-        """Says what became of saves that have ended; costs nothing where none has."""
+        """Logs what became of saves that have ended; costs nothing where none has."""
         for report in self._saver.take_reports():
             if self._is_first:
                 self._tell(report)

@@ -41,7 +41,7 @@ class Trainer:
 
         Raises:
             CommunicationError: another rank is lost.
-            UserError: the run cannot go on.
+            UserError: the run cannot continue.
         """
         run = self._run
         self._announce()
@@ -123,7 +123,7 @@ class Trainer:
         )
 
     def _best_checkpoint(self) -> str | None:
-        """The best evaluation loss and its checkpoint, where that is kept."""
+        """Describes the best evaluation loss and its checkpoint, where that is kept."""
         best = self._run.evaluations.best
         if not self._config.checkpoint.keep_best or best.step < 0:
             return None
@@ -218,12 +218,12 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
 
 
 def _ends(losses: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """The first and the last; one, where there is but one."""
+    """Returns the first and the last; one, where there is only one."""
     return (losses[0], losses[-1]) if len(losses) > 1 else tuple(losses)
 
 
 def _lost_rank(error: CommunicationError, step: int | None, config: RunConfig) -> str:
-    """What is reported where the run cannot go on; `step` is the last that this rank finished, None before the loop."""
+    """Explains why the run cannot continue; `step` is the last that this rank finished, None before the loop."""
     when = "before the first step" if step is None else f"after step {step}"
     if error.timed_out:
         limit = f"{config.train.collective_timeout:g} s"

@@ -1,4 +1,4 @@
-"""What a run sees of itself beside its loss: memory and phases of each rank, bandwidth, utilisation, traces.
+"""Telemetry of one rank: memory, phases of steps, bandwidth, utilisation, traces.
 
 Each rank writes its own file; no rank and no device is waited for.
 """
@@ -86,7 +86,7 @@ class Observation:
         return {"mfu": flops / seconds / self._launch.world_size / self._ceiling}
 
     def close(self) -> None:
-        """The run ends."""
+        """Closes the file, and ends traces and measurements."""
         METER.stop()
         self._traces.close()
         if self._file is not None:
@@ -114,7 +114,7 @@ class Observation:
 
 
 def _environment(launch: Launch, training: Training, sizes: dict[str, int], ceiling: float) -> dict[str, Any]:
-    """Which machine, which versions, which layout, which model; and when, in UTC."""
+    """Describes the machine, versions, layout and model, and when the run started, in UTC."""
     cuda = launch.device.type == "cuda"
     grid = training.mesh.grid
     choice = training.plan.partition.choice

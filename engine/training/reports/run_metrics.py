@@ -1,4 +1,4 @@
-"""Where a run's figures are written: its own file, and the trackers that are told of them."""
+"""Opens what a run's metrics are written to: its own file, and the trackers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.telemetry.trackers import TrackedRun, TrackerChoice, Trackers, open_
 
 
 def tracker_choice(options: LogOptions) -> TrackerChoice:
-    """Which trackers the options ask for."""
+    """Returns which trackers the options ask for."""
     return TrackerChoice(
         tensorboard=options.tensorboard,
         wandb_project=options.wandb_project,
@@ -25,7 +25,7 @@ def tracker_choice(options: LogOptions) -> TrackerChoice:
 
 
 def open_run_trackers(config: RunConfig, run_dir: Path, log: Log) -> Trackers:
-    """The run's trackers, of which rank 0 alone has any.
+    """Opens the run's trackers, of which only rank 0 has any.
 
     Raises:
         UserError: one cannot start.

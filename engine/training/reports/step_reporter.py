@@ -1,4 +1,4 @@
-"""What is reported of each step, and to whom: metrics file, progress line, listener, telemetry, guards.
+"""Reports each step to the metrics file, the progress line, the listener, the telemetry and the guards.
 
 The figures of a step lie on the device. They are read when the next step has been handed to it, so that the device does
 not wait for the host: a step is reported one step late, and the last one of the run when the loop has ended.

@@ -21,9 +21,9 @@ import argparse
 from math import isfinite
 from pathlib import Path
 
+from engine.choices import BASE_DTYPES
 from engine.config.command_line import CommandLine, named_as
 from engine.config.conversion import command as config_conversion
-from engine.config.model import BASE_DTYPES
 from engine.config.units import read_gb, read_step
 from engine.conversion.prefetch import start_reading
 from engine.errors import UserError

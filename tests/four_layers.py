@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.memory import RECOMPUTE_LEVELS
+from engine.choices import RECOMPUTE_LEVELS
 from engine.kernels.native.loader import native_status
 from engine.layers.recompute import MemoryPlan
 from engine.ops.kernels import REFERENCE, Kernels

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from engine.choices import RECOMPUTE_LEVELS, Recompute
 from engine.config.checks import require, require_at_least, require_choice
 
-Recompute = Literal["none", "selective", "attention", "full"]
 ActivationDType = Literal["bfloat16", "float8"]
 CudaGraph = Literal["none", "layer", "step"]
-RECOMPUTE_LEVELS: tuple[Recompute, ...] = get_args(Recompute)
-"""Each keeps less than the one before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

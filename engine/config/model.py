@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from engine.choices import BASE_DTYPES, BaseDType
 from engine.config.checks import require, require_choice
 
 DType = Literal["float32", "bfloat16", "float16"]
-BaseDType = Literal["nf4", "int8", "fp8", "fp8_row"]
 Init = Literal["checkpoint", "random"]
 Kernels = Literal["auto", "reference", "native", "triton", "apex"]
 DTYPES: tuple[DType, ...] = get_args(DType)
-BASE_DTYPES: tuple[BaseDType, ...] = get_args(BaseDType)
 KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 
 

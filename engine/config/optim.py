@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal, get_args
 
+from engine.choices import LearningRateSchedule
 from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
 
 Backend = Literal["auto", "torch", "native", "apex"]
-LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

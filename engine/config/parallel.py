@@ -8,13 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from engine.choices import SCHEDULES, PipelineSchedule, ShardLevel
 from engine.config.checks import require, require_at_least, require_choice, require_positive
 
-PipelineSchedule = Literal["1f1b", "interleaved", "zb_h1", "zb_v", "lora"]
 ContextMethod = Literal["ring", "ulysses"]
-ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
 LoraReduce = Literal["local", "joint"]
-SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -125,7 +125,7 @@ class DataLoader:
             batches.append(pin(batch) if self._pin_memory else batch)
         return batches
 
-    def stream(self, consumed: int, num_steps: int) -> Iterator[list[Batch]]:
+    def stream(self, consumed: int, num_steps: int) -> Generator[list[Batch]]:
         """`batches` of `num_steps` steps from sample `consumed` on, built ahead by threads.
 
         An error while building is raised to the consumer in its turn. Closing the iterator, or leaving it to the

@@ -65,7 +65,7 @@ def _boxes(start: int, stop: int, width: int) -> Iterator[tuple[tuple[int, int],
 
 
 def _common(spec: ShardSpec, dim: int, local: tuple[int, int]) -> Iterator[Piece]:
-    """What of the local range along `dim` belongs to the whole tensor."""
+    """Returns the part of the local range along `dim` that belongs to the whole tensor."""
     for run in spec.runs(dim):
         start = max(local[0], run.local_offset)
         stop = min(local[1], run.local_offset + run.length)

@@ -65,12 +65,12 @@ class Handle:
                 raise_if_lost(error, operation, axis=axis.name, group=axis.group, peer=peer)
                 raise
             finally:
-                LOG.went_on()
+                LOG.wait_ended()
         self._parts = ()
 
 
 def _start(operation: str, primitive: Callable[..., Any], axis: Axis, *arguments: Any, **options: Any) -> Handle:
-    """A collective of torch's on the axis, called by the name it is known by here."""
+    """Starts one of torch's collectives on the axis, and notes it under the name it has here."""
     if isinstance(axis.group, Unconnected):
         axis.group.arrives(arguments[0])
         return Handle()
@@ -124,7 +124,7 @@ def _start_transfers(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis)
 def _watched_transfers(
     works: Sequence[Any], begun: Any, operations: Sequence[tuple[bool, Tensor, int]], axis: Axis
 ) -> list[Any]:
-    """The works, measured; the bytes of a receive are those that come."""
+    """Returns the works, measured; the bytes of a receive are those that come."""
     tensors = [tensor for _, tensor, _ in operations]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if len(works) != len(operations):
@@ -239,7 +239,7 @@ def all_to_all(tensor: Tensor, axis: Axis, *, sent: Sequence[int], received: Seq
 
 
 def local_part(tensor: Tensor, axis: Axis) -> Tensor:
-    """This rank's slice of dim 0, as a view."""
+    """Returns this rank's slice of dim 0, as a view."""
     if axis.size == 1:
         return tensor
     length = tensor.shape[0] // axis.size
@@ -248,13 +248,13 @@ def local_part(tensor: Tensor, axis: Axis) -> Tensor:
 
 @contextmanager
 def _blocking(operation: str, axis: str | None = None, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Around a call that returns when all have come; everybody's where no axis is given."""
+    """Names a call that returns when all ranks have come: those of the axis, or all where no axis is given."""
     with LOG.blocking(operation, axis or "world", group), communicating(operation, axis=axis, group=group):
         yield
 
 
 def gather_objects(value: object, axis: Axis) -> list[object]:
-    """Python objects of all ranks on the axis, in rank order. For small records outside the step."""
+    """Returns the Python objects of all ranks on the axis, in rank order. For small records outside the step."""
     if axis.size == 1:
         return [value]
     values: list[object] = [None] * axis.size
@@ -264,7 +264,7 @@ def gather_objects(value: object, axis: Axis) -> list[object]:
 
 
 def broadcast_object(value: object) -> object:
-    """Rank 0's value on every rank of the default group."""
+    """Returns rank 0's value on every rank of the default group."""
     if not dist.is_initialized():
         return value
     box = [value]

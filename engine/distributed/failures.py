@@ -50,7 +50,7 @@ def raise_if_lost(
     group: dist.ProcessGroup | None = None,
     peer: int | None = None,
 ) -> None:
-    """To be called where a backend's `error` is caught; returns where it does not say that contact was lost.
+    """Raises `CommunicationError` where a backend's `error`, just caught, says that contact was lost; else returns.
 
     Args:
         operation: what was under way, such as all_reduce.
@@ -73,7 +73,7 @@ def raise_if_lost(
 
 @contextmanager
 def communicating(operation: str, *, axis: str | None = None, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """`raise_if_lost` around what is not in the step, where a `with` may cost something."""
+    """Calls `raise_if_lost` on errors inside; for what is not in the step, where a `with` may cost something."""
     try:
         yield
     except RuntimeError as error:

@@ -82,7 +82,7 @@ class Mesh:
         return Axis("world", self.grid.world_size, self.grid.rank(**place))
 
     def axis(self, name: str) -> Axis:
-        """The axis called `name`, as a ShardSpec names it."""
+        """Returns the axis called `name`, as a ShardSpec names it."""
         axes = (self.tp, self.cp, self.dp, self.pp, self.kv_replica, self.pp_ends)
         return next(axis for axis in axes if axis.name == name)
 

@@ -1,4 +1,4 @@
-"""What this process has sent and what it waits for: a record that only a report of a hang reads.
+"""The log of operations of this process: what it has sent and what it waits for. Only hang reports read it.
 
 Every rank of a group goes through the same collectives of an axis in the same order, so their numbers can be compared:
 the first one that some ranks have begun and others have not is where they part. Transfers are numbered for each pair
@@ -58,7 +58,7 @@ class OperationLog:
         self._recent: deque[tuple[_Key, int, str, float]] = deque(maxlen=RECENT)
         self._waits: dict[int, tuple[_Key, int, str, float]] = {}
         self.total = 0
-        """Operations begun and waits ended: stands still where nothing happens."""
+        """Operations begun and waits ended: a hang is where it stays the same."""
 
     def began(self, operation: str, axis: str, group: Any, peer: int | None = None) -> int:
         """Notes that an operation begins; returns its number on its channel."""
@@ -75,32 +75,32 @@ class OperationLog:
         key = (axis, group, operation if peer is not None else "collective", peer)
         self._waits[threading.get_ident()] = key, number, operation, time.monotonic()
 
-    def went_on(self) -> None:
-        """Notes that this thread waits no longer."""
+    def wait_ended(self) -> None:
+        """Notes that this thread's wait has ended."""
         self._waits.pop(threading.get_ident(), None)
         self.total += 1
 
     @contextmanager
     def blocking(self, operation: str, axis: str, group: Any) -> Iterator[None]:
-        """An operation that is begun and waited for in one."""
+        """Notes an operation that is begun and waited for in one."""
         self.waiting(operation, axis, group, None, self.began(operation, axis, group))
         try:
             yield
         finally:
-            self.went_on()
+            self.wait_ended()
 
     def last(self) -> list[Noted]:
-        """The last operation of each channel."""
+        """Returns the last operation of each channel."""
         now = time.monotonic()
         return [_noted(key, *rest, now) for key, rest in list(self._counts.items())]
 
     def recent(self) -> list[Noted]:
-        """The last operations of all channels, in their order."""
+        """Returns the last operations of all channels, in their order."""
         now = time.monotonic()
         return [_noted(*entry, now) for entry in list(self._recent)]
 
     def waits(self) -> dict[int, Noted]:
-        """What each waiting thread waits for, by the thread's identifier."""
+        """Returns what each waiting thread waits for, by the thread's identifier."""
         now = time.monotonic()
         return {thread: _noted(*entry, now) for thread, entry in list(self._waits.items())}
 
@@ -121,6 +121,10 @@ def _noted(key: _Key, number: int, operation: str, since: float, now: float) -> 
     else:
         channel, members = f"axis {axis} of ranks {', '.join(map(str, ranks))}", ranks
     return Noted(
-        channel=channel, members=members, operation=operation, number=number, seconds=now - since,
+        channel=channel,
+        members=members,
+        operation=operation,
+        number=number,
+        seconds=now - since,
         is_transfer=is_transfer,
-    )  # fmt: skip
+    )

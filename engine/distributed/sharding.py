@@ -64,7 +64,7 @@ class ShardSpec:
                 assert len(self.offsets) == len(self.global_shape) and self.offsets[self.dim] == 0, self
 
     def runs(self, dim: int) -> tuple[Piece, ...]:
-        """Which parts of dimension `dim` the local tensor holds, and where."""
+        """Returns which parts of dimension `dim` the local tensor holds, and where."""
         if dim == self.dim:
             return self.pieces
         return (Piece(self.offsets[dim] if self.offsets else 0, 0, self.local_shape[dim]),)

@@ -1,4 +1,4 @@
-"""What collectives move and how long they take, measured beside them: no rank and no device is waited for.
+"""Measures what collectives move and how long they take, without waiting for any rank or device.
 
 A GPU's own clock is read by events: one before the collective on the stream that launches it, one behind it on a side
 stream of the axis. They are looked at when totals are asked for; those that are not yet done wait for the next time.
@@ -11,7 +11,7 @@ A time begins when this rank begins, so waiting for the slowest rank is in it. B
 a ring: 2 (n-1)/n of the tensor for an all-reduce, (n-1)/n of the whole for all-gather, reduce-scatter and all-to-all,
 all of it for a transfer. What a replayed graph sends is not seen.
 
-There is one meter in a process, as there is one set of connections, and it is off until somebody starts it.
+There is one meter in a process, as there is one set of connections, and it is off until it is started.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Moved:
     seconds: float = 0.0
 
 
-_Moment = float | torch.cuda.Event
+_Moment: TypeAlias = float | torch.cuda.Event
 
 
 class TransferMeter:
@@ -64,7 +64,7 @@ class TransferMeter:
         self.on = False
 
     def moment(self, tensors: Any) -> _Moment | None:
-        """When a collective begins that moves one of `tensors`; None where nothing is measured."""
+        """Notes when a collective begins that moves one of `tensors`; None where nothing is measured."""
         if not self.on:
             return None
         first = next((one for one in tensors if isinstance(one, Tensor)), None)
@@ -75,7 +75,7 @@ class TransferMeter:
         return _event(torch.cuda.current_stream(first.device))
 
     def watched(self, work: Any, begun: _Moment | None, name: str, sent: float, tensors: Sequence[Any]) -> Any:
-        """`work`, or something that can be waited for like it, which is measured.
+        """Returns `work`, or something measured that can be waited for like it.
 
         Args:
             work: of torch.distributed.
@@ -161,7 +161,7 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def sent_bytes(operation: str, tensors: Any, size: int) -> float:
-    """Bytes that a rank sends in a collective over `size` ranks; the largest of `tensors` is the whole."""
+    """Counts the bytes that a rank sends in a collective over `size` ranks; the largest of `tensors` is the whole."""
     whole = max((one.numel() * one.element_size() for one in tensors if isinstance(one, Tensor)), default=0)
     return whole * (size - 1) / size * (2 if operation == "all_reduce" else 1)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from engine.choices import BaseDType
+from engine.config.model import DType, Kernels
 from engine.errors import UserError
 
 
@@ -32,9 +34,9 @@ class ModelChoice:
     tokenizer: Path | None = None
     tensor: int | None = None
     pipeline: int = 1
-    dtype: str | None = None
-    base_dtype: str | None = None
-    kernels: str = "auto"
+    dtype: DType | None = None
+    base_dtype: BaseDType | None = None
+    kernels: Kernels = "auto"
 
     def __post_init__(self) -> None:
         if self.path is None and self.adapter is None:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.config.memory import Recompute
+from engine.choices import Recompute
 from engine.errors import UserError
 from engine.layers.attention import Attention
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from engine.config.optim import LearningRateSchedule
+from engine.choices import LearningRateSchedule
 
 
 def learning_rate(

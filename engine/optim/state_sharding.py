@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.config.parallel import ShardLevel
+from engine.choices import ShardLevel
 from engine.distributed.mesh import Axis
 from engine.layers.sharded_storage import SpreadWeights
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from engine.config.parallel import ParallelOptions
 from engine.errors import UserError
 from engine.pipeline.schedules import ScheduleChoice, chosen_schedule, default_virtual
 
@@ -25,8 +25,28 @@ def time_without_backward(*, layers_are_frozen: bool) -> float:
     return 1 / 2 if layers_are_frozen else 1 / 3
 
 
+class PipelineOptions(Protocol):
+    """What a user writes of the pipeline; the section `parallel` of a run has it."""
+
+    @property
+    def pipeline(self) -> int:
+        """Pipeline ranks."""
+
+    @property
+    def schedule(self) -> str:
+        """One of `engine.choices.SCHEDULES`, or "auto"."""
+
+    @property
+    def virtual(self) -> int | None:
+        """Stages per rank; None for the schedule's own number."""
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...] | None:
+        """The split; None for the best one."""
+
+
 def plan_stages(
-    parallel: ParallelOptions,
+    parallel: PipelineOptions,
     *,
     num_layers: int,
     head: float,

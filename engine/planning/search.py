@@ -14,7 +14,7 @@ from math import inf
 
 import torch
 
-from engine.config.memory import RECOMPUTE_LEVELS
+from engine.choices import RECOMPUTE_LEVELS
 from engine.config.parallel import ParallelOptions
 from engine.config.rules import check_config, check_world
 from engine.config.run import RunConfig

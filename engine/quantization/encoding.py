@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.config.model import BASE_DTYPES
+from engine.choices import BASE_DTYPES
 from engine.errors import UserError
 from engine.kernels.codec import PLAIN, Arithmetic
 from engine.quantization.encoded_parts import Whole

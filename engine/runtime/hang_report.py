@@ -1,4 +1,4 @@
-"""Which ranks wait in what, and which never came: what the ranks say of themselves, put into one sentence. Pure.
+"""Explains a hang in one sentence, from what the ranks report: which wait in what, and which never came. Pure.
 
 Ranks are compared by channel (see `engine.distributed.operations`). A rank that waits is blocked where another member
 of the channel has not begun the operation of that number. Who is not there and is not blocked itself is the cause; the
@@ -16,7 +16,7 @@ from engine.distributed.operations import Noted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState:
-    """What a rank said last.
+    """The last state that a rank reported.
 
     Args:
         rank: among all.
@@ -40,12 +40,12 @@ class RankState:
     recent: tuple[Noted, ...] = ()
 
     def dump(self) -> str:
-        """JSON."""
+        """Writes the state as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, text: str) -> RankState:
-        """What `dump` wrote."""
+        """Reads what `dump` wrote."""
         values = json.loads(text)
         wait = values.pop("wait")
         last, recent = (tuple(_noted(one) for one in values.pop(name)) for name in ("last", "recent"))
@@ -74,7 +74,7 @@ class _Meeting:
 
 
 def explain(states: Mapping[int, RankState], silent: Mapping[int, str], world_size: int) -> str:
-    """A sentence without its full stop.
+    """Explains the states in a sentence without its full stop.
 
     Args:
         states: the last that is known of each rank; a rank that was never heard of is left out.
@@ -103,7 +103,7 @@ def explain(states: Mapping[int, RankState], silent: Mapping[int, str], world_si
 
 
 def _meetings(states: Mapping[int, RankState]) -> list[_Meeting]:
-    """Where main threads wait for a member that has not come; where none waits on the host, where numbers differ."""
+    """Finds where main threads wait for a member that has not come; if none waits on the host, where numbers differ."""
     begun: dict[str, dict[int, Noted]] = {}
     for rank, state in states.items():
         for noted in state.last:
@@ -138,16 +138,22 @@ def _meet(
     meeting = found.setdefault(
         (noted.channel, number),
         _Meeting(
-            operation=operation or noted.operation, number=number, channel=noted.channel, members=noted.members,
-            step=state.step, seconds=noted.seconds, place=state.place, missing=missing,
+            operation=operation or noted.operation,
+            number=number,
+            channel=noted.channel,
+            members=noted.members,
+            step=state.step,
+            seconds=noted.seconds,
+            place=state.place,
+            missing=missing,
         ),
-    )  # fmt: skip
+    )
     meeting.here.append(state.rank)
     meeting.seconds = max(meeting.seconds, noted.seconds)
 
 
 def _different(states: Mapping[int, RankState]) -> str | None:
-    """Ranks that have met in one place of a channel for different operations."""
+    """Finds ranks that have met in one place of a channel for different operations."""
     said: dict[tuple[str, int], dict[int, str]] = {}
     for rank, state in sorted(states.items()):
         for noted in (*state.recent, *((state.wait,) if state.wait is not None else ())):

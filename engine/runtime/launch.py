@@ -24,7 +24,7 @@ from engine.telemetry.ending import joins_others
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Where this process runs.
+    """The place of this process among all, and its device.
 
     Args:
         rank, world_size: among all processes.
@@ -67,7 +67,7 @@ class Launcher:
 
     @classmethod
     def from_environment(cls) -> Launcher | None:
-        """None without torchrun."""
+        """Reads what torchrun says of itself; None without torchrun."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
         number = os.getppid()
@@ -86,7 +86,7 @@ class Launcher:
 
 
 def connect_to_store(launch: Launch, timeout_seconds: float = 30.0) -> dist.Store | None:
-    """A connection of one's own to the store at which the ranks met, for what passes between ranks beside training.
+    """Opens a connection of its own to the store at which the ranks met, for what ranks exchange outside of training.
 
     Returns:
         A store whose keys are those of this start of the ranks; None where there is but one rank.
@@ -131,7 +131,7 @@ _PR_SET_PDEATHSIG = 1
 def end_with_launcher() -> None:
     """Has the system kill this process when torchrun is gone; does nothing without torchrun, or where it is not Linux.
 
-    torchrun ends its ranks unless it is killed itself. They would then go on for nobody, or wait for each other. The
+    torchrun ends its ranks unless it is killed itself. They would then run on unwatched, or wait for each other. The
     kernel notices whatever this process does, also where it is stopped or waits in a library. Whose child torchrun is,
     and whether that changes, makes no difference.
     """

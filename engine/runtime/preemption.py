@@ -33,6 +33,7 @@ SAME_SECONDS = 3.0
 ANSWER_SECONDS = 15.0
 """Seconds after which a rank that does not say where it is counts as lost; torchrun kills after 30 s."""
 _LEAVE_SECONDS = 5.0
+_JOIN_SECONDS = 5.0
 
 
 class Preemption:
@@ -56,6 +57,7 @@ class Preemption:
         self._told, self._held_since = False, 0.0
         self._old: dict[signal.Signals, object] = {}
         self._pipe: tuple[int, int] | None = None
+        self._thread: threading.Thread | None = None
         self._old_wakeup = -1
         self.reason: str | None = None
         """What all stop for; set when `tick` has said so."""
@@ -70,10 +72,11 @@ class Preemption:
         self._old_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in SIGNALS:
             self._old[number] = signal.signal(number, _nothing)
-        threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """The signals do again what they did before. In the main thread only."""
+        """Restores what the signals did before. In the main thread only."""
         if self._pipe is None:
             return
         for number, handler in self._old.items():
@@ -81,6 +84,8 @@ class Preemption:
         signal.set_wakeup_fd(self._old_wakeup)
         os.close(self._pipe[1])  # which ends the thread
         self._pipe = None
+        if self._thread is not None:
+            self._thread.join(_JOIN_SECONDS)
 
     def tick(self) -> bool:
         """Passes a place where the run may stop; every rank passes the same places in the same order.
@@ -127,7 +132,7 @@ class Preemption:
             self._give_up(missing)
 
     def request(self, reason: str) -> None:
-        """What a signal does: `reason` says which, and to which rank."""
+        """Asks for a stop, as a signal does; `reason` says which signal, and to which rank."""
         if self._wanted is not None:
             return
         self._wanted = reason
@@ -171,4 +176,4 @@ class Preemption:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """The pipe has it already."""
+    """Does nothing: the pipe has the signal already."""

@@ -1,4 +1,4 @@
-"""Where the ranks of one start find each other, and nobody of an earlier one.
+"""The rendezvous of the ranks of one start, which no rank of an earlier start can join.
 
 torchrun keeps one store for all starts of its ranks. What a killed rank has left there, such as the address at which it
 could be reached, would be taken for that of the rank that follows it. So each start gets keys of its own: rank 0 makes
@@ -41,7 +41,7 @@ def meet(rank: int, world_size: int, timeout_seconds: float) -> tuple[dist.Store
 
 def _ask(store: dist.Store, own: str) -> str:
     store.set(f"start/asks/{store.add('start/count', 1)}", own)
-    name = store.get(f"start/answers/{own}").decode()
+    name: str = store.get(f"start/answers/{own}").decode()
     store.add(f"start/came/{name}", 1)
     return name
 

@@ -1,4 +1,4 @@
-"""The run's folder: its name, its lock, and what the run goes on from."""
+"""The run's folder: its name, its lock, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUNS = Path("runs")
 
 
 class RunFolder:
-    """Collective: every rank makes one; rank 0 holds the lock.
+    """The folder of one run. Collective: every rank makes one; rank 0 holds the lock.
 
     Args:
         options: where the run is kept.
@@ -43,7 +43,7 @@ class RunFolder:
         self._lock = RunLock(self.path, say) if launch.rank == 0 else None
 
     def resume_path(self) -> Path | None:
-        """The checkpoint to go on from; None to start from the beginning.
+        """Finds the checkpoint to resume from; None to start from the beginning.
 
         Raises:
             UserError: checkpoint.resume is none and the folder holds an earlier run, or there is nothing at its path.
@@ -72,7 +72,7 @@ class RunFolder:
             self._lock.require_own()
 
     def close(self) -> None:
-        """Lets others in."""
+        """Releases the lock."""
         if self._lock is not None:
             self._lock.release()
 

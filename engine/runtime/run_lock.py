@@ -27,10 +27,11 @@ from engine.files.holder import MAX_BYTES, Holder, take_system_lock
 TOUCH_SECONDS = 5.0
 WATCH_SECONDS = 4 * TOUCH_SECONDS
 _SETTLE_SECONDS = 0.5
+_JOIN_SECONDS = 5.0
 
 
 class RunLock:
-    """Held from construction to `release`, or to the end of the process.
+    """A lock that is held from construction to `release`, or to the end of the process.
 
     Args:
         folder: to be locked; made where it is missing.
@@ -51,7 +52,8 @@ class RunLock:
                 f"the run's folder {folder} cannot be written ({error.strerror}): give another checkpoint.dir."
             ) from None
         self._closed = threading.Event()
-        threading.Thread(target=self._touch, name="run lock", daemon=True).start()
+        self._thread = threading.Thread(target=self._touch, name="run lock", daemon=True)
+        self._thread.start()
 
     def _take(self) -> int:
         while True:
@@ -127,7 +129,7 @@ class RunLock:
                 self._refuse(holder)
 
     def _look(self) -> tuple[int, int] | None:
-        """What changes when the file is touched or replaced; opened anew, so that a network's cache asks its server."""
+        """Reads what changes when the file is touched or replaced; opens it anew, past a network's cache."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -182,10 +184,11 @@ class RunLock:
                 continue  # a store that is away for a moment; `require_own` finds what is not
 
     def release(self) -> None:
-        """Lets others in."""
+        """Gives the lock up, and ends its thread."""
         if self._closed.is_set():
             return
         self._closed.set()
+        self._thread.join(_JOIN_SECONDS)  # it must not touch the file's number once that may be another's
         try:
             if self.is_own():
                 self._path.unlink(missing_ok=True)

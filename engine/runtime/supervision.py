@@ -1,4 +1,4 @@
-"""What goes on beside the loop: the schedulers' signals and the watch for hangs, over one connection to the store."""
+"""Supervision of the loop: a scheduler's signals and the watch for hangs, over one connection to the store."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Supervision:
             raise Preempted(self._preemption.reason)
 
     def close(self) -> None:
-        """Signals do again what they did before, and nothing is watched."""
+        """Restores the signals' handlers and ends the watch; may be called twice."""
         self._preemption.close()
         if self._watchdog is not None:
             self._watchdog.close()

@@ -32,7 +32,7 @@ Poll = Callable[[dist.Store], None]
 
 
 def seconds_between_looks(world_size: int) -> float:
-    """So that many ranks do not overwhelm the process that holds the store."""
+    """Grows with the ranks, so that many of them do not overwhelm the process that holds the store."""
     return 0.2 + world_size / 1000
 
 
@@ -78,9 +78,9 @@ class Watchdog:
         self._thread.start()
 
     def passed(self, step: int) -> None:
-        """The main thread has come to another place, after `step` steps.
+        """Notes that the main thread has come to another place, after `step` steps.
 
-        With one rank, in a long evaluation, nothing else shows that it goes on.
+        With one rank, in a long evaluation, nothing else shows progress.
         """
         self.step = step
         self._places += 1
@@ -116,7 +116,7 @@ class Watchdog:
             self._report += 1
 
     def _tell_alone(self) -> None:
-        """Where there is nobody to ask, or no way to."""
+        """Reports this rank alone, where there are no others, or no way to ask them."""
         state = self._state(recent=True)
         self._write(state)
         self._tell({self._rank: state}, {})
@@ -162,13 +162,19 @@ class Watchdog:
     def _state(self, *, recent: bool) -> RankState:
         frame = sys._current_frames().get(self._main)
         return RankState(
-            rank=self._rank, host=self._host, pid=os.getpid(), step=self.step, idle=time.monotonic() - self._since,
-            place=place(frame), last=tuple(LOG.last()), wait=LOG.waits().get(self._main),
+            rank=self._rank,
+            host=self._host,
+            pid=os.getpid(),
+            step=self.step,
+            idle=time.monotonic() - self._since,
+            place=place(frame),
+            last=tuple(LOG.last()),
+            wait=LOG.waits().get(self._main),
             recent=tuple(LOG.recent()) if recent else (),
-        )  # fmt: skip
+        )
 
     def _process(self, state: RankState) -> str:
-        """What this machine knows of a rank's process that does not answer."""
+        """Says what this machine knows of a rank's process that does not answer."""
         if state.host != self._host:
             return f"process {state.pid} on {state.host}"
         try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.checkpoint.loading import load_encoded
 from engine.checkpoint.model_folder import ModelFolder
-from engine.checkpoint.model_weights import WeightSource
+from engine.checkpoint.reader import TensorReader
 from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
@@ -33,7 +33,7 @@ FP8_CAPABILITY = {"fp8": (8, 9), "fp8_row": (9, 0)}
 
 
 def base_encoding(config: RunConfig, device: torch.device) -> BaseEncoding | None:
-    """How `model.base_dtype` stores weights that do not train; None where they keep model.dtype.
+    """Returns how `model.base_dtype` stores weights that do not train; None where they keep model.dtype.
 
     Args:
         device: of the weights; "meta" where nothing is computed.
@@ -56,7 +56,7 @@ def base_encoding(config: RunConfig, device: torch.device) -> BaseEncoding | Non
 
 
 def check_base(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan) -> None:
-    """Whether `model.base_dtype` can do what is asked of it in this model.
+    """Checks that `model.base_dtype` can do what is asked of it in this model.
 
     Raises:
         UserError: every linear of the layers trains, or ranks would cut through numbers that share a scale.
@@ -76,7 +76,7 @@ def check_base(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan) ->
 def fill_base(
     config: RunConfig,
     model: ModelFolder,
-    source: WeightSource | None,
+    source: TensorReader | None,
     parts: Iterable[Decoder],
     weights: SpreadWeights,
     log: Log,

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class BestLoss:
-    """What the evaluations so far come to. It is part of a checkpoint's state.
+    """The outcome of the evaluations so far, part of a checkpoint's state.
 
     Args:
         loss: the lowest.

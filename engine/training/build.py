@@ -1,4 +1,4 @@
-"""From a configuration to the objects that train: model, optimizer and step, on this rank."""
+"""Builds the objects that train from a configuration: model, optimizer and step, on this rank."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def build_training(
     *,
     documents_per_row: int | None = None,
 ) -> Training:
-    """Model with weights, optimizer and step.
+    """Builds the model with its weights, the optimizer and the step.
 
     Collective: every rank calls it. Freshly initialised or loaded; a checkpoint of the run is loaded on top by
     `engine.training.state`.
@@ -141,10 +141,15 @@ def _optimizer(
 
 
 def _graphs(
-    config: RunConfig, launch: Launch, mesh: Mesh, stages: Stages, step: TrainStep, documents_per_row: int | None,
+    config: RunConfig,
+    launch: Launch,
+    mesh: Mesh,
+    stages: Stages,
+    step: TrainStep,
+    documents_per_row: int | None,
     log: Log,
-) -> Graphs | None:  # fmt: skip
-    """What replays the step, where graphs are asked for; said in the log."""
+) -> Graphs | None:
+    """Builds and logs what replays the step, where graphs are asked for."""
     graphs = build_graphs(
         config,
         step,
@@ -164,7 +169,7 @@ def _bucket_bytes(config: RunConfig) -> int:
 
 
 def _sharding(config: RunConfig, mesh: Mesh, weights: SpreadWeights, log: Log) -> Sharding:
-    """What of the optimizer is spread over ranks; said in the log."""
+    """Chooses and logs what of the optimizer is spread over ranks."""
     sharding = Sharding(
         level=config.parallel.shard,
         axis=mesh.dp_cp,
@@ -179,11 +184,11 @@ def _sharding(config: RunConfig, mesh: Mesh, weights: SpreadWeights, log: Log) -
 def _layout(
     config: RunConfig, mesh: Mesh, partition: Partition, decoder: DecoderConfig, choices: DeviceChoices, log: Log
 ) -> TensorLayout:
-    """How this rank's tensors lie, and the arithmetic behind the layers."""
+    """Returns how this rank's tensors are laid out, and the arithmetic behind the layers."""
     for sentence in choices.sentences:
         log.info(sentence)
-    if (sentence := plain_torch_parts(decoder)) is not None:
-        log.warning(sentence)
+    if (plain := plain_torch_parts(decoder)) is not None:
+        log.warning(plain)
     # in a V the first and the last stage are on one rank and share one tensor
     ends_meet = partition.stage_rank[0] == partition.stage_rank[-1]
     return TensorLayout(
@@ -201,10 +206,17 @@ def _layout(
 
 
 def _build_stages(
-    config: RunConfig, launch: Launch, decoder: DecoderConfig, plan: ModelPlan, layout: TensorLayout, mesh: Mesh,
-    weights: SpreadWeights, objective: Objective, loss_scale: LossScale | None,
-) -> Stages:  # fmt: skip
-    """This rank's parts of the model, still empty, as stages."""
+    config: RunConfig,
+    launch: Launch,
+    decoder: DecoderConfig,
+    plan: ModelPlan,
+    layout: TensorLayout,
+    mesh: Mesh,
+    weights: SpreadWeights,
+    objective: Objective,
+    loss_scale: LossScale | None,
+) -> Stages:
+    """Builds this rank's parts of the model, still empty, as stages."""
     partition, first_trained = plan.partition, plan.partition.choice.first_trainable_stage
     step = torch.zeros((), dtype=torch.int64, device=launch.device)
     memory = memory_plan_of(config)
@@ -212,9 +224,16 @@ def _build_stages(
     embedding_weight = None
     for number, part in partition.parts(mesh.pp.rank).items():
         model = Decoder(
-            decoder, layout=layout, plan=plan.modules, device=launch.device, dtype=TORCH_DTYPES[config.model.dtype],
-            part=part, embedding_weight=embedding_weight, memory=memory, weights=weights,
-        )  # fmt: skip
+            decoder,
+            layout=layout,
+            plan=plan.modules,
+            device=launch.device,
+            dtype=TORCH_DTYPES[config.model.dtype],
+            part=part,
+            embedding_weight=embedding_weight,
+            memory=memory,
+            weights=weights,
+        )
         if model.embedding is not None:
             embedding_weight = model.embedding.weight
         stages[number] = ModelStage(

@@ -1,4 +1,4 @@
-"""How many steps a run takes, and which learning rate each of them has."""
+"""The course of a run: how many steps it takes, and the learning rate of each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Course:
 
 
 def plan_course(config: RunConfig, order: DataOrder, *, step: int = 0, consumed: int = 0) -> Course:
-    """The course of a run that has taken `step` steps and consumed so many samples.
+    """Plans the course of a run that has taken `step` steps and consumed so many samples.
 
     Epochs are counted from the samples and not from the steps, whose batch may have been another before.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.data import split_mix
@@ -55,7 +56,7 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
     assert config.data.train is not None
     train, held_out = _training_set(config, config.data.train, tokenizer, decoder, log)
     show_samples(config, train, tokenizer, log)
-    common = loader_options(config, **place_in_data(config, launch))
+    common = loader_options(config, **data_position(config, launch))
     loader = DataLoader(
         train,
         global_batch_size=config.train.global_batch_size,
@@ -73,8 +74,8 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
     if held_out is not None:
         kind = RowMeanLoader if config.train.eval_mean == "rows" else EvalLoader
         validation = kind(held_out, max_samples=config.train.eval_samples, **common)
-    if (warning := context_warning(config.data.seq_length, train.lengths, decoder.context_length)) is not None:
-        log.warning(warning)
+    if (too_long := context_warning(config.data.seq_length, train.lengths, decoder.context_length)) is not None:
+        log.warning(too_long)
     return RunData(tokenizer=tokenizer, train=loader, validation=validation)
 
 
@@ -89,7 +90,7 @@ def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer,
 
 
 def chat_options(config: RunConfig) -> ChatOptions:
-    """How the run's conversations are rendered and learnt."""
+    """Returns how the run's conversations are rendered, and which tokens of them are trained on."""
     data, stored = config.data, _stored_templates(config)
     return ChatOptions(
         template=data.chat_template,
@@ -118,7 +119,7 @@ def _template_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def trained_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> TrainedTokenizer:
-    """What of the run's tokenizer is not its base's own, for exports."""
+    """Returns what of the run's tokenizer is not its base's own, for exports."""
     options, path = chat_options(config), config.data.tokenizer
     chosen = options.template is not None or options.trained_template is not None
     return TrainedTokenizer(
@@ -126,8 +127,8 @@ def trained_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> TrainedTokeniz
     )
 
 
-def place_in_data(config: RunConfig, launch: Launch) -> dict[str, int]:
-    """Which part of each global batch, and of each row, this rank reads: arguments of `loader_options`."""
+def data_position(config: RunConfig, launch: Launch) -> dict[str, int]:
+    """Returns which part of each global batch, and of each row, this rank reads: arguments of `loader_options`."""
     data_size = data_parallel_size(config, launch.world_size)
     # tensor-parallel neighbours are neighbouring ranks and share a data rank
     tensor, context = config.parallel.tensor, config.parallel.context
@@ -135,8 +136,20 @@ def place_in_data(config: RunConfig, launch: Launch) -> dict[str, int]:
     return {"data_rank": data_rank, "data_size": data_size, "context_rank": launch.rank // tensor % context}
 
 
-def loader_options(config: RunConfig, *, data_rank: int, data_size: int, context_rank: int) -> dict[str, int]:
-    """What all loaders of a run have in common."""
+class LoaderOptions(TypedDict):
+    """The options that all loaders of a run share; see `engine.data.loader.DataLoader`."""
+
+    seq_length: int
+    micro_batch_size: int
+    data_rank: int
+    data_size: int
+    pad_multiple: int
+    context_rank: int
+    context_size: int
+
+
+def loader_options(config: RunConfig, *, data_rank: int, data_size: int, context_rank: int) -> LoaderOptions:
+    """Returns the options that all loaders of a run share."""
     tensor, context = config.parallel.tensor, config.parallel.context
     return {
         "seq_length": config.row_length,
@@ -209,16 +222,24 @@ def _read(config: RunConfig, path: str, tokenizer: Tokenizer, log: Log, what: st
             progress.advance(count - done)
             done = count
 
-        common = {
-            "tokenizer": tokenizer,
-            "seq_length": config.data.seq_length,
-            "packing": config.data.packing,
-            "overlong": config.data.overlong,
-            "progress": advance,
-        }
-        if config.objective.compares_pairs:
-            return build_pairs(path, **common)
-        if config.objective.compares_answers:
-            return build_judged(path, **common)
         data = config.data
-        return TokenDataset.build(path, data_format=data.format, mask_prompt=data.mask_prompt, **common)
+        if config.objective.compares_answers:
+            assert data.packing != "concatenate", "which would tear answers apart"
+            return (build_pairs if config.objective.compares_pairs else build_judged)(
+                path,
+                tokenizer=tokenizer,
+                seq_length=data.seq_length,
+                packing=data.packing,
+                overlong=data.overlong,
+                progress=advance,
+            )
+        return TokenDataset.build(
+            path,
+            tokenizer=tokenizer,
+            data_format=data.format,
+            seq_length=data.seq_length,
+            packing=data.packing,
+            overlong=data.overlong,
+            mask_prompt=data.mask_prompt,
+            progress=advance,
+        )

@@ -1,4 +1,4 @@
-"""What computes a run on this device: kernels, attention, AdamW, products of an encoded base.
+"""Chooses what computes a run on this device: kernels, attention, AdamW, products of an encoded base.
 
 Nothing here needs data or weights, so a run looks at it first: what the device cannot do is refused before anything is
 read.
@@ -25,7 +25,7 @@ from engine.training.cuda_graph.build import check_graphs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceChoices:
-    """What was chosen.
+    """The choices for one device.
 
     Args:
         optimizer, attention, blocks, base: as the functions that choose them give them.

@@ -38,13 +38,14 @@ def evaluate(
     total: Tensor | float = 0.0
     size = group_size(mesh)
     if stages.has_baseline:
-        stages.know_baseline(groups(loader, size))
+        stages.compute_baseline(groups(loader, size))
     for group in groups(loader, size):
         total = total + stages.figures(group).double()
         if progress is not None:
             progress(len(group))
     assert isinstance(total, Tensor), "a data set without rows"
-    return (all_reduce(total, mesh.dp_cp) / max(loader.target_count(), 1.0)).tolist()
+    means: list[float] = (all_reduce(total, mesh.dp_cp) / max(loader.target_count(), 1.0)).tolist()
+    return means
 
 
 def group_size(mesh: Mesh) -> int:

@@ -85,7 +85,7 @@ class Evaluations:
 
 
 def ending(best: BestLoss, *, target: float | None, patience: int | None) -> Ending | None:
-    """Why a run ends after what its evaluations came to; None where it goes on."""
+    """Returns why a run ends after its evaluations so far; None where it continues."""
     if target is not None and best.last <= target:
         return "target"
     return "patience" if patience is not None and best.misses >= patience else None

@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.checkpoint.folder import ADAPTER_CONFIG, MANIFEST
+from engine.checkpoint.folder import ADAPTER_CONFIG
 from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.model_weights import WeightSource, open_source
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
 from engine.checkpoint.training_state import open_run
 from engine.checkpoint.verification import checked_together
 from engine.config.hub import instead_of
-from engine.config.model import ModelOptions
+from engine.config.model import DType, ModelOptions
 from engine.config.parallel import ParallelOptions
 from engine.config.run import RunConfig
 from engine.conversion.commands import open_trained
@@ -91,7 +92,7 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log) -> Opened
     """
     tensor = choice.tensor_size(launch.world_size)
     source, live, tokenizer = _sources(choice, log)
-    dtype_name = choice.dtype or ("bfloat16" if launch.device.type == "cuda" else "float32")
+    dtype_name: DType = choice.dtype or ("bfloat16" if launch.device.type == "cuda" else "float32")
     options = RunConfig(
         model=ModelOptions(
             path=str(source.model.path), dtype=dtype_name, base_dtype=choice.base_dtype, kernels=choice.kernels
@@ -139,7 +140,7 @@ def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, Trained
 
 
 class _Adapter(NamedTuple):
-    """What was trained, and beside what.
+    """A trained adapter, and what it was trained with.
 
     Args:
         source: the base.
@@ -182,7 +183,7 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
 
 
 def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launch, log: Log) -> TensorLayout:
-    """How this rank's tensors lie; adapters are folded also without sequence parallelism, as nothing trains."""
+    """Lays out this rank's tensors; adapters are folded also without sequence parallelism, as nothing trains."""
     attention, sentence = choose_model_kernels(options, launch.device, config, packed=True)
     log.info(sentence)
     return TensorLayout(

@@ -1,4 +1,4 @@
-"""What of a run waits in host memory, and what is logged of it."""
+"""Chooses what of a run is kept in host memory, and describes it for the log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def host_places(memory: MemoryOptions, device: torch.device) -> HostPlaces:
 
 
 def host_sentence(places: HostPlaces, weights: SpreadWeights, flat: FlatParameters) -> str | None:
-    """How much of this rank's numbers waits in host memory, for the log; None where nothing was asked for."""
+    """Says how much of this rank's numbers is in host memory, for the log; None where nothing was asked for."""
     place = places.weights or places.state
     if place is None:
         return None

@@ -1,4 +1,4 @@
-"""From the configuration's names and patterns to what each module of this model does."""
+"""Plans what each module of this model does, from the configuration's names and patterns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _carries_adapter(module: str) -> bool:
 
 
 def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> TrainingPlan:
-    """Which modules of the model train in full, which carry an adapter.
+    """Plans which modules of the model train in full, and which carry an adapter.
 
     Raises:
         UserError: a pattern that matches nothing, a module that is asked to do both, or an adapter to start from that
@@ -66,7 +66,7 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
 
 
 def fusing_lines(plan: TrainingPlan, decoder: DecoderConfig, names: NameMap) -> list[str]:
-    """What is logged where the checkpoint stores modules as one matrix, or where several share one adapter."""
+    """Returns the log lines where the checkpoint stores modules as one matrix, or where several share one adapter."""
     lines = []
     for kind, parts in FUSED.items():
         layers = [f"layers.{index}" for index in range(decoder.num_layers)]
@@ -111,7 +111,7 @@ def _require_patterns(lora: LoraOptions, candidates: Mapping[str, Sequence[str]]
 
 
 def _settings(lora: LoraOptions, module: str, aliases: Sequence[str]) -> AdapterSettings:
-    """What the adapter on `module` looks like."""
+    """Returns the settings of the adapter on `module`."""
     rank, scale = lora.rank_of(module, aliases), lora.scale_of(module, aliases)
     return AdapterSettings(rank=rank, scale=scale, dropout=lora.dropout, dora=lora.dora, bias=lora.bias)
 

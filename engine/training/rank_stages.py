@@ -77,7 +77,7 @@ class Stages:
         """
         moved = [batch.to(self.step.device) for batch in batches]
         if self.has_baseline:
-            self._know_baseline(self._baseline_sums(moved))
+            self._set_baseline(self._baseline_sums(moved))
         self._compare_with_base(moved)
         for stage in self._stages.values():
             stage.load(moved, target_count)
@@ -100,7 +100,7 @@ class Stages:
         """Whether `figures` needs one number of the whole data set first."""
         return self._last.objective.baseline is not None
 
-    def know_baseline(self, groups: Iterable[list[Batch]]) -> None:
+    def compute_baseline(self, groups: Iterable[list[Batch]]) -> None:
         """Computes what `figures` needs of a whole data set. Collective over the ranks of dp and pp.
 
         Args:
@@ -109,11 +109,11 @@ class Stages:
         sums = torch.zeros(2, dtype=torch.float64, device=self.step.device)
         for group in groups:
             sums += self._baseline_sums([batch.to(self.step.device) for batch in group])
-        self._know_baseline(sums.float())
+        self._set_baseline(sums.float())
 
     def references(self, batches: list[Batch], *, adapters: bool = True) -> list[Tensor] | None:
-        """What the objective compares with, by the model as it is now, of each micro-batch; None where this rank does
-        not have the last stage.
+        """Computes what the objective compares with, by the model as it is now, of each micro-batch; None where this
+        rank does not have the last stage.
 
         Args:
             adapters: False leaves them out.
@@ -124,8 +124,8 @@ class Stages:
 
     @torch.no_grad()
     def read_head(self, batches: list[Batch], read: ReadHead) -> list[Tensor] | None:
-        """What `read` makes of each micro-batch's output, without dropout; None where this rank does not have the last
-        stage."""
+        """Returns what `read` makes of each micro-batch's output, without dropout; None where this rank does not have
+        the last stage."""
         self._forward([batch.to(self.step.device) for batch in batches], read=read)
         found = self._last.references
         return [found.pop(number) for number in range(len(batches))] if found else None
@@ -138,7 +138,7 @@ class Stages:
         """
         actions = self._choice.schedule(num_microbatches).actions[self._axis.rank]
         for number, stage in self._stages.items():
-            if num_slots := most_alive(actions, number):
+            if num_slots := max_in_flight(actions, number):
                 stage.capture_layers(capture, shape, num_slots)
 
     @property
@@ -165,7 +165,7 @@ class Stages:
             sums += objective.baseline.sums(mismatched[number].to(self.step.device), policy, base)
         return sums
 
-    def _know_baseline(self, sums: Tensor) -> None:
+    def _set_baseline(self, sums: Tensor) -> None:
         """Every data-parallel rank that has the last stage puts its part together with those of the others."""
         baseline = self._last.objective.baseline
         if baseline is not None and self._last.model.head is not None:
@@ -190,7 +190,7 @@ class Stages:
         return self._runners[key]
 
 
-def most_alive(actions: tuple[Action, ...], stage: int) -> int:
+def max_in_flight(actions: tuple[Action, ...], stage: int) -> int:
     """Micro-batches of `stage` whose backward is still to come at once, at most; 0 where it has no backward."""
     if not any(action.op == "B" and action.stage == stage for action in actions):
         return 0

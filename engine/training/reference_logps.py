@@ -29,7 +29,7 @@ from engine.training.data import RunData, loader_options
 from engine.training.evaluate import group_size, groups
 
 
-def know_references(
+def load_references(
     config: RunConfig,
     training: Training,
     data: RunData,
@@ -97,18 +97,18 @@ def compute_references(
             read = min(read + sum(batch.num_rows for batch in group) * mesh.dp.size, len(dataset))  # without fillers
             progress.advance(read - told)
             told = read
-    logps = all_reduce(all_reduce(found, mesh.dp), mesh.pp).cpu().numpy()
-    if not np.isfinite(logps).all():
+    numbers: NDArray[np.float32] = all_reduce(all_reduce(found, mesh.dp), mesh.pp).cpu().numpy()
+    if not np.isfinite(numbers).all():
         raise UserError(
-            f"the model that the run starts from gives {int((~np.isfinite(logps)).sum())} of {len(logps)} answers of "
-            f"the {name} data no finite likelihood, so that nothing can be compared with it: look at its weights, or "
-            "set model.dtype to float32."
+            f"the model that the run starts from gives {int((~np.isfinite(numbers)).sum())} of {len(numbers)} answers "
+            f"of the {name} data no finite likelihood, so that nothing can be compared with it: look at its weights, "
+            "or set model.dtype to float32."
         )
-    return logps
+    return numbers
 
 
 def _found(path: Path, resumed: Path) -> Path:
-    """The file of this run, or of the run that is gone on from. Collective."""
+    """Finds the file of this run, or of the run that is resumed. Collective."""
     other = resumed.parents[1] / path.name
     found = broadcast_object(next((str(one) for one in (path, other) if one.is_file()), None))
     if found is None:
@@ -140,4 +140,5 @@ def _read(path: Path, dataset: TokenDataset) -> NDArray[np.float32]:
             f"{path} belongs to other data than the run's: give the data that the run started with, or choose another "
             "checkpoint.dir."
         )
-    return logps.numpy()
+    numbers: NDArray[np.float32] = logps.numpy()
+    return numbers

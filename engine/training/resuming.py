@@ -1,4 +1,4 @@
-"""Where a run goes on from: what its checkpoint says, what has changed since, and whether anything is left to do."""
+"""Resuming: what the checkpoint says, what has changed since, and whether anything is left to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.training.evaluations import ending
 
 
 class RunComplete(Exception):
-    """There is nothing left to do; the message says why, and what to do instead."""
+    """Raised where nothing is left to do; the message says why, and what to do instead."""
 
     def __init__(self, sentence: str, *, step: int, run_dir: Path) -> None:
         super().__init__(sentence)
@@ -26,7 +26,7 @@ class RunComplete(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingPoint:
-    """What a checkpoint says of the run that left it.
+    """The state of a run as its checkpoint has it.
 
     Args:
         path: of the checkpoint.
@@ -57,7 +57,7 @@ class StartingPoint:
         )
 
     def differences(self, config: RunConfig, course: Course, order: DataOrder, data: str) -> list[str]:
-        """A sentence for everything that is not as it was and changes what comes out.
+        """Returns a sentence for everything that has changed and changes the results.
 
         Args:
             config, course, order, data: of the run now.
@@ -74,7 +74,7 @@ class StartingPoint:
         return found
 
     def completion(self, config: RunConfig, course: Course, best: BestLoss) -> str | None:
-        """Why nothing is left to do, in a sentence; None where something is.
+        """Says why nothing is left to do; None where something is.
 
         Args:
             best: what all evaluations came to.
@@ -95,7 +95,7 @@ class StartingPoint:
         return f"this run is complete ({reason}): nothing to do; choose another checkpoint.dir to train anew{more}"
 
     def best_with(self, evaluated: float, *, min_delta: float) -> BestLoss:
-        """What evaluations came to, with one after `step` steps that the checkpoint may not know of."""
+        """Adds the evaluation after `step` steps, which the checkpoint may not know of, to the others."""
         best = BestLoss.of_state(self.best.state())
         best.take(self.step, evaluated, min_delta=min_delta)
         return best

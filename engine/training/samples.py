@@ -107,11 +107,16 @@ class TextSamples:
         dataset = TokenDataset.from_documents([(ids, [False] * len(ids)) for ids in texts], seq_length=longest)
         batches = [
             rank_batch(
-                dataset, [row], [row], pad_multiple=self._pad_multiple, pad_token=0, context_size=self._cp.size,
+                dataset,
+                [row],
+                [row],
+                pad_multiple=self._pad_multiple,
+                pad_token=0,
+                context_size=self._cp.size,
                 context_rank=self._cp.rank,
             )
             for row in range(len(texts))
-        ]  # fmt: skip
+        ]
         lasts = [row * longest + len(ids) - 1 for row, ids in enumerate(texts)]
 
         def choose(model: Decoder, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
@@ -128,7 +133,8 @@ class TextSamples:
         tokens = torch.zeros(len(texts), dtype=torch.int64, device=stages.step.device)
         if found is not None:
             tokens = all_reduce(torch.cat(found), mesh.cp)
-        return all_reduce(tokens, mesh.pp).tolist()
+        chosen: list[int] = all_reduce(tokens, mesh.pp).tolist()
+        return chosen
 
 
 def quoted(text: str) -> str:

@@ -1,11 +1,11 @@
-"""When a run is saved, who writes, and what the person watching hears of it."""
+"""Saves a run: who writes, and what is logged of it."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.saver import SaveGroup, Saver, SaveReport
@@ -15,6 +15,7 @@ from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.checkpoint import CheckpointOptions
 from engine.config.run import RunConfig
 from engine.distributed.collectives import gather_objects
+from engine.distributed.failures import CommunicationError
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
@@ -25,9 +26,14 @@ from engine.training.best import BestLoss
 from engine.training.build import Training
 from engine.training.state import state_contents, state_tensors
 
+_SECONDS_FOR_A_SAVE = 30.0
+"""What a checkpoint that is being written gets to be finished, where the run ends with an error."""
+
 
 class StateSaver:
     """Saves one run on this rank. Collective: every rank makes one before the first step.
+
+    Leaving it as a context manager waits for a save under way where the run ends with an error.
 
     Left-over temporary folders of earlier runs are deleted here, by rank 0.
 
@@ -93,7 +99,7 @@ class StateSaver:
             last: training ends here.
 
         Returns:
-            The seconds for which the training stood still.
+            The seconds for which training was paused.
 
         Raises:
             UserError: the last checkpoint could not be saved.
@@ -113,7 +119,7 @@ class StateSaver:
             self.report()
 
     def note_best(self, step: int, loss: float) -> None:
-        """The evaluation after `step`, whose checkpoint may be there already, had the lowest loss so far."""
+        """Notes that the evaluation after `step`, whose checkpoint may be there already, had the lowest loss so far."""
         if self._is_first and (checkpoint_folder(self._run_dir, step) / MANIFEST).is_file():
             try:
                 mark_best(self._run_dir, step, loss)
@@ -133,15 +139,20 @@ class StateSaver:
             raise UserError("the last checkpoint could not be saved, see above: correct that, and start the run again.")
 
     def report(self) -> None:
-        """Says what became of saves that have ended; costs nothing where none has."""
+        """Logs what became of saves that have ended; costs nothing where none has."""
         for report in self._saver.take_reports():
             if self._is_first:
                 self._tell(report)
 
-    def leave(self, seconds: float) -> None:
-        """Gives a save under way so long to end, where the run ends with an error."""
-        self._saver.wait(seconds)
-        self.report()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Gives a save under way some time to end where the run ends with an error; none where a rank is lost, whose
+        part would never come."""
+        if kind is not None and not issubclass(kind, CommunicationError):
+            self._saver.wait(_SECONDS_FOR_A_SAVE)
+            self.report()
 
     def _make_room(self, tensors: list[NamedShard]) -> Snapshot | None:
         needed = snapshot_bytes(tensors)

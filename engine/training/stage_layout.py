@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds, and the schedule that fits what is trained."""
+"""Plans which layers each pipeline stage holds, and the schedule that fits what is trained."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from engine.training.stage_layout import Partition, plan_partition
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """What is known of the model before it is built.
+    """A model that is known, but not built yet.
 
     Args:
         model: its description.
@@ -41,7 +41,7 @@ class ModelSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPlan:
-    """What a run does with its model, found to fit the layout.
+    """The plan of what a run does with its model, found to fit the layout.
 
     Args:
         modules: what each module does.
@@ -73,7 +73,7 @@ def model_source(config: RunConfig) -> ModelSource:
 
 
 def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> ModelPlan:
-    """What the run does with the model, once it is known that the model fits the layout.
+    """Plans what the run does with the model, and checks that the model fits the layout.
 
     Raises:
         UserError: a pattern that matches nothing, sizes that do not divide over the ranks, layers that cannot be

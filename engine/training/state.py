@@ -1,4 +1,4 @@
-"""A run's training state: what is saved of it, and going on from what was saved.
+"""A run's training state: what is saved of it, and how it is loaded again.
 
 A checkpoint holds what training changed (fp32 masters and moments of adapters and trained parameters) and where the
 run stood; the frozen base is referred to by path and fingerprint.
@@ -27,7 +27,7 @@ from engine.training.start_model import ModelPlan, ModelSource
 
 
 def state_tensors(training: Training) -> list[NamedShard]:
-    """What this rank saves: masters and moments, in the memory that training changes."""
+    """Returns what this rank saves: masters and moments, in the memory that training changes."""
     optimizer = training.optimizer
     # where nothing is sharded, other data-parallel copies hold the same numbers; the first copy writes
     writes = optimizer.flat.is_sharded or training.mesh.dp_cp.rank == 0
@@ -44,7 +44,7 @@ def state_contents(
     tokenizer: TrainedTokenizer,
     best: BestLoss,
 ) -> TrainingContents:
-    """What a checkpoint holds beside tensors; all but the step is for the rank that writes it down.
+    """Returns what a checkpoint holds apart from tensors; all but the step is for the rank that writes it.
 
     Args:
         step: steps taken.
@@ -91,7 +91,7 @@ def check_state(
     plan: ModelPlan,
     say: Callable[[str], None] | None = None,
 ) -> TrainingCheckpoint:
-    """Opens a checkpoint to go on from; reads no tensor of it.
+    """Opens a checkpoint to resume from; reads no tensor of it.
 
     Args:
         say: gets a line where the base cannot be compared with all of what the checkpoint was trained on.

@@ -48,7 +48,7 @@ class TrainStep:
 
     @property
     def stages(self) -> Stages:
-        """What forward and backward go through."""
+        """The stages that forward and backward go through."""
         return self._stages
 
     def with_stages(self, stages: Stages) -> TrainStep:
@@ -76,7 +76,7 @@ class TrainStep:
         return means
 
     def __call__(self, batches: list[Batch], target_count: float, lr: float) -> StepResult:
-        """One step on this rank's micro-batches.
+        """Takes one step on this rank's micro-batches.
 
         Args:
             batches: as the loader gives them.
@@ -92,7 +92,7 @@ class TrainStep:
         self._lr.fill_(lr)
 
     def on_device(self, batches: list[Batch]) -> StepResult:
-        """The step that was prepared."""
+        """Launches the step that was prepared."""
         self.phases.begin()
         figures = self._gradients(batches)
         loss_scale = self._optimizer.loss_scale

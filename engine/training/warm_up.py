@@ -20,7 +20,7 @@ from engine.runtime.launch import Launch
 from engine.telemetry.format import format_duration
 from engine.telemetry.log import Log
 from engine.training.build import Training
-from engine.training.data import loader_options, place_in_data
+from engine.training.data import data_position, loader_options
 
 
 def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> None:
@@ -44,7 +44,7 @@ def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> 
 
 
 def _synthetic_loader(config: RunConfig, launch: Launch, *, vocabulary: int) -> DataLoader:
-    """Full rows of one document each, of tokens that mean nothing, as this rank would get them."""
+    """Makes full rows of one document each, of tokens that mean nothing, as this rank would get them."""
     length = config.data.seq_length
     rows = gradient_accumulation_steps(config, launch.world_size) * config.train.micro_batch_size
     rows *= data_parallel_size(config, launch.world_size)
@@ -54,7 +54,7 @@ def _synthetic_loader(config: RunConfig, launch: Launch, *, vocabulary: int) -> 
     offsets = np.arange(rows + 1, dtype=np.int64) * length
     filled = config.data.fills_rows
     dataset = TokenDataset(tokens.astype(np.int32), targets, offsets, seq_length=length, packing=filled)
-    place = place_in_data(config, launch)
+    place = data_position(config, launch)
     return DataLoader(
         dataset,
         global_batch_size=config.train.global_batch_size,
@@ -66,7 +66,7 @@ def _synthetic_loader(config: RunConfig, launch: Launch, *, vocabulary: int) -> 
 
 
 class _State:
-    """What steps change, on this rank, copied."""
+    """A copy of what steps change, on this rank."""
 
     def __init__(self, training: Training) -> None:
         optimizer = training.optimizer

@@ -1,4 +1,4 @@
-"""What the parameters of a run start with: a checkpoint, a PEFT adapter, or numbers drawn anew."""
+"""Fills the parameters of a run at its start: from a checkpoint, a PEFT adapter, or the random generator."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def fill_parameters(
     weights: SpreadWeights,
     log: Log,
 ) -> None:
-    """Weights from the checkpoint (or drawn), adapters fresh or from PEFT. Trained tensors are filled in their fp32
-    masters, so that nothing is rounded to the compute dtype on the way."""
+    """Fills weights from the checkpoint (or draws them), and adapters fresh or from PEFT. Trained tensors are
+    filled in their fp32 masters, so that nothing is rounded to the compute dtype on the way."""
     masters = flat.master_shards()
     frozen = [part for entry in entries if entry.sink is None for part in weights.parts(entry)]
     base = frozen + [shard for shard in masters if shard.name.rpartition(".")[2] not in LORA_LEAVES]

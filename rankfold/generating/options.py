@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from engine.choices import BASE_DTYPES
 from engine.config.command_line import CommandLine, json_mapping
-from engine.config.model import BASE_DTYPES, DTYPES, KERNELS
+from engine.config.model import DTYPES, KERNELS
 from engine.config.paths import path_text
 from engine.config.units import read_length, read_step
 from engine.errors import UserError

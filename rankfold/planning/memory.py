@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 
-from engine.config.memory import RECOMPUTE_LEVELS
+from engine.choices import RECOMPUTE_LEVELS
 from engine.config.model import DTYPES
 from engine.config.paths import path_text
 from engine.config.units import read_count, read_gib, read_length

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from engine.checkpoint.model_folder import open_model
+from engine.choices import RECOMPUTE_LEVELS
 from engine.config.data import DataOptions
 from engine.config.hub import instead_of
 from engine.config.lora import LoraOptions
 from engine.config.matching import BLOCK_LINEARS
-from engine.config.memory import RECOMPUTE_LEVELS
 from engine.config.model import ModelOptions
 from engine.config.objective import ObjectiveOptions
 from engine.config.run import RunConfig

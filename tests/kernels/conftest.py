@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
 
 import pytest
 
-from engine.kernels.native.loader import select
+from engine.kernels.native import loader
 from tests.kernels.comparing import INTERPRETED
 from tests.kernels.launches import refuse_none_in_tuples
 from tests.kernels.native_support import INSTRUCTION_SETS
@@ -71,8 +70,6 @@ def _check_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled kernels for one of the processor's instruction sets, each in turn."""
-    select(request.param)
-    yield
-    select(None)
+    monkeypatch.setattr(loader, "best_instruction_set", lambda: request.param)

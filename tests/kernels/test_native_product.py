@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.native.loader import select
+from engine.kernels.native import loader
 from engine.kernels.native.product import FEWEST, has_tiles, multiply, multiply_by_tiles, product
 from tests.kernels.native_support import (
     INSTRUCTION_SETS,
@@ -36,16 +36,14 @@ Multiply = Callable[..., Tensor]
 
 
 @pytest.fixture(params=(*INSTRUCTION_SETS, "tiles"))
-def kernel(request: pytest.FixtureRequest) -> Iterator[Multiply]:
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Multiply:
     """Each kernel that this processor can run."""
     if request.param == "tiles":
         if not has_tiles():
             pytest.skip("this processor, system or compiler has no AMX tiles")
-        yield multiply_by_tiles
-        return
-    select(request.param)
-    yield multiply
-    select(None)
+        return multiply_by_tiles
+    monkeypatch.setattr(loader, "best_instruction_set", lambda: request.param)
+    return multiply
 
 
 def _operands(rows: int, columns: int, depth: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from engine.pipeline.schedules import make_schedule
 from engine.training.cuda_graph.build import check_graphs
 from engine.training.cuda_graph.capture import GraphCounts
 from engine.training.cuda_graph.static_batch import StaticBatch, document_capacity
-from engine.training.rank_stages import most_alive
+from engine.training.rank_stages import max_in_flight
 from tests.distributed.cases import make_batch
 from tests.graph_training import CASES, CPU, LENGTH, ON_DEVICE, SHAPE, graph_config
 from tests.memory_models import build_with
@@ -133,24 +133,24 @@ def test_what_fits():
 
 def test_capacity():
     common = {"rows": 2, "uniform": False}
-    assert document_capacity(None, most_in_a_row=5, **common) == 10
-    assert document_capacity(None, most_in_a_row=500, **common) == 64
-    assert document_capacity(None, rows=2, most_in_a_row=500, uniform=True) == 1000
-    assert document_capacity(7, most_in_a_row=500, **common) == 7
+    assert document_capacity(None, max_documents_per_row=5, **common) == 10
+    assert document_capacity(None, max_documents_per_row=500, **common) == 64
+    assert document_capacity(None, rows=2, max_documents_per_row=500, uniform=True) == 1000
+    assert document_capacity(7, max_documents_per_row=500, **common) == 7
     with pytest.raises(UserError, match="memory.graph_documents is 1, .* 2 rows"):
-        document_capacity(1, most_in_a_row=5, **common)
+        document_capacity(1, max_documents_per_row=5, **common)
     with pytest.raises(UserError, match="memory.graph_documents is 64, .* set memory.graph_documents to 100 or null"):
-        document_capacity(64, rows=2, most_in_a_row=50, uniform=True)
+        document_capacity(64, rows=2, max_documents_per_row=50, uniform=True)
 
 
 def test_slots_are_as_many_as_micro_batches_wait_for_their_backward():
     """1F1B keeps at most p - s micro-batches on stage s (Narayanan et al., arXiv 2104.04473, section 2.2)."""
     for ranks, micro in ((1, 4), (2, 4), (4, 8), (4, 2)):
         schedule = make_schedule("1f1b", ranks, 1, micro, 0)
-        found = [most_alive(schedule.actions[rank], rank) for rank in range(ranks)]
+        found = [max_in_flight(schedule.actions[rank], rank) for rank in range(ranks)]
         assert found == [min(ranks - rank, micro) for rank in range(ranks)]
     upper = make_schedule("1f1b", 2, 1, 4, 1)
-    assert [most_alive(upper.actions[rank], rank) for rank in range(2)] == [0, 1]
+    assert [max_in_flight(upper.actions[rank], rank) for rank in range(2)] == [0, 1]
 
 
 # What is refused, and what is said.

@@ -17,6 +17,7 @@ LEVELS = {
     "engine.errors": 0,
     "engine.kernels": 1,
     "engine.batch": 1,
+    "engine.choices": 1,
     "engine.files": 1,
     "engine.printable": 1,
     "engine.zigzag": 1,
@@ -43,7 +44,7 @@ LEVELS = {
     "examples": 11,
     "tests": 12,
 }
-FOR_ALL = ("engine.errors", "engine.batch", "engine.files", "engine.printable", "engine.zigzag")
+FOR_ALL = ("engine.errors", "engine.batch", "engine.choices", "engine.files", "engine.printable", "engine.zigzag")
 """Records and helpers that every part of the engine may name, also on their own level."""
 
 SOURCES = sorted(

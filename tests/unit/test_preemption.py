@@ -93,7 +93,7 @@ def test_a_rank_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) ->
 
 SCRIPT = """
 import sys, time
-from engine.training import preemption
+from engine.runtime import preemption
 preemption.SAME_SECONDS = 0.5
 one = preemption.Preemption(rank=0, world_size=1, say=lambda line: print(line, flush=True))
 one.listen()

@@ -1,8 +1,8 @@
 """Finds, checks and loads the compiled CPU kernels; says why when there are none.
 
 The libraries are built by csrc/build.py, one for each instruction set. They are loaded after torch and take their
-OpenMP runtime from it: two runtimes in one process would fight for the cores. Nothing here falls back: the caller asks
-`native_status()` and chooses.
+OpenMP runtime from it: two runtimes in one process would fight for the cores. Nothing here decides to do without: the
+caller asks `native_status()` and chooses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeStatus:
-    """The state of the compiled kernels: usable, or why not.
+    """Whether the kernels can run.
 
     Args:
         available: whether they can.
@@ -49,14 +49,14 @@ class _Unavailable(Exception):
 
 @cache
 def best_instruction_set() -> str:
-    """Returns this processor's best instruction set, as torch judges it."""
+    """What this processor has, as torch judges it."""
     return _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), "baseline")
 
 
 def _openmp_paths() -> list[str]:
-    """Returns the OpenMP runtimes that torch has brought, or failing that, all that are mapped into this process.
+    """OpenMP runtimes that torch has brought, or failing that, all that are mapped into this process.
 
-    Other libraries (sentencepiece is one) may bring a runtime of their own; the kernels do not use theirs.
+    Other libraries (sentencepiece is one) may bring a runtime of their own; theirs is none of the kernels' business.
     """
     paths: list[str] = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
@@ -68,7 +68,7 @@ def _openmp_paths() -> list[str]:
 
 
 def _current_digest() -> str | None:
-    """Returns the hash of the sources beside this package; None where there are none."""
+    """Hash of the sources beside this package; None where there are none."""
     path = SOURCES / "build.py"
     if not path.is_file():
         return None
@@ -106,7 +106,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 @cache
 def _load(instruction_set: str) -> tuple[ctypes.CDLL | None, NativeStatus]:
-    """Returns the library and its status; tried once."""
+    """The library and what is to be said of it; tried once."""
     try:
         loaded = _open(FOLDER / f"libkernels_{instruction_set}.so")
     except _Unavailable as error:
@@ -115,30 +115,18 @@ def _load(instruction_set: str) -> tuple[ctypes.CDLL | None, NativeStatus]:
     return loaded, NativeStatus(available=True, reason=reason, instruction_set=instruction_set)
 
 
-_selected: list[str] = []
-
-
-def select(instruction_set: str | None) -> None:
-    """Uses another instruction set than the best one; for tests and benchmarks. None goes back to the best."""
-    _selected[:] = [] if instruction_set is None else [instruction_set]
-
-
-def _chosen() -> str:
-    return _selected[0] if _selected else best_instruction_set()
-
-
 def native_status() -> NativeStatus:
-    """Returns whether the compiled kernels can be used, and if not, why."""
-    return _load(_chosen())[1]
+    """Whether the compiled kernels can be used, and if not, why."""
+    return _load(best_instruction_set())[1]
 
 
 def library() -> ctypes.CDLL:
-    """Returns the loaded library.
+    """The loaded library.
 
     Raises:
         UserError: where there is none.
     """
-    loaded, status = _load(_chosen())
+    loaded, status = _load(best_instruction_set())
     if loaded is None:
         raise UserError(status.reason)
     return loaded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.config.parallel import SCHEDULES
+from engine.choices import SCHEDULES
 from engine.errors import UserError
 from engine.pipeline.schedule import Action, Schedule
 from engine.pipeline.schedules.interleaved import interleaved
@@ -35,7 +35,7 @@ class ScheduleChoice:
     """The choice of a run's schedule.
 
     Args:
-        name: one of engine.config.parallel.SCHEDULES.
+        name: one of engine.choices.SCHEDULES.
         num_ranks: pipeline ranks.
         virtual: stages a rank.
         first_trainable_stage: stages below it have no backward.
@@ -72,7 +72,7 @@ def make_schedule(
     out, no gradient is sent there, and their forward keeps nothing.
 
     Args:
-        name: one of engine.config.parallel.SCHEDULES.
+        name: one of engine.choices.SCHEDULES.
         num_ranks: pipeline ranks.
         virtual: stages a rank: 1 for 1f1b and zb_h1, 2 for zb_v, at least 2 for interleaved, any for lora.
         num_microbatches: in a step.

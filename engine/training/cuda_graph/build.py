@@ -1,4 +1,4 @@
-"""From the options to a step that replays graphs, or a sentence that says why there can be none."""
+"""Builds a step that replays graphs from the options, or says in a sentence why there can be none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Graphs: TypeAlias = StepGraph | LayerGraphs
 
 
 def check_graphs(config: RunConfig, device: torch.device, attention: AttentionChoice, decoder: DecoderConfig) -> None:
-    """Whether this machine and this model's attention allow the graphs that are asked for.
+    """Checks that this machine and this model's attention allow the graphs that are asked for.
 
     Raises:
         UserError: they do not; says why.
@@ -59,7 +59,7 @@ def build_graphs(
     data_ranks: int,
     most_documents: int | None,
 ) -> Graphs | None:
-    """What the loop calls in place of `step`; None where memory.cuda_graph is none.
+    """Builds what the loop calls in place of `step`; None where memory.cuda_graph is none.
 
     Args:
         device: the GPU; see `check_graphs`.
@@ -77,7 +77,7 @@ def build_graphs(
     capacity = document_capacity(
         config.memory.graph_documents,
         rows=rows,
-        most_in_a_row=most_documents,
+        max_documents_per_row=most_documents,
         uniform=graph == "step" and data_ranks > 1,
     )
     shape = StaticShape(rows=rows, length=config.row_length, documents=capacity)

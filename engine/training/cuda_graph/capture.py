@@ -31,7 +31,7 @@ Captured = Callable[[], tuple[Tensor, ...]]
 
 
 class Replayable(Protocol):
-    """What was captured.
+    """A captured function.
 
     `outputs` are what the function returned while it was captured; a replay writes the same tensors again.
     """
@@ -46,7 +46,7 @@ class Capture(Protocol):
     """A way to capture."""
 
     def running(self) -> AbstractContextManager[None]:
-        """Around all work of a run that captures: makes the stream of captures the current one."""
+        """Makes the stream of captures the current one; to be entered around all work of a run that captures."""
 
     def new_pool(self) -> Any:
         """Memory that captures share which are replayed in the order in which they were captured."""
@@ -95,7 +95,7 @@ class CudaCapture:
 
 @dataclass(slots=True)
 class GraphCounts:
-    """What was replayed, and what was not.
+    """Counts of what was replayed, and what was not.
 
     Args:
         unit: of the counts.

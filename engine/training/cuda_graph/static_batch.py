@@ -90,24 +90,24 @@ class StaticBatch:
         offsets[count:].fill_(batch.num_tokens)
 
 
-def most_in_a_row(dataset: TokenDataset) -> int:
+def max_documents_per_row(dataset: TokenDataset) -> int:
     """Documents in the row that has most of them."""
     return int(np.diff(dataset.rows.offsets).max())
 
 
-def document_capacity(asked: int | None, *, rows: int, most_in_a_row: int, uniform: bool) -> int:
-    """How many documents a graph's micro-batch has room for.
+def document_capacity(asked: int | None, *, rows: int, max_documents_per_row: int, uniform: bool) -> int:
+    """Returns how many documents a graph's micro-batch has room for.
 
     Args:
         asked: memory.graph_documents.
         rows: of a micro-batch.
-        most_in_a_row: documents in any row of the training data.
+        max_documents_per_row: documents in any row of the training data.
         uniform: whether several ranks replay one collective together, so that all of them must fit, or none.
 
     Raises:
         UserError: less is asked for than the data needs, where every micro-batch must fit.
     """
-    most = rows * most_in_a_row
+    most = rows * max_documents_per_row
     if asked is None:
         return most if uniform else min(most, rows * DOCUMENTS_PER_ROW)
     if uniform and asked < most:

@@ -1,1 +1,1 @@
-"""What watches a run: live adapters, equal replicas, spikes, and where numbers stopped being finite."""
+"""The guards of a run: live adapters, equal replicas, spikes, and where numbers stopped being finite."""

@@ -1,4 +1,4 @@
-"""Whether every adapter learns: both factors had a gradient, the masters moved, and the model computes with what moved.
+"""Checks that every adapter learns: both factors had a gradient, the masters moved, and the model uses what moved.
 
 Nothing is added to the step for it. AdamW's first moment is zero exactly as long as no finite gradient but zeros has
 arrived, and one of an earlier run would fall by beta1 a step; so two looks at it tell, whoever computed the gradients
@@ -138,8 +138,8 @@ class LivenessGuard:
 
     @torch.no_grad()
     def verdict(self) -> list[Dead] | None:
-        """What does not learn anywhere in the run, the same list on all ranks; None where fewer than two updates were
-        applied between the first step with a learning rate and the first look, so that nothing can be said.
+        """Lists what does not learn anywhere in the run, the same on all ranks; None where fewer than two updates
+        were applied between the first step with a learning rate and the first look, so that nothing can be said.
         Collective; waits for the device.
         """
         first, middle, last = self._first, self._middle, self._last
@@ -170,8 +170,9 @@ class LivenessGuard:
             elif not moved:
                 dead.append(Dead(entry.name, "had a gradient and was not updated", self._world.rank))
             elif not read:
-                dead.append(Dead(entry.name, "was updated, but the model still computes with its first value",
-                                 self._world.rank))  # fmt: skip
+                dead.append(
+                    Dead(entry.name, "was updated, but the model still computes with its first value", self._world.rank)
+                )
         everyones: list[Dead] = []
         for found in gather_objects(dead, self._world):
             assert isinstance(found, list)
@@ -184,7 +185,7 @@ def _stacked(values: list[Tensor], zero: Tensor) -> Tensor:
 
 
 def sentence(step: int, dead: Sequence[Dead]) -> str:
-    """What the looks saw."""
+    """Describes what the looks saw."""
     by_fault: dict[tuple[str, str], list[int]] = {}
     for one in dead:
         by_fault.setdefault((one.name, one.what), []).append(one.rank)

@@ -1,4 +1,4 @@
-"""Where a step stopped being finite: its micro-batches are computed once more, and looked at module by module.
+"""Locates where a step stopped being finite: its micro-batches are recomputed and looked at module by module.
 
 The second computation is the step's own, with its dropout, on weights that are at most a few updates younger (a step
 that is not finite changes none). Forward is looked at in the order of the model, then backward in the other one, in
@@ -34,7 +34,7 @@ _EMBEDDING, _END = -1, 1 << 30
 
 
 class Place(NamedTuple):
-    """Where a number that is not finite was seen. The order of places is that of the computation.
+    """A place where a number that is not finite was seen. The order of places is that of the computation.
 
     Args:
         phase: forward or backward.
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 class Located(NamedTuple):
-    """What the second computation found.
+    """The findings of the recomputation.
 
     Args:
         first: the first places, which differ in nothing but the rank; none where everything was finite this time.

@@ -1,4 +1,4 @@
-"""Whether ranks that hold copies of a tensor hold the same bits.
+"""Checks that ranks that hold copies of a tensor hold the same bits.
 
 Who holds copies of what is read off each parameter's ShardSpec; what is not spread over them is a copy on all ranks of
 dp x cp, too. Encoded weights are compared as they are stored, unless their memory is spread or waits in host memory.
@@ -30,7 +30,7 @@ NAMED = 3
 
 
 class Difference(NamedTuple):
-    """What copies of one thing look like.
+    """A difference between copies of one thing.
 
     Args:
         what: a parameter, or a number of the run.
@@ -128,7 +128,7 @@ class ReplicaGuard:
         return self._weights is not None and self._weights.storage(entry.parameter) is not None
 
     def tensors(self, entry: ShardEntry) -> list[Tensor]:
-        """What of the parameter lies on this rank."""
+        """Returns what of the parameter lies on this rank."""
         return [entry.parameter.data] if self._weights is None else [part.tensor for part in self._weights.parts(entry)]
 
     @torch.no_grad()
@@ -169,12 +169,12 @@ class ReplicaGuard:
         return PendingComparison(step=step, gathered=tuple(gathered), num_different=different, handle=handle)
 
     def finish(self, pending: PendingComparison) -> list[Difference]:
-        """What differs anywhere in the run, the same list on all ranks. Collective where something does."""
+        """Returns what differs anywhere in the run, the same list on all ranks. Collective where something does."""
         pending.handle.wait()
         if not int(pending.num_different):
             return []
         mine = [difference for gathered in pending.gathered for difference in self._differences(gathered)]
-        everyones = {}
+        everyones: dict[Difference, None] = {}
         for found in gather_objects(mine, self._world):
             assert isinstance(found, list)
             everyones |= {Difference(*one): None for one in found}
@@ -201,7 +201,7 @@ class ReplicaGuard:
 
 
 def sentence(step: int, differences: Sequence[Difference]) -> str:
-    """What a comparison saw."""
+    """Describes what a comparison saw."""
     named = "; ".join(difference.text() for difference in differences[:NAMED])
     more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
     when = "before the first step" if step == 0 else f"after step {step}"

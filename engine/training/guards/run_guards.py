@@ -104,9 +104,9 @@ class Guards:
         self._locator = Locator(step, optimizer.flat, self._entries, self._replicas, world)
         self._unread: deque[StepSeen] = deque()
         self._max_skipped_steps, self._skipped_in_a_row, self._located = max_skipped_steps, 0, 0
-        limits = {"window": options.spike_window, "deviations": options.spike_deviations}
-        self._losses = RunningLimit(**limits, least=LEAST_LOSS, logarithms=False)
-        self._norms = RunningLimit(**limits, least=LEAST_NORM, logarithms=True)
+        window, deviations = options.spike_window, options.spike_deviations
+        self._losses = RunningLimit(window=window, deviations=deviations, least=LEAST_LOSS, logarithms=False)
+        self._norms = RunningLimit(window=window, deviations=deviations, least=LEAST_NORM, logarithms=True)
         self._loss_limit = self._norm_limit = NO_LIMIT
         self._comparison: PendingComparison | None = None
         self._comparisons, self._compared = 0, -1
@@ -142,7 +142,7 @@ class Guards:
         if len(self._unread) > KEPT_BATCHES:
             old = self._unread[-1 - KEPT_BATCHES]
             self._unread[-1 - KEPT_BATCHES] = replace(old, batches=[])
-        self._look_for_life(seen)
+        self._check_adapters(seen)
         if self._compares and self._is_due(seen.step):
             self._compare(seen)
 
@@ -197,9 +197,9 @@ class Guards:
         skipped = not finite or loss > seen.loss_limit or norm > seen.norm_limit
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if not finite:
-            self._say_not_finite(seen, loss, norm)
+            self._report_non_finite(seen, loss, norm)
         elif self._options.spike_policy != "off":
-            self._say_spike(seen, loss, norm, skipped=skipped)
+            self._report_spike(seen, loss, norm, skipped=skipped)
         self._losses.add(loss)
         self._norms.add(norm)
         if self._skipped_in_a_row >= self._max_skipped_steps:
@@ -227,7 +227,7 @@ class Guards:
             )
         return True
 
-    def _say_not_finite(self, seen: StepSeen, loss: float, norm: float) -> None:
+    def _report_non_finite(self, seen: StepSeen, loss: float, norm: float) -> None:
         text = f"step {seen.step}: loss {loss}, gradient norm {norm}: not finite, the update was skipped"
         # of several in a row the first one tells
         if self._options.locate_non_finite and self._skipped_in_a_row == 1 and self._located < MAX_LOCATED:
@@ -241,8 +241,8 @@ class Guards:
             )
         self._say(text)
 
-    def _say_spike(self, seen: StepSeen, loss: float, norm: float, *, skipped: bool) -> None:
-        leaps = [
+    def _report_spike(self, seen: StepSeen, loss: float, norm: float, *, skipped: bool) -> None:
+        spikes = [
             f"{what} is {figure:.4g}, where the median of recent steps is {limit.middle():.4g} and {most:.4g} would "
             "still be usual"
             for what, figure, limit, most in (
@@ -251,15 +251,15 @@ class Guards:
             )
             if figure > most or (skipped and figure > (seen.loss_limit if limit is self._losses else seen.norm_limit))
         ]
-        if not leaps:
+        if not spikes:
             return
-        text = f"step {seen.step}: {'; '.join(leaps)}" + ("; the update was skipped" if skipped else "")
+        text = f"step {seen.step}: {'; '.join(spikes)}" + ("; the update was skipped" if skipped else "")
         if self._options.spike_policy == "stop":
             raise UserError(f"{text}: lower optim.lr, look at the data, or set guards.spike_policy to warn or skip.")
         self._say(text)
 
     def _set_limits(self) -> None:
-        """Writes what the device will compare the next step with; a number in a tensor, nobody waits."""
+        """Writes what the device will compare the next step with; a number in a tensor, without a wait."""
         if self._options.spike_policy not in ("skip", "stop"):
             return
         self._loss_limit, self._norm_limit = self._losses.limit(), self._norms.limit()
@@ -288,7 +288,7 @@ class Guards:
         self._compared = seen.step
 
     def _numbers(self, consumed: int, seen: StepSeen | None = None) -> dict[str, Tensor]:
-        """What of the run is the same on all ranks, beside parameters."""
+        """Returns what is the same on all ranks apart from parameters."""
         optimizer, host = self._optimizer, torch.tensor([consumed, self._seed])
         numbers = {
             "the data cursor": host[0],
@@ -323,7 +323,7 @@ class Guards:
 
     # adapters
 
-    def _look_for_life(self, seen: StepSeen) -> None:
+    def _check_adapters(self, seen: StepSeen) -> None:
         guard = self._liveness
         if guard is None or guard.is_over:
             return

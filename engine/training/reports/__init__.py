@@ -1,1 +1,1 @@
-"""What a run says and records of itself: a summary, a forecast, figures, parts of steps, traces."""
+"""Reports of a run: its steps, a summary, a memory forecast, metrics, phases of steps, traces."""

@@ -1,4 +1,4 @@
-"""What a device computes at most, measured once: the speed of a square product in the run's dtype."""
+"""Measures once what a device computes at most: the speed of a square product in the run's dtype."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the planner says that this run will hold, beside what it holds: one line at the start, and a warning where they
-differ.
+"""Compares the memory that the planner predicts with what the run holds: one line at the start, and a warning where
+they differ.
 
 The prediction is for rows as long as the longest one of the data. Only rank 0 predicts and speaks. A run that the
-planner cannot describe goes on without a prediction.
+planner cannot describe has no prediction.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run sees of itself beside its loss: memory and phases of each rank, bandwidth, utilisation, traces.
+"""Telemetry of one rank: memory, phases of steps, bandwidth, utilisation, traces.
 
 Each rank writes its own file; no rank and no device is waited for.
 """
@@ -44,7 +44,6 @@ class Observation:
 
     def __init__(self, config: RunConfig, launch: Launch, training: Training, run_dir: Path) -> None:
         self._config, self._launch, self._training = config, launch, training
-        self._file = RankFile(run_dir / TELEMETRY, launch.rank) if config.log.metrics else None
         self._traces = StepTraces(config.log.profile_steps, run_dir / TRACES, launch.rank)
         self._ceiling = self._measured_ceiling()
         self._trained = trained_work(training.source.model.decoder, training.plan.trained)
@@ -53,6 +52,8 @@ class Observation:
             sizes = {"parameters": whole, "trained": training.plan.num_trained()}
             text = json.dumps(_environment(launch, training, sizes, self._ceiling), indent=2)
             write_durably(run_dir / ENVIRONMENT, text)
+        # last, so that nothing is left open where the lines above fail
+        self._file = RankFile(run_dir / TELEMETRY, launch.rank) if config.log.metrics else None
         if config.log.communication:
             METER.start()
 
@@ -85,7 +86,7 @@ class Observation:
         return {"mfu": flops / seconds / self._launch.world_size / self._ceiling}
 
     def close(self) -> None:
-        """The run ends."""
+        """Closes the file, and ends traces and measurements."""
         METER.stop()
         self._traces.close()
         if self._file is not None:
@@ -113,7 +114,7 @@ class Observation:
 
 
 def _environment(launch: Launch, training: Training, sizes: dict[str, int], ceiling: float) -> dict[str, Any]:
-    """Which machine, which versions, which layout, which model; and when, in UTC."""
+    """Describes the machine, versions, layout and model, and when the run started, in UTC."""
     cuda = launch.device.type == "cuda"
     grid = training.mesh.grid
     choice = training.plan.partition.choice

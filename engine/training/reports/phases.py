@@ -1,4 +1,4 @@
-"""How the time of a step divides, by the device's own clock; nothing is waited for.
+"""Times the phases of a step by the device's own clock, without waiting for it.
 
 On a GPU an event is recorded where a phase ends, and read when a later step asks and it has passed. On a CPU the host's
 clock is the device's. A step that is captured or replayed as a graph has no phases.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 
-_Moment = float | torch.cuda.Event
+_Moment: TypeAlias = float | torch.cuda.Event
 
 
 class PhaseClock:

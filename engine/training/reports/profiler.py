@@ -1,4 +1,4 @@
-"""Traces of chosen steps by torch's profiler: files for chrome://tracing or Perfetto, one a rank and run of steps."""
+"""Traces of chosen steps by torch's profiler: files for chrome://tracing or Perfetto, one per rank and run of steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StepTraces:
         return path
 
     def close(self) -> None:
-        """Where the run ends within a trace, what there is of it is left out."""
+        """Drops a trace that the end of the run cuts off."""
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
             self._profile = None

@@ -1,4 +1,4 @@
-"""Where a run's figures are written: its own file, and the trackers that are told of them."""
+"""Opens what a run's metrics are written to: its own file, and the trackers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.telemetry.trackers import TrackedRun, TrackerChoice, Trackers, open_
 
 
 def tracker_choice(options: LogOptions) -> TrackerChoice:
-    """Which trackers the options ask for."""
+    """Returns which trackers the options ask for."""
     return TrackerChoice(
         tensorboard=options.tensorboard,
         wandb_project=options.wandb_project,
@@ -25,7 +25,7 @@ def tracker_choice(options: LogOptions) -> TrackerChoice:
 
 
 def open_run_trackers(config: RunConfig, run_dir: Path, log: Log) -> Trackers:
-    """The run's trackers, of which rank 0 alone has any.
+    """Opens the run's trackers, of which only rank 0 has any.
 
     Raises:
         UserError: one cannot start.
@@ -44,11 +44,8 @@ def open_run_trackers(config: RunConfig, run_dir: Path, log: Log) -> Trackers:
     return open_trackers(tracker_choice(config.log), run, log.warning)
 
 
-def open_metrics(config: RunConfig, run_dir: Path, log: Log, trackers: Trackers, *, known: int) -> MetricsWriter:
-    """The run's metrics; writes a copy of its configuration beside them. On rank 0 alone anything is written.
-
-    Args:
-        known: records of steps after this one are written again.
+def open_metrics(config: RunConfig, run_dir: Path, log: Log, trackers: Trackers) -> MetricsWriter:
+    """Opens the run's metrics, and writes a copy of its configuration beside them. Only rank 0 writes anything.
 
     Raises:
         UserError: a file cannot be written.
@@ -56,6 +53,4 @@ def open_metrics(config: RunConfig, run_dir: Path, log: Log, trackers: Trackers,
     if not log.enabled:
         return MetricsWriter(None)
     write_durably(run_dir / CONFIG, to_yaml(config))
-    metrics = MetricsWriter(run_dir / config.log.metrics if config.log.metrics else None, trackers)
-    metrics.truncate_after(known)
-    return metrics
+    return MetricsWriter(run_dir / config.log.metrics if config.log.metrics else None, trackers)

@@ -1,4 +1,4 @@
-"""What a run says of itself: before the first step and after the last."""
+"""What a run logs before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.training.module_plan import fusing_lines
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """What a finished run did. A loss is the mean over the target tokens of its own step or evaluation."""
+    """The results of a finished run. A loss is the mean over the target tokens of its own step or evaluation."""
 
     run_dir: Path
     steps: int

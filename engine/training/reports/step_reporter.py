@@ -1,0 +1,201 @@
+"""Reports each step to the metrics file, the progress line, the listener, the telemetry and the guards.
+
+The figures of a step lie on the device. They are read when the next step has been handed to it, so that the device does
+not wait for the host: a step is reported one step late, and the last one of the run when the loop has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from engine.config.log import LogOptions
+from engine.data.loader import DataLoader
+from engine.objectives.objective import figures_to_show
+from engine.objectives.stuck import StuckLoss
+from engine.telemetry.listener import RunListener
+from engine.telemetry.metrics import MetricsWriter
+from engine.telemetry.process_memory import peak_memory_bytes
+from engine.telemetry.progress import TrainProgress
+from engine.training.build import Training
+from engine.training.guards.run_guards import Guards, StepSeen
+from engine.training.reports.forecast import MemoryForecast
+from engine.training.reports.observation import Observation
+from engine.training.step import StepResult
+
+
+class RunClock:
+    """The clock of a run: seconds that leave out evaluations, samples and waits for saves."""
+
+    def __init__(self) -> None:
+        self._left_out = 0.0
+
+    def now(self) -> float:
+        """Seconds from any origin."""
+        return time.monotonic() - self._left_out
+
+    def leave_out(self, seconds: float) -> None:
+        """Takes out seconds that have just passed."""
+        self._left_out += seconds
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Leaves out what runs inside."""
+        begin = time.monotonic()
+        yield
+        self.leave_out(time.monotonic() - begin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A step whose figures are still on the device."""
+
+    step: int
+    result: StepResult
+    lr: float
+    consumed: int
+    rows: int
+    tokens: int
+    finished: float
+    """When it was handed to the device, on the run's clock."""
+
+
+class StepReporter:
+    """Reports the steps of one run on this rank. Every rank has one and makes the same calls.
+
+    Args:
+        options: how often steps are reported.
+        training: what is trained.
+        loader: the training data.
+        clock: of the run.
+        metrics, progress, listener: who is told.
+        observation: what this rank records of itself.
+        guards: are told of each step, and of its figures once they are read.
+        forecast: is compared with the memory that is held.
+    """
+
+    def __init__(
+        self,
+        options: LogOptions,
+        training: Training,
+        loader: DataLoader,
+        clock: RunClock,
+        *,
+        metrics: MetricsWriter,
+        progress: TrainProgress,
+        listener: RunListener,
+        observation: Observation,
+        guards: Guards,
+        forecast: MemoryForecast,
+    ) -> None:
+        self._every, self._training, self._loader, self._clock = options.every, training, loader, clock
+        self._metrics, self._progress, self._listener = metrics, progress, listener
+        self._observation, self._guards, self._forecast = observation, guards, forecast
+        self._stuck = StuckLoss(training.objective.loss_at_chance)
+        self._rounding = [part.saved for part in training.parts]
+        """Of which it is not known yet what rounding did; the first step shows it."""
+        self._unread: _Unread | None = None
+        self._since = clock.now()
+        self._rows, self._step_tokens = 0, 0
+        """Since the report before."""
+        self._stalled = 0.0
+        self.tokens = 0
+        """Tokens of the steps that were read in this start."""
+        self.losses: list[tuple[int, float]] = []
+        """Step and loss of those that were reported in this start."""
+
+    def start(self) -> None:
+        """Begins the time of the first report."""
+        self._since = self._clock.now()
+
+    def before(self, step: int) -> None:
+        """Is told that `step`, counted from 1, is about to be handed to the device."""
+        self._observation.step_begins(step)
+
+    def after(self, seen: StepSeen, *, rows: int, tokens: int) -> None:
+        """Is told that a step was handed to the device, and reports the step before it.
+
+        Args:
+            seen: the step.
+            rows, tokens: of its global batch.
+
+        Raises:
+            UserError: a guard saw what its policy stops at, or a file cannot be written.
+        """
+        if (traced := self._observation.step_launched(seen.step)) is not None:
+            self._progress.info(traced)
+        while self._rounding:
+            if (report := self._rounding.pop(0).take_report()) is not None:
+                self._progress.info(f"step {seen.step}: {report.line()}")
+        self._guards.after(seen)
+        self._read(
+            _Unread(seen.step, seen.result, seen.lr, seen.consumed, rows, tokens, finished=self._clock.now()),
+            last=False,
+        )
+
+    def catch_up(self, *, last: bool = False) -> None:
+        """Reports the newest step without waiting for another one, if it is one that log.every reports.
+
+        Args:
+            last: no step follows; it is reported whatever log.every says.
+
+        Raises:
+            UserError: as `after`.
+        """
+        self._read(None, last=last)
+
+    def _read(self, newest: _Unread | None, *, last: bool) -> None:
+        ready, self._unread = self._unread, newest
+        if ready is None:
+            return
+        self.tokens += ready.tokens
+        self._step_tokens += ready.tokens
+        self._rows += ready.rows
+        if ready.step % self._every == 0 or last:
+            self._report(ready, last=last)
+
+    def _report(self, ready: _Unread, *, last: bool) -> None:
+        loss, norm = float(ready.result.loss), float(ready.result.grad_norm)
+        self.losses.append((ready.step, loss))
+        rows, tokens, seconds = self._rows, self._step_tokens, ready.finished - self._since
+        self._since, self._rows, self._step_tokens = ready.finished, 0, 0
+        memory = peak_memory_bytes()
+        more = self._named_figures(ready.result)
+        seen = self._observation.report(step=ready.step, rows=rows, tokens=tokens, seconds=seconds)
+        stalled, self._stalled = self._loader.stalled - self._stalled, self._loader.stalled
+        more["data_stall"] = stalled
+        self._metrics.train(
+            step=ready.step,
+            loss=loss,
+            grad_norm=norm,
+            lr=ready.lr,
+            tokens=tokens,
+            seconds=seconds,
+            memory=memory,
+            **more,
+            **seen,
+        )
+        self._progress.update(
+            step=ready.step,
+            loss=loss,
+            grad_norm=norm,
+            lr=ready.lr,
+            tokens=tokens,
+            seconds=seconds,
+            memory=memory,
+            more=figures_to_show(self._training.objective, more),
+        )
+        self._listener.reported(ready.consumed, loss=loss, lr=ready.lr)
+        for warning in (self._stuck.seen(loss), self._forecast.seen(memory, last=last)):
+            if warning is not None:
+                self._progress.info(warning)
+        self._guards.read(ready.step, loss, norm)
+
+    def _named_figures(self, result: StepResult) -> dict[str, float]:
+        """The objective's metrics by name, with the loss scale where there is one."""
+        more = dict(self._training.objective.named(result.metrics.tolist()))
+        if self._training.optimizer.loss_scale is not None:
+            more["loss_scale"] = float(result.loss_scale)
+        return more

@@ -93,11 +93,11 @@ class Batch:
         return self.tokens_BS.numel()
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on `device`; copies are asynchronous where the source is pinned."""
+        """Returns the same batch on `device`; copies are asynchronous where the source is pinned."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same batch with `change` applied to each of its tensors."""
+        """Returns the same batch with `change` applied to each of its tensors."""
         moved = _changed(self, change)
         return replace(
             moved,

@@ -61,7 +61,8 @@ class _Document(NamedTuple):
 
 
 def rank_columns(row_length: int, size: int, rank: int) -> tuple[Span, Span]:
-    """The columns of a row that `rank` of `size` holds: its early chunk and its late one, either of which may be empty.
+    """Returns the columns of a row that `rank` of `size` holds: its early chunk and its late one, either of which may
+    be empty.
 
     Chunk i of 2 * size begins at column i * row_length // (2 * size).
     """
@@ -86,7 +87,7 @@ def _joined(early: Span, late: Span) -> Span:
 
 
 def merged(spans: list[Span]) -> tuple[Span, ...]:
-    """The same places in the same order, without empty spans and with neighbours as one."""
+    """Returns the same places in the same order, without empty spans and with neighbours as one."""
     found: list[Span] = []
     for span in spans:
         if not span.length:
@@ -138,7 +139,7 @@ class ContextLayout:
         return self.num_rows * self.row_length
 
     def tokens_on(self, rank: int) -> int:
-        """Tokens of the micro-batch that `rank` holds."""
+        """Returns the tokens of the micro-batch that `rank` holds."""
         return self.num_rows * sum(span.length for span in rank_columns(self.row_length, self.size, rank))
 
     @property
@@ -155,7 +156,9 @@ class ContextLayout:
         return tuple(found)
 
     def _spans(self, documents: tuple[_Document, ...], rank: int) -> list[tuple[Span, Span]]:
-        """Each document's tokens in the early and the late chunk of `rank`, as places in that rank's flat tokens."""
+        """Returns each document's tokens in the early and the late chunk of `rank`, as places in that rank's flat
+        tokens.
+        """
         early, late = rank_columns(self.row_length, self.size, rank)
         found = []
         for document in documents:
@@ -171,7 +174,7 @@ class ContextLayout:
         return found
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
-        """What `query_rank` computes with the keys of `key_rank`: at most one block a document, in their order.
+        """Returns what `query_rank` computes with the keys of `key_rank`: at most one block a document, in their order.
 
         A block's query places count the flat tokens of `query_rank`, its key places those of `key_rank`.
         """
@@ -189,11 +192,13 @@ class ContextLayout:
         return tuple(found)
 
     def num_pairs(self, rank: int) -> int:
-        """Pairs of a query and a key that `rank` computes in ring attention."""
+        """Returns the pairs of a query and a key that `rank` computes in ring attention."""
         return sum(block.num_pairs for other in range(self.size) for block in self.blocks(rank, other))
 
     def plain_order(self) -> tuple[Span, ...]:
-        """Places in the ranks' tokens, laid one rank after the other, in the order of the plain flat tokens."""
+        """Returns the places in the ranks' tokens, laid one rank after the other, in the order of the plain flat
+        tokens.
+        """
         counts, found = self.token_counts, []
         firsts = [sum(counts[:rank]) for rank in range(self.size)]
         for row in range(self.num_rows):
@@ -205,7 +210,9 @@ class ContextLayout:
         return merged(found)
 
     def rank_order(self) -> tuple[Span, ...]:
-        """Places in the plain flat tokens in the order of the ranks' tokens: the inverse of `plain_order`."""
+        """Returns the places in the plain flat tokens in the order of the ranks' tokens: the inverse of
+        `plain_order`.
+        """
         found = []
         for rank in range(self.size):
             for row in range(self.num_rows):
@@ -262,7 +269,7 @@ class ContextPlan:
 
 
 def _packed(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-    """The same blocks with their keys laid one after the other."""
+    """Returns the same blocks with their keys laid one after the other."""
     found, place = [], 0
     for block in blocks:
         found.append(block._replace(key=Span(place, place + block.key.length)))
@@ -271,7 +278,7 @@ def _packed(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
 
 
 def make_plan(layout: ContextLayout, rank: int) -> ContextPlan:
-    """The plan of `rank`: in step t it works on the keys of rank - t, while rank + t works on its own."""
+    """Returns the plan of `rank`: in step t it works on the keys of rank - t, while rank + t works on its own."""
     steps = []
     for distance in range(layout.size):
         key_rank, query_rank = (rank - distance) % layout.size, (rank + distance) % layout.size

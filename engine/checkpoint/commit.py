@@ -147,7 +147,7 @@ def leave_failure(staging: Path, rank: int, reason: str) -> None:
 
 
 def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[WrittenTensor]:
-    """What all of `ranks` have written, as soon as they have.
+    """Returns what all of `ranks` have written, as soon as they have.
 
     Args:
         deadline: on the monotonic clock, in seconds.
@@ -181,7 +181,7 @@ def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[Writte
 
 
 def _read_record(text: bytes) -> list[WrittenTensor]:
-    """The other end of `leave_record`."""
+    """Returns the other end of `leave_record`."""
     return [
         WrittenTensor(
             name=part["name"],

@@ -30,7 +30,7 @@ class Content(ABC):
 
     @abstractmethod
     def blocks(self, scratch: Scratch, unit: int = 1) -> Iterator[memoryview]:
-        """The bytes; each block is valid until the next is asked for.
+        """Yields the bytes; each block is valid until the next is asked for.
 
         Args:
             scratch: memory to work in.
@@ -159,13 +159,13 @@ class Joined(Content):
 
 
 def block_tensor(scratch: Scratch, use: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor in scratch memory."""
+    """Returns a tensor in scratch memory."""
     size = math.prod(shape) * dtype.itemsize
     return torch.frombuffer(scratch.block(use, size), dtype=torch.uint8)[:size].view(dtype).view(shape)
 
 
 def row_blocks(shape: tuple[int, ...], itemsize: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """(start, stop) of rows whose bytes fit a block; at least one row each."""
+    """Yields (start, stop) of rows whose bytes fit a block; at least one row each."""
     if not shape:
         yield 0, 1
         return
@@ -175,7 +175,7 @@ def row_blocks(shape: tuple[int, ...], itemsize: int, block_bytes: int = BLOCK_B
 
 
 def rows_of(box: Box, shape: tuple[int, ...], start: int, stop: int) -> Box:
-    """Rows [start, stop) of a box of a tensor of `shape`, as a box of that tensor."""
+    """Returns the rows [start, stop) of a box of a tensor of `shape`, as a box of that tensor."""
     if not shape:
         return box
     ranges = list(box.ranges(shape))
@@ -194,7 +194,7 @@ class PlacedCopy(NamedTuple):
 
 
 def contiguous_copies(shape: tuple[int, ...], box: Box, stored: Sequence[Box]) -> list[PlacedCopy] | None:
-    """The runs that make up `box` one after another, or None where it is scattered in the stored pieces."""
+    """Returns the runs that make up `box` one after another, or None where it is scattered in the stored pieces."""
     local_shape = box.shape(shape)
     placed = []
     for copy in plan_copies(box_spec(shape, box), stored):
@@ -212,12 +212,12 @@ def contiguous_copies(shape: tuple[int, ...], box: Box, stored: Sequence[Box]) -
 
 
 def touched(shape: tuple[int, ...], box: Box, stored: Sequence[Box]) -> list[Copy]:
-    """The copies out of stored pieces that a box needs."""
+    """Returns the copies out of stored pieces that a box needs."""
     return plan_copies(box_spec(shape, box), stored)
 
 
 def _is_run(slices: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
-    """Whether the elements lie one after another in a row-major tensor."""
+    """Returns whether the elements lie one after another in a row-major tensor."""
     lengths = [part.stop - part.start for part in slices]
     partial = [dim for dim, length in enumerate(lengths) if length != shape[dim]]
     return not partial or all(length == 1 for length in lengths[: partial[-1]])

@@ -83,7 +83,7 @@ class RunReader:
             raise
 
     def read(self, length: int, memory: memoryview) -> memoryview:
-        """The next `length` bytes, in `memory` (of a `Scratch`), which has room for them."""
+        """Returns the next `length` bytes, in `memory` (of a `Scratch`), which has room for them."""
         assert self._position + length <= self._end, (self._path, self._position, length, self._end)
         first = self._position // ALIGNMENT * ALIGNMENT
         before, wanted = self._position - first, self._position - first + length
@@ -195,7 +195,7 @@ def forget(path: Path) -> None:
 
 
 def open_direct(path: Path) -> int | None:
-    """A descriptor that writes an existing file past the page cache; None where there is no such thing."""
+    """Returns a descriptor that writes an existing file past the page cache; None where there is no such thing."""
     return _open_direct(path, os.O_WRONLY)
 
 
@@ -211,7 +211,7 @@ def _open_direct(path: Path, flags: int) -> int | None:
 
 
 def _is_cached(descriptor: int, offset: int) -> bool:
-    """Whether the page cache holds a byte of the file."""
+    """Returns whether the page cache holds a byte of the file."""
     try:
         return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except OSError as error:

@@ -57,11 +57,11 @@ class Exchange:
         """Checksum of the whole tensor, once all of it has been read."""
 
     def part(self, index: int) -> ExchangedPart:
-        """Content of a wanted part."""
+        """Returns the content of a wanted part."""
         return ExchangedPart(self, index)
 
     def blocks(self, parts: Sequence[int], scratch: Scratch) -> Iterator[tuple[int, memoryview]]:
-        """(part, its next bytes) for the parts asked for; a block is valid until the next is asked for.
+        """Yields (part, its next bytes) for the parts asked for; a block is valid until the next is asked for.
 
         All of every stored piece that they touch is read, and compared with its checksum.
 
@@ -86,7 +86,7 @@ class Exchange:
             self.checksum = whole.text()
 
     def _row_blocks(self, used: Sequence[_Ranges], parts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Rows (first, last) that each piece and each part has either all or none of, in blocks."""
+        """Yields the rows (first, last) that each piece and each part has either all or none of, in blocks."""
         row_bytes = math.prod(self._shape[1:]) * self._dtype.itemsize
         step = max(1, BLOCK_BYTES // max(1, row_bytes))
         cuts = sorted({cut for ranges in (*used, *(self._wanted[part] for part in parts)) for cut in ranges[0]})
@@ -98,7 +98,9 @@ class Exchange:
     def _read_rows(
         self, present: Sequence[tuple[_Ranges, CheckedRun]], first: int, last: int, scratch: Scratch
     ) -> Tensor:
-        """Rows of the tensor, from the pieces that have some of their columns; other columns hold anything."""
+        """Returns the rows of the tensor, from the pieces that have some of their columns; other columns hold
+        anything.
+        """
         whole = (last - first, *self._shape[1:])
         rows = None
         for place, (ranges, run) in enumerate(present):
@@ -134,7 +136,7 @@ class ExchangedPart(Content):
 
 
 def whole_checksum(shape: tuple[int, ...], dtype: torch.dtype, parts: Sequence[tuple[Box, str, Content]]) -> str | None:
-    """The checksum of a tensor from those of its parts, or from the exchange that they were made by.
+    """Returns the checksum of a tensor from those of its parts, or from the exchange that they were made by.
 
     Args:
         parts: box, checksum and content of each; together they are the tensor.
@@ -160,7 +162,7 @@ def _columns(ranges: _Ranges) -> tuple[slice, ...]:
 
 
 def _covers(ranges: _Ranges, first: int, last: int) -> bool:
-    """Whether a box has rows [first, last), of which it has all or none."""
+    """Returns whether a box has rows [first, last), of which it has all or none."""
     start, stop = ranges[0]
     return start <= first and last <= stop
 

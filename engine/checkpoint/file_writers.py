@@ -72,7 +72,9 @@ class Output:
         self._descriptors: tuple[int, int | None] | None = None
 
     def open(self) -> tuple[int, int | None]:
-        """Descriptors (plain, direct) of the file, made or, where it is the same file already, gone on with."""
+        """Returns the descriptors (plain, direct) of the file, made or, where it is the same file already, gone on
+        with.
+        """
         with self._lock:
             if self._descriptors is None:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

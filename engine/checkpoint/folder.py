@@ -97,7 +97,7 @@ class Companions(NamedTuple):
 
 
 def find_companions(folder: Path) -> Companions:
-    """The small files that travel with the model in `folder`.
+    """Returns the small files that travel with the model in `folder`.
 
     A model may come from anybody, and what is copied may be published: so a link is taken for the file it points to
     only inside the folder, or inside the same repository of a Hugging Face cache, whose snapshots consist of links.
@@ -139,7 +139,7 @@ def _homes(folder: Path) -> list[Path]:
 
 
 def _resolved(path: Path) -> Path | None:
-    """What a path leads to; None where a link leads nowhere."""
+    """Returns what a path leads to; None where a link leads nowhere."""
     try:
         return path.resolve(strict=True)
     except (FileNotFoundError, NotADirectoryError, RuntimeError):  # the last is a circle of links

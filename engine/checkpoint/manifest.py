@@ -42,7 +42,7 @@ _SIGNATURE_BYTES = len(',\n "digest": ""\n}\n') + 32
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The manifest as JSON for people and programs, a line for each tensor; not yet signed."""
+    """Returns the manifest as JSON for people and programs, a line for each tensor; not yet signed."""
     data = manifest.to_json()
     tensors = data.pop("tensors")
     head = json.dumps(data, indent=1).removesuffix("\n}")
@@ -51,7 +51,7 @@ def manifest_text(manifest: Manifest) -> str:
 
 
 def sign(text: str) -> bytes:
-    """The bytes of a manifest file: the JSON mapping `text` with a digest of itself as its last entry."""
+    """Returns the bytes of a manifest file: the JSON mapping `text` with a digest of itself as its last entry."""
     body = text.rstrip().removesuffix("}").rstrip().encode()
     return body + f',\n "digest": "{_digest(body)}"\n}}\n'.encode()
 

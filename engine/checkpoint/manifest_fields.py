@@ -31,7 +31,7 @@ _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 
 
 def require_readable(data: object, path: Path) -> dict[str, Any]:
-    """The JSON as a mapping, once it is known to be a manifest that this engine can read.
+    """Returns the JSON as a mapping, once it is known to be a manifest that this engine can read.
 
     Args:
         path: for the error sentences only.
@@ -178,7 +178,7 @@ class _Fields:
         return PieceRecord(box=box, file=file, key=self.name(self.text(data, "key")), checksum=checksum)
 
     def run(self, name: str, shape: tuple[int, ...], values: tuple[object, ...]) -> tuple[int, int, int]:
-        """Dimension, offset and length of a run inside the tensor."""
+        """Returns the dimension, offset and length of a run inside the tensor."""
         dim = self.whole_number(values[0], f"a dimension of {name}")
         offset = self.whole_number(values[1], f"an offset of {name}")
         length = self.whole_number(values[2], f"a length of {name}")

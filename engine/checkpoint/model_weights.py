@@ -88,7 +88,7 @@ class WeightSource(StoredTensors):
         return []
 
     def identity(self) -> dict[str, Any]:
-        """What, beside the files read, decides the values: JSON."""
+        """Returns what, beside the files read, decides the values: JSON."""
         return {}
 
     def write_report(self, folder: Path, facts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -96,19 +96,19 @@ class WeightSource(StoredTensors):
         return {}
 
     def outside_names(self) -> list[str]:
-        """Names, as stored, of tensors that are not the language model's."""
+        """Returns the names, as stored, of tensors that are not the language model's."""
         raise NotImplementedError
 
     def read_outside(self, name: str) -> Tensor:
-        """A whole tensor of `outside_names`."""
+        """Returns a whole tensor of `outside_names`."""
         raise NotImplementedError
 
     def outside_content(self, name: str) -> Content:
-        """What a tensor of `outside_names` holds."""
+        """Returns what a tensor of `outside_names` holds."""
         raise NotImplementedError
 
     def fingerprint(self) -> str:
-        """Identity of the model: equal for a Hugging Face folder and every partitioned import of it.
+        """Returns the identity of the model: equal for a Hugging Face folder and every partitioned import of it.
 
         Covers the config (without what only says who wrote it) and of each tensor its name, shape, dtype and the
         first 4 KiB of its first and last row. It tells models apart before any weight is read; `sums` cover all bytes.
@@ -118,7 +118,7 @@ class WeightSource(StoredTensors):
         return self._fingerprint
 
     def computed_fingerprint(self) -> str:
-        """The fingerprint, from the tensors themselves."""
+        """Returns the fingerprint, from the tensors themselves."""
         with self.checks.glancing():
             return fingerprint_of(self, self.model.hf_config)
 
@@ -128,8 +128,8 @@ class WeightSource(StoredTensors):
         raise NotImplementedError
 
     def sums(self) -> dict[str, str] | None:
-        """Logical name -> checksum of the whole tensor, row-major, and so the same for a Hugging Face folder and every
-        partitioned import of it; None where they are not known."""
+        """Returns logical name -> checksum of the whole tensor, row-major, and so the same for a Hugging Face folder
+        and every partitioned import of it; None where they are not known."""
         return None
 
     def expect(self, sums: Mapping[str, str], recorded_by: str) -> None:
@@ -248,7 +248,7 @@ class HfSource(WeightSource):
         return True
 
     def _check_names(self, nested: bool) -> list[str]:
-        """The names that are not the language model's; every one of the model's must be there."""
+        """Returns the names that are not the language model's; every one of the model's must be there."""
         stored = set(self._tensors.names())
         wanted = {location.name for location in self._locations.values()}
         names = self.model.names
@@ -361,7 +361,7 @@ class PartitionedSource(WeightSource):
         return self.pieces.read_whole(OUTSIDE + name)
 
     def fingerprint(self) -> str:
-        """The fingerprint recorded when the checkpoint was written from the model."""
+        """Returns the fingerprint recorded when the checkpoint was written from the model."""
         assert self.model.manifest is not None
         recorded = self.model.manifest.fingerprint
         return super().fingerprint() if recorded is None else recorded

@@ -32,19 +32,19 @@ class TensorReader(ABC):
 
     @abstractmethod
     def __contains__(self, name: str) -> bool:
-        """Whether there is a tensor of this logical name."""
+        """Returns whether there is a tensor of this logical name."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Global shape, without padding."""
+        """Returns the global shape, without padding."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype."""
+        """Returns the stored dtype."""
 
     @abstractmethod
     def boxes(self, name: str) -> Sequence[Box]:
-        """The stored pieces; together they cover the tensor."""
+        """Returns the stored pieces; together they cover the tensor."""
 
     @abstractmethod
     def view(self, name: str, index: int) -> Tensor:
@@ -55,7 +55,7 @@ class TensorReader(ABC):
         """
 
     def read(self, name: str, spec: ShardSpec, out: Tensor | None = None) -> Tensor:
-        """A rank's part of a tensor.
+        """Returns a rank's part of a tensor.
 
         Args:
             name: logical name.
@@ -81,13 +81,13 @@ class TensorReader(ABC):
         return out
 
     def read_whole(self, name: str) -> Tensor:
-        """The whole tensor; a view of the file where it is stored in one piece."""
+        """Returns the whole tensor; a view of the file where it is stored in one piece."""
         if len(self.boxes(name)) == 1:
             return self.view(name, 0)
         return self.read(name, box_spec(self.shape(name), Box()))
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) along the first dimension."""
+        """Returns the rows [start, stop) along the first dimension."""
         shape = self.shape(name)
         spec = ShardSpec(
             global_shape=shape,
@@ -101,7 +101,7 @@ class TensorReader(ABC):
         """A hint that these rows will be read soon; many at once are on their way from the disk together."""
 
     def total_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
+        """Returns the bytes of all tensors as stored."""
         return sum(num_bytes(self.dtype(name), self.shape(name)) for name in self.tensor_names())
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:

@@ -28,7 +28,7 @@ class Box:
     others: tuple[tuple[int, int, int], ...] = ()
 
     def shape(self, global_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the stored piece of a tensor of `global_shape`."""
+        """Returns the shape of the stored piece of a tensor of `global_shape`."""
         return tuple(stop - start for start, stop in self.ranges(global_shape))
 
     def ranges(self, global_shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -51,7 +51,9 @@ class Copy:
 
 
 def boxes_of(spec: ShardSpec) -> tuple[tuple[Box, int], ...]:
-    """The boxes that a shard consists of, each with its offset in the local tensor along the sharded dimension."""
+    """Returns the boxes that a shard consists of, each with its offset in the local tensor along the sharded
+    dimension.
+    """
     if spec.dim is None:
         return ((Box(), 0),)
     others = tuple(
@@ -66,7 +68,7 @@ def boxes_of(spec: ShardSpec) -> tuple[tuple[Box, int], ...]:
 
 
 def box_spec(global_shape: tuple[int, ...], box: Box) -> ShardSpec:
-    """The shard that is exactly `box`, without padding."""
+    """Returns the shard that is exactly `box`, without padding."""
     if box.dim is None:
         return ShardSpec(global_shape=global_shape, local_shape=global_shape)
     return ShardSpec(
@@ -79,7 +81,7 @@ def box_spec(global_shape: tuple[int, ...], box: Box) -> ShardSpec:
 
 
 def plan_copies(spec: ShardSpec, stored: Sequence[Box]) -> list[Copy]:
-    """The copies that fill the shard `spec` from the pieces `stored` of the same tensor.
+    """Returns the copies that fill the shard `spec` from the pieces `stored` of the same tensor.
 
     Args:
         spec: the wanted shard; its padding is not part of any copy.
@@ -117,7 +119,7 @@ def _shifts(box: Box, local_offset: int, num_dims: int) -> list[int]:
 
 
 def find_gap(length: int, runs: Sequence[tuple[int, int]]) -> str | None:
-    """Why the runs (offset, length) do not tile [0, length) exactly, or None when they do."""
+    """Returns why the runs (offset, length) do not tile [0, length) exactly, or None when they do."""
     position = 0
     for offset, size in sorted(runs):
         if offset > position:
@@ -129,7 +131,7 @@ def find_gap(length: int, runs: Sequence[tuple[int, int]]) -> str | None:
 
 
 def find_flaw(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Why the boxes do not tile a tensor of `global_shape` exactly, or None when they do.
+    """Returns why the boxes do not tile a tensor of `global_shape` exactly, or None when they do.
 
     Each lies inside the tensor. Boxes are gone through in the order of their first rows, next to those that reach as
     far: of a tensor that tensor-parallel ranks split in one dimension and data-parallel ranks in another, few do.

@@ -74,7 +74,7 @@ class Journal:
 
 
 def _read_entry(line: str) -> tuple[tuple[str, str], Written] | None:
-    """An entry, or None for the half line that a kill leaves."""
+    """Returns an entry, or None for the half line that a kill leaves."""
     try:
         data = json.loads(line)
         return (data["file"], data["key"]), Written(data["checksum"], data["facts"])
@@ -83,7 +83,7 @@ def _read_entry(line: str) -> tuple[tuple[str, str], Written] | None:
 
 
 def plan_digest(plan: Mapping[str, Any], inputs: Iterable[Path]) -> str:
-    """Identity of a piece of work: what is to be done, and the input folders' files by size and time."""
+    """Returns the identity of a piece of work: what is to be done, and the input folders' files by size and time."""
     files = []
     for folder in inputs:
         with reading(folder):

@@ -29,7 +29,7 @@ class Rows(ABC):
         """
 
     def stored_blocks(self, scratch: Scratch, block_bytes: int) -> Iterator[Tensor] | None:
-        """The same as they are stored, not to be written to; None where they are not stored as rows."""
+        """Returns the same as they are stored, not to be written to; None where they are not stored as rows."""
         return None
 
 

@@ -228,7 +228,7 @@ class Saver:
         return time.monotonic() - begin
 
     def take_reports(self) -> list[SaveReport]:
-        """The saves that have ended since this was last called, failed ones included."""
+        """Returns the saves that have ended since this was last called, failed ones included."""
         self._look()
         reports, self._reports = self._reports, []
         return reports

@@ -59,7 +59,7 @@ def snapshot_bytes(shards: Sequence[NamedShard]) -> int:
 
 
 def fits_in_host_memory(num_bytes: int) -> bool:
-    """Whether so much can be taken now; True where the system does not tell."""
+    """Returns whether so much can be taken now; True where the system does not tell."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
@@ -75,7 +75,9 @@ def _places(shards: Sequence[NamedShard]) -> list[tuple[str, int]]:
 
 
 def _group(shards: Sequence[NamedShard]) -> list[tuple[Tensor, list[NamedShard]]]:
-    """What is copied in one piece, and the tensors in it: a whole storage where at least half of it is wanted."""
+    """Returns what is copied in one piece, and the tensors in it: a whole storage where at least half of it is
+    wanted.
+    """
     by_storage: dict[tuple[int, torch.dtype], list[NamedShard]] = {}
     for shard in shards:
         tensor = shard.tensor.detach()

@@ -33,12 +33,12 @@ _UNLOCKABLE_SECONDS = 3600.0
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies."""
+    """Returns where the checkpoint of `step` lies."""
     return run_dir / CHECKPOINTS / f"step_{step:08d}"
 
 
 def staging_folder(run_dir: Path, step: int, token: str, number: int) -> Path:
-    """Where it is made: by the run that `token` names, which saves for the `number`-th time."""
+    """Returns where it is made: by the run that `token` names, which saves for the `number`-th time."""
     return checkpoint_folder(run_dir, step).with_suffix(f".{token}-{number}.tmp")
 
 
@@ -121,7 +121,7 @@ def mark_best(run_dir: Path, step: int, eval_loss: float) -> None:
 
 
 def best_step(run_dir: Path) -> int | None:
-    """The step that `mark_best` noted last; None where there is none.
+    """Returns the step that `mark_best` noted last; None where there is none.
 
     Raises:
         UserError: the note is damaged.
@@ -139,7 +139,7 @@ def best_step(run_dir: Path) -> int | None:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None. What a kill left behind is passed over.
+    """Returns the newest complete checkpoint of a run, or None. What a kill left behind is passed over.
 
     Raises:
         UserError: the folder cannot be read.

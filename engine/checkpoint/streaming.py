@@ -88,7 +88,7 @@ def write_files(
 
 
 def _by_order(outputs: Iterable[Output]) -> list[list[tuple[Output, Piece]]]:
-    """What one thread writes after another: pieces of one order may share what they read, or check."""
+    """Returns what one thread writes after another: pieces of one order may share what they read, or check."""
     work: dict[int, list[tuple[Output, Piece]]] = {}
     for output in outputs:
         for piece in output.file.pieces:
@@ -148,7 +148,7 @@ class _Writer:
             raise
 
     def _keep(self, output: Output, piece: Piece) -> bool:
-        """Whether an earlier call has written the tensor, byte for byte."""
+        """Returns whether an earlier call has written the tensor, byte for byte."""
         known = self._known.get((output.file.name, piece.key))
         if known is None or (self._scan and "finite" not in known.facts and piece.dtype in SCANNED):
             return False
@@ -182,7 +182,7 @@ class _Writer:
 
 
 def _blocks(contents: Sequence[Content], scratch: Scratch) -> Iterator[tuple[int, memoryview]]:
-    """(content, its next bytes); several contents are parts of one exchange."""
+    """Yields (content, its next bytes); several contents are parts of one exchange."""
     first = contents[0]
     if len(contents) == 1 or not isinstance(first, ExchangedPart):
         assert len(contents) == 1, contents

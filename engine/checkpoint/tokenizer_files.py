@@ -35,7 +35,7 @@ class TrainedTokenizer(NamedTuple):
         return {"path": None if self.path is None else str(self.path), "chat_template": self.chat_template}
 
     def companions(self, base: Companions, *, with_model: bool) -> Companions:
-        """The files to be copied beside weights.
+        """Returns the files to be copied beside weights.
 
         Args:
             base: those of the base's folder.
@@ -65,7 +65,7 @@ BASES_OWN = TrainedTokenizer()
 
 
 def trained_tokenizer(state: Mapping[str, Any], place: Path) -> TrainedTokenizer:
-    """What a checkpoint's state says; checkpoints that say nothing were trained with the base's own.
+    """Returns what a checkpoint's state says; checkpoints that say nothing were trained with the base's own.
 
     Raises:
         UserError: it is damaged.
@@ -79,7 +79,7 @@ def trained_tokenizer(state: Mapping[str, Any], place: Path) -> TrainedTokenizer
 
 
 def adapter_template(adapter: Path) -> TrainedTokenizer:
-    """The chat template that a PEFT folder carries, in a file of its own or in its tokenizer's settings.
+    """Returns the chat template that a PEFT folder carries, in a file of its own or in its tokenizer's settings.
 
     Raises:
         UserError: one of these files is damaged.
@@ -102,7 +102,7 @@ def complete_settings(folder: Path) -> None:
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Whether a file beside a model is its tokenizer's."""
+    """Returns whether a file beside a model is its tokenizer's."""
     return name.startswith(_STARTS) or name.endswith(_SUFFIXES)
 
 

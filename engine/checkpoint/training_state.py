@@ -89,7 +89,7 @@ class TrainingCheckpoint(PieceReader):
         return self.manifest.training["lora"]
 
     def trained(self) -> TrainedValues:
-        """The trained values by logical name."""
+        """Returns the trained values by logical name."""
         return TrainedValues(self)
 
 

@@ -30,13 +30,13 @@ class CheckedReader(Protocol):
     """What a reader tells about its pieces."""
 
     def pieces(self) -> list[Piece]:
-        """All of them, in the same order on every rank."""
+        """Returns all of them, in the same order on every rank."""
 
     def stored_view(self, name: str, index: int) -> Tensor:
-        """A piece as it lies in its file, unchecked."""
+        """Returns a piece as it lies in its file, unchecked."""
 
     def recorded_sum(self, name: str, index: int) -> str | None:
-        """The checksum that a piece must have; None where none is on record."""
+        """Returns the checksum that a piece must have; None where none is on record."""
 
     def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
         """Raises UserError about a piece that has another checksum."""
@@ -58,7 +58,7 @@ class PieceChecks:
         self._is_off = False
 
     def view(self, name: str, index: int) -> Tensor:
-        """A piece, once it is known to be what was written.
+        """Returns a piece, once it is known to be what was written.
 
         Raises:
             UserError: it is not.
@@ -95,7 +95,7 @@ class PieceChecks:
         self._learns, self._put_off = learn, set() if together else None
 
     def end(self) -> set[Piece]:
-        """The pieces that were put off since `begin`."""
+        """Returns the pieces that were put off since `begin`."""
         found, self._learns, self._put_off = self._put_off or set(), False, None
         return found
 
@@ -123,7 +123,7 @@ class PieceChecks:
 
 
 def _own_share(views: dict[int, Tensor], rank: int, ranks: int) -> dict[int, Tensor]:
-    """Neighbouring pieces of about as many bytes as the other ranks get."""
+    """Returns the neighbouring pieces of about as many bytes as the other ranks get."""
     total, before, own = sum(view.nbytes for view in views.values()), 0, {}
     for place, view in views.items():
         if min(before * ranks // max(1, total), ranks - 1) == rank:

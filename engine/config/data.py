@@ -106,7 +106,7 @@ class DataOptions:
 
 
 def split_mix(entry: str) -> tuple[str, float]:
-    """Path and weight of an entry of data.mix; a weight that is no number is 0.
+    """Returns path and weight of an entry of data.mix; a weight that is no number is 0.
 
     Raises:
         UserError: there is no =.

@@ -12,7 +12,7 @@ _FILES = (".jsonl", ".json", ".txt", ".parquet", ".bin", ".idx", ".jinja", ".mod
 
 
 def looks_like_hub_name(given: str | Path) -> bool:
-    """Whether something that is not there has the form OWNER/NAME, and OWNER is no folder here either."""
+    """Returns whether something that is not there has the form OWNER/NAME, and OWNER is no folder here either."""
     text = str(given)
     if _NAME.fullmatch(text) is None or text.lower().endswith(_FILES):
         return False
@@ -20,7 +20,7 @@ def looks_like_hub_name(given: str | Path) -> bool:
 
 
 def instead_of(given: str | Path, otherwise: str, kind: Literal["model", "dataset"] = "model") -> str:
-    """What to do about a path that leads nowhere, to stand behind "which is not a folder" and the like.
+    """Returns what to do about a path that leads nowhere, to stand behind "which is not a folder" and the like.
 
     Args:
         given: what stands where a path was expected.
@@ -40,7 +40,7 @@ def instead_of(given: str | Path, otherwise: str, kind: Literal["model", "datase
 
 
 def _cached(name: str, kind: str) -> Path | None:
-    """The newest snapshot in the cache of huggingface_hub."""
+    """Returns the newest snapshot in the cache of huggingface_hub."""
     if find_spec("huggingface_hub") is None:
         return None
     from huggingface_hub.constants import HF_HUB_CACHE

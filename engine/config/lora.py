@@ -99,7 +99,7 @@ class LoraOptions:
         require_choice("lora.fused", self.fused, get_args(Fused))
 
     def targets_module(self, module: str, aliases: Sequence[str] = ()) -> bool:
-        """Whether an adapter sits on `module`.
+        """Returns whether an adapter sits on `module`.
 
         Args:
             module: full name in the engine.
@@ -111,24 +111,24 @@ class LoraOptions:
         return in_layers and not excluded and matches_target(module, self.targets, aliases)
 
     def rank_of(self, module: str, aliases: Sequence[str] = ()) -> int:
-        """Rank of the adapter on `module`; arguments as of `targets_module`."""
+        """Returns the rank of the adapter on `module`; arguments as of `targets_module`."""
         return patterned(self.rank_pattern, self.rank, module, aliases)
 
     def scale_of(self, module: str, aliases: Sequence[str] = ()) -> float:
-        """Factor on the output of the adapter on `module`; arguments as of `targets_module`."""
+        """Returns the factor on the output of the adapter on `module`; arguments as of `targets_module`."""
         alpha = patterned(self.alpha_pattern, self.alpha, module, aliases)
         return adapter_scale(self.rank_of(module, aliases), alpha, rslora=self.rslora)
 
 
 def adapter_scale(rank: int, alpha: float, *, rslora: bool) -> float:
-    """Factor on B A; 0 without adapters."""
+    """Returns the factor on B A; 0 without adapters."""
     if rank == 0:
         return 0.0
     return alpha / (rank**0.5 if rslora else rank)
 
 
 def patterned(pattern: Mapping[str, Number] | None, default: Number, module: str, aliases: Sequence[str]) -> Number:
-    """The number of the first key that means `module`, as a target does; `default` where none does.
+    """Returns the number of the first key that means `module`, as a target does; `default` where none does.
 
     Args:
         pattern: of `lora.rank_pattern` or `lora.alpha_pattern`.

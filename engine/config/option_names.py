@@ -17,7 +17,7 @@ def sections() -> dict[str, type]:
 
 @cache
 def option_types() -> dict[str, Any]:
-    """Full option name (`parallel.tensor`, `trainable`) -> its type."""
+    """Returns full option name (`parallel.tensor`, `trainable`) -> its type."""
     types: dict[str, Any] = {}
     for name, kind in get_type_hints(RunConfig).items():
         if _is_section(kind):

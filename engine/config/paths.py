@@ -26,7 +26,7 @@ PATH_OPTIONS = (
 
 
 def at_home(option: str, path: str) -> str:
-    """`path` with the home that a ~ or ~user in front stands for.
+    """Returns `path` with the home that a ~ or ~user in front stands for.
 
     Raises:
         UserError: `option` names the home of nobody.
@@ -38,7 +38,7 @@ def at_home(option: str, path: str) -> str:
 
 
 def path_text(text: str) -> str:
-    """The type of a tool's option that is a path and stays text.
+    """Returns the type of a tool's option that is a path and stays text.
 
     Raises:
         argparse.ArgumentTypeError: it names the home of nobody.

@@ -33,7 +33,7 @@ class PatternFlaw(Exception):
 
 @lru_cache(maxsize=4096)
 def name_pattern(text: str) -> NamePattern:
-    """The expression that `text` writes.
+    """Returns the expression that `text` writes.
 
     Raises:
         PatternFlaw: it is not valid, or too large.
@@ -64,7 +64,7 @@ class NamePattern:
             self._left = _MAX_STEPS
 
     def matches(self, name: str) -> bool:
-        """Whether the expression matches all of `name`.
+        """Returns whether the expression matches all of `name`.
 
         Raises:
             UserError: it takes too many steps to find out.
@@ -111,7 +111,7 @@ class _Places:
         self._known: dict[tuple[int, int], frozenset[int]] = {}
 
     def after(self, items: Iterable[_Item], begins: Iterable[int]) -> frozenset[int]:
-        """Where the items, one behind the other, may end if they begin at one of `begins`."""
+        """Returns where the items, one behind the other, may end if they begin at one of `begins`."""
         places = frozenset(begins)
         for item in items:
             self._pattern.count(len(places))
@@ -160,12 +160,12 @@ class _Places:
 
 
 def _is_simple(tree: Iterable[_Item]) -> bool:
-    """Whether `re` has few ways to try."""
+    """Returns whether `re` has few ways to try."""
     return _ways(tree) <= _FEW_REPEATS
 
 
 def _ways(items: Iterable[_Item]) -> float:
-    """How many repeats follow each other; infinite where one is inside another, or around alternatives."""
+    """Returns how many repeats follow each other; infinite where one is inside another, or around alternatives."""
     return sum(_ways_of(*item) for item in items)
 
 

@@ -86,13 +86,13 @@ class Change:
 
 
 def is_said(option: str) -> bool:
-    """Whether another value is worth a line."""
+    """Returns whether another value is worth a line."""
     section, _, name = option.rpartition(".")
     return name in SAID.get(section, ())
 
 
 def changes(saved: str, now: str) -> list[Change]:
-    """The said options that differ between two configurations, both as `to_yaml` writes them.
+    """Returns the said options that differ between two configurations, both as `to_yaml` writes them.
 
     Options that the saved one does not know, because it is older than they are, count as unchanged.
     """
@@ -105,7 +105,7 @@ def changes(saved: str, now: str) -> list[Change]:
 
 
 def flat_options(text: str) -> dict[str, Any]:
-    """A configuration in YAML as options by their names, such as {"optim.lr": 2e-4}."""
+    """Returns a configuration in YAML as options by their names, such as {"optim.lr": 2e-4}."""
     flat: dict[str, Any] = {}
     for name, value in yaml.safe_load(text).items():
         if name in _SECTIONS and isinstance(value, Mapping):

@@ -76,7 +76,7 @@ def check_files(config: RunConfig) -> None:
 
 
 def data_parallel_size(config: RunConfig, world_size: int) -> int:
-    """How many copies of the model train side by side on `world_size` ranks.
+    """Returns how many copies of the model train side by side on `world_size` ranks.
 
     Raises:
         UserError: the ranks do not divide into copies.

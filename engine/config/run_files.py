@@ -31,7 +31,8 @@ REPORT = "report.html"
 
 
 def is_taken(name: str) -> bool:
-    """Whether a file of another kind may not have this name; names with a dot in front are of files on their way.
+    """Returns whether a file of another kind may not have this name; names with a dot in front are of files on their
+    way.
 
     Some file systems do not tell capitals from small letters, some drop points and blanks at the end, and a file is
     replaced by way of another one beside it.

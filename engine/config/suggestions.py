@@ -13,7 +13,7 @@ from engine.config.option_names import option_types
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
-    """The known name that is written most like `name`; None where none is similar."""
+    """Returns the known name that is written most like `name`; None where none is similar."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
@@ -30,7 +30,7 @@ def meant_options(name: str) -> list[str]:
 
 
 def meant_value(value: str, choices: Iterable[str]) -> str | None:
-    """The choice that `value` stands for elsewhere ("bf16"), or that is written most like it."""
+    """Returns the choice that `value` stands for elsewhere ("bf16"), or that is written most like it."""
     known = list(choices)
     for word in (value, value.lower()):
         if word in known:

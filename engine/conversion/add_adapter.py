@@ -57,7 +57,7 @@ class LowRank:
         return not self.transposed and self.magnitude is None
 
     def added_to(self, rows: Tensor, first: int) -> Tensor:
-        """`rows` [n, columns], rows `first` and on of the weight, with the update added in place."""
+        """Returns `rows` [n, columns], rows `first` and on of the weight, with the update added in place."""
         last = first + rows.shape[0]
         left, right = (self.a[:, first:last].T, self.b.T) if self.transposed else (self.b[first:last], self.a)
         rows.addmm_(left.to(rows.dtype), right.to(rows.dtype), alpha=self.scale)
@@ -67,7 +67,7 @@ class LowRank:
         return rows
 
     def norm(self) -> float | None:
-        """Frobenius norm of the update, from the factors alone; None where the rows' lengths change too."""
+        """Returns the Frobenius norm of the update, from the factors alone; None where the rows' lengths change too."""
         if self.magnitude is not None:
             return None
         a, b = self.a.double(), self.b.double()
@@ -81,7 +81,7 @@ class Shift:
     added: Tensor
 
     def added_to(self, rows: Tensor, first: int) -> Tensor:
-        """`rows` [n], elements `first` and on of the bias, with the update added in place."""
+        """Returns `rows` [n], elements `first` and on of the bias, with the update added in place."""
         return rows.add_(self.added[first : first + rows.shape[0]].to(rows.dtype))
 
     def norm(self) -> float:
@@ -185,7 +185,7 @@ def write_rounding(folder: Path, facts: Sequence[Mapping[str, Any]], scale: Scal
 
 
 def summary(rounding: Mapping[str, Mapping[str, float]]) -> str:
-    """One sentence about a merge."""
+    """Returns one sentence about a merge."""
     name, worst = max(rounding.items(), key=lambda each: each[1]["max_error"])
     text = f"{len(rounding)} tensors merged; rounding changed values by at most {worst['max_error']:.2e} ({name})"
     if worst["max_error"] == 0.0:

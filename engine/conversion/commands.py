@@ -214,7 +214,9 @@ def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, o
 def _as_trained(
     weights: WeightSource | None, base_dtype: str | None, trained: list[str], options: Options, log: Log
 ) -> WeightSource | None:
-    """The base that an adapter was trained beside: what an encoding made of it, unless the stored one is asked for."""
+    """Returns the base that an adapter was trained beside: what an encoding made of it, unless the stored one is
+    asked for.
+    """
     if weights is None or base_dtype is None:
         return weights
     if options.stored_base:
@@ -259,7 +261,7 @@ def _export_base(source: Path, out: Path, form: str, has_run_options: bool, opti
 
 
 def _is_training(folder: Path) -> bool:
-    """Whether a folder is a run or one of its checkpoints, rather than a model."""
+    """Returns whether a folder is a run or one of its checkpoints, rather than a model."""
     if not folder.is_dir():
         advice = instead_of(folder, "expected a run, a checkpoint or a model, correct the path")
         raise UserError(f"{folder} is not a folder{advice}.")

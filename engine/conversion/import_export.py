@@ -166,7 +166,7 @@ def _specs_per_rank(source: WeightSource, tensor: int) -> list[dict[str, ShardSp
 
 
 def _planned_partitions(source: WeightSource, specs: list[dict[str, ShardSpec]]) -> list[PlannedFile]:
-    """A file for each rank, what is outside the language model in rank 0's.
+    """Returns a file for each rank, what is outside the language model in rank 0's.
 
     Tensors are written in the source's order, all ranks' parts of one together: those that share what is stored are
     then made from one read of it.
@@ -299,14 +299,16 @@ def export_hf(
 
 
 def stored_names(model: ModelFolder) -> NameMap:
-    """Where tensors lie in the Hugging Face folder: for a partitioned base, in the one that it was made from."""
+    """Returns where tensors lie in the Hugging Face folder: for a partitioned base, in the one that it was made
+    from.
+    """
     if model.manifest is None:
         return model.names
     return replace(model.names, rows=part_rows(model.decoder)).fuse(model.manifest.model.get("fused", ()))
 
 
 def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
-    """Where an export places tensors.
+    """Returns where an export places tensors.
 
     Raises:
         UserError: the family knows only one way.
@@ -325,7 +327,7 @@ def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
 
 
 def _hf_parts(source: WeightSource, names: NameMap) -> dict[str, list[str]]:
-    """Hugging Face name -> the logical tensors that make it up, in the order of their rows."""
+    """Returns Hugging Face name -> the logical tensors that make it up, in the order of their rows."""
     located = [(names.to_hf(name), name) for name in source.tensor_names()]
     parts: dict[str, list[tuple[int, str]]] = {}
     for location, name in located:

@@ -80,7 +80,7 @@ def adapter_plan(trained: TensorReader, scale: Scale) -> TrainingPlan:
 
 
 def proof_tokens(vocab_size: int) -> Tensor:
-    """int64 [NUM_ROWS, ROW_LENGTH] token ids, the same every time, from all over the vocabulary."""
+    """Returns int64 [NUM_ROWS, ROW_LENGTH] token ids, the same every time, from all over the vocabulary."""
     generator = torch.Generator().manual_seed(20)
     return torch.randint(vocab_size, (NUM_ROWS, ROW_LENGTH), generator=generator)
 
@@ -88,7 +88,7 @@ def proof_tokens(vocab_size: int) -> Tensor:
 def live_logits(
     config: DecoderConfig, tensors: TensorReader, tokens_BS: Tensor, plan: TrainingPlan | None = None
 ) -> Tensor:
-    """fp32 [B, S, V] logits.
+    """Returns fp32 [B, S, V] logits.
 
     Args:
         config: of the model.

@@ -14,18 +14,18 @@ Scale = float | Mapping[str, float]
 
 
 def scale_of(scale: Scale, module: str) -> float:
-    """The factor of one adapter."""
+    """Returns the factor of one adapter."""
     return scale[module] if isinstance(scale, Mapping) else scale
 
 
 def one_or_each(scales: Mapping[str, float], default: float) -> Scale:
-    """The one factor that all have, `default` where there are none, else all of them."""
+    """Returns the one factor that all have, `default` where there are none, else all of them."""
     first = next(iter(scales.values()), default)
     return first if all(math.isclose(scale, first, rel_tol=1e-12) for scale in scales.values()) else dict(scales)
 
 
 def recorded_alpha(lora: Mapping[str, Any], module: str, names: NameMap) -> float:
-    """Alpha of an adapter.
+    """Returns alpha of an adapter.
 
     Args:
         lora: the settings of a run, as its checkpoints have them.

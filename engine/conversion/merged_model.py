@@ -36,23 +36,25 @@ LORA_A, LORA_B, LORA_MAGNITUDE, LORA_BIAS = LORA_LEAVES
 
 
 def adapted_modules(names: Sequence[str]) -> list[str]:
-    """Engine modules that have an adapter among `names`, in order, each once."""
+    """Returns engine modules that have an adapter among `names`, in order, each once."""
     modules = (name.rpartition(".") for name in names)
     return list(dict.fromkeys(module for module, _, leaf in modules if leaf in (LORA_A, LORA_B)))
 
 
 def fully_trained(names: Sequence[str]) -> list[str]:
-    """Names of tensors trained in full, in order."""
+    """Returns the names of tensors trained in full, in order."""
     return [name for name in names if name.rpartition(".")[2] not in LORA_LEAVES]
 
 
 def read_adapter(trained: TensorReader, module: str) -> dict[str, Tensor]:
-    """The tensors of the adapter at `module` by leaf, of `LORA_LEAVES`."""
+    """Returns the tensors of the adapter at `module` by leaf, of `LORA_LEAVES`."""
     return {leaf: trained.read_whole(name) for leaf in LORA_LEAVES if (name := f"{module}.{leaf}") in trained}
 
 
 def split_adapter(adapter: dict[str, Tensor], module: str, config: DecoderConfig) -> dict[str, dict[str, Tensor]]:
-    """Module -> its adapter: one over several modules becomes one for each, which share A; the rest is cut by rows."""
+    """Returns module -> its adapter: one over several modules becomes one for each, which share A; the rest is cut
+    by rows.
+    """
     if fused_parts(module) == [module]:
         return {module: adapter}
     return {
@@ -62,7 +64,7 @@ def split_adapter(adapter: dict[str, Tensor], module: str, config: DecoderConfig
 
 
 def recorded_scale(lora: Mapping[str, Any], trained: TensorReader, names: NameMap) -> Scale:
-    """What the adapters of a run are multiplied by; 0 without any.
+    """Returns what the adapters of a run are multiplied by; 0 without any.
 
     Args:
         lora: the run's settings, as its checkpoints have them.
@@ -172,7 +174,7 @@ class MergedSource(WeightSource):
         return [self.content(name, box) for box in wanted]
 
     def _shift(self, name: str) -> Shift | None:
-        """What the bias of an adapter adds to the tensor `name`."""
+        """Returns what the bias of an adapter adds to the tensor `name`."""
         module, _, leaf = name.rpartition(".")
         adapter = self._adapter_of.get(module)
         if leaf != "bias" or adapter is None or f"{adapter}.{LORA_BIAS}" not in self.trained:

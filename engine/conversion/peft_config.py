@@ -68,11 +68,11 @@ class PeftSettings:
         return adapter_scale(self.rank, self.alpha, rslora=self.rslora)
 
     def rank_of(self, hf_module: str) -> int:
-        """Rank of the adapter on a module of the checkpoint."""
+        """Returns the rank of the adapter on a module of the checkpoint."""
         return _first(self.rank_pattern, self.rank, hf_module)
 
     def scale_of(self, hf_module: str) -> float:
-        """Factor on B A of the adapter on a module of the checkpoint."""
+        """Returns the factor on B A of the adapter on a module of the checkpoint."""
         alpha = _first(self.alpha_pattern, self.alpha, hf_module)
         return adapter_scale(self.rank_of(hf_module), alpha, rslora=self.rslora)
 
@@ -191,7 +191,9 @@ def patterns(adapters: Mapping[str, tuple[int, float]], *, rank: int, alpha: flo
 
 
 def _shortened(values: Mapping[str, float], default: float) -> dict[str, float]:
-    """The values that are not the default, by the last component of the names where all of that component agree."""
+    """Returns the values that are not the default, by the last component of the names where all of that component
+    agree.
+    """
     leaves: dict[str, set[float]] = {}
     for name, value in values.items():
         leaves.setdefault(name.rpartition(".")[2], set()).add(value)

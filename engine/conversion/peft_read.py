@@ -109,7 +109,7 @@ class AdapterSource(TensorReader):
         return str(self.folder)
 
     def modules(self) -> list[str]:
-        """Engine modules that have an adapter here."""
+        """Returns engine modules that have an adapter here."""
         return adapted_modules(self.tensor_names())
 
     @property
@@ -219,7 +219,7 @@ class AdapterSource(TensorReader):
                 self._scales[part], self._ranks[part] = scale, rank
 
     def _has_blocks(self, module: str, b: _Place, parts: Sequence[slice]) -> bool:
-        """Whether a fused module has a rank of its own which is one of each part's, B being zero elsewhere."""
+        """Returns whether a fused module has a rank of its own which is one of each part's, B being zero elsewhere."""
         rank = self._ranks[module] // len(parts)
         if self._ranks[module] == self.settings.rank or rank * len(parts) != self._ranks[module]:
             return False

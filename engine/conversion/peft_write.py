@@ -161,12 +161,12 @@ def _adapter_tensors(
 
 
 def _is_stored_fused(module: str, model: ModelFolder) -> bool:
-    """Whether the base has one matrix of this name, such as `layers.3.attention.qkv_proj`."""
+    """Returns whether the base has one matrix of this name, such as `layers.3.attention.qkv_proj`."""
     return any(module.endswith(f".{fused}") for fused in model.names.fused)
 
 
 def _fused_with(module: str, model: ModelFolder) -> str | None:
-    """The module whose matrix holds this one's in the base, such as `layers.3.mlp.gate_up_proj`."""
+    """Returns the module whose matrix holds this one's in the base, such as `layers.3.mlp.gate_up_proj`."""
     layer, _, inside = module.removeprefix("layers.").partition(".")
     fused = next((fused for fused in model.names.fused if inside in FUSED[fused]), None)
     return None if fused is None else f"layers.{layer}.{fused}"
@@ -233,7 +233,7 @@ def _modules_to_save(full: list[str], adapted: list[str], model: ModelFolder) ->
 
 
 def _target_modules(parts: list[str], model: ModelFolder) -> list[str]:
-    """Short names such as q_proj where they mean exactly the adapted modules, full names otherwise."""
+    """Returns short names such as q_proj where they mean exactly the adapted modules, full names otherwise."""
     full = list(dict.fromkeys(model.names.module_to_hf(part) for part in parts))
     leaves = {name.rpartition(".")[2] for name in full}
     if model.names.body != FAMILIES[model.decoder.family].names.body:

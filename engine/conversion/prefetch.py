@@ -57,7 +57,9 @@ def _read(paths: Sequence[Path], most: int, *, together: bool) -> int:
 
 
 def _available_bytes() -> int:
-    """Memory that the system could give to files without taking any from programs; 0 where it does not say."""
+    """Returns the memory that the system could give to files without taking any from programs; 0 where it does not
+    say.
+    """
     path = Path("/proc/meminfo")
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         name, _, value = line.partition(":")

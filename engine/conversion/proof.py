@@ -47,7 +47,7 @@ class Live(NamedTuple):
 
 
 def live_model(config: DecoderConfig, base: TensorReader | None, trained: TensorReader, scale: Scale) -> Live:
-    """The live model of trained values beside their base, which is None where there was none."""
+    """Returns the live model of trained values beside their base, which is None where there was none."""
     return Live(config, Overlay(trained, base), adapter_plan(trained, scale))
 
 
@@ -127,7 +127,7 @@ def _check_adapter_is_in(found: Tensor, live: Tensor, source: MergedSource, toke
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected value; NaN where a value is not finite."""
+    """Returns the largest difference over the largest expected value; NaN where a value is not finite."""
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
 
@@ -137,7 +137,7 @@ def _widest(source: TensorReader) -> torch.dtype:
 
 
 def _obstacle(folder: Path, model: ModelFolder) -> str | None:
-    """Why stock transformers cannot read a folder, or None."""
+    """Returns why stock transformers cannot read a folder, or None."""
     if find_spec("transformers") is None:
         return "transformers is not installed"
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -152,7 +152,7 @@ def _obstacle(folder: Path, model: ModelFolder) -> str | None:
 
 
 def _stock_logits(folder: Path, dtype: torch.dtype, tokens: Tensor, adapter: Path | None = None) -> Tensor:
-    """fp32 [B, S, V] by transformers, with the adapter by PEFT.
+    """Returns fp32 [B, S, V] by transformers, with the adapter by PEFT.
 
     Raises:
         UserError: transformers misses tensors, or finds some that it does not know.
@@ -182,7 +182,7 @@ def _refuse_misfits(what: str, info: Mapping[str, Any]) -> None:
 
 
 def _with_adapter(model: nn.Module, folder: Path) -> nn.Module:
-    """The model with the adapter; each of its tensors must be where PEFT's own export would have it."""
+    """Returns the model with the adapter; each of its tensors must be where PEFT's own export would have it."""
     from peft import PeftModel, get_peft_model_state_dict
 
     adapted = PeftModel.from_pretrained(model, str(folder))

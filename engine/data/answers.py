@@ -96,7 +96,9 @@ class AnswerCollector(ABC, Generic[ParsedRecord]):
 
     @abstractmethod
     def _dataset(self, names: str, *, packing: bool) -> TokenDataset:
-        """The data set of all that was taken; `names` are the files, for what it raises where that is too little."""
+        """Returns the data set of all that was taken; `names` are the files, for what it raises where that is too
+        little.
+        """
 
 
 def ends_with_answer(place: Place, turns: Sequence[Message], field: str) -> None:
@@ -113,7 +115,7 @@ def ends_with_answer(place: Place, turns: Sequence[Message], field: str) -> None
 
 
 def _record_files(paths: str | Path | list[str] | tuple[str, ...]) -> list[Path]:
-    """The files that the paths or patterns name."""
+    """Returns the files that the paths or patterns name."""
     files = expand_paths(paths)
     for path in files:
         if path.suffix.lower() == ".txt":

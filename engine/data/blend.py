@@ -37,7 +37,7 @@ class Joined:
 
 
 def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDataset:
-    """One data set with the samples of several.
+    """Returns one data set with the samples of several.
 
     Args:
         datasets: of one row length and one packing, none with answers that are compared.
@@ -77,7 +77,8 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
 
 
 def sample_counts(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Samples of each set in an epoch of the whole: in the shares of the weights, and each set at least once.
+    """Returns the samples of each set in an epoch of the whole: in the shares of the weights, and each set at least
+    once.
 
     Raises:
         UserError: there are too many to be listed.

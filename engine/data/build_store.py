@@ -163,7 +163,7 @@ def _make_store(
 
 
 def _again(record: bytes, progress: Callable[[int], None] | None) -> Summary:
-    """The summary of an earlier call that did all the work and was killed while it tidied up."""
+    """Returns the summary of an earlier call that did all the work and was killed while it tidied up."""
     facts = json.loads(record)
     size = facts.pop("size")
     if progress is not None:
@@ -193,7 +193,7 @@ def _check_out(out: Path) -> None:
 def _run(
     request: Request, tokenizer: Tokenizer, units: Sequence[Unit], parts: Path, dtype: str, finished: set[int]
 ) -> Iterator[tuple[int, _Done]]:
-    """The units that are still to be done, as they are done, in any order."""
+    """Yields the units that are still to be done, as they are done, in any order."""
     waiting = [(number, unit) for number, unit in enumerate(units) if number not in finished]
     if request.workers <= 1 or len(waiting) <= 1:
         for number, unit in waiting:
@@ -278,7 +278,7 @@ def _do_unit(request: Request, tokenizer: Tokenizer, unit: Unit, parts: Path, nu
 def _documents(
     request: Request, tokenizer: Tokenizer, unit: Unit, skipped: list[dict[str, str]]
 ) -> Iterator[Document | None]:
-    """A unit's documents; what cannot be used is added to `skipped`, or raised."""
+    """Yields a unit's documents; what cannot be used is added to `skipped`, or raised."""
     settings = {"mask_prompt": request.mask_prompt, "stream_length": request.stream_length}
 
     def parsed() -> Iterator[Any]:
@@ -323,7 +323,7 @@ def _new(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_done(parts: Path, number: int, dtype: str) -> _Done | None:
-    """What an earlier call left of a unit, where it was finished and its files are whole."""
+    """Returns what an earlier call left of a unit, where it was finished and its files are whole."""
     try:
         done = _Done(**json.loads(_part(parts, number, "json").read_text(encoding="utf-8")))
         whole = _part(parts, number, "targets").stat().st_size == done.tokens

@@ -30,7 +30,7 @@ MARK = "\ufdd2"
 def assistant_spans(
     messages: Sequence[Message], text: str, render: Render, *, opening: str, control: re.Pattern[str]
 ) -> list[Span]:
-    """The assistant's turns in a rendered conversation, each with what ends it.
+    """Returns the assistant's turns in a rendered conversation, each with what ends it.
 
     A turn begins where the prompt for it ends, because that much is given to the model when it generates. What the
     template writes between the two (an empty reasoning block) is the turn's. It ends with the token that ends it and
@@ -71,7 +71,7 @@ def assistant_spans(
 
 
 def _around(messages: Sequence[Message], index: int, render: Render) -> tuple[str, str, str]:
-    """What stands before and behind an answer, and what stood behind it if the conversation ended there."""
+    """Returns what stands before and behind an answer, and what stood behind it if the conversation ended there."""
     message = messages[index]
     marked: dict[str, Any] = {"role": message["role"], "content": MARK}
     if message.get("tool_calls"):  # what a tool answers may be refused without them
@@ -90,7 +90,7 @@ def _around(messages: Sequence[Message], index: int, render: Render) -> tuple[st
 
 
 def turn_opening(render: Render) -> str:
-    """What the template writes at the beginning of a turn that it does not write in the prompt for one."""
+    """Returns what the template writes at the beginning of a turn that it does not write in the prompt for one."""
     question = {"role": "user", "content": "?"}
     try:
         prompt = render([question], True)
@@ -101,7 +101,7 @@ def turn_opening(render: Render) -> str:
 
 
 def _ending(behind: str, ending: str, control: re.Pattern[str]) -> int:
-    """How many characters behind an answer end its turn: those that would stand there if nothing followed."""
+    """Returns how many characters behind an answer end its turn: those that would stand there if nothing followed."""
     same = list(
         takewhile(
             lambda pair: pair[0] == pair[1], zip(_pieces(behind, control), _pieces(ending, control), strict=False)
@@ -138,7 +138,7 @@ def _common_prefix(first: str, second: str) -> int:
 
 
 def covered_tokens(spans: Sequence[Span], offsets: Sequence[Span]) -> list[bool]:
-    """Whether each token has a character of a range, at least in part.
+    """Returns whether each token has a character of a range, at least in part.
 
     A character may be several tokens (its bytes). As in transformers' masks, and so in TRL's, a range goes up to the
     first of its last character, which is mostly a line break behind the end of a turn.
@@ -157,7 +157,7 @@ def covered_tokens(spans: Sequence[Span], offsets: Sequence[Span]) -> list[bool]
 
 
 def without_tail(mask: list[bool], text: str, offsets: Sequence[Span], is_control: Sequence[bool]) -> list[bool]:
-    """The mask without the white space behind the last control token of each run of tokens that are learnt."""
+    """Returns the mask without the white space behind the last control token of each run of tokens that are learnt."""
     kept = list(mask)
     for first, stop in _runs(mask):
         last = max((token for token in range(first, stop) if is_control[token]), default=None)

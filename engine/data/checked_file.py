@@ -57,7 +57,7 @@ class CheckedFile:
         return len(self._values)
 
     def __getitem__(self, span: slice) -> NDArray:
-        """The numbers [start, stop), a view of the file.
+        """Returns the numbers [start, stop), a view of the file.
 
         Raises:
             UserError: the file is damaged there.
@@ -72,7 +72,7 @@ class CheckedFile:
         return values.view(self._shown_as)
 
     def whole(self) -> NDArray:
-        """All of it, read a part at a time."""
+        """Returns all of it, read a part at a time."""
         step = _CHUNK_BYTES // self._values.itemsize
         for start in range(0, len(self), step):
             self[start : start + step]
@@ -114,7 +114,7 @@ def file_checksum(data: NDArray) -> str:
 
 
 def mapped(path: Path, dtype: type, count: int) -> NDArray:
-    """The numbers of a file, which stays on disk.
+    """Returns the numbers of a file, which stays on disk.
 
     Raises:
         UserError: the file is missing, or of another size.

@@ -62,7 +62,7 @@ class DatasetReport:
         return self.dropped_overlong + self.dropped_prompt_only + self.dropped_without_target + self.dropped_alike
 
     def summary(self) -> str:
-        """One line for a log."""
+        """Returns one line for a log."""
         parts = [] if not self.records else [counted(self.records, "record")]
         parts.append(counted(self.documents, self.unit))
         if self.pieces:
@@ -84,7 +84,7 @@ class DatasetReport:
         return ", ".join(parts) + f", in {self.seconds:.1f} s"
 
     def warnings(self) -> list[str]:
-        """What was lost although nobody asked for it."""
+        """Returns what was lost although nobody asked for it."""
         found, total = [], self.documents + self.dropped
         if self.truncated:
             side = ", with one of its answers," if self.unit == "pair" else ""
@@ -127,7 +127,7 @@ class DatasetReport:
 
 
 def context_warning(seq_length: int, lengths: NDArray[np.int64], context: int) -> str | None:
-    """What to know where samples may be longer than the model's context; None where they may not.
+    """Returns what to know where samples may be longer than the model's context; None where they may not.
 
     Args:
         seq_length: data.seq_length.

@@ -149,11 +149,11 @@ class TokenDataset:
         )
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Returns the number of rows."""
         return len(self.rows)
 
     def documents(self, row: int) -> Iterator[tuple[NDArray[np.integer], NDArray[np.bool_]]]:
-        """Tokens and targets of each document of a row; the targets' first is false."""
+        """Yields the tokens and targets of each document of a row; the targets' first is false."""
         for document in self.rows.row(row).tolist():
             start, length = int(self.starts[document]), int(self.lengths[document])
             span = slice(start, start + length)
@@ -180,14 +180,14 @@ class TokenDataset:
         return digest.hexdigest()
 
     def fingerprint(self) -> str:
-        """A hash of everything that training reads: tokens, targets, documents, rows and what is preferred."""
+        """Returns a hash of everything that training reads: tokens, targets, documents, rows and what is preferred."""
         return self._digest
 
     @classmethod
     def from_documents(
         cls, documents: Sequence[tuple[Sequence[int], Sequence[bool]]], *, seq_length: int, packing: bool = False
     ) -> TokenDataset:
-        """A dataset of documents that are at hand: (token ids, targets) each."""
+        """Returns a dataset of documents that are at hand: (token ids, targets) each."""
         lengths = [len(tokens) for tokens, _ in documents]
         return cls(
             np.array([token for tokens, _ in documents for token in tokens], dtype=np.int32),
@@ -301,7 +301,7 @@ class _Collector:
         self.targets += [piece.targets for piece in pieces]
 
     def _runs_on(self, document: Document) -> bool:
-        """Whether a document goes on in the next row."""
+        """Returns whether a document goes on in the next row."""
         return self.concatenated and (
             self.overlong in ("truncate", "cut") or document.place.path.suffix.lower() == ".txt"
         )
@@ -335,7 +335,7 @@ def _chunks(samples: Iterator[Sample]) -> Iterator[list[Sample]]:
 
 
 def _pack(lengths: NDArray[np.int64], capacity: int) -> Packs:
-    """`engine.data.packing.pack`, by the compiled code where it is built: the same rows in less time."""
+    """Returns `engine.data.packing.pack`, by the compiled code where it is built: the same rows in less time."""
     if not native_status().available:
         return pack(lengths, capacity)
     offsets, documents = native_packing.pack(lengths, capacity)

@@ -96,7 +96,7 @@ Sample = TextSample | CompletionSample | ChatSample | TokenSample
 
 
 def read_samples(path: Path, data_format: str) -> tuple[int, Iterator[Sample]]:
-    """How many samples a file has, and the samples in its order; every record gives exactly one.
+    """Returns how many samples a file has, and the samples in its order; every record gives exactly one.
 
     Args:
         path: a .txt, .json or .jsonl file.
@@ -125,7 +125,7 @@ def _parse_all(records: Iterator[tuple[Place, Record]], data_format: str) -> Ite
 
 
 def parse_record(place: Place, record: Record, data_format: str) -> Sample:
-    """One record of a known format.
+    """Returns one record of a known format.
 
     Raises:
         UserError: a field is missing or is not what the format expects.
@@ -182,7 +182,7 @@ def detect_format(place: Place, record: Record) -> str:
 
 
 def string_field(place: Place, record: Mapping[str, Any], field: str, data_format: str, prefix: str = "") -> str:
-    """The text in a field.
+    """Returns the text in a field.
 
     Args:
         data_format: how a message calls the format.
@@ -267,7 +267,7 @@ def _conversation(place: Place, record: Record, data_format: str) -> ChatSample:
 
 
 def conversation_turns(place: Place, record: Record, field: str, data_format: str | None = None) -> tuple[Message, ...]:
-    """The turns in a field, with roles as chat templates call them.
+    """Returns the turns in a field, with roles as chat templates call them.
 
     Args:
         data_format: "sharegpt" or "messages"; None looks at each turn.

@@ -17,7 +17,7 @@ _DRAW = 2**64 - 1
 
 
 def hold_out(dataset: TokenDataset, share: float, seed: int) -> tuple[TokenDataset, TokenDataset]:
-    """The rows to train on and the rows to evaluate, each row in one of them and in its old order.
+    """Returns the rows to train on and the rows to evaluate, each row in one of them and in its old order.
 
     Args:
         dataset: all rows.
@@ -39,7 +39,7 @@ def hold_out(dataset: TokenDataset, share: float, seed: int) -> tuple[TokenDatas
 
 
 def _rows(dataset: TokenDataset, rows: NDArray[np.int64]) -> TokenDataset:
-    """A data set with some rows of another, on the same documents."""
+    """Returns a data set with some rows of another, on the same documents."""
     group = dataset.group
     documents = [dataset.rows.row(row)[::group] // group for row in rows.tolist()]
     offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)

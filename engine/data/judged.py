@@ -48,7 +48,7 @@ class Judged:
 
 
 def parse_judged(place: Place, record: Record) -> Judged:
-    """One record of any form in the table above.
+    """Returns one record of any form in the table above.
 
     Raises:
         UserError: a malformed record: names file, record and field.
@@ -170,7 +170,7 @@ class _Answers(AnswerCollector[Judged]):
         return tokens[: self._seq_length], targets[: self._seq_length]
 
     def _mismatched(self, own: Document, other: Document) -> _Cut:
-        """The question of one with the answer of the other."""
+        """Returns the question of one with the answer of the other."""
         question, answer = int(own.targets.argmax()), int(other.targets.argmax())
         targets = np.concatenate((np.zeros(question, dtype=bool), other.targets[answer:]))
         return self._cut(np.concatenate((own.tokens[:question], other.tokens[answer:])), targets)

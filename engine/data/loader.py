@@ -126,7 +126,7 @@ class DataLoader:
         return batches
 
     def stream(self, consumed: int, num_steps: int) -> Iterator[list[Batch]]:
-        """`batches` of `num_steps` steps from sample `consumed` on, built ahead by threads.
+        """Yields `batches` of `num_steps` steps from sample `consumed` on, built ahead by threads.
 
         An error while building is raised to the consumer in its turn. Closing the iterator, or leaving it to the
         garbage collector, stops the threads.
@@ -140,7 +140,7 @@ class DataLoader:
                 yield batches
 
     def _promised(self, starts: Iterator[int]) -> Generator[Callable[[], list[Batch]]]:
-        """A function for each step that gives its batches, waiting for them where it must."""
+        """Yields a function for each step that gives its batches, waiting for them where it must."""
         if not self._num_workers:
             yield from (partial(self.batches, start) for start in starts)
             return
@@ -201,7 +201,7 @@ class EvalLoader:
         self.num_micro_batches = -(-self.num_samples // (micro_batch_size * data_size))
 
     def __len__(self) -> int:
-        """The number of micro-batches of each data rank."""
+        """Returns the number of micro-batches of each data rank."""
         return self.num_micro_batches
 
     def __iter__(self) -> Iterator[Batch]:

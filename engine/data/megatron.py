@@ -42,8 +42,8 @@ class Indexed(NamedTuple):
 
 
 def pair_of(path: Path) -> tuple[Path, Path] | None:
-    """The `.bin` and the `.idx` that `path` means, one of them or what their names begin with; None where neither is
-    there."""
+    """Returns the `.bin` and the `.idx` that `path` means, one of them or what their names begin with; None where
+    neither is there."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     pair = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     if prefix == path:
@@ -76,7 +76,7 @@ def open_indexed(data: Path, index: Path) -> Indexed:
 
 
 def _parts(index: Path, head: bytes) -> tuple[type[np.integer], NDArray, NDArray, NDArray]:
-    """The ids' dtype, and of the sequences the lengths, where they begin, and which begin documents."""
+    """Returns the ids' dtype, and of the sequences the lengths, where they begin, and which begin documents."""
     if head[: len(_MAGIC)] != _MAGIC:
         raise UserError(f"{index} is not an index of Megatron's: give the .bin and .idx that its tool wrote.")
     if len(head) < _HEADER_BYTES:
@@ -106,7 +106,7 @@ def _parts(index: Path, head: bytes) -> tuple[type[np.integer], NDArray, NDArray
 def _lay_out(
     index: Path, data: Path, lengths: NDArray, pointers: NDArray, itemsize: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Where sequences begin, in tokens, and how many tokens there are."""
+    """Returns where sequences begin, in tokens, and how many tokens there are."""
     if not lengths.any():
         raise UserError(f"{index} has no sequence with a token: copy it again, or write it anew with Megatron's tool.")
     if (negative := np.flatnonzero(lengths < 0)).size:
@@ -124,7 +124,7 @@ def _lay_out(
 
 
 def _documents(index: Path, boundaries: NDArray, begins: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where documents with tokens begin, from where sequences do; without boundaries each sequence is one."""
+    """Returns where documents with tokens begin, from where sequences do; without boundaries each sequence is one."""
     sequences = len(begins) - 1
     if len(boundaries):
         falls = np.flatnonzero(np.diff(boundaries) < 0)
@@ -140,7 +140,7 @@ def _documents(index: Path, boundaries: NDArray, begins: NDArray[np.int64]) -> N
 
 
 def _largest(path: Path, tokens: NDArray) -> int:
-    """The largest id, once all have been looked at."""
+    """Returns the largest id, once all have been looked at."""
     largest, step = 0, _CHUNK_BYTES // tokens.itemsize
     for start in range(0, len(tokens), step):
         part = tokens[start : start + step]

@@ -257,7 +257,7 @@ TEMPLATES = {
 
 
 def template_text(name: str) -> str:
-    """The template of a name, or of a file.
+    """Returns the template of a name, or of a file.
 
     Raises:
         UserError: it is neither, or the file cannot be read.

@@ -21,7 +21,7 @@ from engine.telemetry.format import counted
 
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
-    """The order of `count` samples in an epoch, the same on every machine.
+    """Returns the order of `count` samples in an epoch, the same on every machine.
 
     It sorts the raw words of a counter-based generator (Philox keyed by seed and epoch): those are fixed by the
     algorithm, while numpy may change how its `permutation` uses them from one version to the next.
@@ -52,7 +52,7 @@ class DataOrder:
     shuffle: bool = True
 
     def size(self, consumed: int) -> int:
-        """Rows of the batch that starts at sample `consumed`."""
+        """Returns the rows of the batch that starts at sample `consumed`."""
         if self.last_batch == "full":
             return self.batch
         return min(self.batch, self.count - consumed % self.count)
@@ -70,7 +70,7 @@ class DataOrder:
         return rows
 
     def starts(self, consumed: int, num_steps: int) -> Iterator[int]:
-        """The sample at which each of `num_steps` batches starts, the first at `consumed`."""
+        """Yields the sample at which each of `num_steps` batches starts, the first at `consumed`."""
         for _ in range(num_steps):
             yield consumed
             consumed += self.size(consumed)
@@ -91,7 +91,7 @@ class DataOrder:
         return max(0 if consumed else 1, ceil(epochs * self.steps_per_epoch) - done)
 
     def sentence(self) -> str:
-        """The length of an epoch, for the log."""
+        """Returns the length of an epoch, for the log."""
         steps, rest = self.steps_per_epoch, self.count % self.batch
         text = f"an epoch: {counted(self.count, 'row')} in {counted(steps, 'step')} of {self.batch}"
         if not rest:

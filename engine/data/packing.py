@@ -35,11 +35,13 @@ class Packs:
         return len(self.offsets) - 1
 
     def row(self, index: int) -> IntArray:
-        """The documents of one row."""
+        """Returns the documents of one row."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
     def of_groups(self, size: int) -> Packs:
-        """The same rows, told by documents, where what was packed are groups of `size` consecutive documents."""
+        """Returns the same rows, told by documents, where what was packed are groups of `size` consecutive
+        documents.
+        """
         if size == 1:
             return self
         documents = (self.documents[:, None] * size + np.arange(size)).ravel()
@@ -47,7 +49,7 @@ class Packs:
 
 
 def one_each(count: int) -> Packs:
-    """Rows that hold one document each, in order."""
+    """Returns the rows that hold one document each, in order."""
     return Packs(offsets=np.arange(count + 1, dtype=np.int64), documents=np.arange(count, dtype=np.int64))
 
 
@@ -81,7 +83,7 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Packs:
 
 
 def _best_fit(sizes: IntArray, capacity: int) -> IntArray:
-    """The row of each document; `sizes` falls."""
+    """Returns the row of each document; `sizes` falls."""
     rows = np.empty(len(sizes), dtype=np.int64)
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     has_room = np.zeros(capacity + 1, dtype=bool)

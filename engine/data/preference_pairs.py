@@ -60,7 +60,7 @@ class Pair:
 
 
 def parse_pair(place: Place, record: Record) -> Pair:
-    """One record of any form in the table above.
+    """Returns one record of any form in the table above.
 
     Raises:
         UserError: a malformed record: names file, record and field.
@@ -83,7 +83,7 @@ def parse_pair(place: Place, record: Record) -> Pair:
 
 
 def _texts(place: Place, record: Record) -> tuple[str, list[str]]:
-    """The question, and what follows it on each side."""
+    """Returns the question, and what follows it on each side."""
     answers = [string_field(place, record, name, "preference") for name in ANSWERS]
     if record.get("system"):
         raise place.error(
@@ -103,7 +103,7 @@ def _texts(place: Place, record: Record) -> tuple[str, list[str]]:
 
 
 def _conversations(place: Place, record: Record) -> list[tuple[Message, ...]]:
-    """The whole conversation of each side."""
+    """Returns the whole conversation of each side."""
     before: tuple[Message, ...] = ()
     if record.get("system"):
         before = ({"role": "system", "content": string_field(place, record, "system", "preference")},)

@@ -23,7 +23,7 @@ _LEARNT, _GIVEN, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 def first_documents(
     files: Sequence[Path], count: int, tokenizer: Tokenizer, *, data_format: str, mask_prompt: bool
 ) -> Iterator[Document]:
-    """The first documents of some files, of which no more is read than that takes.
+    """Yields the first documents of some files, of which no more is read than that takes.
 
     Raises:
         UserError: a file or record that cannot be used.
@@ -45,7 +45,7 @@ def _samples(files: Sequence[Path], data_format: str) -> Iterator[Sample]:
 def preview(
     tokens: Sequence[int] | np.ndarray, targets: Sequence[bool] | np.ndarray, tokenizer: Tokenizer, *, colour: bool
 ) -> str:
-    """A document's text, with what is learnt in colour or in ⟦brackets⟧; line breaks show as ↵ too.
+    """Returns a document's text, with what is learnt in colour or in ⟦brackets⟧; line breaks show as ↵ too.
 
     Args:
         tokens: of the document.

@@ -34,12 +34,12 @@ class Place:
         return f"{self.path} {self.unit} {self.number}"
 
     def error(self, message: str) -> UserError:
-        """The error about this record, to be raised by the caller."""
+        """Returns the error about this record, to be raised by the caller."""
         return UserError(f"{self}: {message}")
 
 
 def expand_paths(paths: str | Path | list[str] | tuple[str, ...]) -> list[Path]:
-    """The files that a setting means: one path, several, or patterns with * (in sorted order).
+    """Returns the files that a setting means: one path, several, or patterns with * (in sorted order).
 
     Raises:
         UserError: a path that is no file, or a pattern that matches none.
@@ -73,7 +73,7 @@ def read_text(path: Path) -> str:
 
 
 def read_records(path: Path) -> tuple[int, Iterator[tuple[Place, Record]]]:
-    """How many records a JSON or JSONL file has, and the records with their places.
+    """Returns how many records a JSON or JSONL file has, and the records with their places.
 
     Raises:
         UserError: not UTF-8, not JSON, or a record that is no object; for JSONL while it is being read.
@@ -89,7 +89,7 @@ def read_records(path: Path) -> tuple[int, Iterator[tuple[Place, Record]]]:
 
 
 def first_byte(file: BinaryIO) -> bytes:
-    """The first character that is neither a byte order mark nor white space; rewinds to behind the mark."""
+    """Returns the first character that is neither a byte order mark nor white space; rewinds to behind the mark."""
     start = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
     file.seek(start)
     byte = file.read(1)
@@ -145,7 +145,7 @@ def _parse_line(place: Place, line: bytes) -> object:
 
 
 def line_record(place: Place, line: bytes) -> tuple[Place, Record]:
-    """The record in one line of a JSONL file, with its place.
+    """Returns the record in one line of a JSONL file, with its place.
 
     Raises:
         UserError: it is none.

@@ -27,5 +27,5 @@ class RowMeanLoader(EvalLoader):
             yield replace(batch, loss_weights_BS=batch.loss_weights_BS / counts[rows])
 
     def target_count(self) -> float:
-        """The number of rows with targets."""
+        """Returns the number of rows with targets."""
         return float((self.dataset.target_counts[: self.num_samples] > 0).sum())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def with_special(ids: list[int], bos_id: int | None, eos_id: int | None) -> list[int]:
-    """Token ids with those of the begin and the end around them, where there are any."""
+    """Returns token ids with those of the begin and the end around them, where there are any."""
     if bos_id is not None:
         ids = [bos_id, *ids]
     if eos_id is not None:

@@ -89,7 +89,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def is_store(path: str | Path) -> bool:
-    """Whether `path` is a token store, one of Megatron's two files, or what their names begin with."""
+    """Returns whether `path` is a token store, one of Megatron's two files, or what their names begin with."""
     path = Path(path)
     return (path / MANIFEST).is_file() or pair_of(path) is not None
 
@@ -144,7 +144,7 @@ def _open_folder(path: Path) -> TokenStore:
 
 
 def _whole(folder: Path, name: str, dtype: type, count: int, manifest: StoreManifest) -> NDArray:
-    """A file that has its recorded checksum."""
+    """Returns a file that has its recorded checksum."""
     values = mapped(folder / name, dtype, count)
     if (found := file_checksum(values)) != (expected := manifest.checksums[name]):
         raise UserError(
@@ -155,7 +155,7 @@ def _whole(folder: Path, name: str, dtype: type, count: int, manifest: StoreMani
 
 
 def _block_sums(folder: Path, manifest: StoreManifest, counts: list[int]) -> list[NDArray[np.uint32] | None]:
-    """The checksums of the blocks of each file; None where the store has none."""
+    """Returns the checksums of the blocks of each file; None where the store has none."""
     if not manifest.has_blocks:
         return [None] * len(counts)
     values = np.array(_whole(folder, BLOCKS, np.uint32, sum(counts), manifest))

@@ -63,7 +63,7 @@ class StoreManifest:
 
 
 def manifest_text(manifest: StoreManifest, sources: list[str]) -> str:
-    """The manifest as JSON, with its digest.
+    """Returns the manifest as JSON, with its digest.
 
     Args:
         sources: names of the files that were tokenised, for people.

@@ -29,7 +29,7 @@ def stored_dataset(
     packing: Packing = False,
     overlong: str = "truncate",
 ) -> TokenDataset:
-    """Rows on a token store, which stays on disk.
+    """Returns the rows on a token store, which stays on disk.
 
     Args:
         path: see engine.data.store.
@@ -94,7 +94,7 @@ def stored_dataset(
 
 
 def _concatenated(store: TokenStore, seq_length: int) -> TokenDataset:
-    """Documents end to end in rows; read into memory."""
+    """Returns the documents end to end in rows; read into memory."""
     targets = None if store.targets is None else store.targets.whole()
     if targets is None:
         targets = np.ones(len(store.tokens), dtype=bool)
@@ -117,7 +117,7 @@ def cut_spans(
 
 
 def _target_counts(store: TokenStore, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [documents] learnt tokens of each span; its first token never is."""
+    """Returns int64 [documents] learnt tokens of each span; its first token never is."""
     if store.targets is None or not len(starts):
         return lengths - 1
     counts = np.empty(len(starts), dtype=np.int64)

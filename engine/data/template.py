@@ -60,7 +60,7 @@ class ChatTemplate:
     control: re.Pattern[str] = field(default_factory=lambda: re.compile("(?!)"))
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """The conversation as a server renders it.
+        """Returns the conversation as a server renders it.
 
         Args:
             messages: each with "role" and "content".
@@ -74,7 +74,7 @@ class ChatTemplate:
             return self._rendered(messages, prompt)
 
     def learnt(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The conversation as it is learnt from, and the character ranges that are learnt.
+        """Returns the conversation as it is learnt from, and the character ranges that are learnt.
 
         Raises:
             UserError: as of `render`, or the assistant's turns cannot be told.
@@ -95,7 +95,9 @@ class ChatTemplate:
         return text, spans
 
     def ending(self) -> str | None:
-        """What the template writes behind an answer at the end of a conversation; None where that cannot be told."""
+        """Returns what the template writes behind an answer at the end of a conversation; None where that cannot be
+        told.
+        """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
         try:
             with self._limits():
@@ -197,7 +199,7 @@ class ChatTemplate:
 
 
 def no_template(path: Path) -> str:
-    """The sentence for a conversation where there is no template."""
+    """Returns the sentence for a conversation where there is no template."""
     return (
         f"the tokenizer of {path} has no chat template, which conversations (messages, sharegpt) need; set "
         f"data.chat_template to one of {', '.join(TEMPLATES)}, or to a file, or write the data in the format "
@@ -220,7 +222,7 @@ def _check_characters(value: object) -> None:
 
 
 def _unmarked(text: str) -> tuple[str, list[Span]]:
-    """A text without the marks of a training form, and what stood between them."""
+    """Returns a text without the marks of a training form, and what stood between them."""
     spans: list[Span] = []
     kept: list[str] = []
     length = 0

@@ -50,7 +50,7 @@ def tokenize_samples(
     stream_length: int,
     last_answer: bool = False,
 ) -> Iterator[Document]:
-    """The documents of some samples, in order; one each, but several for a stream.
+    """Yields the documents of some samples, in order; one each, but several for a stream.
 
     Args:
         samples: of any kind; their texts are encoded together, so give many at once.

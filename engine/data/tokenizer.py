@@ -68,19 +68,19 @@ class Tokenizer(Protocol):
     def chat_template(self) -> str | None: ...
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Token ids of `text`, with `bos_id` in front and `eos_id` behind where asked for and defined."""
+        """Returns token ids of `text`, with `bos_id` in front and `eos_id` behind where asked for and defined."""
         ...
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same as `encode` of each text, without special tokens, faster."""
+        """Returns the same as `encode` of each text, without special tokens, faster."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; control tokens are left out."""
+        """Returns the text of `ids`; control tokens are left out."""
         ...
 
     def show(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, control tokens too."""
+        """Returns the text of `ids`, control tokens too."""
         ...
 
     def apply_chat(self, messages: Sequence[Message], *, learn: Learn = "answers") -> tuple[list[int], list[bool]]:
@@ -99,11 +99,11 @@ class Tokenizer(Protocol):
         ...
 
     def chat_warnings(self) -> list[str]:
-        """What to know of a chat template that was chosen for this tokenizer, as sentences."""
+        """Returns what to know of a chat template that was chosen for this tokenizer, as sentences."""
         ...
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation up to where the assistant's next turn begins.
+        """Returns token ids of a conversation up to where the assistant's next turn begins.
 
         Args:
             messages: as of `apply_chat`.
@@ -196,7 +196,7 @@ class HuggingFaceTokenizer:
         return ids, self._cut([at >= same for at in range(len(ids))], text, ids, offsets)
 
     def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids, and the characters of each."""
+        """Returns token ids, and the characters of each."""
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return encoding["input_ids"], encoding["offset_mapping"]
 
@@ -308,7 +308,7 @@ def _check_settings(folder: Path) -> None:
 
 
 def _configured_bos(folder: Path) -> bool | None:
-    """What tokenizer_config.json says about the begin token, or None."""
+    """Returns what tokenizer_config.json says about the begin token, or None."""
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return None

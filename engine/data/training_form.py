@@ -37,7 +37,7 @@ class Form:
     more: tuple[Change, ...] = ()
 
     def applied(self, template: str) -> str | None:
-        """The template with the changes, or None where it is not one of this family."""
+        """Returns the template with the changes, or None where it is not one of this family."""
         before, part, behind = "", template, ""
         if self.within is not None:
             before, first, rest = template.partition(self.within[0])
@@ -293,5 +293,7 @@ FORMS = (
 
 @lru_cache
 def training_form(template: str) -> str | None:
-    """The training form of a template, which writes BEGIN and END around what is learnt; None if it is not known."""
+    """Returns the training form of a template, which writes BEGIN and END around what is learnt; None if it is not
+    known.
+    """
     return next((form for one in FORMS if (form := one.applied(template)) is not None), None)

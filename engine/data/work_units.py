@@ -56,7 +56,7 @@ def _units(file: Path) -> Iterable[Unit]:
 
 
 def unit_records(unit: Unit, data_format: str) -> Iterator[tuple[Place, Record, str] | Sample | UserError]:
-    """The records of a unit with their places and format, samples of a text, or what is wrong with a record.
+    """Yields the records of a unit with their places and format, samples of a text, or what is wrong with a record.
 
     Args:
         data_format: "auto" looks at the first record of the whole file.

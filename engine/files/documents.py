@@ -37,7 +37,7 @@ def open_file(path: str | os.PathLike[str], advice: str | None = None) -> Iterat
 
 
 def read_bytes(path: str | os.PathLike[str], advice: str | None = None) -> bytes:
-    """The bytes of a small file.
+    """Returns the bytes of a small file.
 
     Args:
         path, advice: as of `open_file`.
@@ -53,7 +53,7 @@ def read_bytes(path: str | os.PathLike[str], advice: str | None = None) -> bytes
 
 
 def read_text(path: str | os.PathLike[str], advice: str | None = None) -> str:
-    """The text of a small UTF-8 file.
+    """Returns the text of a small UTF-8 file.
 
     Raises:
         UserError: as `read_bytes`, or it is not UTF-8.
@@ -64,7 +64,7 @@ def read_text(path: str | os.PathLike[str], advice: str | None = None) -> str:
 
 
 def read_json(path: str | os.PathLike[str], advice: str = _COPY_AGAIN) -> dict[str, Any]:
-    """The mapping that a small JSON file holds.
+    """Returns the mapping that a small JSON file holds.
 
     Args:
         path: of the file.
@@ -77,7 +77,7 @@ def read_json(path: str | os.PathLike[str], advice: str = _COPY_AGAIN) -> dict[s
 
 
 def parse_record(line: str | bytes, place: str, advice: str) -> dict[str, Any]:
-    """The mapping that one line of a JSON-lines file holds.
+    """Returns the mapping that one line of a JSON-lines file holds.
 
     Args:
         line: without its end.

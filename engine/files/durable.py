@@ -17,7 +17,7 @@ from engine.files.refusals import reading, writing
 
 
 def open_new(path: Path) -> int:
-    """The descriptor of a new, empty file at `path`; what was there is removed, a link and not its target.
+    """Returns the descriptor of a new, empty file at `path`; what was there is removed, a link and not its target.
 
     Raises:
         OSError: the system does not allow it.
@@ -27,7 +27,7 @@ def open_new(path: Path) -> int:
 
 
 def open_append(path: Path) -> IO[str]:
-    """The text file at `path`, made where it is missing, to be written behind what it has.
+    """Returns the text file at `path`, made where it is missing, to be written behind what it has.
 
     Raises:
         OSError: the system does not allow it, or what has that name is no file: a pipe would make us wait for a

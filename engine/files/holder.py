@@ -47,7 +47,7 @@ class Holder:
 
     @classmethod
     def from_bytes(cls, record: bytes) -> Holder | None:
-        """The other end of `to_bytes`; None where the record is not whole."""
+        """Returns the other end of `to_bytes`; None where the record is not whole."""
         try:
             data = json.loads(record)
         except (ValueError, RecursionError):
@@ -68,11 +68,11 @@ class Holder:
         return (text if text.isprintable() else ascii(text))[:200]
 
     def is_near(self) -> bool:
-        """Whether `lives` can tell: the process is, or was, one of this machine."""
+        """Returns whether `lives` can tell: the process is, or was, one of this machine."""
         return self.machine == this_machine() and self.started >= 0
 
     def lives(self) -> bool:
-        """Whether a process of this machine has the number and start time. Only after `is_near`."""
+        """Returns whether a process of this machine has the number and start time. Only after `is_near`."""
         found = _process_fields(self.pid)
         return found is not None and found[0] not in "ZX" and int(found[19]) == self.started
 

@@ -76,7 +76,7 @@ def writing(path: str | os.PathLike[str], advice: str | None = None) -> Iterator
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """A path as a sentence shows it: on one line, in print, and short."""
+    """Returns a path as a sentence shows it: on one line, in print, and short."""
     text = os.fspath(path)
     if not text.isprintable():
         text = ascii(text)
@@ -84,7 +84,7 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 
 def sentence_of(error: OSError) -> str | None:
-    """What the system said of a file where nobody nearer could say more; None where it is not of a file.
+    """Returns what the system said of a file where nobody nearer could say more; None where it is not of a file.
 
     Args:
         error: that nothing but the end of the command has caught.

@@ -36,7 +36,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def partial_folder(out: Path) -> Path:
-    """Where `out` is made."""
+    """Returns where `out` is made."""
     return out.with_name(f".{out.name}.partial")
 
 
@@ -138,7 +138,7 @@ def _held(out: Path) -> Iterator[Path]:
 
 
 def _make_and_lock(out: Path, staging: Path) -> int:
-    """The locked descriptor of the folder that has the sibling's name."""
+    """Returns the locked descriptor of the folder that has the sibling's name."""
     while True:
         try:
             os.mkdir(staging)
@@ -264,7 +264,7 @@ def _has_name(descriptor: int, folder: Path) -> bool:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """A folder, not a link to one, that this user has made."""
+    """Returns a folder, not a link to one, that this user has made."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:

@@ -47,6 +47,6 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value from such a file as an error sentence shows it: on one line, in print, and short."""
+    """Returns a value from such a file as an error sentence shows it: on one line, in print, and short."""
     text = ascii(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

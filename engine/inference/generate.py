@@ -85,7 +85,7 @@ class _Row:
 
 
 def context_limit(config: DecoderConfig) -> int:
-    """Tokens that a row may have in all."""
+    """Returns the tokens that a row may have in all."""
     return min(config.max_length, config.max_row_length or config.max_length)
 
 

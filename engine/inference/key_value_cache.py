@@ -62,7 +62,7 @@ class KeyValues:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
 
     def bytes_read(self, lengths: Sequence[int]) -> int:
-        """What attention reads to continue rows of these lengths by a token each."""
+        """Returns what attention reads to continue rows of these lengths by a token each."""
         total = 0
         for layer in self.layers.values():
             a_token = 2 * layer.keys.shape[1] * layer.keys.shape[3] * layer.keys.element_size()
@@ -76,11 +76,11 @@ class KeyValues:
             layer.values[target] = layer.values[source]
 
     def first_pass(self, slots: Sequence[int], lengths: Sequence[int]) -> FirstPass:
-        """The pass of whole prompts, one after the other along T, into `slots`."""
+        """Returns the pass of whole prompts, one after the other along T, into `slots`."""
         return FirstPass(self, slots, lengths)
 
     def next_pass(self, positions: Sequence[int]) -> NextPass:
-        """The pass of one token each of slots 0 to len(positions) - 1, at these positions."""
+        """Returns the pass of one token each of slots 0 to len(positions) - 1, at these positions."""
         return NextPass(self, positions)
 
 
@@ -94,7 +94,7 @@ class _Pass:
         self._places: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
 
     def _place(self, capacity: int) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Which tokens stay (None for all), their slots and their places in them."""
+        """Returns which tokens stay (None for all), their slots and their places in them."""
         if capacity not in self._places:
             device = self._cache._device
             slots, positions, lasts = (torch.tensor(values, dtype=torch.int64) for values in self._tokens)
@@ -143,7 +143,7 @@ class NextPass(_Pass):
         self._seen: dict[int, Tensor | None] = {}
 
     def _mask(self, capacity: int) -> Tensor | None:
-        """bool [N, 1, 1, L], True where a row has a key; None where all rows have all L."""
+        """Returns bool [N, 1, 1, L], True where a row has a key; None where all rows have all L."""
         if capacity not in self._seen:
             counts = [min(count, capacity) for count in self._counts]
             mask = None

@@ -121,13 +121,13 @@ class InferenceStage:
             self._sent = None
 
     def now(self) -> float:
-        """Seconds on a clock that begins anywhere; after the device's work where that was asked for."""
+        """Returns the seconds on a clock that begins anywhere; after the device's work where that was asked for."""
         if self._synchronise:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def _logits(self, batch: Batch, cache: KeyValueCache, lasts: Tensor | None) -> Tensor | None:
-        """[N, V / R] logits of each row's last token on the last pipeline rank; None on the others."""
+        """Returns [N, V / R] logits of each row's last token on the last pipeline rank; None on the others."""
         model = self.model
         x = model.embed(batch) if model.embedding is not None else self._receive(batch.num_tokens)
         context = replace(model.context(batch, self._step, training=False), cache=cache)
@@ -169,7 +169,7 @@ class InferenceStage:
 
 
 def _batch(tokens_BS: Tensor, positions_BS: Tensor, lengths: tuple[int, ...]) -> Batch:
-    """Tokens without labels; documents of these lengths, one after the other."""
+    """Returns the tokens without labels; documents of these lengths, one after the other."""
     offsets = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return Batch(
         tokens_BS=tokens_BS,

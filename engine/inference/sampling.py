@@ -64,7 +64,7 @@ class Chooser:
             self._seen[target] = self._seen[source]
 
     def choose(self, logits_NV: Tensor, slots: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """The next token of each row; collective over the tensor-parallel ranks, the same on all.
+        """Returns the next token of each row; collective over the tensor-parallel ranks, the same on all.
 
         Args:
             logits_NV: [N, V / R] with padding columns; any float dtype.
@@ -83,7 +83,7 @@ class Chooser:
         return tokens
 
     def scores(self, logits_NV: Tensor, slots: Tensor) -> Tensor:
-        """fp32 [N, ids here]: logits with the penalty, over the temperature."""
+        """Returns fp32 [N, ids here]: logits with the penalty, over the temperature."""
         scores = logits_NV[:, : self._num_ids].float()
         if self._seen is not None:
             penalty = self._settings.repetition_penalty
@@ -117,7 +117,7 @@ class Chooser:
         return scores.masked_fill(scores < bound, -torch.inf)
 
     def _gathered(self, scores: Tensor, count: int | None) -> Tensor:
-        """[N, C] scores of all ranks, or of each rank the best `count`; -inf where a rank has fewer."""
+        """Returns [N, C] scores of all ranks, or of each rank the best `count`; -inf where a rank has fewer."""
         width = -(-self._vocab_size // self._tp.size)
         if count is not None and count < width:
             width = count
@@ -127,14 +127,14 @@ class Chooser:
         return all_gather(full.t().contiguous(), self._tp).t()
 
     def _maximum(self, scores: Tensor) -> Tensor:
-        """[N, 1] over all ranks."""
+        """Returns [N, 1] over all ranks."""
         best = scores.new_full((scores.shape[0], 1), -torch.inf)
         if self._num_ids:
             best = scores.amax(1, keepdim=True)
         return all_reduce(best, self._tp, dist.ReduceOp.MAX)
 
     def _noise(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """fp64 [N, ids here] standard Gumbel numbers, functions of (seed, row, position, token id)."""
+        """Returns fp64 [N, ids here] standard Gumbel numbers, functions of (seed, row, position, token id)."""
         first, last = self._first_id // 4, (self._first_id + max(self._num_ids, 1) - 1) // 4
         blocks = torch.arange(first, last + 1, device=rows.device, dtype=torch.int64)[None]
         row, position = rows[:, None], positions[:, None]
@@ -147,7 +147,7 @@ class Chooser:
         return -torch.log(-torch.log(uniform))
 
     def _argmax(self, scores: Tensor) -> Tensor:
-        """int64 [N] token id of the largest score over all ranks; of equal ones the first."""
+        """Returns int64 [N] token id of the largest score over all ranks; of equal ones the first."""
         best = torch.full((scores.shape[0], 2), -torch.inf, dtype=torch.float64, device=scores.device)
         if self._num_ids:
             place = scores.argmax(1, keepdim=True)
@@ -160,7 +160,7 @@ class Chooser:
 
 
 def _nucleus(candidates_NC: Tensor, top_p: float) -> Tensor:
-    """[N, 1] the least score among the most likely ones whose probabilities together reach `top_p`."""
+    """Returns [N, 1] the least score among the most likely ones whose probabilities together reach `top_p`."""
     ordered = candidates_NC.sort(dim=1, descending=True).values
     probabilities = ordered.double().softmax(1)
     before = probabilities.cumsum(1) - probabilities

@@ -67,7 +67,7 @@ class RankFigures:
 def measure(
     mesh: Mesh, speed: Speed, *, device: torch.device, weight_bytes: int, pass_bytes: int, cache_bytes: int
 ) -> list[RankFigures]:
-    """The figures of all ranks, in rank order. Collective.
+    """Returns the figures of all ranks, in rank order. Collective.
 
     Args:
         mesh: of the ranks.
@@ -95,9 +95,9 @@ def measure(
 
 
 def report_lines(figures: list[RankFigures]) -> list[str]:
-    """The report as text; the times of the first rank are those of all. `busy` is the share of the passes of one
-    token a row in which a rank did not wait for other pipeline ranks; beside it, what of its memory bandwidth it used
-    then."""
+    """Returns the report as text; the times of the first rank are those of all. `busy` is the share of the passes of
+    one token a row in which a rank did not wait for other pipeline ranks; beside it, what of its memory bandwidth it
+    used then."""
     speed = figures[0].speed
     lines = [f"prefill: {speed.prefill_tokens} tokens in {speed.prefill_seconds:.3f} s"]
     if speed.prefill_tokens:
@@ -133,7 +133,7 @@ def _row(rank: int, one: RankFigures) -> tuple[str, ...]:
 
 
 def _best(act: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of several times, the first left out."""
+    """Returns the seconds of the fastest of several times, the first left out."""
     best = float("inf")
     for turn in range(_TIMES + 1):
         began = time.perf_counter()
@@ -159,7 +159,9 @@ def _tensor_rate(tp: Axis, device: torch.device) -> float | None:
 
 
 def _pipeline_rate(pp: Axis, device: torch.device) -> float | None:
-    """Bytes a second to the next rank, one pair at a time; every rank takes part where it has a neighbour."""
+    """Returns the bytes a second to the next rank, one pair at a time; every rank takes part where it has a
+    neighbour.
+    """
     rate = None
     for sender in range(pp.size - 1):
         if pp.rank not in (sender, sender + 1):

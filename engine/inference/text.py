@@ -17,7 +17,7 @@ class Decodes(Protocol):
     """What is asked of a tokenizer."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; control tokens are left out."""
+        """Returns the text of `ids`; control tokens are left out."""
         ...
 
 
@@ -66,7 +66,7 @@ class TextStream:
             self.text, self.stopped = self.text[: min(ends)], True
 
     def _safe(self) -> int:
-        """How much of the text is no beginning of a stop text."""
+        """Returns how much of the text is no beginning of a stop text."""
         if self.stopped:
             return len(self.text)
         held = 0

@@ -11,7 +11,7 @@ from engine.objectives.preference import Preference, PreferenceSettings
 
 
 def build_objective(options: ObjectiveOptions, *, cp: Axis, dp: Axis) -> Objective:
-    """What the last stage minimises.
+    """Returns what the last stage minimises.
 
     Args:
         options: of the run.

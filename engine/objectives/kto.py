@@ -103,7 +103,7 @@ class Kto:
         return AT_CHANCE if settings.desirable_weight == settings.undesirable_weight == 1 else None
 
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
-        """fp32 [N] log-likelihoods."""
+        """Returns fp32 [N] log-likelihoods."""
         return log_likelihoods(token_losses_T, batch, self._cp)
 
     def sums(
@@ -130,7 +130,9 @@ class Kto:
         return ObjectiveSums(loss, figures / self._cp.size)  # all ranks of a row have the same figures
 
     def named(self, means: Sequence[float]) -> dict[str, float]:
-        """Means over the answers of each kind; a kind that did not occur is left out, and so is the margin then."""
+        """Returns means over the answers of each kind; a kind that did not occur is left out, and so is the margin
+        then.
+        """
         liked, *kinds, kl = means
         found: dict[str, float] = {}
         for name, values in (("reward", kinds[:2]), ("logp", kinds[2:])):

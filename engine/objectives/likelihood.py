@@ -14,13 +14,14 @@ from engine.distributed.mesh import Axis
 
 
 def answers_of(batch: Batch) -> Answers:
-    """The answers of a batch that must have some."""
+    """Returns the answers of a batch that must have some."""
     assert batch.answers is not None, "a batch without answers"
     return batch.answers
 
 
 def log_likelihoods(token_losses_T: Tensor, batch: Batch, cp: Axis) -> Tensor:
-    """Log-likelihood of each answer given its question, over its target tokens in the whole row; differentiable.
+    """Returns log-likelihood of each answer given its question, over its target tokens in the whole row;
+    differentiable.
 
     Args:
         token_losses_T: fp32 [T] negative log-likelihoods.

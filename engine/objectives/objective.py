@@ -28,7 +28,7 @@ class Baseline(Protocol):
     """One number of the whole global batch, made of what the model says of mismatched answers."""
 
     def sums(self, mismatched: Batch, policy: Tensor, reference: Tensor | None) -> Tensor:
-        """What a micro-batch adds.
+        """Returns what a micro-batch adds.
 
         Args:
             mismatched: the micro-batch's `mismatched`.
@@ -57,7 +57,7 @@ class Shown(Protocol):
 
 
 def figures_to_show(objective: Shown, reported: Mapping[str, float]) -> dict[str, float]:
-    """What a line of progress shows of what is reported.
+    """Returns what a line of progress shows of what is reported.
 
     A model that is still its own reference has margins of exactly 0, of which an accuracy would say nothing.
     """
@@ -96,11 +96,11 @@ class Objective(Protocol):
         ...
 
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
-        """What is kept of a pass without adapters, to be given to `sums`."""
+        """Returns what is kept of a pass without adapters, to be given to `sums`."""
         ...
 
     def named(self, means: Sequence[float]) -> dict[str, float]:
-        """What is reported.
+        """Returns what is reported.
 
         Args:
             means: of each of `metrics`, over the global batch.
@@ -110,7 +110,7 @@ class Objective(Protocol):
     def sums(
         self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
     ) -> ObjectiveSums:
-        """What a micro-batch adds.
+        """Returns what a micro-batch adds.
 
         Args:
             token_losses_T: fp32 [T] negative log-likelihoods.

@@ -91,11 +91,11 @@ class Preference:
         return CHANCE if self.settings.loss == "sigmoid" else None
 
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
-        """fp32 [N] log-likelihoods."""
+        """Returns fp32 [N] log-likelihoods."""
         return log_likelihoods(token_losses_T, batch, self._cp)
 
     def named(self, means: Sequence[float]) -> dict[str, float]:
-        """All of `metrics`."""
+        """Returns all of `metrics`."""
         return dict(zip(self.metrics, means, strict=True))
 
     def sums(
@@ -119,7 +119,7 @@ class Preference:
         return ObjectiveSums(loss, figures / self._cp.size)  # all ranks of a row have the same figures
 
     def _losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """fp32 [P]."""
+        """Returns fp32 [P]."""
         settings, difference = self.settings, chosen - rejected
         if settings.loss == "ipo":
             return (difference - 1 / (2 * settings.beta)) ** 2
@@ -135,7 +135,7 @@ class Preference:
         return -(1 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
 
     def _figures(self, scores: Tensor, logps: Tensor) -> tuple[Tensor, ...]:
-        """Sums over pairs, in the order of `metrics`."""
+        """Returns sums over pairs, in the order of `metrics`."""
         rewards_chosen, rewards_rejected = (self.settings.beta * scores).view(-1, 2).unbind(1)
         logp_chosen, logp_rejected = logps.view(-1, 2).unbind(1)
         better = (rewards_chosen > rewards_rejected).to(scores.dtype)

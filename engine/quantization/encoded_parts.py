@@ -40,7 +40,7 @@ def require_finite(absmax: Tensor, encoding: str) -> None:
 
 
 def bounds(part: slice, length: int) -> tuple[int, int]:
-    """Start and stop of a slice without a step, within `length`."""
+    """Returns the start and stop of a slice without a step, within `length`."""
     start, stop, step = part.indices(length)
     assert step == 1, part
     return start, max(start, stop)

@@ -46,10 +46,10 @@ class Encoding(Protocol):
     def block(self) -> int: ...
 
     def parts(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each stored tensor; the first dimension of all is `rows`."""
+        """Returns the shape and dtype of each stored tensor; the first dimension of all is `rows`."""
 
     def absmax(self, weight: Tensor) -> Tensor:
-        """What of a shard the whole matrix's scales are made from, fp32 [rows, n].
+        """Returns what of a shard the whole matrix's scales are made from, fp32 [rows, n].
 
         Args:
             weight: [rows, columns], any float dtype and strides.
@@ -59,10 +59,10 @@ class Encoding(Protocol):
         """
 
     def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """`absmax` of a matrix from those of its shards along rows (0) or columns (1), in order."""
+        """Returns `absmax` of a matrix from those of its shards along rows (0) or columns (1), in order."""
 
     def encode(self, weight: Tensor, whole: Whole | None = None) -> dict[str, Tensor]:
-        """The parts, on the weight's device.
+        """Returns the parts, on the weight's device.
 
         Args:
             weight: [rows, columns], any float dtype and strides.
@@ -73,7 +73,7 @@ class Encoding(Protocol):
         """
 
     def cut(self, parts: Mapping[str, Tensor], rows: slice, columns: slice) -> dict[str, Tensor]:
-        """The parts of weight[rows, columns], copies or views.
+        """Returns the parts of weight[rows, columns], copies or views.
 
         Args:
             rows, columns: with start and stop, without a step.
@@ -94,7 +94,7 @@ ENCODING_NAMES = BASE_DTYPES
 
 
 def encoding(name: str, arithmetic: Arithmetic = PLAIN) -> Encoding:
-    """The encoding called `name`.
+    """Returns the encoding called `name`.
 
     Args:
         name: one of ENCODING_NAMES.

@@ -10,7 +10,7 @@ from engine.quantization.rowwise import RowwiseEncoding
 
 
 def fp8(arithmetic: Arithmetic = PLAIN, *, per_matrix: bool = True) -> RowwiseEncoding:
-    """The encoding "fp8", or "fp8_row" where not `per_matrix`."""
+    """Returns the encoding "fp8", or "fp8_row" where not `per_matrix`."""
     return RowwiseEncoding(
         name="fp8" if per_matrix else "fp8_row",
         dtype=torch.float8_e4m3fn,

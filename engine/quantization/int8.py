@@ -10,7 +10,7 @@ from engine.quantization.rowwise import RowwiseEncoding
 
 
 def int8(arithmetic: Arithmetic = PLAIN) -> RowwiseEncoding:
-    """The encoding "int8"."""
+    """Returns the encoding "int8"."""
     return RowwiseEncoding(
         name="int8",
         dtype=torch.int8,

@@ -31,7 +31,7 @@ from engine.quantization.encoded_parts import Whole, bounds, require_finite
 
 
 def num_groups(blocks: int) -> int:
-    """How many groups a run of `blocks` scales can touch, wherever it begins."""
+    """Returns how many groups a run of `blocks` scales can touch, wherever it begins."""
     return (blocks + NF4_GROUP - 2) // NF4_GROUP + 1 if blocks else 0
 
 
@@ -114,7 +114,7 @@ class Nf4:
 
 
 def mean_absmax(absmax: Tensor) -> Tensor:
-    """The offset of a whole matrix's scales, fp32 []: their mean, summed in fp64."""
+    """Returns the offset of a whole matrix's scales, fp32 []: their mean, summed in fp64."""
     return absmax.double().mean().float() if absmax.numel() else absmax.new_zeros(())
 
 
@@ -134,7 +134,7 @@ def _inside(column: int) -> str:
 def _row_groups(
     largest: Tensor, offset: Tensor, shape: torch.Size, all_blocks: int, before: int, first_block: int
 ) -> tuple[Tensor, Tensor]:
-    """`groups` and `phase` of a shard.
+    """Returns `groups` and `phase` of a shard.
 
     Args:
         largest: fp32, scales of the groups from the one in which the shard's first row of the whole begins.
@@ -154,7 +154,9 @@ def _row_groups(
 
 
 def _touched(groups: Tensor, phase: Tensor, blocks: int) -> Tensor:
-    """Zero where a row of `blocks` scales does not reach into the group, so that parts are the same on all ways."""
+    """Returns zero where a row of `blocks` scales does not reach into the group, so that parts are the same on all
+    ways.
+    """
     reached = (phase % NF4_GROUP + blocks - 1) // NF4_GROUP
     local = torch.arange(groups.shape[1], device=groups.device)
     return torch.where(local <= reached[:, None], groups, 0.0)

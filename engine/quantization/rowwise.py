@@ -45,7 +45,7 @@ class RowwiseEncoding:
         return {"codes": ((rows, columns), self.dtype), "scales": ((rows,), torch.float32)}
 
     def absmax(self, weight: Tensor) -> Tensor:
-        """[rows, 1], or [rows, 0] of a matrix without columns."""
+        """Returns [rows, 1], or [rows, 0] of a matrix without columns."""
         absmax = self.arithmetic.block_absmax(weight, 0)
         require_finite(absmax, self.name)
         return absmax

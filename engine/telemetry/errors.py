@@ -56,7 +56,7 @@ class Ending:
 
 
 def ending_of(error: BaseException) -> Ending:
-    """How a command ends that `error` escaped from."""
+    """Returns how a command ends that `error` escaped from."""
     match error:
         case UserError():
             line = f"error: {one_line(str(error))}"
@@ -88,7 +88,7 @@ _ALLOCATION = re.compile(
 
 
 def _memory_sentence(error: BaseException) -> str | None:
-    """What is missing and what takes less; None where memory is not the reason."""
+    """Returns what is missing and what takes less; None where memory is not the reason."""
     found = _ALLOCATION.search(str(error))
     if found is None and not isinstance(error, MemoryError):
         return None

@@ -155,7 +155,7 @@ class MetricsWriter:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """What a line holds; None where that is no record with a step."""
+    """Returns what a line holds; None where that is no record with a step."""
     try:
         found = parse_json(line)
     except JsonFlaw:
@@ -165,7 +165,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def recorded_evaluation(path: Path, step: int) -> float | None:
-    """The newest loss that a metrics file has of an evaluation after `step` steps; None without one.
+    """Returns the newest loss that a metrics file has of an evaluation after `step` steps; None without one.
 
     Lines that are no records are passed over: `MetricsWriter.truncate_after` is who looks at them.
 

@@ -27,7 +27,7 @@ _lost = threading.Event()
 
 
 def is_unread() -> bool:
-    """Whether stderr was given up in this process because nobody can read it any more."""
+    """Returns whether stderr was given up in this process because nobody can read it any more."""
     return _lost.is_set()
 
 
@@ -95,7 +95,7 @@ def give_up(stream: TextIO) -> None:
 
 
 def has_reader(stream: TextIO) -> bool:
-    """Whether what is written to `stream` can still arrive; true where the system cannot tell."""
+    """Returns whether what is written to `stream` can still arrive; true where the system cannot tell."""
     try:
         watch = select.poll()
         watch.register(stream.fileno(), 0)

@@ -22,5 +22,5 @@ def peak_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Memory of this machine."""
+    """Returns the memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -108,7 +108,7 @@ class Progress:
             self._line.show(self.text(), last=True)
 
     def text(self) -> str:
-        """The line as it would be shown now."""
+        """Returns the line as it would be shown now."""
         elapsed = max(self._clock() - self._start, 1e-9)
         rate = self._done / elapsed
         is_bytes = self._unit == "bytes"

@@ -21,12 +21,12 @@ _START = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun started this process."""
+    """Returns whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in environment
 
 
 def claim_once(what: str, environment: Mapping[str, str]) -> bool:
-    """Whether this process is the first of its machine's ranks to claim `what`; without torchrun always true.
+    """Returns whether this process is the first of its machine's ranks to claim `what`; without torchrun always true.
 
     The claim is an empty file beside the folders of the ranks. Where there can be none, or somebody else put it there,
     every rank may go ahead: better a sentence per rank than none.

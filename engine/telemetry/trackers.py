@@ -167,7 +167,7 @@ class Mlflow:
         _remember(run.names, _MLFLOW, self._id)
 
     def _begin(self, run: TrackedRun, experiment: str) -> str:
-        """The id of a new run, or of the one that this run has had before."""
+        """Returns the id of a new run, or of the one that this run has had before."""
         client, entities = self._client, self._mlflow.entities
         if (known := _known(run.names, _MLFLOW)) is not None:
             client.update_run(known, status="RUNNING")
@@ -264,7 +264,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _package(option: str) -> str:
-    """The package that an option needs, which is an extra of the same name."""
+    """Returns the package that an option needs, which is an extra of the same name."""
     return option.partition("_")[0]
 
 
@@ -284,7 +284,7 @@ def _missing(option: str, value: object) -> UserError:
 
 
 def _known(names: Path, option: str) -> str | None:
-    """What the run is called there; None where it is new."""
+    """Returns what the run is called there; None where it is new."""
     try:
         found = json.loads(names.read_text(encoding="utf-8")).get(option)
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -298,7 +298,7 @@ def _remember(names: Path, option: str, identity: str) -> None:
 
 
 def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """{"optim.lr": 1} as {"optim": {"lr": 1}}."""
+    """Returns {"optim.lr": 1} as {"optim": {"lr": 1}}."""
     nested: dict[str, Any] = {}
     for name, value in options.items():
         section, _, key = name.rpartition(".")

@@ -29,7 +29,7 @@ class Arrangement(NamedTuple):
 
 
 def arrange(shares: Mapping[str, float | None], repeats: int) -> Arrangement:
-    """The blocks of a measurement; every side has `repeats` turns in all.
+    """Returns the blocks of a measurement; every side has `repeats` turns in all.
 
     Args:
         shares: side -> share of the GPU's memory that its process held alone; None on a CPU.

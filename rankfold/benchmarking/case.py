@@ -72,13 +72,14 @@ class Case:
     limit: float | None = None
 
     def without_inputs(self) -> Case:
-        """What a table needs of it, without the tensors that the contestants hold."""
+        """Returns what a table needs of it, without the tensors that the contestants hold."""
         contestants = {name: Contestant(run=list, note=each.note) for name, each in self.contestants.items()}
         return replace(self, contestants=contestants, answer=list)
 
 
 def deviation(found: Results, expected: Results) -> float:
-    """Largest error over the results: of the norm relative to the norm, and of any element relative to the largest.
+    """Returns the largest error over the results: of the norm relative to the norm, and of any element relative to the
+    largest.
 
     A result that is not finite where the expected one is gives infinity.
     """

@@ -62,7 +62,9 @@ class Ceilings:
         return {COPY: self.copy, PRODUCT: self.product}
 
     def limits(self, demand: Demand, samples: dict[str, list[Sample]]) -> list[float]:
-        """Seconds that the op takes at least, one figure a turn: the larger of its bytes and its arithmetic."""
+        """Returns the seconds that the op takes at least, one figure a turn: the larger of its bytes and its
+        arithmetic.
+        """
         times = []
         if demand.moved:
             times.append([demand.moved / self.moved * sample.seconds for sample in samples[COPY]])

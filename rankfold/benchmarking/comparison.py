@@ -29,7 +29,7 @@ class Turns(Protocol):
 
 
 def time_case(case: Case, ceilings: Ceilings, turns: Turns, device: torch.device) -> Timed:
-    """Samples of a case that was checked."""
+    """Returns the samples of a case that was checked."""
     if turns.repeats == 0:
         return Timed({}, [])
     cold = ColdCache(device)

@@ -154,7 +154,7 @@ def _weight_bytes(folder: Path) -> int:
 
 
 def _copy(source: Path, target: Path) -> float:
-    """Seconds of `cp -r` and of `sync` of the copy."""
+    """Returns the seconds of `cp -r` and of `sync` of the copy."""
     _forget(source)
     begin = time.monotonic()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
@@ -245,7 +245,7 @@ def _places(folder: Path) -> dict[str, Path]:
 
 
 def _make_model(folder: Path, options: ConvertOptions) -> Path:
-    """A Llama of about `gb` with random weights, in shards, by the stock library."""
+    """Returns a Llama of about `gb` with random weights, in shards, by the stock library."""
     folder.mkdir()
     sizes = {"hidden": options.hidden, "kv": options.hidden // 4, "mlp": options.intermediate}
     shapes = {name: (sizes[rows], sizes[columns]) for name, (rows, columns) in _LINEARS.items()}
@@ -288,7 +288,7 @@ def _make_model(folder: Path, options: ConvertOptions) -> Path:
 
 
 def _filled(noise: Tensor, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Random values, drawn once and shifted, because drawing gigabytes takes minutes."""
+    """Returns random values, drawn once and shifted, because drawing gigabytes takes minutes."""
     count = torch.Size(shape).numel()
     repeated = noise.roll(seed * 9973).repeat(-(-count // noise.numel()))
     return repeated[:count].reshape(shape).contiguous()

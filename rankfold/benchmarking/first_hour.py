@@ -48,7 +48,7 @@ class Part:
     arguments: str
 
     def command(self, stem: Path) -> list[str]:
-        """The whole command; its results begin with `stem`."""
+        """Returns the whole command; its results begin with `stem`."""
         if self.tool == "tests":
             files = [
                 str(found.relative_to(ROOT)) for word in self.arguments.split() for found in sorted(ROOT.glob(word))
@@ -111,7 +111,7 @@ class Outcome:
 
 
 def chosen_parts(names: Sequence[str], parts: Sequence[Part] = PARTS) -> list[tuple[int, Part]]:
-    """The parts with these numbers or names, in their own order; all where none is named.
+    """Returns the parts with these numbers or names, in their own order; all where none is named.
 
     Raises:
         UserError: a part that there is not.
@@ -164,7 +164,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _record(stem: Path, part: Part) -> dict[str, Any] | None:
-    """What the part wrote, or None."""
+    """Returns what the part wrote, or None."""
     if part.tool == "tests":
         path = Path(f"{stem}.xml")
         return record_of_tests(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -51,7 +51,7 @@ def _step(record: dict[str, Any]) -> str:
 
 
 def _rows(tables: list[dict[str, Any]]) -> str:
-    """The first figure of the first rows: enough to see that there is one."""
+    """Returns the first figure of the first rows: enough to see that there is one."""
     rows = [row for table in tables for row in table["rows"]]
     shown = [f"{row[0]} {row[1]}" for row in rows[:3]]
     return "; ".join(shown) + (f"; {len(rows) - 3} more rows" if len(rows) > 3 else "")

@@ -39,14 +39,14 @@ class GemmFloor:
                 torch.mm(self._operands[out_width], weight, out=self._results[in_width])
 
     def operations(self) -> int:
-        """Floating-point operations of `run`."""
+        """Returns the floating-point operations of `run`."""
         tokens = next(iter(self._operands.values())).shape[0]
         return sum(2 * tokens * weight.numel() * (1 + needed) for weight, needed in self._weights)
 
 
 def _dense(weight: Tensor, copies: dict[torch.Size, Tensor]) -> Tensor:
-    """The weight with rows side by side. On a GPU one copy stands for all of its shape: a second model may not fit,
-    and a layer's weights are larger than the caches."""
+    """Returns the weight with rows side by side. On a GPU one copy stands for all of its shape: a second model may not
+    fit, and a layer's weights are larger than the caches."""
     if weight.is_contiguous() or weight.device.type == "cpu":
         return weight.contiguous()
     if weight.shape not in copies:

@@ -96,14 +96,14 @@ _SIDES = {ENGINE: _engine, PEER: _peer}
 
 
 def offer(side: str, folder: Path, options: GenerateOptions) -> Offer:
-    """What the process of a side can be asked for: the tokens after prompts, and the seconds that they take."""
+    """Returns what the process of a side can be asked for: the tokens after prompts, and the seconds that they take."""
     device = set_up(options, keeps_freed_memory=side == ENGINE)
     work = _SIDES[side](folder, options, device)
     return {"tokens": work, "seconds": partial(_seconds, work, device)}
 
 
 def _prompts(options: GenerateOptions, rows: int, *, mixed: bool) -> Prompts:
-    """Random ids; where mixed, of lengths evenly from a quarter of the whole to the whole."""
+    """Returns random ids; where mixed, of lengths evenly from a quarter of the whole to the whole."""
     generator = torch.Generator().manual_seed(rows)
     lengths = [options.prompt] * rows
     if mixed:

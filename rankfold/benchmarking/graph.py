@@ -189,7 +189,7 @@ def _attention_kernels(options: GraphOptions, kernels: Kernels, device: torch.de
 def table(
     options: GraphOptions, measured: dict[int, Measured], findings: tuple[str, ...], machine: dict[str, str]
 ) -> Table:
-    """All row lengths in one table."""
+    """Returns all row lengths in one table."""
     rows, sentences = [], list(findings)
     for length, found in measured.items():
         tokens = options.rows * length * options.accumulation

@@ -100,7 +100,7 @@ class GraphSide:
         self._kept = [(tensor, tensor.clone()) for tensor in (*self.lasting(), self.count)]
 
     def lasting(self) -> list[Tensor]:
-        """What a step changes, gradients aside."""
+        """Returns what a step changes, gradients aside."""
         optimizer = self.optimizer
         return [self.flat.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.updates, optimizer.skipped]
 

@@ -101,7 +101,7 @@ class _Rank:
         self._count, self._before = 0, None
 
     def runs(self) -> dict[str, Callable[[], Timed]]:
-        """What takes turns."""
+        """Returns what takes turns."""
         return {
             PLAIN: lambda: self._take(guarded=False),
             GUARDED: lambda: self._take(guarded=True),
@@ -111,7 +111,7 @@ class _Rank:
         }
 
     def _take(self, *, guarded: bool) -> Timed:
-        """A step, and the reading of the figures of the step before, as the training loop does it."""
+        """Returns a step, and the reading of the figures of the step before, as the training loop does it."""
         batches = [self._batches[self._count % _NUM_BATCHES]]
         targets = self._targets[self._count % _NUM_BATCHES]
         self._count += 1
@@ -213,7 +213,7 @@ def run(options: GuardsOptions) -> Table:
 
 
 def _medians(samples: list[Timed], *, own: bool = False) -> tuple[float, float]:
-    """Median seconds by the clock and of the CPU."""
+    """Returns median seconds by the clock and of the CPU."""
     pairs = [(one.own, one.own_cpu) if own else (one.seconds, one.cpu_seconds) for one in samples]
     seconds, cpu = zip(*pairs, strict=True)
     return summarise(seconds).median, summarise(cpu).median
@@ -225,7 +225,7 @@ def _row(name: str, medians: tuple[float, float], when: str = "", share: float |
 
 
 def table(options: GuardsOptions, samples: dict[str, list[Timed]], kernels: str) -> Table:
-    """One row for each work; its share of a step, at the defaults' intervals."""
+    """Returns one row for each work; its share of a step, at the defaults' intervals."""
     defaults = GuardOptions()
     every = {TRAINED: defaults.replicas_every, ALL: defaults.replicas_every * FROZEN_EVERY}
     step = _medians(samples[PLAIN])

@@ -75,7 +75,7 @@ class Layer:
 
 
 def make_layer(shape: Shape, rank: int, dropout: float, device: torch.device, dtype: torch.dtype) -> Layer:
-    """Random operands, the same whenever they are made."""
+    """Returns random operands, the same whenever they are made."""
     generator = torch.Generator(device).manual_seed(1)
 
     def normal(*size: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
@@ -111,7 +111,7 @@ def answer(layer: Layer, masks: Masks) -> Results:
 
 
 def frozen(layer: Layer) -> Contestant:
-    """The linear alone, all sections in one product."""
+    """Returns the linear alone, all sections in one product."""
     u, weight = layer.u.clone().requires_grad_(), torch.cat(layer.weights)
 
     def run() -> Results:
@@ -128,7 +128,7 @@ def _frozen_answer(layer: Layer) -> Results:
 
 
 def engine(layer: Layer, kernels: Kernels, *, adapters: bool = True, fold: bool = True) -> Contestant:
-    """The engine's parallel linear on one rank; its gradients go to fp32 sinks."""
+    """Returns the engine's parallel linear on one rank; its gradients go to fp32 sinks."""
     module = _build(layer, kernels, adapters=adapters, fold=fold)
     u, source, context = layer.u.clone().requires_grad_(), _source(layer), _context(layer)
     adapted = () if module.operands.low_rank is None else module.operands.low_rank.adapters
@@ -199,7 +199,7 @@ def _context(layer: Layer) -> TokenContext:
 
 
 def _engine_masks(layer: Layer) -> Masks:
-    """One mask for the common input, from its coordinates."""
+    """Returns one mask for the common input, from its coordinates."""
     if layer.dropout == 0:
         return [None] * len(layer.a)
     context = _context(layer)
@@ -212,7 +212,7 @@ def _engine_masks(layer: Layer) -> Masks:
 
 
 def _torch_masks(layer: Layer) -> Masks:
-    """One for each section, in the order in which the linears draw them."""
+    """Returns one for each section, in the order in which the linears draw them."""
     if layer.dropout == 0:
         return [None] * len(layer.a)
     torch.manual_seed(_TORCH_SEED)

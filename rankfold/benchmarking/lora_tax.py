@@ -102,7 +102,7 @@ def _say(what: str) -> None:
 def find_contestants(
     options: TaxOptions, device: torch.device, chosen: Kernels
 ) -> tuple[dict[str, Callable[[Layer], Contestant]], tuple[str, ...]]:
-    """Name -> how it is built for a layer; and sentences about who does not take part.
+    """Returns name -> how it is built for a layer; and sentences about who does not take part.
 
     Args:
         options, device: of the section.
@@ -141,12 +141,14 @@ def make_case(
 
 
 def frozen_operations(shape: Shape) -> int:
-    """Operations of the frozen linear, forward and input gradient."""
+    """Returns operations of the frozen linear, forward and input gradient."""
     return 4 * shape.tokens * shape.inputs * sum(shape.outputs)
 
 
 def arithmetic_limit(shape: Shape, rank: int) -> float:
-    """Operations with adapters over those without: H, H B^T, dH, dB, dA and dH A, each 2 T r of one side's width."""
+    """Returns operations with adapters over those without: H, H B^T, dH, dB, dA and dH A, each 2 T r of one side's
+    width.
+    """
     outputs, stacked = sum(shape.outputs), rank * len(shape.outputs)
     low_rank = 6 * shape.tokens * (shape.inputs * stacked + outputs * rank)
     return 1.0 + low_rank / frozen_operations(shape)
@@ -173,13 +175,13 @@ def _rows(
 
 
 def _faster_frozen(timed: Timed) -> str:
-    """What a ratio is taken to: by torch or by the engine, whichever is faster at this shape."""
+    """Returns what a ratio is taken to: by torch or by the engine, whichever is faster at this shape."""
     frozen = [who for who in timed.samples if who.startswith("frozen")]
     return min(frozen, key=lambda who: summarise(timed.seconds(who)).median)
 
 
 def layer_linears(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-    """The linears that make up a decoder layer, queries to down projection; empty where one is missing."""
+    """Returns the linears that make up a decoder layer, queries to down projection; empty where one is missing."""
     for qkv in shapes:
         for gate_up in shapes:
             if (
@@ -217,12 +219,12 @@ def _layer_verdicts(timed: dict[tuple[str, float], Timed], chosen: Kernels, targ
 
 
 def _together(samples: Iterable[Sequence[float]]) -> list[float]:
-    """Seconds of several cases, added up turn by turn."""
+    """Returns the seconds of several cases, added up turn by turn."""
     return [sum(turn) for turn in zip(*samples, strict=True)]
 
 
 def _verdicts(where: str, chosen: Kernels, timed: Timed, target: float) -> list[str]:
-    """A verdict on the engine as a model takes it, and whether another of its kernels would be faster."""
+    """Returns a verdict on the engine as a model takes it, and whether another of its kernels would be faster."""
     if not timed.samples:
         return []
     base = timed.seconds(_faster_frozen(timed))

@@ -40,11 +40,11 @@ class Side(Protocol):
         """Forward, backward, clip and update on int64 token ids, without waiting for the device."""
 
     def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
-        """The loss alone, with its autograd graph; `dropout` False turns dropout off."""
+        """Returns the loss alone, with its autograd graph; `dropout` False turns dropout off."""
 
 
 def hf_config(options: ModelOptions) -> dict[str, Any]:
-    """The model as a Hugging Face `config.json` says it."""
+    """Returns the model as a Hugging Face `config.json` says it."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -86,14 +86,14 @@ def draw(name: str, out: Tensor) -> None:
 
 
 def draw_batches(options: ModelOptions, device: torch.device, count: int) -> list[Tensor]:
-    """`count` batches of token ids [rows, length]."""
+    """Returns `count` batches of token ids [rows, length]."""
     generator = torch.Generator().manual_seed(0)
     shape = (options.rows, options.length)
     return [torch.randint(options.vocab, shape, generator=generator).to(device) for _ in range(count)]
 
 
 def step_operations(options: ModelOptions) -> int:
-    """Floating-point operations of a LoRA step: what any implementation multiplies, adapters left out.
+    """Returns the floating-point operations of a LoRA step: what any implementation multiplies, adapters left out.
 
     4 a weight and token (forward and input gradient; no weight gradient) over all linears and the head, and causal
     attention's 6 L s h a token, forward and backward. That nothing is needed below the first layer is not subtracted,
@@ -106,7 +106,7 @@ def step_operations(options: ModelOptions) -> int:
 
 
 def attention_kernel(loss: Tensor) -> str:
-    """Names of the attention nodes in a loss's autograd graph, without their decoration."""
+    """Returns the names of the attention nodes in a loss's autograd graph, without their decoration."""
     found, seen, waiting = set(), set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()

@@ -35,12 +35,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A field with the same default on every device; `text` is its help."""
+    """Returns a field with the same default on every device; `text` is its help."""
     return field(default=default, metadata={"help": f"{text} (default {default})", "choices": choices})
 
 
 def by_device(cpu: Any, cuda: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A field that stays None until `for_device` gives it the default of the device."""
+    """Returns a field that stays None until `for_device` gives it the default of the device."""
     text = f"{text} (default {cpu} on a CPU, {cuda} on a GPU)"
     return field(default=None, metadata={"help": text, "choices": choices, "cpu": cpu, "cuda": cuda})
 
@@ -318,7 +318,7 @@ T = TypeVar("T")
 
 
 def _plain_type(hint: Any) -> type:
-    """`int` of `int | None`."""
+    """Returns `int` of `int | None`."""
     return next((kind for kind in get_args(hint) if kind is not type(None)), hint)
 
 
@@ -338,7 +338,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
 
 
 def read_options(arguments: argparse.Namespace, kind: type[T]) -> T:
-    """The record that the parsed command line describes.
+    """Returns the record that the parsed command line describes.
 
     Raises:
         UserError: see the record.
@@ -348,7 +348,7 @@ def read_options(arguments: argparse.Namespace, kind: type[T]) -> T:
 
 
 def for_device(options: T, device_type: str) -> T:
-    """The record with every option that was left open set for "cpu" or "cuda".
+    """Returns the record with every option that was left open set for "cpu" or "cuda".
 
     Raises:
         UserError: see the record.

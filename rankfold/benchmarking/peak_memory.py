@@ -20,7 +20,9 @@ _RESET_HIGH_WATER_MARK = "5"
 
 
 def peak_above_now(work: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes by which `work` raises this process's memory above where it is now; None where that cannot be measured."""
+    """Returns the bytes by which `work` raises this process's memory above where it is now; None where that cannot
+    be measured.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

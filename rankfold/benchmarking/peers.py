@@ -35,7 +35,7 @@ class Peers:
         return name in self.present
 
     def sentences(self) -> tuple[str, ...]:
-        """One for each that is absent."""
+        """Returns one for each that is absent."""
         return tuple(f"Not measured: {name} ({why})." for name, why in self.absent.items())
 
 

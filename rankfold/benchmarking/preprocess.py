@@ -55,7 +55,7 @@ def run(options: PreprocessOptions) -> Table:
 
 
 def _grown(source: Path, target: Path, size: int) -> Path:
-    """The records as text only, repeated until there is `size` of them."""
+    """Returns the records as text only, repeated until there is `size` of them."""
     texts = []
     for _, record in read_records(source)[1]:
         values = [value for value in record.values() if isinstance(value, str) and value]

@@ -46,7 +46,7 @@ class RemoteSide:
         return self._worker.ask("loss", ids_BS.tolist(), dropout)
 
     def attention_kernel(self) -> str:
-        """Which kernel its attention ran."""
+        """Returns which kernel its attention ran."""
         return self._worker.ask("attention")
 
     def engine_kernels(self) -> str:
@@ -58,7 +58,7 @@ class RemoteSide:
         return self._worker.ask(f"operations of {what}")
 
     def timed(self, what: str) -> Callable[[], Sample]:
-        """What runs "a step" on the next batch, or (the engine alone) the floor or the square product, once."""
+        """Returns what runs "a step" on the next batch, or (the engine alone) the floor or the square product, once."""
         return partial(self._worker.ask, what)
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class RemoteSide:
 
 
 def _offer(name: str, options: ModelOptions) -> Offer:
-    """What the process of a side can be asked for."""
+    """Returns what the process of a side can be asked for."""
     device = choose_device(options.device)
     kind = find_sides(options, device)[0][name]
     set_up(options, keeps_freed_memory=kind.keeps_freed_memory)

@@ -21,7 +21,7 @@ _LAYERS = 2
 
 
 def saved_bytes(side: Side, ids_BS: Tensor, own: Iterable[Tensor]) -> int:
-    """Bytes of all storages that the graph of a loss keeps, each counted once, without those of `own`.
+    """Returns the bytes of all storages that the graph of a loss keeps, each counted once, without those of `own`.
 
     Sees what is saved through autograd, which is everything but the closures of non-reentrant checkpointing.
     """
@@ -42,7 +42,7 @@ def saved_bytes(side: Side, ids_BS: Tensor, own: Iterable[Tensor]) -> int:
 
 
 def layer_bytes(kind: SideKind, options: ModelOptions, device: torch.device) -> int:
-    """What one layer more makes a model keep."""
+    """Returns what one layer more makes a model keep."""
     counts = []
     for layers in (_LAYERS, _LAYERS + 1):
         sized = replace(options, layers=layers)
@@ -54,7 +54,8 @@ def layer_bytes(kind: SideKind, options: ModelOptions, device: torch.device) -> 
 
 
 def plain_bytes(options: ModelOptions) -> int:
-    """A token's and layer's bytes of a LoRA layer that keeps what each of its ops asks for: 6h + 2h_kv + 3f numbers.
+    """Returns a token's and layer's bytes of a LoRA layer that keeps what each of its ops asks for: 6h + 2h_kv + 3f
+    numbers.
 
     The inputs of two norms and of four products (norms' outputs, attention's output, SwiGLU's output), queries, keys
     and values, gate and up.
@@ -64,7 +65,7 @@ def plain_bytes(options: ModelOptions) -> int:
 
 
 def designed_bytes(options: ModelOptions, *, bits: bool) -> float:
-    """The same of this engine's design: norms and SwiGLU are recomputed, H and statistics are kept.
+    """Returns the same of this engine's design: norms and SwiGLU are recomputed, H and statistics are kept.
 
     The residual stream twice, q, attention's output, k, v, [gate | up], H of seven adapters; in fp32 two reciprocal
     norms and attention's logarithm of sums; with dropout a mask for each of four inputs.

@@ -44,7 +44,7 @@ PEER_KINDS = {
 
 
 def find_sides(options: ModelOptions, device: torch.device) -> tuple[dict[str, SideKind], Peers]:
-    """The engine and the peers of this section that can run here, by name in tables; and who cannot."""
+    """Returns the engine and the peers of this section that can run here, by name in tables; and who cannot."""
     peers = find_peers(options.PEERS, chosen_names(options.peers, options.PEERS, "peers"), device)
     engine = SideKind(ENGINE, EngineSide, keeps_freed_memory=True)
     kinds = [engine, *(PEER_KINDS[name] for name in options.PEERS if name in peers)]

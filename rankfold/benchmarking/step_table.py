@@ -58,7 +58,7 @@ class StepMeasurement:
 
 
 def step_table(options: StepOptions, device: torch.device, measured: StepMeasurement) -> Table:
-    """One row a side, the floor and the square product last."""
+    """Returns one row a side, the floor and the square product last."""
     size = f"hidden {options.hidden}, {options.layers} layers, {options.heads}/{options.kv_heads} heads"
     clock = measured.seconds
     return Table(

@@ -55,7 +55,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def measure(work: Work, device: torch.device, before: Work | None = None) -> Sample:
-    """One run of `work`, with nothing else running.
+    """Returns one run of `work`, with nothing else running.
 
     Args:
         work: what is measured.

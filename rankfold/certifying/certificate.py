@@ -95,12 +95,12 @@ def _know_references(config: RunConfig, training: Training, dataset: TokenDatase
 
 
 def draws_factors(config: RunConfig) -> bool:
-    """Whether the run has adapters that start with a factor of zeros, which a certificate draws."""
+    """Returns whether the run has adapters that start with a factor of zeros, which a certificate draws."""
     return config.lora.rank > 0 and config.lora.init_from is None
 
 
 def certificate_config(config: RunConfig, num_trained: int) -> RunConfig:
-    """The run that is certified.
+    """Returns the run that is certified.
 
     Its learning rate is constant from the first step on, at most MAX_LR: a higher one lets rounding grow from step to
     step. Adam's eps is at least a hundredth of an element's size where the gradient's norm is 1. Adam divides each
@@ -224,7 +224,7 @@ class Recording:
         return set(self._held)
 
     def whole(self, kind: str, step: int, name: str, shape: tuple[int, ...]) -> Whole:
-        """A tensor from all ranks' pieces.
+        """Returns a tensor from all ranks' pieces.
 
         Args:
             kind: GRADIENT or PARAMETER.
@@ -263,7 +263,7 @@ class Recording:
 
 
 def relative_deviation(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of `expected`, in fp64.
+    """Returns the norm of the difference over the norm of `expected`, in fp64.
 
     0 where both are zero, infinite where only `expected` is, NaN where a number of either is not finite.
     """

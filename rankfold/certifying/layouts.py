@@ -41,7 +41,7 @@ class Layout:
         return self.config.parallel.model_parallel_size * self.data
 
     def sizes(self) -> dict[str, object]:
-        """The whole layout, for programs."""
+        """Returns the whole layout, for programs."""
         return {"label": self.label, "ranks": self.num_ranks, "data": self.data, **asdict(self.config.parallel)}
 
     def trained_tensors(self) -> Mapping[str, tuple[int, ...]]:
@@ -60,7 +60,7 @@ class Layout:
 
 
 def own_layout(path: Path, data: int, dtype: str | None = None) -> Layout:
-    """The layout of a run file.
+    """Returns the layout of a run file.
 
     Args:
         path: the run file.
@@ -75,13 +75,13 @@ def own_layout(path: Path, data: int, dtype: str | None = None) -> Layout:
 
 
 def one_process(layout: Layout) -> Layout:
-    """The same run on one process."""
+    """Returns the same run on one process."""
     config = replace(layout.config, parallel=ParallelOptions())
     return Layout(config=config, data=1, label=_label(config, 1, {}), source="one process")
 
 
 def other_layout(path: Path, data: int, text: str, dtype: str | None = None) -> Layout:
-    """The layout of a run file with overrides.
+    """Returns the layout of a run file with overrides.
 
     Args:
         path: the run file.
@@ -106,7 +106,7 @@ def other_layout(path: Path, data: int, text: str, dtype: str | None = None) -> 
 
 
 def check_comparable(own: Layout, others: Sequence[Layout]) -> dict[str, tuple[int, ...]]:
-    """What all of them train, by name in forward order.
+    """Returns what all of them train, by name in forward order.
 
     Raises:
         UserError: a layout does not fit the run, is the run's own, trains other tensors, or computes in float16.
@@ -139,7 +139,7 @@ def _dtype(dtype: str | None) -> list[str]:
 
 
 def _changes(text: str, source: str) -> dict[str, str]:
-    """Full option name, or "data" -> value."""
+    """Returns full option name, or "data" -> value."""
     changes: dict[str, str] = {}
     for item in _COMMA.split(text):
         key, equals, value = (part.strip() for part in item.partition("="))

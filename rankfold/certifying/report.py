@@ -49,7 +49,7 @@ class Certificate:
         return all(comparison.certified for comparison in self.comparisons)
 
     def text(self) -> str:
-        """The text for a terminal."""
+        """Returns the text for a terminal."""
         rows = [("against", "quantity", "deviation", "step")]
         for comparison in self.comparisons:
             rows += _rows(comparison)
@@ -59,11 +59,11 @@ class Certificate:
         return "\n\n".join(filter(None, blocks))
 
     def verdicts(self) -> list[str]:
-        """One sentence for each comparison."""
+        """Returns one sentence for each comparison."""
         return [_verdict(self.layout, comparison) for comparison in self.comparisons]
 
     def record(self) -> dict[str, Any]:
-        """The record for programs; deviations that are no finite number are text."""
+        """Returns the record for programs; deviations that are no finite number are text."""
         return {
             "certified": self.certified,
             "steps": self.steps,
@@ -143,7 +143,7 @@ def _worst(comparison: Comparison, kind: str) -> list[Deviation]:
 
 
 def _copies(replicas: Replicas) -> str:
-    """The cell of the table."""
+    """Returns the cell of the table."""
     if not replicas.looked_at:
         return "none"
     if not replicas.differing:
@@ -228,6 +228,6 @@ def _number(relative: float) -> float | str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned columns: words left, the last two right."""
+    """Returns aligned columns: words left, the last two right."""
     lines = [line.rstrip() for line in format_columns(rows, names=len(rows[0]) - 2)]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

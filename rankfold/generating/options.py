@@ -81,7 +81,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def model_choice(arguments: argparse.Namespace) -> ModelChoice:
-    """The options about the model."""
+    """Returns the options about the model."""
     return ModelChoice(
         path=arguments.model,
         adapter=arguments.adapter,
@@ -108,7 +108,7 @@ def sampling(arguments: argparse.Namespace) -> Sampling:
 
 
 def limits(arguments: argparse.Namespace) -> Limits:
-    """The options about when answers end; the model's end tokens are not known yet."""
+    """Returns the options about when answers end; the model's end tokens are not known yet."""
     return Limits(
         max_new_tokens=arguments.max_new_tokens,
         stop_ids=frozenset(arguments.stop_token),

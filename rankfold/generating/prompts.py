@@ -39,20 +39,20 @@ class Writer:
             )
 
     def text(self, text: str) -> tuple[int, ...]:
-        """Tokens of a prompt."""
+        """Returns the tokens of a prompt."""
         if self.chat:
             return self.conversation([{"role": "user", "content": text}])
         return tuple(self.tokenizer.encode(text, bos=self.tokenizer.adds_bos))
 
     def conversation(self, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-        """Tokens of a conversation, up to where the assistant speaks next."""
+        """Returns the tokens of a conversation, up to where the assistant speaks next."""
         if self.system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         return tuple(self.tokenizer.chat_prompt(messages))
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file of prompts, each of which has a prompt or messages.
+    """Returns the records of a JSONL file of prompts, each of which has a prompt or messages.
 
     Raises:
         UserError: the file cannot be read, or a line is something else; names the line.
@@ -78,7 +78,7 @@ def _record(line: str, place: str) -> dict[str, Any]:
 
 
 def record_ids(record: dict[str, Any], writer: Writer) -> tuple[int, ...]:
-    """Tokens of a record."""
+    """Returns the tokens of a record."""
     return writer.text(record["prompt"]) if "prompt" in record else writer.conversation(record["messages"])
 
 

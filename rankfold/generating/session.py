@@ -124,7 +124,7 @@ class Session:
             messages = [*asked, {"role": "assistant", "content": answer.text}]
 
     def _ask(self) -> str | None:
-        """The next line that is not empty, the same on all ranks; None at the end."""
+        """Returns the next line that is not empty, the same on all ranks; None at the end."""
         line: str | None = ""
         while line == "":
             if self._launch.rank == 0:
@@ -136,7 +136,7 @@ class Session:
         return None if line == "/exit" else line
 
     def _make_generator(self, requests: list[Request], limits: Limits) -> Generator:
-        """One with a cache for these requests; a cache that is large enough is used again."""
+        """Yields one with a cache for these requests; a cache that is large enough is used again."""
         model = self._model
         check_requests(requests, model.config, limits.max_new_tokens)
         slots = min(limits.slots, len(requests))
@@ -160,7 +160,7 @@ class Session:
         return self._generator
 
     def _show(self) -> Callable[[Request, str], None] | None:
-        """What shows text as it comes, on the rank that does."""
+        """Returns what shows text as it comes, on the rank that does."""
         return (lambda _, text: self._say(text)) if self._log.enabled else None
 
     def _say(self, text: str) -> None:

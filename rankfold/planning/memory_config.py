@@ -35,7 +35,7 @@ _STEPS = 4
 
 
 def report(arguments: argparse.Namespace) -> str:
-    """The table, and beside it what was measured where that is asked for.
+    """Returns the table, and beside it what was measured where that is asked for.
 
     Raises:
         UserError: the configuration does not fit the model or the ranks, or it cannot be measured here.

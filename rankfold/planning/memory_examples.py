@@ -36,7 +36,7 @@ class Example:
     seq_length: int = 8192
 
     def answer(self) -> Answer:
-        """The search."""
+        """Returns the search."""
         config = RunConfig(
             model=ModelOptions(path=self.name, dtype="bfloat16"),
             lora=LoraOptions(rank=16),
@@ -56,7 +56,7 @@ EXAMPLES = (
 
 
 def report() -> str:
-    """A table of predictions."""
+    """Returns a table of predictions."""
     rows, layouts = [("model", "tokens", "GPUs", "GiB", "tokens/s a GPU")], ["layout"]
     for example in EXAMPLES:
         gpus = f"{example.devices} x {example.gpu_memory:g}"

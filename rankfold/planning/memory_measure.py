@@ -140,7 +140,7 @@ def _measure_cuda(config: RunConfig, launch: Launch, steps: int) -> Measured:
 
 
 def build(config: RunConfig, launch: Launch) -> Training:
-    """The configuration's model on this rank, with drawn weights where model.init says so.
+    """Returns the configuration's model on this rank, with drawn weights where model.init says so.
 
     Raises:
         UserError: the configuration does not fit the model or the ranks.

@@ -46,7 +46,7 @@ class _Probe:
 
 
 def report(answer: Answer) -> str:
-    """The table, and the factors between what was measured and what was predicted.
+    """Returns the table, and the factors between what was measured and what was predicted.
 
     Raises:
         UserError: the small model is too large for this device.
@@ -113,7 +113,9 @@ def _probe(answer: Answer, layers: int, device: torch.device, machine: Machine) 
 
 
 def _config(answer: Answer, folder: str, device: torch.device) -> RunConfig:
-    """One micro-batch on one process, with the recomputation of the chosen layout on as many layers as there are."""
+    """Returns one micro-batch on one process, with the recomputation of the chosen layout on as many layers as there
+    are.
+    """
     config, train = answer.config, answer.config.train
     memory = config.memory
     if answer.found.fitting:

@@ -127,7 +127,7 @@ _ENOUGH = 3
 
 
 def easier(arguments: argparse.Namespace) -> list[tuple[dict[str, str], Answer]]:
-    """What could be added to the question so that something fits, and the answers then: the first few."""
+    """Returns what could be added to the question so that something fits, and the answers then: the first few."""
     found: list[tuple[dict[str, str], Answer]] = []
     for added in EASIER:
         if any(getattr(arguments, name) for name in added):
@@ -193,7 +193,7 @@ def answer_for(
 
 
 def read_config(path: str) -> tuple[dict[str, Any], str | None]:
-    """A model's config.json, and its folder where one was given.
+    """Returns a model's config.json, and its folder where one was given.
 
     Raises:
         UserError: there is none.
@@ -208,7 +208,7 @@ def read_config(path: str) -> tuple[dict[str, Any], str | None]:
 
 
 def config_of(arguments: argparse.Namespace, path: str) -> RunConfig:
-    """The run that the options describe, on one rank.
+    """Returns the run that the options describe, on one rank.
 
     Raises:
         UserError: a value out of its range.

@@ -86,7 +86,7 @@ def _chosen(answer: Answer, best: Candidate) -> str:
 
 
 def _host(answer: Answer, best: Candidate) -> str:
-    """What a machine must have beside its devices."""
+    """Returns what a machine must have beside its devices."""
     if not best.host:
         return ""
     ranks = min(answer.devices, answer.machine.node_size)
@@ -96,7 +96,7 @@ def _host(answer: Answer, best: Candidate) -> str:
 
 
 def alternatives(found: Sequence[tuple[dict[str, str], Answer]]) -> str:
-    """What to add to a command under which nothing fits."""
+    """Returns what to add to a command under which nothing fits."""
     if not found:
         return "Neither a smaller base, nor host memory, nor more recomputation makes room: take more or larger GPUs."
     rows = []
@@ -110,7 +110,7 @@ def alternatives(found: Sequence[tuple[dict[str, str], Answer]]) -> str:
 
 
 def part_table(candidate: Candidate) -> str:
-    """GiB by part at the fullest moment, a column for each pipeline rank."""
+    """Returns GiB by part at the fullest moment, a column for each pipeline rank."""
     shown = candidate.estimates if len(candidate.estimates) <= _PER_LAYER_LIMIT else (candidate.estimate,)
     rows = [("GiB at the peak", *(f"rank {one.pipeline_rank}" if len(shown) > 1 else "a rank" for one in shown))]
     for part in PARTS:
@@ -153,7 +153,7 @@ def _nothing_fits(answer: Answer) -> str:
 
 
 def _too_large(answer: Answer, top: int) -> str:
-    """What no recomputation makes room for."""
+    """Returns what no recomputation makes room for."""
     large = answer.found.too_large
     rows = [("does not fit", "GiB", "largest part", "GiB")]
     for one in large[:top]:
@@ -169,7 +169,7 @@ def _too_large(answer: Answer, top: int) -> str:
 
 
 def _refused(answer: Answer) -> str:
-    """Each reason once, in the words of the rule for the first layout that it refuses."""
+    """Returns each reason once, in the words of the rule for the first layout that it refuses."""
     reasons: dict[str, list[str]] = {}
     for one in answer.found.refused:
         kind = "".join(letter for letter in one.reason if not letter.isdigit())
@@ -183,7 +183,7 @@ def _yaml(answer: Answer, best: Candidate) -> str:
 
 
 def winning_yaml(answer: Answer, best: Candidate) -> str:
-    """The sections that differ from the defaults, as tools/pretrain_lora.py reads them."""
+    """Returns the sections that differ from the defaults, as tools/pretrain_lora.py reads them."""
     config = answer.config
     sections: dict[str, Any] = {
         "model": {"path": answer.folder, "dtype": config.model.dtype, "base_dtype": config.model.base_dtype},
@@ -206,7 +206,7 @@ def winning_yaml(answer: Answer, best: Candidate) -> str:
 
 
 def memory_options(best: Candidate) -> MemoryOptions:
-    """The section of a configuration."""
+    """Returns the section of a configuration."""
     memory = best.memory
     stored = None if memory.stored_dtype is None else "float8" if memory.stored_dtype == FLOAT8 else "bfloat16"
     return MemoryOptions(
@@ -227,5 +227,5 @@ def _changed(options: Any, defaults: Any, always: tuple[str, ...]) -> dict[str, 
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned columns: the first to the left, figures to the right."""
+    """Returns aligned columns: the first to the left, figures to the right."""
     return "\n".join(format_columns(rows))

@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def report(options: ScheduleOptions) -> str:
-    """All that the command prints.
+    """Returns all that the command prints.
 
     Raises:
         UserError: numbers that do not go together.
@@ -145,7 +145,7 @@ def report(options: ScheduleOptions) -> str:
 
 
 def make_plan(options: ScheduleOptions, name: str, virtual: int, split: str | None) -> Plan:
-    """The schedule `name`, checked and simulated.
+    """Returns the schedule `name`, checked and simulated.
 
     Args:
         options: sizes and times.
@@ -209,7 +209,7 @@ def _split(
 
 
 def _ranks(plan: Plan) -> str:
-    """The chosen schedule, rank by rank."""
+    """Returns the chosen schedule, rank by rank."""
     schedule, simulation = plan.schedule, plan.simulation
     rows = [("rank", "stages", "layers", "busy", "bubble", "waits inside", "peak activations")]
     for rank in range(schedule.num_ranks):
@@ -229,7 +229,7 @@ def _ranks(plan: Plan) -> str:
 
 
 def _comparison(options: ScheduleOptions, virtual: int) -> str:
-    """All schedules with these numbers; those that take another number of stages a rank have their own."""
+    """Returns all schedules with these numbers; those that take another number of stages a rank have their own."""
     rows = [("schedule", "stages a rank", "time", "bubble", "waits inside", "peak activations")]
     impossible = []
     for name in SCHEDULES:
@@ -258,7 +258,7 @@ def _comparison(options: ScheduleOptions, virtual: int) -> str:
 
 
 def _takes(name: str, virtual: int) -> bool:
-    """Whether the schedule can have this many stages on each rank."""
+    """Returns whether the schedule can have this many stages on each rank."""
     try:
         make_schedule(name, 1, virtual, 1)
     except UserError:

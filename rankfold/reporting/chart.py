@@ -72,7 +72,7 @@ def line_chart(
     show: Callable[[float], str] = format_count,
     from_zero: bool = False,
 ) -> Markup:
-    """A chart with axes; empty where there is not a point.
+    """Returns a chart with axes; empty where there is not a point.
 
     Args:
         series: lines; those without points are left out.
@@ -135,7 +135,7 @@ def _across(kind: str, y: float) -> Markup:
 
 
 def _line(frame: _Frame, one: Series, show: Callable[[float], str]) -> list[Markup]:
-    """A line, and at its points what is shown on hovering."""
+    """Returns a line, and at its points what is shown on hovering."""
     parts = []
     thin = thinned(one.points)
     spots = [frame.place(point) for point in thin]
@@ -180,7 +180,7 @@ def bars(rows: Sequence[tuple[str, float, str]], *, title: str, colour: int, lon
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, int]], *, title: str, show: Callable[[float], str]) -> Markup:
-    """One bar of several parts, which add up to its length."""
+    """Returns one bar of several parts, which add up to its length."""
     total = sum(value for _, value, _ in parts)
     if total <= 0:
         return EMPTY
@@ -198,7 +198,7 @@ def stacked_bar(parts: Sequence[tuple[str, float, int]], *, title: str, show: Ca
 
 
 def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Round values from below `low` to above `high`, four to eight of them."""
+    """Returns round values from below `low` to above `high`, four to eight of them."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         pad = abs(low) * 0.05 or 1.0
         low, high = low - pad, high + pad

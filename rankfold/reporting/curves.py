@@ -54,7 +54,7 @@ def loss(runs: Sequence[Run]) -> Markup:
 def over_steps(
     runs: Sequence[Run], key: str, unit: str, *, zero: bool = True, show: Callable[[float], str] = format_count
 ) -> Markup:
-    """One figure of all runs by step."""
+    """Returns one figure of all runs by step."""
     series = [Series(name=run.name, points=run.series(key), colour=place % COLOURS) for place, run in enumerate(runs)]
     drawn = line_chart(series, title=f"{unit} by step", unit=unit, show=show, from_zero=zero)
     names = [(one.name, one.colour) for one in series if one.points]
@@ -71,12 +71,14 @@ def course(runs: Sequence[Run]) -> Markup:
 
 
 def different_work(runs: Sequence[Run]) -> list[str]:
-    """Options in which the runs differ so that their speeds cannot be compared."""
+    """Returns the options in which the runs differ so that their speeds cannot be compared."""
     return [name for name in _SAME if len({repr(run.option(name)) for run in runs}) > 1]
 
 
 def scaling(runs: Sequence[Run]) -> Markup:
-    """Tokens a second by devices, and what the smallest run would give in proportion; empty for different work."""
+    """Returns the tokens a second by devices, and what the smallest run would give in proportion; empty for
+    different work.
+    """
     known = sorted((float(run.devices), run.speed, run.name) for run in runs if run.devices and run.speed)
     if len({devices for devices, *_ in known}) < 2:
         return EMPTY

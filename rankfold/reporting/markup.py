@@ -36,7 +36,7 @@ def element(tag: str, *content: Content, **attributes: object) -> Markup:
 
 
 def together(*content: Content) -> Markup:
-    """Several pieces of content, one behind the other."""
+    """Returns several pieces of content, one behind the other."""
     return EMPTY.join(_pieces(content))
 
 

@@ -48,7 +48,7 @@ def _seconds(value: float) -> str:
 
 
 def memory(run: Run, runs: Sequence[Run]) -> Markup:
-    """The most bytes that each rank held."""
+    """Returns the most bytes that each rank held."""
     found = peaks(run)
     if not found:
         return EMPTY
@@ -100,7 +100,7 @@ def bandwidth(run: Run, runs: Sequence[Run]) -> Markup:
 
 
 def pipeline(run: Run) -> Markup:
-    """The schedule's timeline."""
+    """Returns the schedule's timeline."""
     found = simulated(run)
     if found is None:
         return EMPTY

@@ -30,7 +30,7 @@ _SHORT = _Short()
 
 
 def configuration(runs: Sequence[Run]) -> Markup:
-    """The options; of one run those that were chosen come first, of several those that differ."""
+    """Returns the options; of one run those that were chosen come first, of several those that differ."""
     flats = [_flat(run.config) for run in runs]
     names = list(dict.fromkeys(name for flat in flats for name in flat))
     if not names:
@@ -84,7 +84,7 @@ def _written(value: Any) -> str:
 
 
 def _defaults() -> dict[str, str]:
-    """Option -> the default of its record, as it would stand on the page."""
+    """Returns option -> the default of its record, as it would stand on the page."""
     found: dict[str, str] = {}
     kinds = get_type_hints(RunConfig)
     for section in fields(RunConfig):

@@ -19,7 +19,7 @@ _HEADLINE_STEPS = 20
 
 
 def header(runs: Sequence[Run]) -> Markup:
-    """The page's title and, of each run, what was trained."""
+    """Returns the page's title and, of each run, what was trained."""
     if len(runs) == 1:
         run = runs[0]
         return element("header", element("h1", run.name), element("p", _told(run), class_="what"))
@@ -31,7 +31,7 @@ def header(runs: Sequence[Run]) -> Markup:
 
 
 def summary(runs: Sequence[Run]) -> Markup:
-    """The figures that are asked for first."""
+    """Returns the figures that are asked for first."""
     rows: list[tuple[str, list[Markup | str]]] = [
         ("state", [run.status for run in runs]),
         ("training loss", [_headline(run.series("loss")) for run in runs]),
@@ -50,7 +50,7 @@ def summary(runs: Sequence[Run]) -> Markup:
 
 
 def peaks(run: Run) -> dict[int, float]:
-    """Rank -> most bytes; rank 0's from the metrics where ranks wrote none."""
+    """Returns rank -> most bytes; rank 0's from the metrics where ranks wrote none."""
     found = {
         rank: max((value for _, value in points(records, "memory")), default=0.0) for rank, records in run.ranks.items()
     }

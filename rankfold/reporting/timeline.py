@@ -21,7 +21,7 @@ _MOST_RANKS = 1024
 
 
 def simulated(run: Run) -> tuple[Simulation, int, int] | None:
-    """The simulation, the micro-batches that are drawn and those of the run; None without a pipeline.
+    """Returns the simulation, the micro-batches that are drawn and those of the run; None without a pipeline.
 
     Layers count alike, backward as much as forward, as with a frozen base.
     """
@@ -46,7 +46,7 @@ def simulated(run: Run) -> tuple[Simulation, int, int] | None:
 
 
 def timeline_svg(simulation: Simulation, name: str) -> Markup:
-    """A row a rank, a box an action with its micro-batch in it where there is room."""
+    """Returns a row a rank, a box an action with its micro-batch in it where there is room."""
     scale = (_WIDTH - 70) / simulation.makespan
     parts = []
     for rank, actions in enumerate(simulation.timeline):

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def convert(given: list[Given], *, values: list[str], ranks: int | None) -> tuple[Conversion, int]:
-    """Options from keys.
+    """Returns the options from keys.
 
     Args:
         given: all keys, files before flags.
@@ -123,12 +123,12 @@ def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
 
 
 def _environment(key: str) -> Rule | None:
-    """Variables that a script exports, or sets in front of its command."""
+    """Returns variables that a script exports, or sets in front of its command."""
     return dropped("an environment variable: set it for torchrun as well") if key == key.upper() else None
 
 
 def to_text(options: dict[str, Any], *, title: str) -> str:
-    """The run's YAML, a section a block, in the order of the engine's options."""
+    """Returns the run's YAML, a section a block, in the order of the engine's options."""
     nested: dict[str, Any] = {}
     for name in sorted(options, key=lambda name: ("." in name, name)):
         section, _, leaf = name.rpartition(".")
@@ -140,7 +140,7 @@ def to_text(options: dict[str, Any], *, title: str) -> str:
 
 
 def report(conversion: Conversion, width: int) -> str:
-    """One line for each key, and what is left to do."""
+    """Returns one line for each key, and what is left to do."""
     rows = conversion.rows
     keys = [row.given.key for row in rows]
     values = [_short(row.given.value) for row in rows]

@@ -104,7 +104,7 @@ class Conversion:
             row.became, row.kind = f"dropped: {why}", "dropped"
 
     def given(self, *keys: str) -> bool:
-        """Whether one of `keys` was among what was read."""
+        """Returns whether one of `keys` was among what was read."""
         return any(row.given.key in keys for row in self.rows)
 
     def miss(self, given: Given, why: str) -> None:
@@ -117,7 +117,7 @@ class Conversion:
             self.take(Given(source=source, key=key, value=NOT_GIVEN), option, value, note)
 
     def has(self, option: str) -> bool:
-        """Whether this engine has such an option."""
+        """Returns whether this engine has such an option."""
         return option in option_types()
 
 
@@ -140,7 +140,7 @@ def sets(*options: str) -> Callable[[Callable[[Conversion, Given], None]], Rule]
 
 
 def option(name: str, kind: Callable[[Given], Any], note: str = "") -> Rule:
-    """A key that is an option of this engine."""
+    """Returns a key that is an option of this engine."""
     return Rule(lambda conversion, given: _take(conversion, given, name, kind(given), note), (name,))
 
 
@@ -149,13 +149,13 @@ def _take(conversion: Conversion, given: Given, name: str, value: Any, note: str
 
 
 def fact(name: str, kind: Callable[[Given], Any], *options: str, became: str = "") -> Rule:
-    """A key that `options` follow from; `became` is its line in the report where that is not their names."""
+    """Returns a key that `options` follow from; `became` is its line in the report where that is not their names."""
     said = became or ", ".join(options)
     return Rule(lambda conversion, given: conversion.know(given, name, kind(given), said), options)
 
 
 def dropped(why: str) -> Rule:
-    """A key without a counterpart."""
+    """Returns a key without a counterpart."""
     return Rule(lambda conversion, given: conversion.drop(given, why))
 
 
@@ -179,14 +179,14 @@ def whole(given: Given) -> int:
 
 
 def names(given: Given) -> list[str]:
-    """A list, or text with commas or spaces between its parts."""
+    """Returns a list, or text with commas or spaces between its parts."""
     if isinstance(given.value, list):
         return [str(name).strip() for name in given.value]
     return [name for name in str(given.value).replace(",", " ").split() if name]
 
 
 def whole_numbers(given: Given) -> list[int]:
-    """A list of whole numbers, or one of them.
+    """Returns a list of whole numbers, or one of them.
 
     Raises:
         UserError: one of them is none.

@@ -136,7 +136,7 @@ def _lowest_rate(conversion: Conversion) -> None:
 
 
 def _model_ranks(conversion: Conversion) -> int:
-    """Ranks that hold one copy of the model.
+    """Returns the ranks that hold one copy of the model.
 
     Raises:
         UserError: one of the sizes is below 1.

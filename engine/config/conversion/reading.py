@@ -23,7 +23,7 @@ _WHAT = "give another trainer's YAML or JSON file, or a script .sh or .py"
 
 
 def read_file(path: Path) -> list[Given]:
-    """All that a YAML or JSON file, or a script, says; files that it names beside itself are read too.
+    """Returns all that a YAML or JSON file, or a script, says; files that it names beside itself are read too.
 
     Raises:
         UserError: it cannot be read, or is none of them.
@@ -45,7 +45,7 @@ def read_file(path: Path) -> list[Given]:
 
 
 def read_flags(text: str, source: str, folder: Path) -> list[Given]:
-    """A command line as it would be typed: launcher, program and flags, or flags alone.
+    """Returns a command line as it would be typed: launcher, program and flags, or flags alone.
 
     Raises:
         UserError: a quote is not closed.
@@ -54,7 +54,7 @@ def read_flags(text: str, source: str, folder: Path) -> list[Given]:
 
 
 def with_files(given: list[Given], folder: Path) -> list[Given]:
-    """The same, with the content of each file that it names and that is there."""
+    """Returns the same, with the content of each file that it names and that is there."""
     result = []
     for one in given:
         leaf = one.key.rpartition(".")[2]

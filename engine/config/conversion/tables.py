@@ -18,11 +18,13 @@ _VALUES: dict[str, str] = {
 
 
 def options_of(key: str) -> tuple[str, ...]:
-    """The options that a key of another trainer sets; none where no trainer has it, or it has no counterpart."""
+    """Returns the options that a key of another trainer sets; none where no trainer has it, or it has no
+    counterpart.
+    """
     rules = (launcher_rules.rule_for(key), *(trainer.rule(key) for trainer in TRAINERS))
     return next((rule.options for rule in rules if rule is not None and rule.options), ())
 
 
 def words_for_values(word: str) -> tuple[str, ...]:
-    """What a value of another trainer's option may be called here."""
+    """Returns what a value of another trainer's option may be called here."""
     return (_VALUES[word],) if word in _VALUES else ()

@@ -65,12 +65,12 @@ class Trainer:
     finish: Callable[[Conversion], None] = field(default=_nothing)
 
     def rule(self, key: str) -> Rule | None:
-        """The rule for `key`, or for all keys that begin as it does."""
+        """Returns the rule for `key`, or for all keys that begin as it does."""
         return find_rule(self.rules, key)
 
 
 def find_rule(rules: Mapping[str, Rule], key: str) -> Rule | None:
-    """The rule of `key`; else that of the longest beginning which stands in `rules` with a * behind it."""
+    """Returns the rule of `key`; else that of the longest beginning which stands in `rules` with a * behind it."""
     if key in rules:
         return rules[key]
     beginnings = (f"{key[:end]}*" for end in range(len(key), 0, -1) if key[end - 1] in "._")
@@ -78,7 +78,7 @@ def find_rule(rules: Mapping[str, Rule], key: str) -> Rule | None:
 
 
 def engine_default(option: str) -> Any:
-    """What this engine does where a run's file says nothing about `option`."""
+    """Returns what this engine does where a run's file says nothing about `option`."""
     section, _, leaf = option.rpartition(".")
     owner = sections()[section] if section else RunConfig
     default = next(one.default for one in fields(owner) if one.name == leaf)

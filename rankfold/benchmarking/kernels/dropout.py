@@ -47,7 +47,7 @@ def draw(setting: Setting) -> Case:
 
 
 def _as_numbers(setting: Setting, kernels: Kernels, mask: Tensor) -> Tensor:
-    """A mask of whatever form as booleans: where an update of ones reaches zeros."""
+    """Returns a mask of whatever form as booleans: where an update of ones reaches zeros."""
     options = setting.options
     update = InputUpdate(
         dh_TR=torch.ones(options.tokens, 1, dtype=setting.dtype, device=setting.device),

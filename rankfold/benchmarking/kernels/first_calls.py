@@ -74,7 +74,7 @@ def _load_library() -> tuple[float | None, str]:
 
 
 def measure_first_calls(options: KernelOptions) -> FirstCalls:
-    """A cold process, then a warm one, on caches in a folder of their own."""
+    """Returns a cold process, then a warm one, on caches in a folder of their own."""
     with tempfile.TemporaryDirectory() as folder:
         caches = caches_in(Path(folder))
         triton, calls, files = Path(caches["TRITON_CACHE_DIR"]), [], []

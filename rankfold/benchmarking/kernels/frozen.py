@@ -23,7 +23,9 @@ _Multiply = Callable[..., Tensor]
 
 
 def _ways(setting: Setting) -> dict[str, tuple[_Multiply, str]]:
-    """Name -> product and note, of those that run here; none on a GPU, where the engine's product is torch's."""
+    """Returns name -> product and note, of those that run here; none on a GPU, where the engine's product is
+    torch's.
+    """
     if setting.device.type != "cpu":
         return {}
     ways: dict[str, tuple[_Multiply, str]] = {TORCH: (torch.mm, "")}
@@ -39,7 +41,7 @@ def _ways(setting: Setting) -> dict[str, tuple[_Multiply, str]]:
 
 
 def _widths(setting: Setting) -> dict[str, tuple[int, int]]:
-    """Name -> input and output width."""
+    """Returns name -> input and output width."""
     options = setting.options
     return {
         "qkv": (options.hidden, options.hidden + 2 * options.kv_heads * options.head_dim),

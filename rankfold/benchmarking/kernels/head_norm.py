@@ -25,7 +25,7 @@ Split = Callable[[Tensor], Results]
 
 
 def _inputs(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
-    """The product [T, (H + 2K) D], and the weights of the query and of the key norm."""
+    """Returns the product [T, (H + 2K) D], and the weights of the query and of the key norm."""
     draws, options = setting.draws("head norm"), setting.options
     qkv = draws.normal(options.tokens, (options.heads + 2 * options.kv_heads) * options.head_dim)
     q_weight, k_weight = (draws.normal(options.head_dim, mean=1.0, scale=0.1) for _ in range(2))
@@ -94,7 +94,7 @@ def forward(setting: Setting) -> Case:
 
 
 def backward(setting: Setting) -> Case:
-    """One gradient of the whole product."""
+    """Returns one gradient of the whole product."""
     options = setting.options
     qkv, *weights = _inputs(setting)
     draws = setting.draws("head norm, gradients")

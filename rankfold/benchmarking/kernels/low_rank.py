@@ -72,7 +72,9 @@ def _wide_mask(setting: Setting, dropped: bool) -> Tensor | float:
 
 
 def _plain_mask(setting: Setting, dropped: bool) -> Tensor | None:
-    """The mask for plain torch: 0 or 1 / (1 - p), made beforehand, so that it pays for one multiplication only."""
+    """Returns the mask for plain torch: 0 or 1 / (1 - p), made beforehand, so that it pays for one multiplication
+    only.
+    """
     return setting.scaled_mask(setting.options.hidden).to(setting.dtype) if dropped else None
 
 
@@ -189,7 +191,7 @@ def b_gradient(setting: Setting) -> Case:
 
 
 def _qkv(setting: Setting) -> list[int]:
-    """Columns of queries, keys and values."""
+    """Returns columns of queries, keys and values."""
     shared = setting.options.kv_heads * setting.options.head_dim
     return [setting.options.heads * setting.options.head_dim, shared, shared]
 

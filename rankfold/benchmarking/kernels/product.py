@@ -62,7 +62,7 @@ class _Linear:
 
 
 def _widths(setting: Setting) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Name -> input width and output widths of the four linears of a block."""
+    """Returns name -> input width and output widths of the four linears of a block."""
     options = setting.options
     kv = options.kv_heads * options.head_dim
     return {
@@ -98,7 +98,7 @@ def _size(setting: Setting, linear: _Linear) -> str:
 
 
 def _demand(setting: Setting, linear: _Linear) -> Demand:
-    """The demand of the product with the base and of the low-rank one, without the zeros beside B."""
+    """Returns the demand of the product with the base and of the low-rank one, without the zeros beside B."""
     tokens, outputs = setting.options.tokens, linear.extended.shape[0]
     both = linear.num_ranks + linear.inputs
     moved = tokens * (both + outputs) + outputs * (linear.inputs + linear.rank)

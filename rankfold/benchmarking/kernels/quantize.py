@@ -104,7 +104,7 @@ def transpose(setting: Setting) -> Case:
 
 
 def made(setting: Setting, *, by_norm: bool) -> Case:
-    """An input of an FP8 product made and quantised by row; the limit is one pass over what it is made from."""
+    """Returns an input of an FP8 product made and quantised by row; the limit is one pass over what it is made from."""
     options = setting.options
     features = options.hidden if by_norm else options.intermediate
     draws = setting.draws("FP8 input")

@@ -23,7 +23,7 @@ def tables_of(setting: Setting) -> tuple[Tensor, Tensor]:
 
 
 def halves_twice(table: Tensor, like: Tensor) -> Tensor:
-    """[1, T, D] in the dtype of what is rotated, as transformers lays cos and sin out."""
+    """Returns [1, T, D] in the dtype of what is rotated, as transformers lays cos and sin out."""
     return torch.cat((table, table), dim=-1)[None].to(like.dtype)
 
 

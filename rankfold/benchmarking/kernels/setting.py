@@ -32,7 +32,7 @@ class Draws:
         return values.mul_(scale).add_(mean).to(dtype or self._dtype)
 
     def ids(self, count: int, below: int) -> Tensor:
-        """int64 [count]."""
+        """Returns int64 [count]."""
         return torch.randint(below, (count,), generator=self._generator, device=self._device)
 
 
@@ -73,7 +73,7 @@ class Setting:
         return torch.compile(function, dynamic=False)
 
     def dropout_key(self, num_features: int) -> DropoutKey:
-        """Coordinates of a mask over `num_features` of all tokens."""
+        """Returns coordinates of a mask over `num_features` of all tokens."""
         return DropoutKey(
             token_index=torch.arange(self.options.tokens, device=self.device),
             step=torch.zeros((), dtype=torch.int64, device=self.device),
@@ -89,16 +89,16 @@ class Setting:
         return dropout_scale(self.options.dropout)
 
     def scaled_mask(self, num_features: int) -> Tensor:
-        """fp64 [T, F]: 0 where dropped, 1 / (1 - p) where kept, by the plain specification."""
+        """Returns fp64 [T, F]: 0 where dropped, 1 / (1 - p) where kept, by the plain specification."""
         return dropout_mask(self.dropout_key(num_features)).double().mul_(self.keep_scale)
 
     def drawn(self, kernels: Kernels, num_features: int) -> Tensor:
-        """The same mask in the backend's own form."""
+        """Returns the same mask in the backend's own form."""
         return kernels.draw_mask(self.dropout_key(num_features))
 
     def update(
         self, kernels: Kernels, dh_TR: Tensor, a_RI: Tensor, *, dropped: bool, h_TR: Tensor | None = None
     ) -> InputUpdate:
-        """What adapters of scale 1 add to the gradient of their input."""
+        """Returns what adapters of scale 1 add to the gradient of their input."""
         mask = self.drawn(kernels, a_RI.shape[1]) if dropped else None
         return InputUpdate(dh_TR=dh_TR, a_RI=a_RI, mask=mask, scale=self.keep_scale if dropped else 1.0, h_TR=h_TR)

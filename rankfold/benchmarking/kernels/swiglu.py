@@ -35,7 +35,7 @@ def _size(setting: Setting) -> str:
 
 
 def _inputs(setting: Setting, name: str) -> tuple[Tensor, Tensor]:
-    """[gate | up] [T, 2F], dy [T, F]."""
+    """Returns [gate | up] [T, 2F], dy [T, F]."""
     draws, options = setting.draws(name), setting.options
     return (
         draws.normal(options.tokens, 2 * options.intermediate),
@@ -76,7 +76,7 @@ def forward(setting: Setting) -> Case:
 
 
 def _gradient(gate_up: Tensor, dy: Tensor) -> Tensor:
-    """[dgate | dup] by autograd, in float64."""
+    """Returns [dgate | dup] by autograd, in float64."""
     wide = gate_up.double().requires_grad_()
     return torch.autograd.grad(_plain(wide), wide, dy.double())[0]
 

@@ -20,7 +20,7 @@ def group_table(
     first_calls: FirstCalls,
     traces: dict[str, dict[str, tuple[str, ...]]],
 ) -> Table:
-    """One row a case and contestant; notes and verdicts below."""
+    """Returns one row a case and contestant; notes and verdicts below."""
     rows, findings = [], []
     for name, case in cases.items():
         for who in case.contestants:
@@ -49,7 +49,7 @@ def _columns(baseline: str, first_calls: FirstCalls, timed: bool) -> tuple[str, 
 
 
 def _figures(timed: Timed, who: str, baseline: str) -> tuple[str, ...]:
-    """Median, least, limit, share of the limit, speed over the baseline."""
+    """Returns median, least, limit, share of the limit, speed over the baseline."""
     if not timed.samples:
         return ()
     seconds = timed.seconds(who)

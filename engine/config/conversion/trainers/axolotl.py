@@ -54,7 +54,7 @@ def adapter(conversion: Conversion, given: Given) -> None:
 
 
 def as_list(given: Given) -> list[Any]:
-    """The values of a key that has one or several."""
+    """Returns the values of a key that has one or several."""
     if isinstance(given.value, list):
         return given.value
     return [] if given.value in (None, "") else [given.value]
@@ -127,7 +127,7 @@ def unfrozen(conversion: Conversion, given: Given) -> None:
 
 
 def _maybe(rule: Rule) -> Rule:
-    """A key that Axolotl's files often leave empty."""
+    """Returns a key that Axolotl's files often leave empty."""
 
     def apply(conversion: Conversion, given: Given) -> None:
         if given.value in (None, ""):

@@ -120,7 +120,7 @@ def peft(conversion: Conversion, given: Given) -> None:
 
 
 def _samples(name: str) -> Rule:
-    """A number of samples that is a number of steps of the global batch."""
+    """Returns a number of samples that is a number of steps of the global batch."""
     options = {"steps": ("train.steps",), "warmup": ("optim.warmup_steps",), "decay": ()}[name]
     return fact(
         f"{name}_samples", whole, *options, became=f"{' '.join(options) or 'the schedule'}: over the global batch"

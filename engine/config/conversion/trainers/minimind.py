@@ -69,7 +69,7 @@ RULES |= shared.every("temperature top_p top_k max_new_tokens", why="for generat
 
 
 def script(conversion: Conversion) -> str:
-    """The script that was started: dpo, full_sft, pretrain or lora."""
+    """Returns the script that was started: dpo, full_sft, pretrain or lora."""
     programs = [str(row.given.value) for row in conversion.rows if row.given.key == PROGRAM]
     return programs[-1].removeprefix("train_").removesuffix(".py") if programs else "full_sft"
 

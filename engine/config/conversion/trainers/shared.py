@@ -270,7 +270,7 @@ def dataset(conversion: Conversion, given: Given) -> None:
 
 
 def quantize(base: str) -> Rule:
-    """A key that stores the frozen base in fewer bits."""
+    """Returns a key that stores the frozen base in fewer bits."""
 
     def rule(conversion: Conversion, given: Given) -> None:
         if truth(given):
@@ -317,7 +317,7 @@ def fsdp(conversion: Conversion, given: Given) -> None:
 
 
 def off_or_lack(why: str) -> Rule:
-    """A key that has no counterpart; nothing is lost where it is switched off."""
+    """Returns a key that has no counterpart; nothing is lost where it is switched off."""
 
     def rule(conversion: Conversion, given: Given) -> None:
         if given.value in (None, False, 0, 0.0, "", "false", "none", "None", "no", []):
@@ -333,7 +333,7 @@ def full_finetune(conversion: Conversion, given: Given) -> None:
 
 
 def only(expected: object, why: str) -> Rule:
-    """A key that has one value here."""
+    """Returns a key that has one value here."""
 
     def rule(conversion: Conversion, given: Given) -> None:
         if str(given.value).lower() == str(expected).lower() or given.value is None:
@@ -345,5 +345,5 @@ def only(expected: object, why: str) -> Rule:
 
 
 def every(keys: str, *, why: str) -> dict[str, Rule]:
-    """The same reason for several keys without a counterpart, with spaces between them."""
+    """Returns the same reason for several keys without a counterpart, with spaces between them."""
     return {key: dropped(why) for key in keys.split()}

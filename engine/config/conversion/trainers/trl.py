@@ -148,7 +148,7 @@ def _reference(conversion: Conversion) -> str:
 
 
 def reference(conversion: Conversion, adapters: bool) -> str:
-    """The base without its adapters where these are all that trains; else the model as it starts."""
+    """Returns the base without its adapters where these are all that trains; else the model as it starts."""
     return "base" if adapters and not conversion.options.get("trainable") else "initial"
 
 

@@ -1,7 +1,7 @@
 """Parts of a tensor made from its stored pieces in one pass: every stored byte is read and checked once.
 
 Stored pieces and wanted parts are boxes of one tensor, split along any of its dimensions. The rows of the tensor are
-gone through in order, a block at a time; every piece and every part then sees its own bytes in order too.
+processed in order, a block at a time, so every piece and every part sees its own bytes in order too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StoredPiece:
 
     Args:
         box: which part of the tensor.
-        run: where its bytes lie.
+        run: where its bytes are.
     """
 
     box: Box
@@ -38,7 +38,7 @@ class StoredPiece:
 
 
 class Exchange:
-    """Parts of one tensor.
+    """Parts of one tensor, made together from its stored pieces.
 
     Args:
         shape, dtype: of the tensor.
@@ -125,7 +125,7 @@ class Exchange:
 
 
 class ExchangedPart(Content):
-    """One part of an exchange; several are made faster together, by `Exchange.blocks`."""
+    """One part of an exchange; making several together, by `Exchange.blocks`, is faster."""
 
     def __init__(self, exchange: Exchange, index: int) -> None:
         self.exchange, self.index = exchange, index
@@ -142,7 +142,7 @@ def whole_checksum(shape: tuple[int, ...], dtype: torch.dtype, parts: Sequence[t
         parts: box, checksum and content of each; together they are the tensor.
 
     Returns:
-        None where the parts do not lie one after another and no exchange has read all of the tensor.
+        None where the parts are not contiguous and no exchange has read all of the tensor.
     """
     for _, _, content in parts:
         if isinstance(content, ExchangedPart) and content.exchange.checksum is not None:

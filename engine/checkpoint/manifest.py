@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint directory holds, and where each piece of each tensor lies.
+"""The manifest: what a checkpoint directory holds, and where each piece of each tensor is.
 
 One JSON file, written last, so that its presence means that the directory is complete. Its last line is a digest of all
 before it, so that no byte of it can change unnoticed. It knows nothing of models; `model` and `training` are passed
@@ -71,7 +71,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and validates `folder`/manifest.json, and sees that its files are there in full.
+    """Reads and validates `folder`/manifest.json, and checks that its files exist in full size.
 
     Raises:
         UserError: it is missing, not a manifest, of another version, damaged or inconsistent; the sentence names the

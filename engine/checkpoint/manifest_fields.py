@@ -1,7 +1,7 @@
-"""A manifest's JSON, checked before anything it says is believed.
+"""Parses a manifest's JSON, and checks it before anything it says is trusted.
 
-One that arrives from elsewhere must not name files outside its folder, claim bytes that its files do not have, leave
-holes, or keep a reader busy for ever. What is checked here is the manifest alone; that the files are as it says is seen
+A manifest from elsewhere must not name files outside its folder, claim bytes that its files do not have, leave
+holes, or make a reader run without end. Only the manifest itself is checked here; the files are compared with it
 when they are opened.
 """
 
@@ -25,7 +25,7 @@ _MAX_ELEMENTS = 1 << 48
 _MAX_DIMS = 16
 _MAX_NAME = 512
 _MAX_PIECES = 1 << 14
-"""Most pieces of one tensor: comparing them with each other must come to an end."""
+"""Maximum number of pieces of one tensor: they are compared with each other, which must end in reasonable time."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 
@@ -120,7 +120,7 @@ class _Fields:
         return value
 
     def file_name(self, name: str) -> str:
-        # A name, not a path: what it opens must lie in the checkpoint's own folder.
+        # A name, not a path: the file must be in the checkpoint's own folder.
         if not _FILE_NAME.fullmatch(name):
             raise self.fail(f"it names the file {shown(name)}, which is not a plain file name inside the folder")
         return name
@@ -204,7 +204,7 @@ class _Fields:
             raise self.fail(f"the pieces of {name} have {gap} along dimension {dim}")
 
     def backing(self, manifest: Manifest) -> None:
-        """Each piece has bytes of its own in its file."""
+        """Refuses pieces that share bytes of a file, and files with bytes of no piece."""
         claimed: Counter[str] = Counter()
         keys: set[tuple[str, str]] = set()
         for name, record in manifest.tensors.items():

@@ -1,4 +1,4 @@
-"""What describes a model, without its weights: config, names and tokenizer files, in either of the two formats."""
+"""The description of a model without its weights: config, names and tokenizer files, in either of the two formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.models.names import NameMap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFolder:
-    """What describes a model, without its weights.
+    """The description of a model, without its weights.
 
     Args:
         path: the folder.

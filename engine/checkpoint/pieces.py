@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint directory: writing the pieces that a rank owns, reading those of any rank.
+"""Tensors of a checkpoint directory: plans the pieces that a rank writes, reads those of any rank.
 
-Base and training checkpoints store tensors the same way; what they mean is said elsewhere.
+Base and training checkpoints store tensors the same way; what they mean is not known here.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class WrittenTensor(NamedTuple):
 
 
 def plan_pieces(name: str, spec: ShardSpec) -> list[PlannedPiece]:
-    """Returns the pieces that the owner of a shard stores; padding is not among them, and who is not the owner
-    stores none.
+    """Returns the pieces that the owner of a shard stores; padding is not among them, and a rank that is not
+    the owner stores none.
     """
     if not spec.owner:
         return []
@@ -72,7 +72,7 @@ def written_tensor(
 
 
 def join_records(contributions: Iterable[WrittenTensor]) -> dict[str, TensorRecord]:
-    """Whole tensors' records from what each rank wrote of them; pieces are sorted by where they begin."""
+    """Joins the ranks' contributions into records of whole tensors; pieces are sorted by where they begin."""
     records: dict[str, TensorRecord] = {}
     for part in contributions:
         known = records.get(part.name)

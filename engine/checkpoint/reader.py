@@ -1,7 +1,7 @@
-"""What every place that tensors can be read from has in common.
+"""The common interface of everything that tensors can be read from.
 
 A `TensorReader` knows logical tensors: their shapes, dtypes, and the stored pieces that make each up. Reading a shard
-is then the same for all of them, whatever the layout on either side. Subclasses say where the pieces are.
+is then the same for all of them, whatever the layout on either side. Subclasses provide the pieces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TensorReader(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """What error sentences call this source: its folder."""
+        """The name of this source in error sentences: its folder."""
 
     @abstractmethod
     def tensor_names(self) -> list[str]:
@@ -48,7 +48,7 @@ class TensorReader(ABC):
 
     @abstractmethod
     def view(self, name: str, index: int) -> Tensor:
-        """Piece `index` as stored; where it has a recorded checksum, all of it has been checked before it is used.
+        """Returns piece `index` as stored; where it has a recorded checksum, all of it is checked before it is used.
 
         Raises:
             UserError: it is damaged.
@@ -98,7 +98,7 @@ class TensorReader(ABC):
         return self.read(name, spec)
 
     def expect_rows(self, name: str, rows: Sequence[int]) -> None:  # noqa: B027 - a hint may be ignored
-        """A hint that these rows will be read soon; many at once are on their way from the disk together."""
+        """Hints that these rows will be read soon, so that many are prefetched from the disk together."""
 
     def total_bytes(self) -> int:
         """Returns the bytes of all tensors as stored."""

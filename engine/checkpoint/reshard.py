@@ -1,8 +1,8 @@
-"""Which parts of stored pieces make up a wanted shard: pure interval arithmetic.
+"""Resharding: which parts of stored pieces make up a wanted shard, as pure interval arithmetic.
 
 A stored piece is a box: the whole tensor, a run along one dimension, or runs along several. A wanted shard is a
-`ShardSpec`. Their intersections say what to copy from where to where, so that any layout reads any other without either
-knowing it. No files, no tensors.
+`ShardSpec`. Their intersections give the copies, so that any layout reads any other without either
+knowing the other. No files, no tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Box:
         return tuple(stop - start for start, stop in self.ranges(global_shape))
 
     def ranges(self, global_shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        """Global (start, stop) of each dimension."""
+        """Returns the global (start, stop) of each dimension."""
         whole = [(0, size) for size in global_shape]
         if self.dim is not None:
             for dim, offset, length in ((self.dim, self.offset, self.length), *self.others):
@@ -42,7 +42,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """local[local_slices] = stored[source][source_slices]; both slices have the same shape."""
+    """One copy: local[local_slices] = stored[source][source_slices]; both slices have the same shape."""
 
     source: int
     source_slices: tuple[slice, ...]
@@ -133,7 +133,8 @@ def find_gap(length: int, runs: Sequence[tuple[int, int]]) -> str | None:
 def find_flaw(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     """Returns why the boxes do not tile a tensor of `global_shape` exactly, or None when they do.
 
-    Each lies inside the tensor. Boxes are gone through in the order of their first rows, next to those that reach as
+    Each box is inside the tensor. Boxes are visited in the order of their first rows, and compared with those that
+    reach as
     far: of a tensor that tensor-parallel ranks split in one dimension and data-parallel ranks in another, few do.
     """
     ranges = sorted(box.ranges(global_shape) for box in boxes)

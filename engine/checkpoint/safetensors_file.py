@@ -1,7 +1,7 @@
 """Safetensors files: a writer that streams, and a reader that maps.
 
 The writer needs every tensor's dtype and shape first, writes the header, and then takes the tensors one by one, so
-that a model never lies in memory as a whole. The reader hands out views of the mapped file: what is not looked at is
+that a whole model is never in memory. The reader hands out views of the mapped file: what is not used is
 not read. The files are plain safetensors; any other reader of the format opens them.
 """
 
@@ -67,7 +67,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def checksum(tensor: Tensor) -> str:
-    """CRC-32C of the tensor's bytes, as eight hexadecimal digits."""
+    """Returns the CRC-32C of the tensor's bytes, as eight hexadecimal digits."""
     found = Checksum()
     found.update(raw_bytes(tensor))
     return found.text()
@@ -179,14 +179,14 @@ class SafetensorsWriter:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Writes all of `data`, however little the system takes at once."""
+    """Writes all of `data`, in as many system calls as that takes."""
     while data:
         count = os.pwrite(descriptor, data, offset)
         data, offset = data[count:], offset + count
 
 
 class SafetensorsReader:
-    """A mapped file.
+    """A mapped safetensors file.
 
     Raises:
         UserError: the file is missing, truncated or not safetensors; the sentence names it.
@@ -217,7 +217,7 @@ class SafetensorsReader:
         return self._header.tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises UserError where torch has no such dtype here."""
+        """Returns the torch dtype of a tensor; raises UserError where torch has none."""
         stored = self._header.tensors[name].dtype
         dtype = dtype_from_name(stored)
         if dtype is None:
@@ -232,5 +232,5 @@ class SafetensorsReader:
         return self._header.tensors[name].begin
 
     def view(self, name: str) -> Tensor:
-        """Returns the tensor as a view of the mapped file; bytes are read from the disk as they are looked at."""
+        """Returns the tensor as a view of the mapped file; bytes are read from the disk when they are used."""
         return self._file.get_tensor(name)

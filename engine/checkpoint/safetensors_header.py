@@ -1,8 +1,8 @@
-"""The header of a safetensors file, checked in full before anything it says is believed.
+"""Reads the header of a safetensors file, and checks it in full before anything it says is trusted.
 
 A file is eight bytes with the length of the header, the header (JSON), and the tensors' bytes. Everything is compared
 with the file's real size before memory is taken for it: no tensor reaches beyond the file, none shares a byte with
-another, and no byte belongs to none.
+another, and every byte belongs to a tensor.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a file says of itself, found to be true of its size."""
+    """The checked header of a file."""
 
     tensors: dict[str, StoredTensor]
     metadata: dict[str, str]
@@ -80,7 +80,7 @@ def read_header(path: Path) -> Header:
 
 
 def refuse(path: Path, why: str) -> NoReturn:
-    """Raises the sentence about a file that is not taken."""
+    """Raises UserError about a file that is refused."""
     raise UserError(
         f"{path} is damaged or truncated ({why}): expected a whole safetensors file, copy it again."
     ) from None

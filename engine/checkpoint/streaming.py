@@ -1,4 +1,4 @@
-"""Writing safetensors files from contents, block by block, on several threads, going on where a kill left off.
+"""Writes safetensors files from contents, block by block, on several threads, resuming where a kill left off.
 
 A thread holds one block of memory and whatever its content needs beside it; reading, checksums and writing release the
 interpreter's lock. The checksum of each tensor is computed on the way, so nothing is read twice.
@@ -30,11 +30,11 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Streaming:
-    """What writing the files gave.
+    """The result of writing the files.
 
     Args:
         written: (file, key) -> what was written.
-        kept_bytes: of them, what an earlier call had written and this one only compared.
+        kept_bytes: of them, those that an earlier call had written and this one only compared.
     """
 
     written: dict[tuple[str, str], Written]
@@ -42,7 +42,7 @@ class Streaming:
 
 
 def default_threads() -> int:
-    """Two for each processor of this process, since one waits for the disk at times; up to a limit past which a disk
+    """Returns two threads for each processor, since one often waits for the disk; up to a limit past which a disk
     gains nothing."""
     return max(2, min(MAX_THREADS, 2 * available_processors()))
 
@@ -88,7 +88,7 @@ def write_files(
 
 
 def _by_order(outputs: Iterable[Output]) -> list[list[tuple[Output, Piece]]]:
-    """Returns what one thread writes after another: pieces of one order may share what they read, or check."""
+    """Groups pieces by order, each group for one thread: they may share what they read, or check."""
     work: dict[int, list[tuple[Output, Piece]]] = {}
     for output in outputs:
         for piece in output.file.pieces:

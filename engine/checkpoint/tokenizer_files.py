@@ -20,7 +20,7 @@ _SUFFIXES = (".model", ".tiktoken")
 
 
 class TrainedTokenizer(NamedTuple):
-    """What a run tokenised its data with.
+    """The tokenizer and chat template that a run tokenised its data with.
 
     Args:
         path: of the tokenizer, where it was not the base's own; None otherwise.
@@ -53,7 +53,7 @@ class TrainedTokenizer(NamedTuple):
         return Companions(rest + found.files, (*left_out, *found.left_out))
 
     def write_template(self, folder: Path) -> None:
-        """Puts the chat template beside a tokenizer's files; one in its settings would be another."""
+        """Writes the chat template beside a tokenizer's files, and into its settings where these have one."""
         if self.chat_template is None:
             return
         write_durably(folder / CHAT_TEMPLATE, self.chat_template)
@@ -65,7 +65,7 @@ BASES_OWN = TrainedTokenizer()
 
 
 def trained_tokenizer(state: Mapping[str, Any], place: Path) -> TrainedTokenizer:
-    """Returns what a checkpoint's state says; checkpoints that say nothing were trained with the base's own.
+    """Reads the record in a checkpoint's state; checkpoints without one were trained with the base's own.
 
     Raises:
         UserError: it is damaged.

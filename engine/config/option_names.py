@@ -11,7 +11,7 @@ from engine.config.run import RunConfig
 
 @cache
 def sections() -> dict[str, type]:
-    """Section name -> its dataclass, in the order of `RunConfig`."""
+    """Returns section name -> its dataclass, in the order of `RunConfig`."""
     return {name: kind for name, kind in get_type_hints(RunConfig).items() if _is_section(kind)}
 
 

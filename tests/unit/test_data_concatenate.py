@@ -109,5 +109,5 @@ def test_the_option():
         assert from_yaml(to_yaml(config)) == config
     with pytest.raises(UserError, match="data.packing is 'yep', but true or false or concatenate is expected"):
         parse_config([*arguments, "yep"])
-    with pytest.raises(UserError, match="would tear answers apart"):
+    with pytest.raises(UserError, match="would split answers"):
         check_objective(parse_config([*arguments, "concatenate", "--objective.name", "dpo"]))

@@ -13,7 +13,7 @@ _ARGUMENTS = {
     "TrainingArguments": "", "Seq2SeqTrainingArguments": "", "SFTConfig": "trl sft", "DPOConfig": "trl dpo",
     "KTOConfig": "trl kto", "ORPOConfig": "trl orpo", "CPOConfig": "trl cpo", "RewardConfig": "trl reward",
 }  # fmt: skip
-"""Class of a trainer's arguments -> the command that has the same."""
+"""Class of a trainer's arguments -> the command with the same arguments."""
 _TRAINERS = ("Trainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "Seq2SeqTrainer")
 FLAGS_OF_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
          "bias": "lora_bias", "task_type": "lora_task_type", "init_lora_weights": "lora_init_weights"}  # fmt: skip
@@ -23,7 +23,7 @@ _OBJECTS = ("model", "tokenizer", "args", "train_dataset", "eval_dataset", "data
 
 
 def read_python(text: str, source: str) -> list[Given]:
-    """Returns the keywords of those calls, with plain values and names of plain values put in.
+    """Returns the keywords of those calls, with plain values and names of plain values resolved.
 
     Raises:
         UserError: it is not Python.
@@ -72,14 +72,14 @@ def _keys(call: ast.Call, kind: str, owner: str) -> Iterator[tuple[str, ast.expr
 
 
 def _name(function: ast.expr) -> tuple[str, str]:
-    """The name of what is called, and the name before its last point."""
+    """Returns the name of what is called, and the name before its last dot."""
     if isinstance(function, ast.Attribute):
         return function.attr, _name(function.value)[0]
     return (function.id, "") if isinstance(function, ast.Name) else ("", "")
 
 
 def _names(tree: ast.Module) -> dict[str, ast.expr]:
-    """Returns the names that are given one value in the whole script, and parameters of functions with a default."""
+    """Returns the names assigned exactly once in the script, and parameters with a default, with their values."""
     found: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

@@ -1,4 +1,4 @@
-"""All tables of rules together: what other trainers' names for options and values are called here."""
+"""All tables of rules together: other trainers' names for options and values -> the names here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VALUES: dict[str, str] = {
     "sft": "language_modeling", "pt": "language_modeling", "pretrain": "language_modeling", "sigmoid": "dpo",
     "scratch": "random", "true": "full", "false": "none", "chat": "messages", "chatml": "messages",
 }  # fmt: skip
-"""Word of another trainer -> what it may be here, whatever the option."""
+"""Word of another trainer -> what it may mean here, in any option."""
 
 
 def options_of(key: str) -> tuple[str, ...]:
@@ -26,5 +26,5 @@ def options_of(key: str) -> tuple[str, ...]:
 
 
 def words_for_values(word: str) -> tuple[str, ...]:
-    """Returns what a value of another trainer's option may be called here."""
+    """Returns the names that a value of another trainer's option may have here."""
     return (_VALUES[word],) if word in _VALUES else ()

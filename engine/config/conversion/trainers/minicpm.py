@@ -46,7 +46,7 @@ MINICPM = Trainer(
 
 
 def _evaluate(conversion: Conversion) -> None:
-    """The reference evaluates whatever the strategy is called."""
+    """Adds the reference's evaluations, which run whatever the strategy is called."""
     conversion.facts.setdefault("eval_strategy", "steps")
     conversion.facts.setdefault("eval_steps", 48)
 

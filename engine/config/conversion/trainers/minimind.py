@@ -1,4 +1,4 @@
-"""MiniMind's scripts, each with defaults of its own."""
+"""Rules for MiniMind's scripts, each with its own defaults."""
 
 from __future__ import annotations
 

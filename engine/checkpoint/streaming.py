@@ -140,7 +140,7 @@ class _Writer:
             self.stopped.set()
             raise FileError(
                 f"{error.filename or output.path} could not be read or written ({error.strerror}) at {piece.key}: free "
-                "some space, or see whether the disk is failing, and give the same command again, which goes on from "
+                "some space, or see whether the disk is failing, and give the same command again, which resumes from "
                 "there."
             ) from error
         except BaseException:

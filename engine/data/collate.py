@@ -1,4 +1,4 @@
-"""From rows of a dataset to the batch record: shifted labels, positions, document boundaries, padding.
+"""Collates rows of a dataset into the batch record: shifted labels, positions, document boundaries, padding.
 
 Pure: which rows go into which batch is decided in `engine.data.loader`.
 
@@ -26,7 +26,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def row_length(dataset: TokenDataset, rows: Sequence[int | None], pad_multiple: int, minimum: int = 1) -> int:
-    """Returns columns of a batch of these rows: the longest, rounded up; with packing always the dataset's row
+    """Returns the row length of a batch of these rows: the longest, rounded up; with packing the dataset's row
     length.
     """
     if dataset.packing:
@@ -46,7 +46,7 @@ def build_batch(
         slots: B slots of the global batch.
         length: S, at least the longest row.
         pad_token: id that fills a row's end; it belongs to the row's last document, has no label, and its positions
-            go on.
+            continue.
     """
     shape = (len(rows), length)
     tokens_BS = np.full(shape, pad_token, dtype=np.int64)
@@ -89,12 +89,12 @@ def _answers(dataset: TokenDataset, rows: Sequence[int | None], length: int, lab
             ids_BS[b, start:end] = len(documents)
             documents.append(document)
             start = end
-    learnt = labels_BS != IGNORE_LABEL
+    is_target = labels_BS != IGNORE_LABEL
     known = dataset.reference_logps
     return Answers(
         ids_BS=torch.from_numpy(ids_BS),
         signs=torch.from_numpy(dataset.signs[documents]),
-        lengths=torch.from_numpy(np.bincount(ids_BS[learnt], minlength=len(documents)).astype(np.float32)),
+        lengths=torch.from_numpy(np.bincount(ids_BS[is_target], minlength=len(documents)).astype(np.float32)),
         documents=tuple(documents),
         reference_logps=None if known is None else torch.from_numpy(known[documents]),
     )
@@ -128,7 +128,7 @@ def rank_batch(
     context_size: int,
     context_rank: int,
 ) -> Batch:
-    """Returns one micro-batch as a rank holds it, with the mismatched answers of its rows where the data set has them.
+    """Returns a rank's part of a micro-batch, with the mismatched answers of its rows where the data set has them.
 
     Args:
         dataset, rows, slots, pad_token: as for `build_batch`.

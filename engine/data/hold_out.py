@@ -1,4 +1,4 @@
-"""Part of a data set held out for evaluation: rows drawn by a seed, the same on every layout and at every start."""
+"""Holds out part of a data set for evaluation: rows drawn by a seed, the same on every layout and at every start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.errors import UserError
 from engine.telemetry.format import counted
 
 _DRAW = 2**64 - 1
-"""Stands in place of an epoch, so that what is held out has nothing to do with the order of training."""
+"""Used in place of an epoch's number, so that the held-out rows are independent of the order of training."""
 
 
 def hold_out(dataset: TokenDataset, share: float, seed: int) -> tuple[TokenDataset, TokenDataset]:

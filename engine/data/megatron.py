@@ -1,5 +1,5 @@
-"""Megatron's indexed data: a `.bin` of token ids and an `.idx` that says how they lie. Nothing in it has a checksum, so
-everything that can be told from the two files is compared, and all ids are looked at when they are opened."""
+"""Megatron's indexed data: a `.bin` of token ids and an `.idx` that describes its sequences. Neither has a checksum, so
+everything that can be checked from the two files is, and all ids are read when they are opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 class Indexed(NamedTuple):
-    """A pair of files.
+    """Megatron's indexed data, opened.
 
     Args:
         data: the `.bin`.
@@ -42,8 +42,8 @@ class Indexed(NamedTuple):
 
 
 def pair_of(path: Path) -> tuple[Path, Path] | None:
-    """Returns the `.bin` and the `.idx` that `path` means, one of them or what their names begin with; None where
-    neither is there."""
+    """Returns the `.bin` and the `.idx` that `path` names: one of them, or their common prefix; None where
+    neither exists."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     pair = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     if prefix == path:
@@ -76,7 +76,7 @@ def open_indexed(data: Path, index: Path) -> Indexed:
 
 
 def _parts(index: Path, head: bytes) -> tuple[type[np.integer], NDArray, NDArray, NDArray]:
-    """Returns the ids' dtype, and of the sequences the lengths, where they begin, and which begin documents."""
+    """Parses the index: the ids' dtype, the sequences' lengths and beginnings, and which of them begin documents."""
     if head[: len(_MAGIC)] != _MAGIC:
         raise UserError(f"{index} is not an index of Megatron's: give the .bin and .idx that its tool wrote.")
     if len(head) < _HEADER_BYTES:
@@ -124,7 +124,7 @@ def _lay_out(
 
 
 def _documents(index: Path, boundaries: NDArray, begins: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns where documents with tokens begin, from where sequences do; without boundaries each sequence is one."""
+    """Returns where documents with tokens begin; without boundaries each sequence is a document."""
     sequences = len(begins) - 1
     if len(boundaries):
         falls = np.flatnonzero(np.diff(boundaries) < 0)
@@ -136,11 +136,11 @@ def _documents(index: Path, boundaries: NDArray, begins: NDArray[np.int64]) -> N
             )
         if len(boundaries) > 1:
             begins = begins[boundaries]
-    return np.unique(begins)  # in order as they are; documents without a token are none
+    return np.unique(begins)  # already sorted; this drops documents without tokens
 
 
 def _largest(path: Path, tokens: NDArray) -> int:
-    """Returns the largest id, once all have been looked at."""
+    """Reads and checks all ids, and returns the largest."""
     largest, step = 0, _CHUNK_BYTES // tokens.itemsize
     for start in range(0, len(tokens), step):
         part = tokens[start : start + step]

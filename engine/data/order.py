@@ -1,8 +1,8 @@
 """Which rows each step reads: a pure function of (seed, epoch, index).
 
-Every epoch goes through all rows once, in a shuffled order of its own, and a step takes the next rows of it. The
-cursor of a run is one number, the samples consumed, and means the same on every layout. No communication takes place:
-what other ranks read is computed, not asked.
+Every epoch reads all rows once, in a shuffled order of its own, and a step takes the next rows of it. The
+cursor of a run is one number, the samples consumed, and means the same on every layout. There is no communication:
+each rank computes what other ranks read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DataOrder:
         batch: rows of a full batch, over all ranks.
         seed: of the shuffling.
         last_batch: "short" ends an epoch with the rows that are left; "full" completes them with the next epoch's
-            first, so that the batches run on across the ends of epochs.
+            first, so that batches continue across the ends of epochs.
         shuffle: False reads in the data set's order, in every epoch.
     """
 
@@ -58,7 +58,7 @@ class DataOrder:
         return min(self.batch, self.count - consumed % self.count)
 
     def rows(self, consumed: int) -> NDArray[np.int64]:
-        """Row of each slot of the batch that starts at sample `consumed`: int64 [size]."""
+        """Returns the row of each slot of the batch that starts at sample `consumed`: int64 [size]."""
         counters = np.arange(consumed, consumed + self.size(consumed), dtype=np.int64)
         if not self.shuffle:
             return counters % self.count
@@ -77,11 +77,11 @@ class DataOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches that go through every row once; where they run on, the last of them ends in the next epoch."""
+        """Returns the batches that read every row once; with "full" the last of them may end in the next epoch."""
         return ceil(self.count / self.batch)
 
     def steps_left(self, consumed: int, epochs: float) -> int:
-        """Batches from sample `consumed` to the end of so many epochs, at least one from the very start.
+        """Returns the batches from sample `consumed` to the end of the epochs, at least one from the very start.
 
         A part of an epoch is rounded up to whole batches, as transformers' Trainer does.
         """

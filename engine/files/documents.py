@@ -1,4 +1,4 @@
-"""Small text and JSON files that a person or another program wrote: what they hold, or one sentence about the flaw."""
+"""Reads small text and JSON files by people or other programs: returns the content, or raises one sentence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_BYTES = 256 << 20
 
 @contextmanager
 def open_file(path: str | os.PathLike[str], advice: str | None = None) -> Iterator[BinaryIO]:
-    """Opens a file of any size for reading; what the system says of it meanwhile becomes a sentence.
+    """Opens a file of any size for reading; the system's errors meanwhile become a sentence.
 
     Args:
         path: of a regular file. A pipe could be read only once, and opening it would wait for a writer.
@@ -40,7 +40,7 @@ def read_bytes(path: str | os.PathLike[str], advice: str | None = None) -> bytes
     """Returns the bytes of a small file.
 
     Args:
-        path, advice: as of `open_file`.
+        path, advice: as for `open_file`.
 
     Raises:
         UserError: as `open_file`, or it is larger than such files are.
@@ -81,7 +81,7 @@ def parse_record(line: str | bytes, place: str, advice: str) -> dict[str, Any]:
 
     Args:
         line: without its end.
-        place: how the sentence calls it, such as "data.jsonl line 3".
+        place: the line's name in the sentence, such as "data.jsonl line 3".
         advice: what to change.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Keys and values of the rows that are being continued, for the layers of one rank.
+"""The key/value cache of the active rows, for the layers of one rank.
 
 A layer holds [slots, K, C, D] of each. C is the length rows may reach, or the layer's window where that is shorter: a
-key is kept at its position modulo C, so that what has left the window is overwritten and every kept key is one that
-counts. Keys are rotated before they are kept, so where they lie does not matter to attention.
+key is kept at its position modulo C, so that keys which have left the window are overwritten and every kept key is
+visible. Keys are rotated before they are kept, so their order does not matter to attention.
 
-Rows that are being continued are always slots 0 to n - 1: a pass of one token each reads the front of the storage as it
-lies, without gathering rows. Rows of different lengths share a pass; a mask hides what a shorter row does not have.
+Active rows are always in slots 0 to n - 1: a pass of one token each reads the front of the storage in place, without
+gathering rows. Rows of different lengths share a pass; a mask hides what a shorter row does not have.
 
 Legend: T tokens, H query heads, K key/value heads, D head size, N rows of a pass, C capacity, L longest row.
 """
@@ -39,8 +39,8 @@ class KeyValues:
     """Storage for `slots` rows of up to `length` tokens.
 
     Args:
-        model: the part of it on this rank, whose layers say how many heads they have here and how far they see.
-        slots, length: how many rows at a time, and how long they may be.
+        model: the part of it on this rank, whose layers have their number of heads here and their window.
+        slots, length: maximum rows at a time, and their maximum length.
         device, dtype: of keys and values.
     """
 
@@ -58,11 +58,11 @@ class KeyValues:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
+        """The bytes of all slots."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
 
     def bytes_read(self, lengths: Sequence[int]) -> int:
-        """Returns what attention reads to continue rows of these lengths by a token each."""
+        """Returns the bytes that attention reads to continue rows of these lengths by one token each."""
         total = 0
         for layer in self.layers.values():
             a_token = 2 * layer.keys.shape[1] * layer.keys.shape[3] * layer.keys.element_size()
@@ -85,10 +85,10 @@ class KeyValues:
 
 
 class _Pass:
-    """Which tokens of a pass are kept, and where; the same for all layers of one capacity."""
+    """The tokens of a pass that are kept, and their places; the same for all layers of one capacity."""
 
     def __init__(self, cache: KeyValues, slots: Sequence[int], positions: Sequence[int], lasts: Sequence[int]) -> None:
-        """Each token's slot and position, and the last position of its row after this pass."""
+        """Takes each token's slot and position, and the last position of its row after this pass."""
         self._cache = cache
         self._tokens = (slots, positions, lasts)
         self._places: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
@@ -115,7 +115,7 @@ class _Pass:
 
 
 class FirstPass(_Pass):
-    """Whole prompts: attention within each, as in training; keys and values are kept. See `ops.cache.KeyValueCache`."""
+    """A prefill pass: attention within each prompt, as in training; keys and values are kept. See `KeyValueCache`."""
 
     def __init__(self, cache: KeyValues, slots: Sequence[int], lengths: Sequence[int]) -> None:
         pairs = list(zip(slots, lengths, strict=True))
@@ -135,7 +135,7 @@ class FirstPass(_Pass):
 
 
 class NextPass(_Pass):
-    """One token a row, attending to all that was kept of it. See `ops.cache.KeyValueCache`."""
+    """A decode pass: one token per row attends to all that was kept of the row. See `ops.cache.KeyValueCache`."""
 
     def __init__(self, cache: KeyValues, positions: Sequence[int]) -> None:
         super().__init__(cache, range(len(positions)), positions, positions)
@@ -163,7 +163,7 @@ class NextPass(_Pass):
         rows, length = len(self._counts), min(max(self._counts), kept.capacity)
         keys, values = kept.keys[:rows, :, :length], kept.values[:rows, :, :length]
         mask = self._mask(kept.capacity)
-        # the query heads of one key/value head stand where queries do, so that nothing is repeated
+        # the query heads of one key/value head take the query dimension, so that keys are not repeated
         q_NKGD = q_THD.view(rows, keys.shape[1], -1, q_THD.shape[-1])
         if kept.softcap is None:
             out = scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=mask, scale=scale)

@@ -1,4 +1,4 @@
-"""Learning from single answers, each of which was liked or not: KTO (arXiv 2402.01306).
+"""KTO: training on single answers, each of which was liked or not (arXiv 2402.01306).
 
 With l the log-likelihood of an answer given its question, summed over its target tokens, l_ref that under the
 reference, and r = l - l_ref, the loss of an answer is
@@ -49,7 +49,7 @@ class KtoSettings:
 
 
 class MismatchedMean:
-    """z above.
+    """The baseline z above.
 
     Args:
         dp: over whose ranks the global batch is split.
@@ -71,7 +71,7 @@ class MismatchedMean:
 
 
 class Kto:
-    """The sum over answers; the loss of a step is the mean over the answers of the global batch.
+    """The KTO objective: the loss of a step is the mean over the answers of the global batch.
 
     Args:
         settings: the constants.
@@ -103,7 +103,7 @@ class Kto:
         return AT_CHANCE if settings.desirable_weight == settings.undesirable_weight == 1 else None
 
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
-        """Returns fp32 [N] log-likelihoods."""
+        """Returns the answers' log-likelihoods, fp32 [N]."""
         return log_likelihoods(token_losses_T, batch, self._cp)
 
     def sums(
@@ -130,7 +130,7 @@ class Kto:
         return ObjectiveSums(loss, figures / self._cp.size)  # all ranks of a row have the same figures
 
     def named(self, means: Sequence[float]) -> dict[str, float]:
-        """Returns means over the answers of each kind; a kind that did not occur is left out, and so is the margin
+        """Returns means over the answers of each kind; a kind that did not occur is omitted, and so is the margin
         then.
         """
         liked, *kinds, kl = means
@@ -145,4 +145,4 @@ class Kto:
 
 
 _NO_SHARE = 1e-6
-"""A share below it is rounding: no batch has a million answers."""
+"""A share below this is rounding error: no batch has a million answers."""

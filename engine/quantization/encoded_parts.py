@@ -1,4 +1,4 @@
-"""What the encodings share: the record of a shard's matrix, sizes, slices, and the refusal of what is not a number."""
+"""Shared code of the encodings: the record of a shard's matrix, slices, and the refusal of non-finite numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Whole:
 
 
 def require_finite(absmax: Tensor, encoding: str) -> None:
-    """Refuses a matrix with a NaN or an infinity, told by its maxima [rows, n].
+    """Refuses a matrix with a NaN or an infinity, found in its maxima [rows, n].
 
     Raises:
         UserError: names the first such row.

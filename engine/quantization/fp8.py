@@ -1,4 +1,4 @@
-"""8-bit floats, e4m3, with one scale a matrix ("fp8") or a row ("fp8_row"); products with them need no decoding."""
+"""8-bit floats, e4m3, with one scale per matrix ("fp8") or row ("fp8_row"); products with them need no decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""int8 with one scale a row, symmetric: code = round(127 w / max |w|), halves to even."""
+"""int8 with one scale per row, symmetric: code = round(127 w / max |w|), halves to even."""
 
 from __future__ import annotations
 

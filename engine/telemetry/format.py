@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, durations, rates, and columns of them."""
+"""Formats numbers for people: bytes, durations, rates, and columns of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def format_parameters(count: float) -> str:
-    """Returns a number of parameters as people write it: "44.6M", "8.03B"."""
+    """Returns a number of parameters in short form: "44.6M", "8.03B"."""
     return format_count(count).replace("G", "B")
 
 

@@ -1,1 +1,1 @@
-"""Whether two layouts compute the same: `plan.py certify`."""
+"""Certifies that two layouts compute the same: `plan.py certify`."""

@@ -1,1 +1,1 @@
-"""What tools/generate.py is made of."""
+"""The parts of `rankfold generate`."""

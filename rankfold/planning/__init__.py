@@ -1,1 +1,1 @@
-"""Commands of tools/plan.py, one module each."""
+"""The commands of `rankfold plan`, one module each."""

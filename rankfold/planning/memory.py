@@ -1,4 +1,4 @@
-"""What a rank will hold, which layouts of the GPUs fit, and which of them is fastest.
+"""Predicts the memory of a rank, which layouts of the GPUs fit, and which of them is fastest.
 
 Predicts the peak memory of a rank by part (weights, adapters, fp32 masters, gradients and optimizer state, activations
 under each recompute policy, logits, buffers of collectives, temporary tensors) and the time of a step, for every layout
@@ -26,11 +26,11 @@ STANDS_FOR = {
     "lora.targets": "--targets", "trainable": "--trainable", "objective.name": "--objective",
     "memory.recompute": "--recompute", "memory.activation_dtype": "--activation-dtype",
 }  # fmt: skip
-"""What a run calls it -> the flag; see `engine.config.command_line`."""
+"""Option of a run -> the flag; see `engine.config.command_line`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this command."""
+    """Adds the options of this command."""
     parser.add_argument(
         "--model", type=path_text, metavar="PATH", help="folder of a model, or its config.json under any name"
     )
@@ -78,11 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--offload",
         metavar="NAME,..",
-        help="what may wait in host memory: weights, optimizer, activations (default none)",
+        help="what may be offloaded to host memory: weights, optimizer, activations (default none)",
     )
     work.add_argument(
         "--activation-dtype", metavar="NAME,..",
-        help="what activations may be kept in beside their own dtype: bfloat16, float8 (default none)",
+        help="dtypes to keep activations in, beside their own: bfloat16, float8 (default none)",
     )  # fmt: skip
     parser.add_argument(
         "--config", type=path_text, metavar="FILE", help="predict for this configuration, on --gpus ranks, not search"

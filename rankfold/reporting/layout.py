@@ -1,4 +1,4 @@
-"""Pieces that sections of the page are put together from: cards, tables, legends, runs beside each other."""
+"""Layout elements of the page: cards, tables, legends, runs beside each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOURS = 6
 
 
 def section(title: str, content: Content) -> Markup:
-    """Returns a card; empty where there is nothing in it."""
+    """Returns a card with a section; empty where there is nothing in it."""
     return element("section", element("h2", title), content) if content else EMPTY
 
 

@@ -1,4 +1,4 @@
-"""The page: HTML in one file, no script, no address outside of it; light or dark as the browser wants."""
+"""The page: HTML in one file, without scripts or external links; light or dark as the browser prefers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a run left in its folder. Anything may be missing or damaged; a run that was cut off still opens.
+"""Reads a run's folder. Anything may be missing or damaged; a run that was cut off still opens.
 
-Nothing in the files is trusted: a record keeps the finite numbers that stand where numbers belong, a count is a count,
+Nothing in the files is trusted: a record keeps finite numbers where numbers are expected, counts are validated,
 and what cannot be used becomes a note on the page.
 """
 
@@ -30,7 +30,7 @@ class Record:
     """One line of a log.
 
     Args:
-        step: it was written after.
+        step: after which it was written.
         figures: name -> finite number.
         phases: part of a step -> seconds.
         communication: axis and operation -> its figures.
@@ -53,8 +53,8 @@ class Run:
         evaluations: records of evaluations.
         ranks: rank -> its records.
         config: sections of options; empty where there is no such file.
-        environment: what was written of machine and layout; empty likewise.
-        notes: what could not be read.
+        environment: the recorded machine and layout; empty likewise.
+        notes: sentences about what could not be read.
     """
 
     path: Path
@@ -71,7 +71,7 @@ class Run:
         return _at(self.config, name)
 
     def fact(self, name: str) -> Any:
-        """Returns what the environment says, such as "layout.tensor"; None where it does not."""
+        """Returns a fact of the environment, such as "layout.tensor"; None where it is not recorded."""
         return _at(self.environment, name)
 
     def series(self, key: str) -> list[tuple[float, float]]:
@@ -80,12 +80,12 @@ class Run:
 
     @property
     def devices(self) -> int | None:
-        """Processes of the run."""
+        """The number of processes of the run."""
         return count(self.fact("world_size")) or (len(self.ranks) or None)
 
     @property
     def speed(self) -> float | None:
-        """Tokens a second over all reported steps but the first, which warms up; None without steps."""
+        """Tokens per second over all reported steps but the first, which warms up; None without steps."""
         counted = self.steps[1:] if len(self.steps) > 2 else self.steps
         seconds = sum(record.figures.get("seconds", 0.0) for record in counted)
         tokens = sum(record.figures.get("tokens", 0.0) for record in counted)
@@ -104,7 +104,7 @@ class Run:
 
 
 def read_runs(paths: list[Path]) -> list[Run]:
-    """Returns the runs, each with a name of its own.
+    """Reads runs, and gives each a distinct name.
 
     Raises:
         UserError: a path is not the folder of a run.
@@ -116,7 +116,7 @@ def number(value: object) -> float | None:
     """Returns a finite number of a size that can be drawn; None for anything else, as NaN is written as text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) <= _LARGEST else None  # a NaN is not below anything
+    return float(value) if abs(value) <= _LARGEST else None  # NaN compares false
 
 
 def count(value: object) -> int | None:
@@ -185,7 +185,7 @@ def _text(file: Path, notes: list[str]) -> str | None:
 
 
 def _tree(file: Path, parse: Any, notes: list[str]) -> dict[str, Any]:
-    """Returns a JSON or YAML file that is one mapping; empty, with a note, where it is not."""
+    """Reads a JSON or YAML file that is one mapping; empty, with a note, where it is not."""
     text = _text(file, notes)
     if text is None:
         return {}
@@ -244,7 +244,7 @@ def _newest(records: list[Record]) -> list[Record]:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """Returns the last part of each path that tells them apart."""
+    """Returns the last component of each path that distinguishes it."""
     whole = [path.resolve() for path in paths]
     for depth in range(1, 8):
         names = ["/".join(path.parts[-depth:]) for path in whole]

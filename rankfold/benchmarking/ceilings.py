@@ -1,7 +1,7 @@
-"""What the machine could do at most, measured beside the work that is compared with it.
+"""Measures the machine's ceilings beside the work that is compared with them.
 
 A copy of a large tensor gives the speed of memory, a square product that of arithmetic. Both are run in every turn of a
-comparison, so that a spell in which the machine is slow slows the limit too.
+comparison, so that a slow phase of the machine slows the limit too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COPY, PRODUCT = "copy", "square product"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What no implementation of an op can do without.
+    """The least bytes and operations of any implementation of an op.
 
     Args:
         moved: bytes: operands read once, results written once.
@@ -31,7 +31,7 @@ class Demand:
 
 
 class Ceilings:
-    """The two measurements.
+    """The two measurements: memory bandwidth and arithmetic.
 
     Args:
         device, dtype: of the work that is compared.
@@ -62,7 +62,7 @@ class Ceilings:
         return {COPY: self.copy, PRODUCT: self.product}
 
     def limits(self, demand: Demand, samples: dict[str, list[Sample]]) -> list[float]:
-        """Returns the seconds that the op takes at least, one figure a turn: the larger of its bytes and its
+        """Returns the minimum seconds of the op, one figure per turn: the larger of its bytes and its
         arithmetic.
         """
         times = []
@@ -73,7 +73,7 @@ class Ceilings:
         return [max(turn) for turn in zip(*times, strict=True)]
 
     def describe(self, samples: dict[str, Sequence[float]]) -> tuple[str, ...]:
-        """Sentences with the median speeds over all turns of a section.
+        """Returns sentences with the median speeds over all turns of a section.
 
         Args:
             samples: seconds of COPY and PRODUCT, as many as were taken.

@@ -1,4 +1,4 @@
-"""The step as this engine takes it, wired as its trainer wires it."""
+"""The engine's side of the step, wired as in its trainer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BUCKET_BYTES = 32 * 2**20
 
 
 class EngineSide:
-    """See `model.Side`."""
+    """The engine's training step; see `model.Side`."""
 
     def __init__(self, options: ModelOptions, device: torch.device) -> None:
         self._options, self._device = options, device

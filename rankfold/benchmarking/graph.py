@@ -41,11 +41,11 @@ _TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 class Timed(NamedTuple):
-    """One step.
+    """The times of one step.
 
     Args:
         seconds: on a GPU between events on its stream, else by the clock.
-        launching: until the host had nothing left to launch.
+        launching: until the host had launched everything.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""Which machine and which versions a figure belongs to."""
+"""Describes the machine and the versions that a figure belongs to."""
 
 from __future__ import annotations
 

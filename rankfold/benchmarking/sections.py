@@ -1,4 +1,4 @@
-"""The sections there are, and the options of those that measure one capability each."""
+"""The sections by name, and the options of those that measure one capability each."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PreprocessOptions:
     """Tokenising a file of records into a store beside plain loops over the same tokenizer.
 
     Raises:
-        UserError: a file that is not there.
+        UserError: a missing file.
     """
 
     PEERS: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,4 @@
-"""A section's result: tables, sentences about them, and everything that was measured."""
+"""The result of a section: tables, sentences about them, and all measurements."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from engine.telemetry.format import format_columns
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """One table. A section that needs no more returns it; one that does returns a `Report`.
+    """One table, the result of most sections; others return a `Report`.
 
     Args:
         title: of the table.
         columns: headings; the first column names the row.
-        rows: cells as they are to be read, one row each.
+        rows: formatted cells, one row each.
         findings: sentences below the table: ratios, what was checked, what was not measured and why.
-        machine: where and with what it was measured; empty inside a report, which says it once.
+        machine: where and with what it was measured; empty inside a report, which has it once.
         data: settings and raw samples, for the JSON file.
     """
 
@@ -40,7 +40,7 @@ class Table:
         return "\n".join((*head, "", aligned[0], rule, *aligned[1:], "", *self.findings))
 
     def markdown(self, command: str) -> str:
-        """Returns the same as a Markdown section."""
+        """Returns a Markdown section."""
         parts = [f"### {self.title}", f"`{command}`", _in_list(self.machine), self._grid(), _sentences(self.findings)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -65,7 +65,7 @@ class Table:
         }
 
     def json(self, command: str) -> str:
-        """Everything, for programs."""
+        """Returns all data, for programs."""
         return json.dumps({"command": command, "machine": self.machine, **self.record()}, indent=2) + "\n"
 
 
@@ -94,13 +94,13 @@ class Report:
         )  # fmt: skip
 
     def markdown(self, command: str) -> str:
-        """Returns the same as a Markdown section with one subsection a table."""
+        """Returns a Markdown section with one subsection a table."""
         tables = [table.inner_markdown() for table in self.tables]
         parts = [f"### {self.title}", f"`{command}`", _in_list(self.machine), _sentences(self.findings), *tables]
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def json(self, command: str) -> str:
-        """Everything, for programs."""
+        """Returns all data, for programs."""
         record = {
             "title": self.title,
             "command": command,

@@ -249,9 +249,14 @@ class Saver:
     def _attempt(self, shards: Sequence[NamedShard], contents: TrainingContents) -> SaveReport:
         try:
             return save_now(
-                self._group, self._number, shards, contents, keep=self._keep, keep_every=self._keep_every,
+                self._group,
+                self._number,
+                shards,
+                contents,
+                keep=self._keep,
+                keep_every=self._keep_every,
                 keep_best=self._keep_best,
-            )  # fmt: skip
+            )
         except UserError as error:
             return SaveReport(step=contents.step, path=None, problem=str(error).rstrip("."))
 

@@ -239,9 +239,8 @@ def check_warmup(config: RunConfig, epoch_steps: int | None = None) -> None:
 def check_evaluation(config: RunConfig) -> None:
     """Refuses evaluations without samples, and options that depend on evaluations that never run."""
     train, evaluates = config.train, config.data.evaluates
-    first, every, target, patience = (
-        train.eval_first, train.eval_every, train.target_eval_loss, train.early_stopping_patience,
-    )  # fmt: skip
+    first, every = train.eval_first, train.eval_every
+    target, patience = train.target_eval_loss, train.early_stopping_patience
     for given, wanted, what, instead in (
         (f"train.eval_every is {every}", every > 0, "so there is nothing to evaluate", "train.eval_every to 0"),
         (f"train.target_eval_loss is {target}", target is not None, "so that the target could never be reached",

@@ -17,9 +17,7 @@ from engine.files.refusals import reading
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34
-_DTYPES: dict[int, type[np.integer]] = {
-    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16
-}  # fmt: skip
+_DTYPES: dict[int, type[np.integer]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _CHUNK_BYTES = 16 << 20
 
 

@@ -127,9 +127,16 @@ class FirstPass(_Pass):
         )
 
     def attend(
-        self, layer: str, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, whole: Attention, documents: Documents, *,
+        self,
+        layer: str,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        whole: Attention,
+        documents: Documents,
+        *,
         scale: float,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         self._keep(self._cache.layers[layer], k_TKD, v_TKD)
         return whole(q_THD, k_TKD, v_TKD, documents, scale=scale)
 
@@ -155,9 +162,16 @@ class NextPass(_Pass):
         return self._seen[capacity]
 
     def attend(
-        self, layer: str, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, whole: Attention, documents: Documents, *,
+        self,
+        layer: str,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        whole: Attention,
+        documents: Documents,
+        *,
         scale: float,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         kept = self._cache.layers[layer]
         self._keep(kept, k_TKD, v_TKD)
         rows, length = len(self._counts), min(max(self._counts), kept.capacity)

@@ -44,9 +44,17 @@ class InferenceStage:
     """
 
     def __init__(
-        self, model: Decoder, *, tp: Axis, pp: Axis, sampling: Sampling, slots: int, length: int,
-        device: torch.device, synchronise: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: Decoder,
+        *,
+        tp: Axis,
+        pp: Axis,
+        sampling: Sampling,
+        slots: int,
+        length: int,
+        device: torch.device,
+        synchronise: bool = False,
+    ) -> None:
         self.model, self.tp, self.pp, self.device = model, tp, pp, device
         self.cache = KeyValues(model, slots=slots, length=length, device=device, dtype=model.dtype)
         self.waits = Waits()

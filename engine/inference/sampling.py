@@ -43,9 +43,16 @@ class Chooser:
     """
 
     def __init__(
-        self, settings: Sampling, *, tp: Axis, first_id: int, num_ids: int, vocab_size: int, slots: int,
+        self,
+        settings: Sampling,
+        *,
+        tp: Axis,
+        first_id: int,
+        num_ids: int,
+        vocab_size: int,
+        slots: int,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._settings, self._tp, self._vocab_size = settings, tp, vocab_size
         self._first_id, self._num_ids = first_id, num_ids
         self._seen: Tensor | None = None

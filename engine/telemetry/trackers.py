@@ -115,9 +115,13 @@ class Wandb:
         self.errors: tuple[type[Exception], ...] = (wandb.Error, OSError)
         try:
             self._run = wandb.init(
-                project=project, name=run.folder.name, dir=str(run.folder), config=_nested(run.options),
-                id=_known(run.names, _WANDB), resume="allow",
-            )  # fmt: skip
+                project=project,
+                name=run.folder.name,
+                dir=str(run.folder),
+                config=_nested(run.options),
+                id=_known(run.names, _WANDB),
+                resume="allow",
+            )
         except self.errors as error:
             raise UserError(
                 f"log.wandb_project is {project}, but Weights & Biases cannot start ({_first_line(error)}): run wandb "

@@ -119,8 +119,12 @@ def _measure_all(folder: Path, base: Path, adapter: Path) -> tuple[list[tuple[st
         speed, limit = total / 1e6 / done.seconds, total / 1e6 / copied
         cpu_used, cp_used = cpu
         samples[title] = {
-            "seconds": done.seconds, "cp_seconds": copied, "peak": done.peak, "cpu": cpu_used, "cp_cpu": cp_used,
-        }  # fmt: skip
+            "seconds": done.seconds,
+            "cp_seconds": copied,
+            "peak": done.peak,
+            "cpu": cpu_used,
+            "cp_cpu": cp_used,
+        }
         ratio = f"{speed / limit:.2f}"
         cells = (f"{done.seconds:.1f}", f"{speed:.0f}", f"{limit:.0f}", ratio, f"{cpu_used:.1f}", f"{cp_used:.1f}")
         rows.append((title, *cells, f"{done.peak / 2**20:.0f}"))

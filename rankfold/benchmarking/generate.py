@@ -67,9 +67,14 @@ def _engine(folder: Path, options: GenerateOptions, device: torch.device) -> Con
 
     def go_on(prompts: Prompts, new: int) -> list[list[int]]:
         stage = InferenceStage(
-            opened.decoder, tp=opened.mesh.tp, pp=opened.mesh.pp, sampling=Sampling(), slots=len(prompts),
-            length=max(map(len, prompts)) + new, device=device,
-        )  # fmt: skip
+            opened.decoder,
+            tp=opened.mesh.tp,
+            pp=opened.mesh.pp,
+            sampling=Sampling(),
+            slots=len(prompts),
+            length=max(map(len, prompts)) + new,
+            device=device,
+        )
         limits = Limits(max_new_tokens=new, slots=len(prompts), prefill_tokens=sum(map(len, prompts)))
         requests = [Request(row=row, ids=tuple(ids)) for row, ids in enumerate(prompts)]
         return [list(answer.ids) for answer in Generator(stage, limits, _Ids()).run(requests)]
@@ -164,17 +169,21 @@ def run(options: GenerateOptions) -> Table:
         title=f"Greedy generation of {options.new} tokens per row: hidden {options.hidden}, {options.layers} layers, "
         f"{options.heads}/{options.kv_heads} heads, MLP {options.intermediate}, vocabulary {options.vocab}, "
         f"{options.dtype}",
-        columns=("rows x prompt", *(f"{side}, {what}" for what in ("prefill", "decode") for side in (ENGINE, PEER)),
-                 "prefill, transformers / engine", "decode, transformers / engine"),
+        columns=(
+            "rows x prompt",
+            *(f"{side}, {what}" for what in ("prefill", "decode") for side in (ENGINE, PEER)),
+            "prefill, transformers / engine",
+            "decode, transformers / engine",
+        ),
         rows=tuple(rows),
         findings=(
-            "Tokens per second; those of a prompt are counted without padding. The ratios are of times, with the median "
-            "and extremes of the turns; above 1 the engine is faster.",
+            "Tokens per second; those of a prompt are counted without padding. The ratios are of times, with the "
+            "median and extremes of the turns; above 1 the engine is faster.",
             "Both gave the same tokens.",
         ),
         machine=describe(device, ("transformers",)),
         data={"section": "generate", "options": asdict(options), "seconds": times},
-    )  # fmt: skip
+    )
 
 
 def _row(

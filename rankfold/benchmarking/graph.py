@@ -169,9 +169,7 @@ def _say(what: str) -> None:
 def _attention_kernels(options: GraphOptions, kernels: Kernels, device: torch.device) -> tuple[str, ...]:
     """Returns the names of the kernels of one layer's attention, forward and backward."""
     batch = make_batch(replace(options, length=options.row_lengths()[0]), 0).to(device)
-    documents = Documents(
-        lengths=batch.document_lengths, offsets=batch.document_offsets, max_length=batch.row_length
-    )  # fmt: skip
+    documents = Documents(lengths=batch.document_lengths, offsets=batch.document_offsets, max_length=batch.row_length)
     size, dtype = options.hidden // options.heads, TORCH_DTYPES[options.dtype]
     leaves = [
         torch.randn(batch.num_tokens, heads, size, device=device).to(dtype).requires_grad_()

@@ -78,9 +78,14 @@ class _Rank:
         self.kernels, entries = side.kernels, list(shard_entries(side.model))
         flat = FlatParameters(entries, device)
         optimizer = FlatAdamW(
-            flat, mesh, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad_norm=CLIP_GRAD_NORM,
+            flat,
+            mesh,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=WEIGHT_DECAY,
+            clip_grad_norm=CLIP_GRAD_NORM,
             backend=choose_backend("auto", device=device)[0],
-        )  # fmt: skip
+        )
         stages = Stages.whole(ModelStage(side.model, LanguageModeling(), device))
         self._step = TrainStep(stages, GradientReducer(flat, mesh, bucket_bytes=2**25), optimizer, mesh)
         self._batches = [make_batch(options, seed * size + mesh.dp.rank) for seed in range(_NUM_BATCHES)]

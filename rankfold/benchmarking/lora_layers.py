@@ -204,9 +204,13 @@ def _engine_masks(layer: Layer) -> Masks:
         return [None] * len(layer.a)
     context = _context(layer)
     key = DropoutKey(
-        token_index=context.token_index, step=context.step, seed=_SEED, site=_SITE, probability=layer.dropout,
+        token_index=context.token_index,
+        step=context.step,
+        seed=_SEED,
+        site=_SITE,
+        probability=layer.dropout,
         num_features=layer.shape.inputs,
-    )  # fmt: skip
+    )
     kept = dropout_mask(key)
     return [kept.double().mul_(dropout_scale(layer.dropout))] * len(layer.a)
 

@@ -126,9 +126,13 @@ def find_contestants(
 
 
 def make_case(
-    shape: Shape, dropout: float, rank: int, contestants: dict[str, Callable[[Layer], Contestant]],
-    device: torch.device, dtype: torch.dtype,
-) -> Case:  # fmt: skip
+    shape: Shape,
+    dropout: float,
+    rank: int,
+    contestants: dict[str, Callable[[Layer], Contestant]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Case:
     """Returns the case of all contestants on one linear. Each has its own answer, for its own mask."""
     layer = make_layer(shape, rank, dropout, device, dtype)
     return Case(

@@ -89,9 +89,12 @@ class Report:
     def text(self) -> str:
         """Returns the text for a terminal."""
         return "\n\n".join(
-            (f"{self.title}\n{_in_line(self.machine)}", *(table.text().rstrip() for table in self.tables),
-             "\n".join(self.findings))
-        )  # fmt: skip
+            (
+                f"{self.title}\n{_in_line(self.machine)}",
+                *(table.text().rstrip() for table in self.tables),
+                "\n".join(self.findings),
+            )
+        )
 
     def markdown(self, command: str) -> str:
         """Returns a Markdown section with one subsection a table."""

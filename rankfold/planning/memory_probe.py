@@ -61,10 +61,12 @@ def report(answer: Answer) -> str:
     per_layer = [
         (one(many) - one(few)) / count
         for one in (
-            lambda probe: probe.predicted.step, lambda probe: probe.measured.step,
-            lambda probe: probe.seconds, lambda probe: probe.measured.seconds,
+            lambda probe: probe.predicted.step,
+            lambda probe: probe.measured.step,
+            lambda probe: probe.seconds,
+            lambda probe: probe.measured.seconds,
         )
-    ]  # fmt: skip
+    ]
     rows.append(_row("a layer", *per_layer))
     kernels = _kernels(answer, device)
     lines = [
@@ -84,9 +86,14 @@ def report(answer: Answer) -> str:
 
 def _row(name: str, predicted: float, measured: float, seconds: float, real: float) -> tuple[str, ...]:
     return (
-        name, format_bytes(predicted), format_bytes(measured), f"{measured / predicted:.3f}", f"{seconds:.3g}",
-        f"{real:.3g}", f"{real / seconds:.3f}",
-    )  # fmt: skip
+        name,
+        format_bytes(predicted),
+        format_bytes(measured),
+        f"{measured / predicted:.3f}",
+        f"{seconds:.3g}",
+        f"{real:.3g}",
+        f"{real / seconds:.3f}",
+    )
 
 
 def _kernels(answer: Answer, device: torch.device) -> str:

@@ -180,16 +180,28 @@ def answer_for(
     capacity = gpu_memory * usable
     allowed = allowed or Allowed()
     wanted = Wanted(
-        config=config, devices=devices, capacity=capacity,
+        config=config,
+        devices=devices,
+        capacity=capacity,
         host_capacity=inf if host_memory is None else host_memory * usable / min(devices, chosen.node_size),
-        recompute=allowed.recompute, offload=allowed.offload,
+        recompute=allowed.recompute,
+        offload=allowed.offload,
         stored=(None, *(STORED_DTYPES[name] for name in allowed.stored)),
-    )  # fmt: skip
+    )
     return Answer(
-        hf_config=hf_config, folder=folder, decoder=decoder, config=config, plan=plan, workload=workload,
-        machine=chosen, devices=devices, gpu_memory=gpu_memory, capacity=capacity, host_memory=host_memory,
+        hf_config=hf_config,
+        folder=folder,
+        decoder=decoder,
+        config=config,
+        plan=plan,
+        workload=workload,
+        machine=chosen,
+        devices=devices,
+        gpu_memory=gpu_memory,
+        capacity=capacity,
+        host_memory=host_memory,
         found=search(wanted, workload, chosen),
-    )  # fmt: skip
+    )
 
 
 def read_config(path: str) -> tuple[dict[str, Any], str | None]:
@@ -266,9 +278,16 @@ def measured_cpu(memory: float) -> Machine:
     copies = 2 * source.nbytes / copy / 1e9
     fastest = MACHINES["h100-80"]  # its links are not used on one device
     return replace(
-        fastest, name="cpu", memory=memory, products=2 * 1024**3 / product / 1e12, copies=copies, link=copies / 2,
-        network=copies / 2, products_fp8=2 * 1024**3 / product / 1e12, host=copies / 2,
-    )  # fmt: skip
+        fastest,
+        name="cpu",
+        memory=memory,
+        products=2 * 1024**3 / product / 1e12,
+        copies=copies,
+        link=copies / 2,
+        network=copies / 2,
+        products_fp8=2 * 1024**3 / product / 1e12,
+        host=copies / 2,
+    )
 
 
 def _seconds(work: Any) -> float:

@@ -32,9 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--flags", default="", help="a command line, in quotes: beside a file, or alone")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="OPTION=VALUE", dest="values",
+        "--set",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        dest="values",
         help="an option of the run, such as data.train=train.jsonl; may be given several times, and wins",
-    )  # fmt: skip
+    )
     parser.add_argument("--ranks", type=int, help="processes of the run (default: what the file says)")
     parser.add_argument("--out", required=True, type=Path, help="YAML file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")

@@ -68,12 +68,9 @@ def _case(setting: Setting, *, name: str, backward: bool) -> Case:
     return Case(
         size=f"{tokens}x{right.shape[0]}x{right.shape[1]}",
         demand=Demand(moved=moved, operations=2 * left.numel() * right.shape[1]),
-        contestants={
-            who: Contestant(run=partial(run, multiply), note=note)
-            for who, (multiply, note) in ways.items()
-        },
+        contestants={who: Contestant(run=partial(run, multiply), note=note) for who, (multiply, note) in ways.items()},
         answer=(lambda: (left.double() @ right.double(),)) if ways else list,
-    )  # fmt: skip
+    )
 
 
 CASES = {

@@ -169,11 +169,14 @@ def b_gradient(setting: Setting) -> Case:
         buffers = [torch.zeros(options.intermediate, options.rank, device=setting.device) for _ in range(SECTIONS)]
         sections = [
             AdapterSection(
-                first_column=index * options.intermediate, num_columns=options.intermediate,
-                first_row=index * options.rank, num_ranks=options.rank, db=buffer,
+                first_column=index * options.intermediate,
+                num_columns=options.intermediate,
+                first_row=index * options.rank,
+                num_ranks=options.rank,
+                db=buffer,
             )
             for index, buffer in enumerate(buffers)
-        ]  # fmt: skip
+        ]
 
         def run() -> Results:
             kernels.b_gradient(given.dy, given.h, sections)
@@ -228,10 +231,14 @@ def _output_gradients_of(kernels: Kernels, dy: Tensor, h: Tensor, parts: Sequenc
     for number, (b, buffer) in enumerate(zip(parts, buffers, strict=True)):
         sections.append(
             AdapterSection(
-                first_column=column, num_columns=b.shape[0], first_row=number * rank, num_ranks=rank, b=b,
+                first_column=column,
+                num_columns=b.shape[0],
+                first_row=number * rank,
+                num_ranks=rank,
+                b=b,
                 db=buffer,
             )
-        )  # fmt: skip
+        )
         column += b.shape[0]
     dh = torch.empty_like(h)
 

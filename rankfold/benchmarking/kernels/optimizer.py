@@ -61,9 +61,18 @@ def _torch_update(setting: Setting, **how: bool) -> Contestant:
 
     def run() -> Results:
         adamw(
-            *([tensor] for tensor in state.all()), [], [step], amsgrad=False, beta1=BETAS[0], beta2=BETAS[1],
-            lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=EPS, maximize=False, **how,
-        )  # fmt: skip
+            *([tensor] for tensor in state.all()),
+            [],
+            [step],
+            amsgrad=False,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            eps=EPS,
+            maximize=False,
+            **how,
+        )
         return state.results()
 
     return Contestant(run=run, reset=partial(_reset_all, state.reset, step.zero_))
@@ -130,9 +139,14 @@ class _Adapters(ShardedModule):
 def _engine_after(setting: Setting, backend: OptimizerBackend) -> Contestant:
     flat = FlatParameters(_Adapters(setting).entries, setting.device)
     optimizer = FlatAdamW(
-        flat, single_process_mesh(), betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad_norm=CLIP_GRAD_NORM,
+        flat,
+        single_process_mesh(),
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=WEIGHT_DECAY,
+        clip_grad_norm=CLIP_GRAD_NORM,
         backend=backend,
-    )  # fmt: skip
+    )
     masters = flat.master.clone()
     gradients = _gradients(setting, [slot.entry.parameter.shape for slot in reversed(flat.slots)])
 

@@ -139,11 +139,13 @@ def forward(setting: Setting, *, name: str) -> Case:
         return (wide,)
 
     contestants = {
-        FOLD: Contestant(run=fold), COPIED: Contestant(run=copied), SEPARATE: Contestant(run=separate),
+        FOLD: Contestant(run=fold),
+        COPIED: Contestant(run=copied),
+        SEPARATE: Contestant(run=separate),
         FROZEN: Contestant(
             run=frozen, error=lambda found: deviation(found, (x.double() @ linear.weight.double().t(),))
         ),
-    }  # fmt: skip
+    }
     return Case(
         size=_size(setting, linear),
         demand=_demand(setting, linear),
@@ -184,11 +186,10 @@ def backward(setting: Setting, *, name: str) -> Case:
         return dy.double() @ linear.weight.double() + low @ linear.a.double(), low
 
     contestants = {
-        FOLD: Contestant(run=fold), SEPARATE: Contestant(run=separate),
-        FROZEN: Contestant(
-            run=frozen, error=lambda found: deviation(found, (dy.double() @ linear.weight.double(),))
-        ),
-    }  # fmt: skip
+        FOLD: Contestant(run=fold),
+        SEPARATE: Contestant(run=separate),
+        FROZEN: Contestant(run=frozen, error=lambda found: deviation(found, (dy.double() @ linear.weight.double(),))),
+    }
     return Case(
         size=_size(setting, linear),
         demand=_demand(setting, linear),

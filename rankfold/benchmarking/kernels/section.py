@@ -129,9 +129,13 @@ def _say(what: str) -> None:
 
 
 def _report(
-    options: KernelOptions, setting: Setting, tables: tuple[Table, ...], speeds: tuple[str, ...],
-    absent: tuple[str, ...], first_calls: FirstCalls,
-) -> Report:  # fmt: skip
+    options: KernelOptions,
+    setting: Setting,
+    tables: tuple[Table, ...],
+    speeds: tuple[str, ...],
+    absent: tuple[str, ...],
+    first_calls: FirstCalls,
+) -> Report:
     checked = "Every contestant's result was compared with one in float64 before anything was timed (column error)."
     if not options.repeats:
         checked = "Every contestant's result was compared with one in float64; nothing was timed."

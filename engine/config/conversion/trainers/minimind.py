@@ -57,7 +57,7 @@ RULES: dict[str, Rule] = hf.RULES | {
     "from_resume": shared.resume,
     "beta": option("objective.beta", number),
     "use_compile": dropped("no compiler is used; kernels are chosen by model.kernels"),
-}  # fmt: skip
+}
 RULES |= shared.every(
     """
     hidden_size num_hidden_layers num_attention_heads num_key_value_heads use_moe vocab_size dim n_layers

@@ -173,7 +173,7 @@ class _Fields:
                 raise self.fail(f"a piece of {name} names a dimension twice")
         file = self.file_name(self.text(data, "file"))
         if file not in files:
-            raise self.fail(f"a piece of {name} lies in {file}, which files does not list")
+            raise self.fail(f"a piece of {name} is in {file}, which files does not list")
         checksum = self.checksum(data, f"a piece of {name}")
         return PieceRecord(box=box, file=file, key=self.name(self.text(data, "key")), checksum=checksum)
 
@@ -184,7 +184,7 @@ class _Fields:
         length = self.whole_number(values[2], f"a length of {name}")
         if dim >= len(shape) or length == 0 or offset + length > shape[dim]:
             place = f"[{offset}, {offset + length}) of dimension {dim}"
-            raise self.fail(f"a piece of {name} lies at {place}, outside the tensor")
+            raise self.fail(f"a piece of {name} is at {place}, outside the tensor")
         return dim, offset, length
 
     def coverage(self, name: str, shape: tuple[int, ...], pieces: tuple[PieceRecord, ...]) -> None:

@@ -99,7 +99,7 @@ def _parse(text: bytes, data_bytes: int) -> Header:
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin != position:
             where = "overlaps with" if tensor.begin < position else "leaves a hole after"
-            raise JsonFlaw(f"{shown(name)} {where} what lies before it")
+            raise JsonFlaw(f"{shown(name)} {where} what precedes it")
         position = tensor.end
     if position != first + data_bytes:
         raise JsonFlaw(f"its tensors take {position - first} bytes, and {data_bytes} are there")
@@ -121,7 +121,7 @@ def _entry(name: str, entry: Any, first: int) -> StoredTensor:
     for size in shape:
         bits *= size
     if begin > end or bits != 8 * (end - begin):
-        raise JsonFlaw(f"{shown(name)} is {dtype} {shown(shape)} but lies at bytes [{begin}, {end})")
+        raise JsonFlaw(f"{shown(name)} is {dtype} {shown(shape)} but is at bytes [{begin}, {end})")
     return StoredTensor(dtype, tuple(shape), first + begin, first + end)
 
 

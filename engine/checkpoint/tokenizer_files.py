@@ -92,7 +92,9 @@ def adapter_template(adapter: Path) -> TrainedTokenizer:
 
 
 def complete_settings(folder: Path) -> None:
-    """Names the tokenizer's class where only a model's config.json does, for a folder without one."""
+    """Adds the tokenizer's class to its settings where only a model's config.json names it, for a folder without
+    one.
+    """
     settings = folder / SETTINGS
     if not (folder / _FAST).is_file():
         return

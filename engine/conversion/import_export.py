@@ -299,7 +299,7 @@ def export_hf(
 
 
 def stored_names(model: ModelFolder) -> NameMap:
-    """Returns where tensors lie in the Hugging Face folder: for a partitioned base, in the one that it was made
+    """Returns where tensors are in the Hugging Face folder: for a partitioned base, in the one that it was made
     from.
     """
     if model.manifest is None:

@@ -276,7 +276,7 @@ def _refuse_zeros(trained: TensorReader, modules: list[str]) -> list[str]:
         starts, drawn = ("lora_A", "lora_B") if module == "embed_tokens" else ("lora_B", "lora_A")
         if not trained.read_whole(f"{module}.{drawn}").any():
             raise UserError(
-                f"{module}.{drawn} is all zero, so nothing was exported: that adapter can never have learnt, use an "
+                f"{module}.{drawn} is all zero, so nothing was exported: that adapter was never trained, use an "
                 "earlier step (--step)."
             )
         if not trained.read_whole(f"{module}.{starts}").any():

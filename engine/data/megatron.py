@@ -64,7 +64,7 @@ def open_indexed(data: Path, index: Path) -> Indexed:
     with reading(data, "use another copy"):
         size = data.stat().st_size
     if not size:
-        raise UserError(f"{data} is empty: copy it again, or write both files anew with Megatron's tool.")
+        raise UserError(f"{data} is empty: copy it again, or write both files again with Megatron's tool.")
     starts, count = _lay_out(index, data, lengths, pointers, np.dtype(dtype).itemsize)
     offsets = _documents(index, boundaries, np.append(starts, count))
     tokens = mapped(data, dtype, count)
@@ -106,7 +106,7 @@ def _lay_out(
 ) -> tuple[NDArray[np.int64], int]:
     """Returns where sequences begin, in tokens, and how many tokens there are."""
     if not lengths.any():
-        raise UserError(f"{index} has no sequence with a token: copy it again, or write it anew with Megatron's tool.")
+        raise UserError(f"{index} has no sequence with a token: copy it again, or write it again with Megatron's tool.")
     if (negative := np.flatnonzero(lengths < 0)).size:
         place = int(negative[0])
         raise UserError(f"{index} says that sequence {place} has {lengths[place]} tokens: copy it again.")
@@ -115,8 +115,8 @@ def _lay_out(
     if (wrong := np.flatnonzero(pointers != starts * itemsize)).size:
         place = int(wrong[0])
         raise UserError(
-            f"{index} has sequences that do not lie end to end in {data}: sequence {place} is said to begin at byte "
-            f"{pointers[place]}, but those before it end at {starts[place] * itemsize}; write it anew with its tool."
+            f"{index} has sequences that are not contiguous in {data}: sequence {place} begins at byte "
+            f"{pointers[place]}, but those before it end at {starts[place] * itemsize}; write it again with its tool."
         )
     return starts, int(ends[-1])
 
@@ -146,7 +146,7 @@ def _largest(path: Path, tokens: NDArray) -> int:
             place = int(np.flatnonzero(part < 0)[0])
             raise UserError(
                 f"{path} has token id {part[place]} at place {start + place}, and ids are 0 or more: copy it again, or "
-                "write it anew with Megatron's tool."
+                "write it again with Megatron's tool."
             )
         largest = max(largest, int(part.max()))
     return largest

@@ -59,13 +59,13 @@ class MismatchedMean:
         self._dp = dp
 
     def sums(self, mismatched: Batch, policy: Tensor, reference: Tensor | None) -> Tensor:
-        """See engine.objectives.objective.Baseline."""
+        """Returns a micro-batch's sums; see engine.objectives.objective.Baseline."""
         reference = answers_of(mismatched).reference_logps if reference is None else reference
         assert reference is not None, "an objective with a reference got none"
         return torch.stack(((policy - reference).sum(), torch.ones_like(policy).sum()))
 
     def of(self, sums: Tensor) -> Tensor:
-        """See engine.objectives.objective.Baseline."""
+        """Returns the mean, at least 0; see engine.objectives.objective.Baseline."""
         total, count = all_reduce(sums, self._dp).unbind()
         return (total / count.clamp(min=1.0)).clamp(min=0.0)
 
@@ -109,7 +109,7 @@ class Kto:
     def sums(
         self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
     ) -> ObjectiveSums:
-        """See engine.objectives.objective.Objective."""
+        """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
         settings, answers = self.settings, answers_of(batch)
         logps = log_likelihoods(token_losses_T, batch, self._cp)
         reference = answers.reference_logps if reference is None else reference

@@ -43,6 +43,6 @@ class LanguageModeling:
     def sums(
         self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
     ) -> ObjectiveSums:
-        """See engine.objectives.objective.Objective."""
+        """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
         loss = self.loss_sum(token_losses_T, batch)
         return ObjectiveSums(loss, loss.detach()[None])

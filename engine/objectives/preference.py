@@ -101,7 +101,7 @@ class Preference:
     def sums(
         self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
     ) -> ObjectiveSums:
-        """See engine.objectives.objective.Objective."""
+        """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
         settings, answers = self.settings, answers_of(batch)
         logps = log_likelihoods(token_losses_T, batch, self._cp)
         reference = answers.reference_logps if reference is None else reference

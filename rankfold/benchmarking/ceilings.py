@@ -55,7 +55,7 @@ class Ceilings:
         return torch.mm(self._left, self._right, out=self._result)
 
     def contestants(self, demand: Demand) -> dict[str, Work]:
-        """The contestants that the limit of such an op is made of."""
+        """Returns the contestants that give the limit of such an op."""
         return {name: work for name, work in self._all().items() if _needs(demand)[name]}
 
     def _all(self) -> dict[str, Work]:

@@ -34,7 +34,7 @@ class RemoteSide:
         self._worker = Worker(_offer, name, options)
 
     def prepare(self) -> None:
-        """See `model.Side`."""
+        """Prepares the side; see `model.Side`."""
         self._worker.ask("prepare")
 
     def step(self, ids_BS: Tensor) -> tuple[float, float]:
@@ -42,7 +42,7 @@ class RemoteSide:
         return self._worker.ask("step", ids_BS.tolist())
 
     def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> float:
-        """See `model.Side`."""
+        """Returns the loss; see `model.Side`."""
         return self._worker.ask("loss", ids_BS.tolist(), dropout)
 
     def attention_kernel(self) -> str:

@@ -49,7 +49,7 @@ class GraphOptions(ModelOptions):
             )
 
     def row_lengths(self) -> tuple[int, ...]:
-        """One a measurement."""
+        """The row lengths, one for each measurement."""
         try:
             return tuple(int(part) for part in self.lengths.split(","))
         except ValueError:
@@ -177,7 +177,7 @@ class GenerateOptions(ModelOptions):
             raise UserError(f"--batches is {self.batches!r}: give numbers of at least 1.")
 
     def row_counts(self) -> tuple[int, ...]:
-        """One a measurement."""
+        """The numbers of rows, one for each measurement."""
         try:
             return tuple(int(part) for part in self.batches.split(","))
         except ValueError:

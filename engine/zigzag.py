@@ -45,12 +45,6 @@ class Block(NamedTuple):
     key: Span
     causal: bool
 
-    @property
-    def num_pairs(self) -> int:
-        """Pairs of a query and a key that it sees: the block's cost."""
-        length = self.query.length
-        return length * (length + 1) // 2 if self.causal else length * self.key.length
-
 
 class _Document(NamedTuple):
     """A document: the columns [start, stop) of a row."""
@@ -190,10 +184,6 @@ class ContextLayout:
             if query.length and key.length:
                 found.append(Block(query, key, key_rank == query_rank))
         return tuple(found)
-
-    def num_pairs(self, rank: int) -> int:
-        """Returns the number of pairs of a query and a key that `rank` computes in ring attention."""
-        return sum(block.num_pairs for other in range(self.size) for block in self.blocks(rank, other))
 
     def plain_order(self) -> tuple[Span, ...]:
         """Returns the places in the concatenated ranks' tokens, in the order of the plain flat tokens."""

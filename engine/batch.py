@@ -28,12 +28,13 @@ class Answers:
     """The answers of a micro-batch whose likelihoods are compared, numbered in the order of the documents they are in.
 
     Args:
-        ids_BS: int64 number of the answer whose document each token belongs to; what padding says does not matter,
-            because its weight is 0.
+        ids_BS: int64 number of the answer whose document each token belongs to; arbitrary for padding, whose
+            weight is 0.
         signs: float32 [N]: 1 for an answer that was preferred, -1 for one that was not. In pairs the two alternate.
         lengths: float32 [N], target tokens of each answer, over whole rows.
         documents: number of each in the data set, on the host.
-        reference_logps: float32 [N], log-likelihoods under the reference; None where they are not known beforehand.
+        reference_logps: float32 [N], log-likelihoods under the reference; None where they were not computed before
+            training.
     """
 
     ids_BS: Tensor
@@ -51,21 +52,21 @@ class Batch:
         tokens_BS: int64 token ids. Ignored where `embeddings_TH` is given.
         labels_BS: int64, already shifted: the token that position s must predict, or IGNORE_LABEL. The last position
             of a document never has a target.
-        positions_BS: int64 position inside its document, from 0; what rotary embeddings read.
-        token_index_BS: int64 slot_in_global_batch * seq_length + column: the coordinate that dropout is a function of,
+        positions_BS: int64 position inside its document, from 0, for rotary embeddings.
+        token_index_BS: int64 slot_in_global_batch * seq_length + column: the coordinate of dropout masks,
             so that packing, accumulation and the layout cannot change a mask. `seq_length` is the configured one, even
             where the row is shorter.
         loss_weights_BS: float32 weight of each target; exactly 0 where the label is IGNORE_LABEL.
         document_offsets: int32 [D + 1], cumulative lengths of the documents over the flattened T tokens, from 0 to T.
             Attention never crosses them. Every row starts a document; padding at a row's end belongs to its last one.
-        document_lengths: the same on the host, so that nothing has to wait for the device. Both are those of the whole
+        document_lengths: the same on the host, which avoids waiting for the device. Both are those of the whole
             rows, also where this rank holds some columns only.
-        context_plan: which tokens this rank holds and who attends to whom, where rows are split over context-parallel
+        context_plan: which tokens this rank holds and which attend to which, where rows are split over context-parallel
             ranks; None where they are whole.
         embeddings_TH: optional input embeddings that replace the embedding lookup.
-        answers: who is compared with whom, where the objective compares answers; None otherwise.
-        mismatched: the questions of the same rows with other questions' answers, where the objective asks how likely
-            such answers are; None otherwise.
+        answers: the answers to compare, where the objective compares answers; None otherwise.
+        mismatched: the questions of the same rows with other questions' answers, where the objective needs their
+            likelihoods; None otherwise.
     """
 
     tokens_BS: Tensor
@@ -93,11 +94,11 @@ class Batch:
         return self.tokens_BS.numel()
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on `device`; copies are asynchronous where the source is pinned."""
+        """Returns the same batch on `device`; copies are asynchronous where the source is pinned."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same batch with `change` applied to each of its tensors."""
+        """Returns the same batch with `change` applied to each of its tensors."""
         moved = _changed(self, change)
         return replace(
             moved,

@@ -1,4 +1,4 @@
-"""The one exception that is meant for the person at the keyboard.
+"""The exceptions whose message is meant for the user.
 
 `UserError` carries a sentence that says what was given, what was expected and what to change. Command lines print
 that sentence once and exit with status 2; anything else that escapes is a defect and keeps its traceback.
@@ -6,8 +6,8 @@ that sentence once and exit with status 2; anything else that escapes is a defec
 
 
 class UserError(ValueError):
-    """Something the user gave cannot work; the message is the whole explanation, one sentence, no traceback needed."""
+    """An error in the user's input; the message is the whole explanation, one sentence, without a traceback."""
 
 
 class LostRankError(UserError):
-    """Another rank is gone or does not answer. That rank's own last words are the cause, and should be seen first."""
+    """Another rank is gone or does not answer. That rank's own error is the cause, and should be printed first."""

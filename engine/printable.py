@@ -1,4 +1,4 @@
-"""Text of files and other people, made fit for a terminal: where lines are printed, not where they are made."""
+"""Makes text from files and users safe for a terminal, where lines are printed, not where they are composed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import unicodedata
 _UNPRINTABLE = ("Cc", "Cs", "Zl", "Zp")
 """Control characters, halves of characters, and separators that some terminals take for line ends."""
 _BIDIRECTIONAL = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""They reorder what is shown around them."""
+"""Characters that reorder the text around them."""
 
 
 def printable(text: str, *, keep: str = "\n\t") -> str:

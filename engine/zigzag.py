@@ -1,11 +1,11 @@
-"""Zig-zag context parallelism on paper: which rank holds which tokens, who computes what, what travels. No tensors.
+"""The plan of zig-zag context parallelism: which rank holds, computes and sends which tokens. No tensors.
 
 A micro-batch is rows of equal length, side by side along the flat token dimension. With c ranks each row is cut into 2c
 chunks, and rank r holds chunks r and 2c - 1 - r of every row, the early one before the late one. Under a causal mask a
-chunk costs in proportion to its place, so an early and a late one together cost the same on every rank. Lengths need
+chunk's cost is proportional to its place, so an early and a late one together cost the same on every rank. Lengths need
 not divide: chunks then differ by a token, and may be empty.
 
-Who computes what follows from the order of the chunks. Rank r computes, with the keys of rank s:
+The order of the chunks determines what is computed. Rank r computes, with the keys of rank s:
 
 | s        | who sees whom                                                          | one block a document |
 |----------|------------------------------------------------------------------------|----------------------|
@@ -13,8 +13,8 @@ Who computes what follows from the order of the chunks. Rank r computes, with th
 | s < r    | both chunks of r come after s's early chunk and before its late one    | all x early, full    |
 | s > r    | r's late chunk comes after both chunks of s, its early one before both | late x all, full     |
 
-A document that has tokens in both chunks of a rank runs to the end of the early one and on from the start of the late
-one, so that its tokens are side by side there. Hence one block is enough for each document and pair of ranks, and a
+A document with tokens in both chunks of a rank extends to the end of the early one and continues at the start of the
+late one, so its tokens are contiguous there. Hence one block is enough for each document and pair of ranks, and a
 causal block's two ranges are the same.
 
 Assumes that documents do not cross rows and that their lengths are known on the host.
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Places start to stop - 1 of some order of tokens."""
+    """A range of places [start, stop) in some order of tokens."""
 
     start: int
     stop: int
@@ -39,21 +39,15 @@ class Span(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Queries that see keys: all of them, or (causal, equal ranges) each itself and the ones before."""
+    """A block of attention: queries see all keys, or (causal, equal ranges) each sees itself and those before."""
 
     query: Span
     key: Span
     causal: bool
 
-    @property
-    def num_pairs(self) -> int:
-        """Pairs of a query and a key that it sees, which is what the block costs."""
-        length = self.query.length
-        return length * (length + 1) // 2 if self.causal else length * self.key.length
-
 
 class _Document(NamedTuple):
-    """Columns start to stop - 1 of a row."""
+    """A document: the columns [start, stop) of a row."""
 
     row: int
     start: int
@@ -61,7 +55,8 @@ class _Document(NamedTuple):
 
 
 def rank_columns(row_length: int, size: int, rank: int) -> tuple[Span, Span]:
-    """The columns of a row that `rank` of `size` holds: its early chunk and its late one, either of which may be empty.
+    """Returns the columns of a row that `rank` of `size` holds: its early chunk and its late one, either of which may
+    be empty.
 
     Chunk i of 2 * size begins at column i * row_length // (2 * size).
     """
@@ -78,7 +73,7 @@ def _clamped(document: _Document, chunk: Span) -> Span:
 
 
 def _joined(early: Span, late: Span) -> Span:
-    """Both of a document's spans on one rank; they are side by side unless one is empty."""
+    """Joins a document's two spans on one rank; they are adjacent unless one is empty."""
     if not early.length or not late.length:
         return early if early.length else late
     assert early.stop == late.start, (early, late)
@@ -86,7 +81,7 @@ def _joined(early: Span, late: Span) -> Span:
 
 
 def merged(spans: list[Span]) -> tuple[Span, ...]:
-    """The same places in the same order, without empty spans and with neighbours as one."""
+    """Returns the same places in the same order, without empty spans and with adjacent ones merged."""
     found: list[Span] = []
     for span in spans:
         if not span.length:
@@ -100,7 +95,7 @@ def merged(spans: list[Span]) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextLayout:
-    """How one micro-batch lies on the ranks of the context axis.
+    """The layout of one micro-batch on the ranks of the context axis.
 
     Args:
         size: ranks on the axis.
@@ -114,7 +109,7 @@ class ContextLayout:
     document_lengths: tuple[int, ...]
     _documents: tuple[_Document, ...] = field(init=False, repr=False, compare=False)
     _shared: tuple[_Document, ...] = field(init=False, repr=False, compare=False)
-    """Documents that do not lie within one chunk, of which there are few: one a border at most."""
+    """Documents that cross a chunk's border, of which there are few: at most one per border."""
 
     def __post_init__(self) -> None:
         assert sum(self.document_lengths) == self.num_tokens, (self.document_lengths, self.num_tokens)
@@ -124,7 +119,7 @@ class ContextLayout:
             columns.start for rank in range(self.size) for columns in rank_columns(self.row_length, self.size, rank)
         ]
         cuts.sort()
-        # the dataclass is frozen: what follows from the arguments is set once, here
+        # the dataclass is frozen: derived values are set once, here
         object.__setattr__(self, "_documents", documents)
         object.__setattr__(
             self,
@@ -134,16 +129,16 @@ class ContextLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all ranks together."""
+        """The number of tokens of all ranks together."""
         return self.num_rows * self.row_length
 
     def tokens_on(self, rank: int) -> int:
-        """Tokens of the micro-batch that `rank` holds."""
+        """Returns the number of tokens of the micro-batch that `rank` holds."""
         return self.num_rows * sum(span.length for span in rank_columns(self.row_length, self.size, rank))
 
     @property
     def token_counts(self) -> tuple[int, ...]:
-        """Tokens on each rank."""
+        """The number of tokens on each rank."""
         return tuple(self.tokens_on(rank) for rank in range(self.size))
 
     def _all_documents(self) -> tuple[_Document, ...]:
@@ -155,7 +150,9 @@ class ContextLayout:
         return tuple(found)
 
     def _spans(self, documents: tuple[_Document, ...], rank: int) -> list[tuple[Span, Span]]:
-        """Each document's tokens in the early and the late chunk of `rank`, as places in that rank's flat tokens."""
+        """Returns each document's tokens in the early and the late chunk of `rank`, as places in that rank's flat
+        tokens.
+        """
         early, late = rank_columns(self.row_length, self.size, rank)
         found = []
         for document in documents:
@@ -171,7 +168,7 @@ class ContextLayout:
         return found
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
-        """What `query_rank` computes with the keys of `key_rank`: at most one block a document, in their order.
+        """Returns the blocks of `query_rank` with the keys of `key_rank`: at most one per document, in their order.
 
         A block's query places count the flat tokens of `query_rank`, its key places those of `key_rank`.
         """
@@ -188,12 +185,8 @@ class ContextLayout:
                 found.append(Block(query, key, key_rank == query_rank))
         return tuple(found)
 
-    def num_pairs(self, rank: int) -> int:
-        """Pairs of a query and a key that `rank` computes in ring attention."""
-        return sum(block.num_pairs for other in range(self.size) for block in self.blocks(rank, other))
-
     def plain_order(self) -> tuple[Span, ...]:
-        """Places in the ranks' tokens, laid one rank after the other, in the order of the plain flat tokens."""
+        """Returns the places in the concatenated ranks' tokens, in the order of the plain flat tokens."""
         counts, found = self.token_counts, []
         firsts = [sum(counts[:rank]) for rank in range(self.size)]
         for row in range(self.num_rows):
@@ -205,7 +198,9 @@ class ContextLayout:
         return merged(found)
 
     def rank_order(self) -> tuple[Span, ...]:
-        """Places in the plain flat tokens in the order of the ranks' tokens: the inverse of `plain_order`."""
+        """Returns the places in the plain flat tokens in the order of the ranks' tokens: the inverse of
+        `plain_order`.
+        """
         found = []
         for rank in range(self.size):
             for row in range(self.num_rows):
@@ -216,11 +211,11 @@ class ContextLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingStep:
-    """One step of one rank: a block for each document that it shares with `key_rank`, and what was sent for that.
+    """A rank's step of ring attention: a block for each document that it shares with `key_rank`, and its messages.
 
     Args:
         key_rank: whose keys this rank works on.
-        query_rank: who works on this rank's keys in the same step.
+        query_rank: the rank that works on this rank's keys in the same step.
         blocks: key places count the tokens received from `key_rank` (in the first step, this rank's own tokens).
         sent: this rank's tokens whose keys and values `query_rank` needs, in the order in which it receives them.
         num_received: tokens whose keys and values arrive from `key_rank`; 0 in the first step.
@@ -234,13 +229,13 @@ class RingStep:
 
     @property
     def num_sent(self) -> int:
-        """Tokens whose keys and values leave for `query_rank`."""
+        """The number of tokens whose keys and values are sent to `query_rank`."""
         return sum(span.length for span in self.sent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextPlan:
-    """What one rank does for the attention of one micro-batch; the same for all layers.
+    """A rank's plan for the attention of one micro-batch; the same for all layers.
 
     Args:
         layout: of the micro-batch.
@@ -257,12 +252,12 @@ class ContextPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that this rank holds."""
+        """The number of tokens that this rank holds."""
         return self.layout.tokens_on(self.rank)
 
 
 def _packed(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-    """The same blocks with their keys laid one after the other."""
+    """Returns the same blocks with their keys packed one after the other."""
     found, place = [], 0
     for block in blocks:
         found.append(block._replace(key=Span(place, place + block.key.length)))
@@ -271,7 +266,7 @@ def _packed(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
 
 
 def make_plan(layout: ContextLayout, rank: int) -> ContextPlan:
-    """The plan of `rank`: in step t it works on the keys of rank - t, while rank + t works on its own."""
+    """Returns the plan of `rank`: in step t it works on the keys of rank - t, while rank + t works on its own."""
     steps = []
     for distance in range(layout.size):
         key_rank, query_rank = (rank - distance) % layout.size, (rank + distance) % layout.size

@@ -1,8 +1,8 @@
 """The steps of a save: each rank writes its part, rank 0 makes a checkpoint of the parts.
 
-Ranks meet in the temporary folder and nowhere else, so that a save can go on beside a training step without a
-collective: a rank that has its part on the disk leaves a record there, one that could not leaves the reason, and rank 0
-waits for all of them, not for ever. The manifest comes last, then the rename.
+Ranks meet in the temporary folder and nowhere else, so that a save can run beside a training step without a
+collective: a rank that has written its part leaves a record there, one that failed leaves the reason, and rank 0
+waits for all of them up to a deadline. The manifest comes last, then the rename.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from engine.kernels.checksum import Checksum
 
 RUN_CONFIG = "run.yaml"
 _ROOM_BESIDE, _SHARE_BESIDE = 64 << 10, 16
-"""Room for manifest and records, beside the tensors: so many bytes, and one for so many of the tensors."""
+"""Room for manifest and records beside the tensors: this many bytes, plus one for each so many bytes of tensors."""
 _FIRST_LOOK, _LAST_LOOK = 0.002, 0.2
 """Seconds between looks for the other ranks' records, at first and after a while."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingContents:
-    """What a training checkpoint holds beside tensors.
+    """The part of a training checkpoint that is not tensors.
 
     Args:
         step: optimizer steps taken.
-        state: JSON values that the trainer wants back: step, samples consumed, seed, data fingerprint and the like.
+        state: JSON values that the trainer needs to resume: step, samples consumed, seed, data fingerprint and the
+            like.
         run_config: the resolved YAML of the run, kept beside the manifest for people.
         base: "path" and "fingerprint" (None where the model started from random values).
         lora: the run's settings of adapters, "rank", "alpha", "dropout", "rslora", "fused" and others; empty
@@ -69,10 +70,10 @@ def owned(shards: Iterable[NamedShard]) -> list[NamedShard]:
 
 
 def require_room(staging: Path, num_bytes: int) -> None:
-    """Refuses a save for which the disk is too small.
+    """Refuses a save that would not fit on the disk.
 
     Args:
-        staging: the temporary folder; what lies there already counts as written.
+        staging: the temporary folder; what it already holds counts as written.
         num_bytes: of all ranks' tensors.
 
     Raises:
@@ -134,26 +135,26 @@ def _failed_name(rank: int) -> str:
 
 
 def leave_record(staging: Path, rank: int, written: Sequence[WrittenTensor]) -> None:
-    """Tells rank 0 that this rank's part is on the disk, and what is in it."""
+    """Writes the record by which rank 0 learns that this rank's part is on the disk, and what is in it."""
     data = [{**part._asdict(), "pieces": [piece.to_json() for piece in part.pieces]} for part in written]
     write_durably(staging / _done_name(rank), json.dumps(data).encode())
     sync_folder(staging)
 
 
 def leave_failure(staging: Path, rank: int, reason: str) -> None:
-    """Tells rank 0 that there will be no part of this rank; as far as the disk still takes it."""
+    """Writes the reason why there will be no part of this rank, for rank 0; does its best on a failing disk."""
     with suppress(OSError), open(staging / _failed_name(rank), "w", encoding="utf-8") as file:
         file.write(reason)
 
 
 def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[WrittenTensor]:
-    """What all of `ranks` have written, as soon as they have.
+    """Waits for the records of all `ranks` and returns them.
 
     Args:
         deadline: on the monotonic clock, in seconds.
 
     Raises:
-        UserError: a rank could not write its part, or says nothing until the deadline.
+        UserError: a rank could not write its part, or has left no record by the deadline.
     """
     parts: list[WrittenTensor] = []
     waiting, pause = sorted(ranks), _FIRST_LOOK
@@ -181,7 +182,7 @@ def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[Writte
 
 
 def _read_record(text: bytes) -> list[WrittenTensor]:
-    """The other end of `leave_record`."""
+    """Reads what `leave_record` wrote."""
     return [
         WrittenTensor(
             name=part["name"],
@@ -203,7 +204,7 @@ def _read_piece(piece: dict[str, Any]) -> PieceRecord:
 
 
 def publish(staging: Path, out: Path, contents: TrainingContents, parts: Iterable[WrittenTensor]) -> None:
-    """Makes a checkpoint of the parts that lie in `staging`, whole and durable under the name `out` on return.
+    """Makes a checkpoint of the parts in `staging`, complete and durable under the name `out` on return.
 
     Raises:
         UserError: the disk does not take it, or the parts do not make up whole tensors.

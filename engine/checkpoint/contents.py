@@ -1,6 +1,6 @@
 """The bytes of a tensor that is to be written, in blocks, so that a conversion's memory is a few blocks.
 
-Bytes that lie one after another in stored files are handed out as they are read; a part of a tensor that is scattered
+Bytes that are contiguous in stored files are handed out as they are read; a part of a tensor that is scattered
 over rows is put together block by block (also `engine.checkpoint.exchange`). What changes on the way (a merge) is a
 content of its own, elsewhere.
 """
@@ -26,15 +26,15 @@ from engine.kernels.checksum import Checksum
 
 
 class Content(ABC):
-    """What a stored tensor will hold, produced once and in order."""
+    """The bytes of a tensor to be stored, produced once and in order."""
 
     @abstractmethod
     def blocks(self, scratch: Scratch, unit: int = 1) -> Iterator[memoryview]:
-        """The bytes; each block is valid until the next is asked for.
+        """Yields the bytes; each block is valid until the next is asked for.
 
         Args:
             scratch: memory to work in.
-            unit: each block holds a multiple of so many bytes, such as a row's; they divide what is stored together.
+            unit: each block holds a multiple of this many bytes, such as a row's; it divides what is stored together.
         """
 
     def facts(self) -> dict[str, Any]:
@@ -58,10 +58,10 @@ class Run(NamedTuple):
 
 
 class StoredBytes(Content):
-    """Bytes that are copied as they are.
+    """Bytes of files that are copied unchanged.
 
     Args:
-        runs: copied one after another; one with a checksum is checked on the way.
+        runs: copied in order; one with a checksum is checked while it is copied.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -86,7 +86,7 @@ def content_checksum(content: Content, scratch: Scratch) -> str:
 
 
 class CheckedRun:
-    """A run that is read from its first byte to its last, and then is what was written.
+    """A run of bytes that is read from first to last and compared with its checksum at the end.
 
     Raises:
         UserError: the file is too short or, on leaving the `with` block without an exception, what was read does not
@@ -122,11 +122,11 @@ class CheckedRun:
 
 
 class GatheredRows(Content):
-    """A part of a tensor whose pieces lie nowhere as they are, read by rows.
+    """A part of a tensor that no file holds in one run, read by rows.
 
     Args:
         source, name, box: which part of which tensor.
-        check: called before the first byte is read; raises where what is stored is damaged.
+        check: called before the first byte is read; raises where the stored bytes are damaged.
     """
 
     def __init__(self, source: TensorReader, name: str, box: Box, check: Callable[[], None] | None = None) -> None:
@@ -145,7 +145,7 @@ class GatheredRows(Content):
 
 
 class Joined(Content):
-    """Contents one after another: a matrix that holds several as its rows."""
+    """Several contents concatenated: a matrix that holds them as its rows."""
 
     def __init__(self, members: Sequence[Content]) -> None:
         self._members = members
@@ -159,13 +159,13 @@ class Joined(Content):
 
 
 def block_tensor(scratch: Scratch, use: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor in scratch memory."""
+    """Returns a tensor in scratch memory."""
     size = math.prod(shape) * dtype.itemsize
     return torch.frombuffer(scratch.block(use, size), dtype=torch.uint8)[:size].view(dtype).view(shape)
 
 
 def row_blocks(shape: tuple[int, ...], itemsize: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """(start, stop) of rows whose bytes fit a block; at least one row each."""
+    """Yields (start, stop) of rows whose bytes fit a block; at least one row each."""
     if not shape:
         yield 0, 1
         return
@@ -175,7 +175,7 @@ def row_blocks(shape: tuple[int, ...], itemsize: int, block_bytes: int = BLOCK_B
 
 
 def rows_of(box: Box, shape: tuple[int, ...], start: int, stop: int) -> Box:
-    """Rows [start, stop) of a box of a tensor of `shape`, as a box of that tensor."""
+    """Returns the rows [start, stop) of a box of a tensor of `shape`, as a box of that tensor."""
     if not shape:
         return box
     ranges = list(box.ranges(shape))
@@ -194,7 +194,7 @@ class PlacedCopy(NamedTuple):
 
 
 def contiguous_copies(shape: tuple[int, ...], box: Box, stored: Sequence[Box]) -> list[PlacedCopy] | None:
-    """The runs that make up `box` one after another, or None where it is scattered in the stored pieces."""
+    """Returns the runs that make up `box` one after another, or None where it is scattered over the stored pieces."""
     local_shape = box.shape(shape)
     placed = []
     for copy in plan_copies(box_spec(shape, box), stored):
@@ -212,12 +212,12 @@ def contiguous_copies(shape: tuple[int, ...], box: Box, stored: Sequence[Box]) -
 
 
 def touched(shape: tuple[int, ...], box: Box, stored: Sequence[Box]) -> list[Copy]:
-    """The copies out of stored pieces that a box needs."""
+    """Returns the copies out of stored pieces that a box needs."""
     return plan_copies(box_spec(shape, box), stored)
 
 
 def _is_run(slices: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
-    """Whether the elements lie one after another in a row-major tensor."""
+    """Returns whether the elements are contiguous in a row-major tensor."""
     lengths = [part.stop - part.start for part in slices]
     partial = [dim for dim, length in enumerate(lengths) if length != shape[dim]]
     return not partial or all(length == 1 for length in lengths[: partial[-1]])

@@ -1,10 +1,10 @@
-"""Reading and writing of large files past the system's page cache, where the file system allows it.
+"""Direct I/O: reads and writes large files past the page cache, where the file system supports it.
 
 A conversion reads every byte once and writes every byte once, of more bytes than there is memory. Through the page
-cache each is copied by a processor, and pages are found for it by throwing others out; on a fast disk that costs more
+cache each is copied by a processor, and other pages are evicted to make room; on a fast disk that costs more
 time than the disk takes. Past it (O_DIRECT) the disk writes into, and reads from, memory of this process, in whole
-sectors at aligned addresses. Bytes that the page cache holds already are taken from there. Where a file system knows no
-such thing, and for the ends of a run that fill no sector, the page cache is used.
+sectors at aligned addresses. Bytes that the page cache already holds are taken from there. Where a file system does not
+support it, and for the ends of a run that fill no sector, the page cache is used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Scratch:
         """Returns at least `num_bytes`, with room for what alignment adds; contents are left over from before.
 
         Args:
-            use: tells apart the blocks that are in use together.
+            use: distinguishes blocks that are in use at the same time.
         """
         size = _round_up(num_bytes) + 2 * ALIGNMENT
         found = self._blocks.get(use)
@@ -54,7 +54,7 @@ class Scratch:
 
 
 class ThreadScratch(threading.local):
-    """`scratch` memory for each thread that asks."""
+    """A `Scratch` for each thread that asks."""
 
     def __init__(self) -> None:
         self.scratch = Scratch()
@@ -83,7 +83,7 @@ class RunReader:
             raise
 
     def read(self, length: int, memory: memoryview) -> memoryview:
-        """The next `length` bytes, in `memory` (of a `Scratch`), which has room for them."""
+        """Returns the next `length` bytes, in `memory` (of a `Scratch`), which has room for them."""
         assert self._position + length <= self._end, (self._path, self._position, length, self._end)
         first = self._position // ALIGNMENT * ALIGNMENT
         before, wanted = self._position - first, self._position - first + length
@@ -104,7 +104,7 @@ class RunReader:
         except OSError as error:
             if not self._is_direct or error.errno != errno.EINVAL:
                 raise
-        # the file system opens files so, but does not read them so
+        # the file system allows direct opens, but not direct reads
         self._use(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), is_direct=False)
         return os.preadv(self._descriptor, [memory], offset)
 
@@ -124,7 +124,7 @@ class RunWriter:
         direct: one past it, or None where the file system has none (`open_direct`).
         offset: where the first byte goes.
         length: how many will come.
-        memory: of a `Scratch`, for the bytes that wait.
+        memory: of a `Scratch`, for the bytes that are buffered.
     """
 
     def __init__(self, plain: int, direct: int | None, offset: int, length: int, memory: memoryview) -> None:
@@ -144,7 +144,7 @@ class RunWriter:
                 self.flush()
 
     def flush(self) -> None:
-        """Writes what waits; to be called after the last byte."""
+        """Writes what is still buffered; to be called after the last byte."""
         begin, end = self._begin, self._end
         first, last = min(_round_up(begin), end), max(end // ALIGNMENT * ALIGNMENT, begin)
         if self._direct is None or first >= last:
@@ -167,7 +167,7 @@ class RunWriter:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._direct = None  # the file system opens files so, but does not write them so
+            self._direct = None  # the file system allows direct opens, but not direct writes
             self._write(self._plain, begin, end)
 
 
@@ -184,7 +184,7 @@ def read_ahead(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def forget(path: Path) -> None:
-    """Asks the system, where it can be asked, to drop its copy of a file in memory, so that reading reads the disk."""
+    """Asks the system, where it supports this, to drop a file from the page cache, so that reads go to the disk."""
     if not hasattr(os, "posix_fadvise"):
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -195,7 +195,7 @@ def forget(path: Path) -> None:
 
 
 def open_direct(path: Path) -> int | None:
-    """A descriptor that writes an existing file past the page cache; None where there is no such thing."""
+    """Returns a descriptor that writes an existing file past the page cache; None where that is not supported."""
     return _open_direct(path, os.O_WRONLY)
 
 
@@ -211,7 +211,7 @@ def _open_direct(path: Path, flags: int) -> int | None:
 
 
 def _is_cached(descriptor: int, offset: int) -> bool:
-    """Whether the page cache holds a byte of the file."""
+    """Returns whether the page cache holds a byte of the file."""
     try:
         return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except OSError as error:

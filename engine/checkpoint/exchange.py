@@ -1,7 +1,7 @@
 """Parts of a tensor made from its stored pieces in one pass: every stored byte is read and checked once.
 
 Stored pieces and wanted parts are boxes of one tensor, split along any of its dimensions. The rows of the tensor are
-gone through in order, a block at a time; every piece and every part then sees its own bytes in order too.
+processed in order, a block at a time, so every piece and every part sees its own bytes in order too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StoredPiece:
 
     Args:
         box: which part of the tensor.
-        run: where its bytes lie.
+        run: where its bytes are.
     """
 
     box: Box
@@ -38,7 +38,7 @@ class StoredPiece:
 
 
 class Exchange:
-    """Parts of one tensor.
+    """Parts of one tensor, made together from its stored pieces.
 
     Args:
         shape, dtype: of the tensor.
@@ -57,11 +57,11 @@ class Exchange:
         """Checksum of the whole tensor, once all of it has been read."""
 
     def part(self, index: int) -> ExchangedPart:
-        """Content of a wanted part."""
+        """Returns the content of a wanted part."""
         return ExchangedPart(self, index)
 
     def blocks(self, parts: Sequence[int], scratch: Scratch) -> Iterator[tuple[int, memoryview]]:
-        """(part, its next bytes) for the parts asked for; a block is valid until the next is asked for.
+        """Yields (part, its next bytes) for the parts asked for; a block is valid until the next is asked for.
 
         All of every stored piece that they touch is read, and compared with its checksum.
 
@@ -86,7 +86,7 @@ class Exchange:
             self.checksum = whole.text()
 
     def _row_blocks(self, used: Sequence[_Ranges], parts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Rows (first, last) that each piece and each part has either all or none of, in blocks."""
+        """Yields the rows (first, last) that each piece and each part has either all or none of, in blocks."""
         row_bytes = math.prod(self._shape[1:]) * self._dtype.itemsize
         step = max(1, BLOCK_BYTES // max(1, row_bytes))
         cuts = sorted({cut for ranges in (*used, *(self._wanted[part] for part in parts)) for cut in ranges[0]})
@@ -98,7 +98,9 @@ class Exchange:
     def _read_rows(
         self, present: Sequence[tuple[_Ranges, CheckedRun]], first: int, last: int, scratch: Scratch
     ) -> Tensor:
-        """Rows of the tensor, from the pieces that have some of their columns; other columns hold anything."""
+        """Returns the rows of the tensor, from the pieces that have some of their columns; other columns hold
+        anything.
+        """
         whole = (last - first, *self._shape[1:])
         rows = None
         for place, (ranges, run) in enumerate(present):
@@ -123,7 +125,7 @@ class Exchange:
 
 
 class ExchangedPart(Content):
-    """One part of an exchange; several are made faster together, by `Exchange.blocks`."""
+    """One part of an exchange; making several together, by `Exchange.blocks`, is faster."""
 
     def __init__(self, exchange: Exchange, index: int) -> None:
         self.exchange, self.index = exchange, index
@@ -134,13 +136,13 @@ class ExchangedPart(Content):
 
 
 def whole_checksum(shape: tuple[int, ...], dtype: torch.dtype, parts: Sequence[tuple[Box, str, Content]]) -> str | None:
-    """The checksum of a tensor from those of its parts, or from the exchange that they were made by.
+    """Returns the checksum of a tensor from those of its parts, or from the exchange that they were made by.
 
     Args:
         parts: box, checksum and content of each; together they are the tensor.
 
     Returns:
-        None where the parts do not lie one after another and no exchange has read all of the tensor.
+        None where the parts are not contiguous and no exchange has read all of the tensor.
     """
     for _, _, content in parts:
         if isinstance(content, ExchangedPart) and content.exchange.checksum is not None:
@@ -160,7 +162,7 @@ def _columns(ranges: _Ranges) -> tuple[slice, ...]:
 
 
 def _covers(ranges: _Ranges, first: int, last: int) -> bool:
-    """Whether a box has rows [first, last), of which it has all or none."""
+    """Returns whether a box has rows [first, last), of which it has all or none."""
     start, stop = ranges[0]
     return start <= first and last <= stop
 

@@ -1,6 +1,6 @@
 """The sinks of a conversion: files to be written, and tensors on their way into them, each with its checksum.
 
-They know where bytes go and what was seen of them, not where they come from nor which thread brings them: see
+They know where bytes go and what their values were, not where they come from nor which thread brings them: see
 `engine.checkpoint.streaming`.
 """
 
@@ -22,7 +22,7 @@ from engine.checkpoint.safetensors_file import file_header, num_bytes, write_at
 from engine.kernels.checksum import Checksum
 
 SCANNED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""The types in which values are looked at."""
+"""The dtypes whose values can be scanned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,9 @@ class Output:
         self._descriptors: tuple[int, int | None] | None = None
 
     def open(self) -> tuple[int, int | None]:
-        """Descriptors (plain, direct) of the file, made or, where it is the same file already, gone on with."""
+        """Returns the descriptors (plain, direct) of the file, created, or opened to resume where it is the same
+        file already.
+        """
         with self._lock:
             if self._descriptors is None:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -93,7 +95,7 @@ class Output:
             self._close()
 
     def finish_empty(self) -> None:
-        """A file without tensors is written all the same, so that the layout shows in the folder."""
+        """Writes a file without tensors too, so that the layout shows in the folder."""
         if not self.file.pieces:
             self.open()
             self._close()

@@ -17,8 +17,8 @@ _COSMETIC_KEYS = ("transformers_version", "_name_or_path", "use_cache", "archite
 
 
 def fingerprint_of(tensors: TensorReader, hf_config: dict[str, Any]) -> str:
-    """32 hexadecimal digits of the config (without what only says who wrote it) and of each tensor its name, shape,
-    dtype and the first 4 KiB of its first and last row."""
+    """Returns 32 hexadecimal digits: a hash of the config (without what only says who wrote it) and of each tensor's
+    name, shape, dtype and the first 4 KiB of its first and last row."""
     digest = hashlib.blake2b(digest_size=16)
     config = {key: value for key, value in hf_config.items() if key not in _COSMETIC_KEYS}
     digest.update(json.dumps(config, sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""The folders of models: which may be made or replaced, and the small files that travel with a model."""
+"""Folders of models: which may be created or replaced, and the small files that are copied with a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.files.refusals import reading, shown
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 MERGE_REPORT = "merge_report.json"
-"""What a merge's rounding did; about the folder it lies in, so it does not travel with the model."""
+"""The report on a merge's rounding; it describes the folder it is in, so it is not copied with the model."""
 
 _AUXILIARY_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".md", ".py")
 _AUXILIARY_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
@@ -33,12 +33,12 @@ def stats_of(folder: Path) -> Iterator[os.stat_result]:
 
 
 def check_output(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
-    """Finds out whether a model, adapter or checkpoint may be made at `out`.
+    """Refuses to make a model, adapter or checkpoint at `out` where something else is there.
 
     Args:
         out: must be absent or an empty folder.
         overwrite: it may hold a model, adapter or checkpoint too, which is replaced.
-        inputs: folders that are read meanwhile; `out` must be neither one of them, nor inside or around one.
+        inputs: folders that are read at the same time; `out` must be neither one of them, nor inside or around one.
 
     Raises:
         UserError: it may not.
@@ -66,7 +66,7 @@ class Companion(NamedTuple):
 
     Args:
         name: in the model's folder.
-        path: where its bytes lie, which is elsewhere where the folder has a link.
+        path: the file itself, which is elsewhere where the folder has a link.
         num_bytes: its size.
     """
 
@@ -80,7 +80,7 @@ class Companions(NamedTuple):
 
     Args:
         files: by name.
-        left_out: why others of that kind are not among them, a sentence each.
+        left_out: why other files of that kind are not copied, a sentence each.
     """
 
     files: tuple[Companion, ...]
@@ -91,15 +91,15 @@ class Companions(NamedTuple):
         return sum(file.num_bytes for file in self.files)
 
     def copy_to(self, folder: Path) -> None:
-        """Raises UserError where one cannot be read or written."""
+        """Copies the files to a folder; raises UserError where one cannot be read or written."""
         for file in self.files:
             copy_file(file.path, folder / file.name)
 
 
 def find_companions(folder: Path) -> Companions:
-    """The small files that travel with the model in `folder`.
+    """Returns the small files that travel with the model in `folder`.
 
-    A model may come from anybody, and what is copied may be published: so a link is taken for the file it points to
+    A model may come from an untrusted source, and copies may be published: so a link is followed
     only inside the folder, or inside the same repository of a Hugging Face cache, whose snapshots consist of links.
 
     Raises:
@@ -131,7 +131,9 @@ def find_companions(folder: Path) -> Companions:
 
 
 def _homes(folder: Path) -> list[Path]:
-    """Folders whose files are the model's own: itself, and the blobs beside a snapshot of a Hugging Face cache."""
+    """Returns the folders whose files are the model's own: itself, and the blobs beside a snapshot of a Hugging Face
+    cache.
+    """
     real = folder.resolve()
     repository = real.parent.parent
     is_snapshot = real.parent.name == "snapshots" and repository.name.startswith("models--")
@@ -139,10 +141,10 @@ def _homes(folder: Path) -> list[Path]:
 
 
 def _resolved(path: Path) -> Path | None:
-    """What a path leads to; None where a link leads nowhere."""
+    """Returns the target of a path; None where a link is broken."""
     try:
         return path.resolve(strict=True)
-    except (FileNotFoundError, NotADirectoryError, RuntimeError):  # the last is a circle of links
+    except (FileNotFoundError, NotADirectoryError, RuntimeError):  # RuntimeError: a loop of links
         return None
 
 

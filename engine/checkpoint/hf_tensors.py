@@ -51,11 +51,11 @@ class HfTensors:
         return self._open(self._file_of[name]).dtype(name)
 
     def view(self, name: str) -> Tensor:
-        """A view of the mapped file."""
+        """Returns a view of the mapped file."""
         return self._open(self._file_of[name]).view(name)
 
     def stored_at(self, name: str) -> tuple[Path, int]:
-        """The file that holds the tensor, and where in it the tensor's bytes begin."""
+        """Returns the file that holds the tensor, and where in it the tensor's bytes begin."""
         file = self._file_of[name]
         return self.folder / file, self._open(file).offset(name)
 

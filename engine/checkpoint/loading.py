@@ -1,4 +1,4 @@
-"""Filling a model's parameters from any source of tensors, each rank reading only its own slices."""
+"""Loads a model's parameters from any source of tensors; each rank reads only its own slices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load_encoded(
     holding: Callable[[Tensor], AbstractContextManager[None]],
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Encodes stored weights, as they are stored, one at a time: no more than one of them is held beside the codes.
+    """Encodes stored weights one at a time: no more than one unencoded weight is in memory beside the codes.
 
     Collective over the tensor-parallel ranks; ranks over which the codes are spread each read the whole of their shard.
 

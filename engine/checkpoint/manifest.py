@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint directory holds, and where each piece of each tensor lies.
+"""The manifest: what a checkpoint directory holds, and where each piece of each tensor is.
 
 One JSON file, written last, so that its presence means that the directory is complete. Its last line is a digest of all
 before it, so that no byte of it can change unnoticed. It knows nothing of models; `model` and `training` are passed
@@ -42,7 +42,7 @@ _SIGNATURE_BYTES = len(',\n "digest": ""\n}\n') + 32
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The manifest as JSON for people and programs, a line for each tensor; not yet signed."""
+    """Returns the manifest as JSON for people and programs, a line for each tensor; not yet signed."""
     data = manifest.to_json()
     tensors = data.pop("tensors")
     head = json.dumps(data, indent=1).removesuffix("\n}")
@@ -51,7 +51,7 @@ def manifest_text(manifest: Manifest) -> str:
 
 
 def sign(text: str) -> bytes:
-    """The bytes of a manifest file: the JSON mapping `text` with a digest of itself as its last entry."""
+    """Returns the bytes of a manifest file: the JSON mapping `text` with a digest of itself as its last entry."""
     body = text.rstrip().removesuffix("}").rstrip().encode()
     return body + f',\n "digest": "{_digest(body)}"\n}}\n'.encode()
 
@@ -71,7 +71,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and validates `folder`/manifest.json, and sees that its files are there in full.
+    """Reads and validates `folder`/manifest.json, and checks that its files exist in full size.
 
     Raises:
         UserError: it is missing, not a manifest, of another version, damaged or inconsistent; the sentence names the

@@ -1,7 +1,7 @@
-"""A manifest's JSON, checked before anything it says is believed.
+"""Parses a manifest's JSON, and checks it before anything it says is trusted.
 
-One that arrives from elsewhere must not name files outside its folder, claim bytes that its files do not have, leave
-holes, or keep a reader busy for ever. What is checked here is the manifest alone; that the files are as it says is seen
+A manifest from elsewhere must not name files outside its folder, claim bytes that its files do not have, leave
+holes, or make a reader run without end. Only the manifest itself is checked here; the files are compared with it
 when they are opened.
 """
 
@@ -25,13 +25,13 @@ _MAX_ELEMENTS = 1 << 48
 _MAX_DIMS = 16
 _MAX_NAME = 512
 _MAX_PIECES = 1 << 14
-"""Most pieces of one tensor: comparing them with each other must come to an end."""
+"""Maximum number of pieces of one tensor: they are compared with each other, which must end in reasonable time."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 
 
 def require_readable(data: object, path: Path) -> dict[str, Any]:
-    """The JSON as a mapping, once it is known to be a manifest that this engine can read.
+    """Returns the JSON as a mapping, once it is known to be a manifest that this engine can read.
 
     Args:
         path: for the error sentences only.
@@ -120,7 +120,7 @@ class _Fields:
         return value
 
     def file_name(self, name: str) -> str:
-        # A name, not a path: what it opens must lie in the checkpoint's own folder.
+        # A name, not a path: the file must be in the checkpoint's own folder.
         if not _FILE_NAME.fullmatch(name):
             raise self.fail(f"it names the file {shown(name)}, which is not a plain file name inside the folder")
         return name
@@ -173,18 +173,18 @@ class _Fields:
                 raise self.fail(f"a piece of {name} names a dimension twice")
         file = self.file_name(self.text(data, "file"))
         if file not in files:
-            raise self.fail(f"a piece of {name} lies in {file}, which files does not list")
+            raise self.fail(f"a piece of {name} is in {file}, which files does not list")
         checksum = self.checksum(data, f"a piece of {name}")
         return PieceRecord(box=box, file=file, key=self.name(self.text(data, "key")), checksum=checksum)
 
     def run(self, name: str, shape: tuple[int, ...], values: tuple[object, ...]) -> tuple[int, int, int]:
-        """Dimension, offset and length of a run inside the tensor."""
+        """Returns the dimension, offset and length of a run inside the tensor."""
         dim = self.whole_number(values[0], f"a dimension of {name}")
         offset = self.whole_number(values[1], f"an offset of {name}")
         length = self.whole_number(values[2], f"a length of {name}")
         if dim >= len(shape) or length == 0 or offset + length > shape[dim]:
             place = f"[{offset}, {offset + length}) of dimension {dim}"
-            raise self.fail(f"a piece of {name} lies at {place}, outside the tensor")
+            raise self.fail(f"a piece of {name} is at {place}, outside the tensor")
         return dim, offset, length
 
     def coverage(self, name: str, shape: tuple[int, ...], pieces: tuple[PieceRecord, ...]) -> None:
@@ -204,7 +204,7 @@ class _Fields:
             raise self.fail(f"the pieces of {name} have {gap} along dimension {dim}")
 
     def backing(self, manifest: Manifest) -> None:
-        """Each piece has bytes of its own in its file."""
+        """Refuses pieces that share bytes of a file, and files with bytes of no piece."""
         claimed: Counter[str] = Counter()
         keys: set[tuple[str, str]] = set()
         for name, record in manifest.tensors.items():

@@ -1,4 +1,4 @@
-"""What a manifest is made of: records of pieces, of tensors, of a whole checkpoint, and their JSON."""
+"""The records of a manifest: pieces, tensors, a whole checkpoint, and their JSON."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Manifest:
     """A checkpoint directory's table of contents.
 
     Args:
-        kind: "base" (a model's weights) or "training" (what a run needs to go on).
+        kind: "base" (a model's weights) or "training" (what a run needs to resume).
         engine_version: the engine that wrote it.
         model: Hugging Face config, decoder config and name prefixes.
         layout: sizes of the mesh that wrote it; information only, any layout reads any other.

@@ -1,4 +1,4 @@
-"""What describes a model, without its weights: config, names and tokenizer files, in either of the two formats."""
+"""The description of a model without its weights: config, names and tokenizer files, in either of the two formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.models.names import NameMap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFolder:
-    """What describes a model, without its weights.
+    """The description of a model, without its weights.
 
     Args:
         path: the folder.
@@ -45,16 +45,16 @@ class ModelFolder:
         return origin if origin.is_dir() else self.path
 
     def companions(self) -> Companions:
-        """Config, tokenizer and text files that travel with the model; see `find_companions`."""
+        """Returns config, tokenizer and text files that travel with the model; see `find_companions`."""
         return find_companions(self.path)
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Logical name -> global shape of every parameter, in forward order."""
+        """Returns logical name -> global shape of every parameter, in forward order."""
         specs = parameter_specs(self.decoder, tensor_rank=0, tensor_size=1)
         return {name: spec.global_shape for name, spec in specs.items()}
 
     def config_dtype(self) -> torch.dtype:
-        """The dtype that config.json asks for; float32 where it does not say."""
+        """Returns the dtype that config.json asks for; float32 where it does not say."""
         text = family_of(self.hf_config)[1]
         name = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
         if name not in TORCH_DTYPES:

@@ -1,7 +1,7 @@
 """A model's weights, wherever they are: a Hugging Face folder, or a partitioned base checkpoint at any layout.
 
-`open_source` adds the weights to what `engine.checkpoint.model_folder` reads. Both forms look the same to who reads
-them. Tensors outside the language model (a vision tower beside a nested one) are passed through conversions untouched,
+`open_source` adds the weights to what `engine.checkpoint.model_folder` reads. Readers see no difference between the
+two. Tensors outside the language model (a vision tower beside a nested one) are passed through conversions untouched,
 under their own names.
 """
 
@@ -28,14 +28,14 @@ from engine.errors import UserError
 from engine.models.names import nest
 
 OUTSIDE = "outside/"
-"""Prefix under which a partitioned checkpoint keeps tensors that are not the language model's."""
+"""Prefix under which a partitioned checkpoint stores tensors that are not the language model's."""
 
 TIED_HEAD = "lm_head.weight"
 
 _WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ENCODE_HERE = ", and model.base_dtype to encode it while it is read"
 
-# Buffers that old checkpoints carry and every reader computes for itself.
+# Buffers that old checkpoints carry; every reader recomputes them.
 _HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
 
 
@@ -45,7 +45,7 @@ class WeightSource(StoredTensors):
     Tied embeddings appear once, as `embed_tokens.weight`.
 
     Args:
-        model: what describes it.
+        model: its description.
         has_tied_head: the model is tied and yet stores a copy of the matrix as its head, which an export restores.
     """
 
@@ -80,7 +80,7 @@ class WeightSource(StoredTensors):
 
     @property
     def notes(self) -> list[str]:
-        """What the user of an export should know."""
+        """Remarks for the user of an export, a sentence each."""
         return []
 
     def changed_names(self) -> list[str]:
@@ -88,37 +88,40 @@ class WeightSource(StoredTensors):
         return []
 
     def identity(self) -> dict[str, Any]:
-        """What, beside the files read, decides the values: JSON."""
+        """Returns what decides the values beside the files that are read, as JSON."""
         return {}
 
     def write_report(self, folder: Path, facts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-        """Writes down what was found out while the tensors were written; nothing where they were only copied."""
+        """Writes a report on values that were computed while tensors were written; nothing where they were only
+        copied.
+        """
         return {}
 
     def outside_names(self) -> list[str]:
-        """Names, as stored, of tensors that are not the language model's."""
+        """Returns the names, as stored, of tensors that are not the language model's."""
         raise NotImplementedError
 
     def read_outside(self, name: str) -> Tensor:
-        """A whole tensor of `outside_names`."""
+        """Returns a whole tensor of `outside_names`."""
         raise NotImplementedError
 
     def outside_content(self, name: str) -> Content:
-        """What a tensor of `outside_names` holds."""
+        """Returns what a tensor of `outside_names` holds."""
         raise NotImplementedError
 
     def fingerprint(self) -> str:
-        """Identity of the model: equal for a Hugging Face folder and every partitioned import of it.
+        """Returns the identity of the model: equal for a Hugging Face folder and every partitioned import of it.
 
         Covers the config (without what only says who wrote it) and of each tensor its name, shape, dtype and the
-        first 4 KiB of its first and last row. It tells models apart before any weight is read; `sums` cover all bytes.
+        first 4 KiB of its first and last row. It distinguishes models before any weight is read; `sums` cover all
+        bytes.
         """
         if self._fingerprint is None:
             self._fingerprint = self.computed_fingerprint()
         return self._fingerprint
 
     def computed_fingerprint(self) -> str:
-        """The fingerprint, from the tensors themselves."""
+        """Returns the fingerprint, from the tensors themselves."""
         with self.checks.glancing():
             return fingerprint_of(self, self.model.hf_config)
 
@@ -128,18 +131,18 @@ class WeightSource(StoredTensors):
         raise NotImplementedError
 
     def sums(self) -> dict[str, str] | None:
-        """Logical name -> checksum of the whole tensor, row-major, and so the same for a Hugging Face folder and every
-        partitioned import of it; None where they are not known."""
+        """Returns logical name -> checksum of the whole tensor, row-major, and so the same for a Hugging Face folder
+        and every partitioned import of it; None where they are not known."""
         return None
 
     def expect(self, sums: Mapping[str, str], recorded_by: str) -> None:
-        """Takes sums of whole tensors that this model had before; from now on nothing else is read as one of them.
+        """Takes the checksums that whole tensors of this model had before; from now on reads are compared with them.
 
         Args:
             recorded_by: the checkpoint that has them, for sentences.
 
         Raises:
-            UserError: the model is known to have other ones.
+            UserError: the model is already known to have others.
         """
         raise NotImplementedError
 
@@ -248,7 +251,7 @@ class HfSource(WeightSource):
         return True
 
     def _check_names(self, nested: bool) -> list[str]:
-        """The names that are not the language model's; every one of the model's must be there."""
+        """Checks that every tensor of the language model is there, and returns the names of the others."""
         stored = set(self._tensors.names())
         wanted = {location.name for location in self._locations.values()}
         names = self.model.names
@@ -279,7 +282,7 @@ class HfSource(WeightSource):
             )
 
     def _check_dtype(self, name: str) -> None:
-        """Codes of an encoding would be read as numbers."""
+        """Refuses dtypes of encodings, whose codes would be read as numbers."""
         if (dtype := self.dtype(name)) not in _WEIGHT_DTYPES:
             raise UserError(
                 f"{self.label} stores {self._locations[name].name} as {str(dtype).removeprefix('torch.')}, which is no "
@@ -290,7 +293,7 @@ class HfSource(WeightSource):
         location, shape = self._locations[name], self._shapes[name]
         stored = self._tensors.shape(location.name)
         if location.num_rows is not None:
-            # a part of a fused matrix is as long as all parts together leave it
+            # a part of a fused matrix has the rows that the other parts leave
             wanted = sum(one.num_rows or 0 for one in self._locations.values() if one.name == location.name)
             stored = (location.num_rows + stored[0] - wanted, *stored[1:])
         if stored != shape:
@@ -361,7 +364,7 @@ class PartitionedSource(WeightSource):
         return self.pieces.read_whole(OUTSIDE + name)
 
     def fingerprint(self) -> str:
-        """The fingerprint recorded when the checkpoint was written from the model."""
+        """Returns the fingerprint recorded when the checkpoint was written from the model."""
         assert self.model.manifest is not None
         recorded = self.model.manifest.fingerprint
         return super().fingerprint() if recorded is None else recorded

@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint directory: writing the pieces that a rank owns, reading those of any rank.
+"""Tensors of a checkpoint directory: plans the pieces that a rank writes, reads those of any rank.
 
-Base and training checkpoints store tensors the same way; what they mean is said elsewhere.
+Base and training checkpoints store tensors the same way; what they mean is not known here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class WrittenTensor(NamedTuple):
 
 
 def plan_pieces(name: str, spec: ShardSpec) -> list[PlannedPiece]:
-    """The pieces that the owner of a shard stores; padding is not among them, and who is not the owner stores none."""
+    """Returns the pieces that the owner of a shard stores; padding is not among them, and a rank that is not
+    the owner stores none.
+    """
     if not spec.owner:
         return []
     planned = []
@@ -61,7 +63,7 @@ def plan_pieces(name: str, spec: ShardSpec) -> list[PlannedPiece]:
 def written_tensor(
     name: str, spec: ShardSpec, dtype: torch.dtype, pieces: Iterable[PieceRecord], checksum: str | None = None
 ) -> WrittenTensor:
-    """The contribution of a rank that has written `pieces` of the tensor that `spec` describes.
+    """Returns the contribution of a rank that has written `pieces` of the tensor that `spec` describes.
 
     Args:
         checksum: of the whole tensor, where it is known.
@@ -70,7 +72,7 @@ def written_tensor(
 
 
 def join_records(contributions: Iterable[WrittenTensor]) -> dict[str, TensorRecord]:
-    """Whole tensors' records from what each rank wrote of them; pieces are sorted by where they begin."""
+    """Joins the ranks' contributions into records of whole tensors; pieces are sorted by where they begin."""
     records: dict[str, TensorRecord] = {}
     for part in contributions:
         known = records.get(part.name)
@@ -144,7 +146,7 @@ class PieceReader(TensorReader):
         )
 
     def stored_at(self, name: str, index: int) -> tuple[Path, int]:
-        """The file of piece `index`, and where in it the piece's bytes begin."""
+        """Returns the file of piece `index`, and where in it the piece's bytes begin."""
         record = self._record(name)
         piece = record.pieces[index]
         self._open(piece, record)

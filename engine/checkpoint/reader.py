@@ -1,7 +1,7 @@
-"""What every place that tensors can be read from has in common.
+"""The common interface of everything that tensors can be read from.
 
 A `TensorReader` knows logical tensors: their shapes, dtypes, and the stored pieces that make each up. Reading a shard
-is then the same for all of them, whatever the layout on either side. Subclasses say where the pieces are.
+is then the same for all of them, whatever the layout on either side. Subclasses provide the pieces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TensorReader(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """What error sentences call this source: its folder."""
+        """The name of this source in error sentences: its folder."""
 
     @abstractmethod
     def tensor_names(self) -> list[str]:
@@ -32,30 +32,30 @@ class TensorReader(ABC):
 
     @abstractmethod
     def __contains__(self, name: str) -> bool:
-        """Whether there is a tensor of this logical name."""
+        """Returns whether there is a tensor of this logical name."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Global shape, without padding."""
+        """Returns the global shape, without padding."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype."""
+        """Returns the stored dtype."""
 
     @abstractmethod
     def boxes(self, name: str) -> Sequence[Box]:
-        """The stored pieces; together they cover the tensor."""
+        """Returns the stored pieces; together they cover the tensor."""
 
     @abstractmethod
     def view(self, name: str, index: int) -> Tensor:
-        """Piece `index` as stored; where it has a recorded checksum, all of it has been checked before it is used.
+        """Returns piece `index` as stored; where it has a recorded checksum, all of it is checked before it is used.
 
         Raises:
             UserError: it is damaged.
         """
 
     def read(self, name: str, spec: ShardSpec, out: Tensor | None = None) -> Tensor:
-        """A rank's part of a tensor.
+        """Returns a rank's part of a tensor.
 
         Args:
             name: logical name.
@@ -81,13 +81,13 @@ class TensorReader(ABC):
         return out
 
     def read_whole(self, name: str) -> Tensor:
-        """The whole tensor; a view of the file where it is stored in one piece."""
+        """Returns the whole tensor; a view of the file where it is stored in one piece."""
         if len(self.boxes(name)) == 1:
             return self.view(name, 0)
         return self.read(name, box_spec(self.shape(name), Box()))
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) along the first dimension."""
+        """Returns the rows [start, stop) along the first dimension."""
         shape = self.shape(name)
         spec = ShardSpec(
             global_shape=shape,
@@ -98,10 +98,10 @@ class TensorReader(ABC):
         return self.read(name, spec)
 
     def expect_rows(self, name: str, rows: Sequence[int]) -> None:  # noqa: B027 - a hint may be ignored
-        """A hint that these rows will be read soon; many at once are on their way from the disk together."""
+        """Hints that these rows will be read soon, so that many are prefetched from the disk together."""
 
     def total_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
+        """Returns the bytes of all tensors as stored."""
         return sum(num_bytes(self.dtype(name), self.shape(name)) for name in self.tensor_names())
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:

@@ -1,8 +1,8 @@
-"""Which parts of stored pieces make up a wanted shard: pure interval arithmetic.
+"""Resharding: which parts of stored pieces make up a wanted shard, as pure interval arithmetic.
 
 A stored piece is a box: the whole tensor, a run along one dimension, or runs along several. A wanted shard is a
-`ShardSpec`. Their intersections say what to copy from where to where, so that any layout reads any other without either
-knowing it. No files, no tensors.
+`ShardSpec`. Their intersections give the copies, so that any layout reads any other without either
+knowing the other. No files, no tensors.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Box:
     others: tuple[tuple[int, int, int], ...] = ()
 
     def shape(self, global_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the stored piece of a tensor of `global_shape`."""
+        """Returns the shape of the stored piece of a tensor of `global_shape`."""
         return tuple(stop - start for start, stop in self.ranges(global_shape))
 
     def ranges(self, global_shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        """Global (start, stop) of each dimension."""
+        """Returns the global (start, stop) of each dimension."""
         whole = [(0, size) for size in global_shape]
         if self.dim is not None:
             for dim, offset, length in ((self.dim, self.offset, self.length), *self.others):
@@ -42,7 +42,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """local[local_slices] = stored[source][source_slices]; both slices have the same shape."""
+    """One copy: local[local_slices] = stored[source][source_slices]; both slices have the same shape."""
 
     source: int
     source_slices: tuple[slice, ...]
@@ -51,7 +51,9 @@ class Copy:
 
 
 def boxes_of(spec: ShardSpec) -> tuple[tuple[Box, int], ...]:
-    """The boxes that a shard consists of, each with its offset in the local tensor along the sharded dimension."""
+    """Returns the boxes that a shard consists of, each with its offset in the local tensor along the sharded
+    dimension.
+    """
     if spec.dim is None:
         return ((Box(), 0),)
     others = tuple(
@@ -66,7 +68,7 @@ def boxes_of(spec: ShardSpec) -> tuple[tuple[Box, int], ...]:
 
 
 def box_spec(global_shape: tuple[int, ...], box: Box) -> ShardSpec:
-    """The shard that is exactly `box`, without padding."""
+    """Returns the shard that is exactly `box`, without padding."""
     if box.dim is None:
         return ShardSpec(global_shape=global_shape, local_shape=global_shape)
     return ShardSpec(
@@ -79,7 +81,7 @@ def box_spec(global_shape: tuple[int, ...], box: Box) -> ShardSpec:
 
 
 def plan_copies(spec: ShardSpec, stored: Sequence[Box]) -> list[Copy]:
-    """The copies that fill the shard `spec` from the pieces `stored` of the same tensor.
+    """Returns the copies that fill the shard `spec` from the pieces `stored` of the same tensor.
 
     Args:
         spec: the wanted shard; its padding is not part of any copy.
@@ -117,7 +119,7 @@ def _shifts(box: Box, local_offset: int, num_dims: int) -> list[int]:
 
 
 def find_gap(length: int, runs: Sequence[tuple[int, int]]) -> str | None:
-    """Why the runs (offset, length) do not tile [0, length) exactly, or None when they do."""
+    """Returns why the runs (offset, length) do not tile [0, length) exactly, or None when they do."""
     position = 0
     for offset, size in sorted(runs):
         if offset > position:
@@ -129,9 +131,10 @@ def find_gap(length: int, runs: Sequence[tuple[int, int]]) -> str | None:
 
 
 def find_flaw(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Why the boxes do not tile a tensor of `global_shape` exactly, or None when they do.
+    """Returns why the boxes do not tile a tensor of `global_shape` exactly, or None when they do.
 
-    Each lies inside the tensor. Boxes are gone through in the order of their first rows, next to those that reach as
+    Each box is inside the tensor. Boxes are visited in the order of their first rows, and compared with those that
+    reach as
     far: of a tensor that tensor-parallel ranks split in one dimension and data-parallel ranks in another, few do.
     """
     ranges = sorted(box.ranges(global_shape) for box in boxes)

@@ -1,8 +1,8 @@
-"""A model's folder that a killed conversion goes on with: a staged folder with a journal of what was written.
+"""Resumable conversions: a staged output folder with a journal of what was written.
 
-The journal has a line for each tensor with the checksum of its bytes. It is not trusted: what it lists is read again
-and compared, so that neither a kill nor a lost page leaves wrong bytes behind. It belongs to one plan (inputs, outputs
-and options); under another plan the folder starts empty.
+The journal has a line for each tensor with the checksum of its bytes. It is not trusted: the bytes it lists are read
+again and compared, so that neither a kill nor a lost page leaves wrong bytes behind. It belongs to one plan (inputs,
+outputs and options); under another plan the folder starts empty.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ JOURNAL = ".journal"
 
 
 class Written(NamedTuple):
-    """A tensor that lies in an output file.
+    """A tensor that an output file already holds.
 
     Args:
         checksum: of its bytes.
@@ -37,10 +37,10 @@ class Written(NamedTuple):
 
 
 class Journal:
-    """What has been written so far; one line a tensor, appended by any thread.
+    """The record of what has been written so far; one line per tensor, appended by any thread.
 
     Args:
-        path: of the file; made where there is none.
+        path: of the file; created where there is none.
 
     Raises:
         UserError: the disk does not take it.
@@ -55,7 +55,7 @@ class Journal:
             self._file.seek(0)
             text = self._file.read()
             if text and not text.endswith("\n"):
-                self._file.write("\n")  # behind the half line that a kill leaves
+                self._file.write("\n")  # after the half line that a kill leaves
         for line in text.splitlines():
             if (entry := _read_entry(line)) is not None:
                 self.entries[entry[0]] = entry[1]
@@ -68,13 +68,13 @@ class Journal:
             self._file.flush()
 
     def close(self) -> None:
-        """Raises UserError where the disk does not take what is left."""
+        """Flushes and closes the file; raises UserError where that fails."""
         with writing(self._path):
             self._file.close()
 
 
 def _read_entry(line: str) -> tuple[tuple[str, str], Written] | None:
-    """An entry, or None for the half line that a kill leaves."""
+    """Returns an entry, or None for the half line that a kill leaves."""
     try:
         data = json.loads(line)
         return (data["file"], data["key"]), Written(data["checksum"], data["facts"])
@@ -83,7 +83,7 @@ def _read_entry(line: str) -> tuple[tuple[str, str], Written] | None:
 
 
 def plan_digest(plan: Mapping[str, Any], inputs: Iterable[Path]) -> str:
-    """Identity of a piece of work: what is to be done, and the input folders' files by size and time."""
+    """Returns the identity of a conversion: what is to be done, and the input folders' files by size and time."""
     files = []
     for folder in inputs:
         with reading(folder):
@@ -99,7 +99,8 @@ def plan_digest(plan: Mapping[str, Any], inputs: Iterable[Path]) -> str:
 def resumable_folder(
     out: Path, *, plan: Mapping[str, Any], overwrite: bool, inputs: Iterable[Path], num_bytes: int
 ) -> Iterator[tuple[Path, Journal]]:
-    """A hidden sibling of `out` and its journal; see `staged_folder`, and `check_output` for what may be replaced.
+    """Opens a hidden sibling of `out` and its journal; see `staged_folder`, and `check_output` for what may be
+    replaced.
 
     Args:
         out: the folder to make.
@@ -108,7 +109,7 @@ def resumable_folder(
         num_bytes: about how much will be written.
 
     Raises:
-        UserError: `out` cannot be used, or another process is at work on it.
+        UserError: `out` cannot be used, or another process is writing it.
     """
     inputs = list(inputs)
     with staged_folder(

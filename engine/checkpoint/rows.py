@@ -1,4 +1,4 @@
-"""The rows of a stored weight a few at a time, in a dtype wide enough to compute in."""
+"""Reads a stored weight a few rows at a time, in a dtype wide enough to compute in."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from engine.distributed.sharding import Piece, ShardSpec
 
 
 class Rows(ABC):
-    """A weight, a few rows at a time."""
+    """A weight that is read a few rows at a time."""
 
     @abstractmethod
     def blocks(self, scratch: Scratch, dtype: torch.dtype, block_bytes: int) -> Iterator[Tensor]:
-        """Its rows in order, [n, ...] of `dtype`; a block may be written to, and is valid until the next is asked for.
+        """Yields its rows in order, [n, ...] of `dtype`; a block may be written to, and is valid until the next is
+        asked for.
 
         Args:
             scratch: memory to work in.
@@ -29,7 +30,7 @@ class Rows(ABC):
         """
 
     def stored_blocks(self, scratch: Scratch, block_bytes: int) -> Iterator[Tensor] | None:
-        """The same as they are stored, not to be written to; None where they are not stored as rows."""
+        """Returns the rows as they are stored, read-only; None where they are not stored as rows."""
         return None
 
 
@@ -38,7 +39,7 @@ class ReadRows(Rows):
 
     Args:
         reader, name: of what.
-        check: called before anything is read; raises where what is stored is damaged.
+        check: called before anything is read; raises where the stored bytes are damaged.
     """
 
     def __init__(self, reader: TensorReader, name: str, check: Callable[[], None] | None = None) -> None:
@@ -55,7 +56,7 @@ class ReadRows(Rows):
 
 
 class StoredRows(Rows):
-    """Rows whose bytes are a content.
+    """Rows whose bytes come from a `Content`.
 
     Args:
         content: of the whole weight.

@@ -1,7 +1,7 @@
 """Safetensors files: a writer that streams, and a reader that maps.
 
 The writer needs every tensor's dtype and shape first, writes the header, and then takes the tensors one by one, so
-that a model never lies in memory as a whole. The reader hands out views of the mapped file: what is not looked at is
+that a whole model is never in memory. The reader hands out views of the mapped file: what is not used is
 not read. The files are plain safetensors; any other reader of the format opens them.
 """
 
@@ -45,29 +45,29 @@ _BLOCK_BYTES = 4 << 20
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The format's name of a torch dtype, such as BF16."""
+    """Returns the format's name of a torch dtype, such as BF16."""
     assert dtype in _DTYPE_NAMES, dtype
     return _DTYPE_NAMES[dtype]
 
 
 def dtype_from_name(name: str) -> torch.dtype | None:
-    """The torch dtype of a format's name, or None where it is not supported."""
+    """Returns the torch dtype of a format's name, or None where it is not supported."""
     return _TORCH_DTYPES.get(name)
 
 
 def num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Bytes of a dense tensor."""
+    """Returns the bytes of a dense tensor."""
     return int(math.prod(shape) * dtype.itemsize)
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes in row-major order; copies only where it is not contiguous or not on the host."""
+    """Returns the tensor's bytes in row-major order; copies only where it is not contiguous or not on the host."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())
 
 
 def checksum(tensor: Tensor) -> str:
-    """CRC-32C of the tensor's bytes, as eight hexadecimal digits."""
+    """Returns the CRC-32C of the tensor's bytes, as eight hexadecimal digits."""
     found = Checksum()
     found.update(raw_bytes(tensor))
     return found.text()
@@ -76,7 +76,9 @@ def checksum(tensor: Tensor) -> str:
 def file_header(
     declared: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int], int]:
-    """The first bytes of a file with these tensors, where in the file each tensor begins, and the file's size."""
+    """Returns the first bytes of a file with these tensors, where in the file each tensor begins, and the file's
+    size.
+    """
     # Widest dtype first, then by name: keeps every tensor aligned, and is the order of the stock library.
     order = sorted(declared, key=lambda name: (-declared[name][0].itemsize, name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -177,14 +179,14 @@ class SafetensorsWriter:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Writes all of `data`, however little the system takes at once."""
+    """Writes all of `data`, in as many system calls as that takes."""
     while data:
         count = os.pwrite(descriptor, data, offset)
         data, offset = data[count:], offset + count
 
 
 class SafetensorsReader:
-    """A mapped file.
+    """A mapped safetensors file.
 
     Raises:
         UserError: the file is missing, truncated or not safetensors; the sentence names it.
@@ -205,7 +207,7 @@ class SafetensorsReader:
         return dict(self._header.metadata)
 
     def names(self) -> list[str]:
-        """Names of the tensors in the file, sorted."""
+        """Returns the names of the tensors in the file, sorted."""
         return sorted(self._header.tensors)
 
     def __contains__(self, name: str) -> bool:
@@ -215,7 +217,7 @@ class SafetensorsReader:
         return self._header.tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises UserError where torch has no such dtype here."""
+        """Returns the torch dtype of a tensor; raises UserError where torch has none."""
         stored = self._header.tensors[name].dtype
         dtype = dtype_from_name(stored)
         if dtype is None:
@@ -226,9 +228,9 @@ class SafetensorsReader:
         return dtype
 
     def offset(self, name: str) -> int:
-        """Where in the file the tensor's bytes begin."""
+        """Returns where in the file the tensor's bytes begin."""
         return self._header.tensors[name].begin
 
     def view(self, name: str) -> Tensor:
-        """The tensor as a view of the mapped file; bytes are read from the disk as they are looked at."""
+        """Returns the tensor as a view of the mapped file; bytes are read from the disk when they are used."""
         return self._file.get_tensor(name)

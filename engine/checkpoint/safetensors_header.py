@@ -1,8 +1,8 @@
-"""The header of a safetensors file, checked in full before anything it says is believed.
+"""Reads the header of a safetensors file, and checks it in full before anything it says is trusted.
 
 A file is eight bytes with the length of the header, the header (JSON), and the tensors' bytes. Everything is compared
 with the file's real size before memory is taken for it: no tensor reaches beyond the file, none shares a byte with
-another, and no byte belongs to none.
+another, and every byte belongs to a tensor.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a file says of itself, found to be true of its size."""
+    """The checked header of a file."""
 
     tensors: dict[str, StoredTensor]
     metadata: dict[str, str]
@@ -80,7 +80,7 @@ def read_header(path: Path) -> Header:
 
 
 def refuse(path: Path, why: str) -> NoReturn:
-    """Raises the sentence about a file that is not taken."""
+    """Raises UserError about a file that is refused."""
     raise UserError(
         f"{path} is damaged or truncated ({why}): expected a whole safetensors file, copy it again."
     ) from None
@@ -99,7 +99,7 @@ def _parse(text: bytes, data_bytes: int) -> Header:
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin != position:
             where = "overlaps with" if tensor.begin < position else "leaves a hole after"
-            raise JsonFlaw(f"{shown(name)} {where} what lies before it")
+            raise JsonFlaw(f"{shown(name)} {where} what precedes it")
         position = tensor.end
     if position != first + data_bytes:
         raise JsonFlaw(f"its tensors take {position - first} bytes, and {data_bytes} are there")
@@ -121,7 +121,7 @@ def _entry(name: str, entry: Any, first: int) -> StoredTensor:
     for size in shape:
         bits *= size
     if begin > end or bits != 8 * (end - begin):
-        raise JsonFlaw(f"{shown(name)} is {dtype} {shown(shape)} but lies at bytes [{begin}, {end})")
+        raise JsonFlaw(f"{shown(name)} is {dtype} {shown(shape)} but is at bytes [{begin}, {end})")
     return StoredTensor(dtype, tuple(shape), first + begin, first + end)
 
 

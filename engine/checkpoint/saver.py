@@ -1,12 +1,12 @@
-"""Saves a run's checkpoints, on one rank, while training goes on.
+"""Saves a run's checkpoints, on one rank, while training continues.
 
-At a save the training stands still for a copy of its tensors in host memory; a thread then writes the copy. A thread,
-not a process: it spends its time in system calls and compiled code, which leave the interpreter to the training. One
-save runs at a time; the next one waits for it, `timeout` seconds at most, and is left out then, as are all that follow
+A save pauses training while its tensors are copied to host memory; a thread then writes the copy. A thread,
+not a process: it spends its time in system calls and compiled code, which leave the interpreter to training. One
+save runs at a time; the next one waits for it, `timeout` seconds at most, and is then skipped, as are all that follow
 until it ends.
 
-A save that fails is reported and harms nothing: neither the training nor the checkpoints that are there. Ranks need not
-agree on whether to save: where one has left a save out, rank 0 finds no part of it and gives that save up.
+A failed save is reported and harms neither the training nor existing checkpoints. Ranks need not
+agree on whether to save: where one has skipped a save, rank 0 finds no part of it and abandons that save.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class SaveGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveReport:
-    """What became of a save.
+    """The outcome of one save.
 
     Args:
         step: that was to be saved.
         path: of the checkpoint; None where there is none.
-        waited: seconds that the training stood still for the save before.
-        pause: seconds that it stood still in all.
+        waited: seconds that training was paused for the previous save.
+        pause: seconds that it was paused in all.
         seconds: from the snapshot until the checkpoint was whole and durable.
         num_bytes: of all ranks' tensors.
         problem: why there is no checkpoint, or what else went wrong, in one sentence.
@@ -107,9 +107,9 @@ def save_now(
         keep_best: mark it where the evaluation after its step had the lowest loss so far.
 
     Raises:
-        UserError: nothing was saved; what was there before is as it was.
+        UserError: nothing was saved; what was there before is unchanged.
     """
-    if not group.takes_part:  # it may be late, and must not make the folder anew
+    if not group.takes_part:  # it may be late, and must not create the folder again
         return SaveReport(step=contents.step, path=None)
     begin = time.monotonic()
     staging = staging_folder(group.run_dir, contents.step, group.token, number)
@@ -134,7 +134,7 @@ def save_now(
         if keep_best and best.get("step") == contents.step:
             mark_best(group.run_dir, contents.step, best["loss"])
         prune(group.run_dir, keep, keep_every, token=group.token)
-    except UserError as error:  # the checkpoint is there all the same
+    except UserError as error:  # the checkpoint exists nevertheless
         problem = str(error)
     seconds = time.monotonic() - begin
     return SaveReport(step=contents.step, path=out, seconds=seconds, num_bytes=group.num_bytes, problem=problem)
@@ -155,7 +155,7 @@ class Saver:
     Args:
         group: the ranks.
         keep, keep_every, keep_best: which checkpoints stay, see `save_now`.
-        snapshot: room for what is written while the training goes on; None has it wait instead.
+        snapshot: host memory to write from while training continues; None pauses training until it is written.
     """
 
     def __init__(
@@ -166,19 +166,19 @@ class Saver:
         self._number = 0
         self._running: _Running | None = None
         self._is_overdue = False
-        """Whether the one under way has been waited for in vain."""
+        """Whether waiting for the save under way has timed out."""
         self._reports: list[SaveReport] = []
 
     def save(self, shards: Sequence[NamedShard], contents: TrainingContents, *, last: bool = False) -> float:
-        """Begins a save; finishes it where it is the last, or where there is no snapshot to write from.
+        """Starts a save; finishes it where it is the last, or where there is no snapshot to write from.
 
         Args:
             shards: this rank's tensors, in the memory that training changes.
             contents: the rest.
-            last: training ends here, so nothing is copied, and failing is an error.
+            last: training ends here, so nothing is copied, and a failure is an error.
 
         Returns:
-            The seconds for which the training stood still. What became of the save is told by `take_reports`.
+            The seconds for which training was paused. `take_reports` gives the outcome of the save.
 
         Raises:
             UserError: the last save failed.
@@ -209,14 +209,14 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save was under way when this was last looked at."""
+        """Whether a save was under way at the last check."""
         return self._running is not None
 
     def wait(self, limit: float | None = None) -> float:
         """Waits for the save under way.
 
         Args:
-            limit: seconds to wait at most; None for those that a save waits for another.
+            limit: maximum seconds to wait; None for the group's timeout.
 
         Returns:
             The seconds waited.
@@ -228,7 +228,7 @@ class Saver:
         return time.monotonic() - begin
 
     def take_reports(self) -> list[SaveReport]:
-        """The saves that have ended since this was last called, failed ones included."""
+        """Returns the saves that have ended since this was last called, failed ones included."""
         self._look()
         reports, self._reports = self._reports, []
         return reports
@@ -240,7 +240,7 @@ class Saver:
             try:
                 report = self._attempt(copies, contents)
                 running.outcome.set_result(replace(report, waited=waited, pause=pause))
-            except BaseException as error:  # a defect: raised again by the thread that looks
+            except BaseException as error:  # a defect: raised again in the thread that asks
                 running.outcome.set_exception(error)
 
         pause = time.monotonic() - begin
@@ -249,14 +249,19 @@ class Saver:
     def _attempt(self, shards: Sequence[NamedShard], contents: TrainingContents) -> SaveReport:
         try:
             return save_now(
-                self._group, self._number, shards, contents, keep=self._keep, keep_every=self._keep_every,
+                self._group,
+                self._number,
+                shards,
+                contents,
+                keep=self._keep,
+                keep_every=self._keep_every,
                 keep_best=self._keep_best,
-            )  # fmt: skip
+            )
         except UserError as error:
             return SaveReport(step=contents.step, path=None, problem=str(error).rstrip("."))
 
     def _look(self) -> None:
-        """Takes note if the save under way has ended."""
+        """Records the outcome if the save under way has ended."""
         running = self._running
         if running is not None and running.outcome.done():
             self._running, self._is_overdue = None, False

@@ -1,7 +1,7 @@
 """A copy of tensors in host memory, taken between two steps, so that they can be written while training changes them.
 
-Tensors that are views of one storage, as masters and moments are, are copied with it in one piece. The memory is taken
-once and kept: touching new pages would cost more than the copy, and so would pinning them for a GPU.
+Tensors that are views of one storage, as masters and moments are, are copied with it in one piece. The memory is
+allocated once and kept: touching new pages would cost more than the copy, and so would pinning them for a GPU.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from engine.distributed.sharding import NamedShard
 
 _RESERVE_BYTES = 1 << 30
-"""Host memory that is left for everything else."""
+"""Bytes of host memory that are left for everything else."""
 
 
 class Snapshot:
-    """Room for one copy of the same tensors, taken again and again.
+    """A host buffer that holds one copy of the same tensors, refreshed at each save.
 
     Args:
-        shards: the tensors; the memory is taken here.
+        shards: the tensors; the buffer is allocated here.
     """
 
     def __init__(self, shards: Sequence[NamedShard]) -> None:
@@ -39,10 +39,10 @@ class Snapshot:
                 self._taken.append(shard._replace(tensor=tensor))
 
     def take(self, shards: Sequence[NamedShard]) -> list[NamedShard]:
-        """The tensors as they are now, on the host, in some order. Valid until the next call.
+        """Copies the tensors to the host and returns the copies, in some order. Valid until the next call.
 
         Args:
-            shards: views of the same memory as those that the room was made for; if not, it is made anew.
+            shards: views of the same memory as those the buffer was made for; if not, it is allocated again.
         """
         if _places(shards) != self._places:
             self.__init__(shards)  # type: ignore[misc]
@@ -54,12 +54,12 @@ class Snapshot:
 
 
 def snapshot_bytes(shards: Sequence[NamedShard]) -> int:
-    """Host memory that a snapshot of them takes."""
+    """Returns the bytes of host memory that a snapshot of the shards takes."""
     return sum(source.nbytes for source, _ in _group(shards))
 
 
 def fits_in_host_memory(num_bytes: int) -> bool:
-    """Whether so much can be taken now; True where the system does not tell."""
+    """Returns whether that much memory is available now; True where the system does not report it."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
@@ -75,7 +75,9 @@ def _places(shards: Sequence[NamedShard]) -> list[tuple[str, int]]:
 
 
 def _group(shards: Sequence[NamedShard]) -> list[tuple[Tensor, list[NamedShard]]]:
-    """What is copied in one piece, and the tensors in it: a whole storage where at least half of it is wanted."""
+    """Groups tensors by the storage that is copied in one piece: a whole storage where at least half of it is
+    wanted.
+    """
     by_storage: dict[tuple[int, torch.dtype], list[NamedShard]] = {}
     for shard in shards:
         tensor = shard.tensor.detach()

@@ -1,8 +1,8 @@
-"""The checkpoints in a run's folder: where each lies, which are whole, which are deleted.
+"""The checkpoints in a run's folder: where each is, which are complete, which are deleted.
 
-A checkpoint is a folder `checkpoints/step_00000050` of a run. It is made in a folder of another name that ends in .tmp
-and is renamed when it is whole, so that a folder without a suffix can be opened. Who writes into a temporary folder
-holds a lock on it, which the system lets go of however the process ends.
+A checkpoint is a folder `checkpoints/step_00000050` of a run. It is written under another name that ends in .tmp and
+is renamed when complete, so that a folder without a suffix can be opened. A process that writes into a temporary folder
+holds a lock on it, which the system releases however the process ends.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _LEFTOVER = re.compile(r"^step_\d{8,}(\.[0-9a-z]+-\d+)?\.(tmp|old|deleting)$")
 _BEST = "best.json"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _UNLOCKABLE_SECONDS = 3600.0
-"""Where the file system knows no locks, a temporary folder untouched for so long is nobody's."""
+"""Seconds after which an untouched temporary folder counts as abandoned, where the file system has no locks."""
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies."""
+    """Returns the folder of the checkpoint of `step`."""
     return run_dir / CHECKPOINTS / f"step_{step:08d}"
 
 
 def staging_folder(run_dir: Path, step: int, token: str, number: int) -> Path:
-    """Where it is made: by the run that `token` names, which saves for the `number`-th time."""
+    """Returns the temporary folder of the `number`-th save of the run that `token` names."""
     return checkpoint_folder(run_dir, step).with_suffix(f".{token}-{number}.tmp")
 
 
 @contextmanager
 def held(staging: Path) -> Iterator[None]:
-    """Makes the temporary folder, unless another rank has, and keeps it from being taken for a left-over one.
+    """Creates the temporary folder, unless another rank has, and holds it, so that it is not deleted as abandoned.
 
     Raises:
         UserError: the disk does not take it.
@@ -67,7 +67,7 @@ def held(staging: Path) -> Iterator[None]:
 def _is_in_use(staging: Path) -> bool:
     try:
         descriptor = os.open(staging, _FOLDER_FLAGS)
-    except (FileNotFoundError, NotADirectoryError):  # a link is nobody's either
+    except (FileNotFoundError, NotADirectoryError):  # a link counts as abandoned too
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,7 +82,7 @@ def _is_in_use(staging: Path) -> bool:
 
 
 def move_into_place(staging: Path, out: Path) -> None:
-    """Gives a whole checkpoint its name; one that has it already is replaced.
+    """Gives a complete checkpoint its name; one that has it already is replaced.
 
     Raises:
         UserError: the disk does not take it.
@@ -99,7 +99,7 @@ def move_into_place(staging: Path, out: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Deletes a checkpoint. It loses its name first: a kill while files vanish must not leave what looks whole.
+    """Deletes a checkpoint. It is renamed first: a kill in between must not leave what looks complete.
 
     Raises:
         OSError: the system does not allow it.
@@ -112,7 +112,7 @@ def discard(path: Path) -> None:
 
 
 def mark_best(run_dir: Path, step: int, eval_loss: float) -> None:
-    """Notes that the checkpoint of `step`, which is whole, has the lowest evaluation loss so far.
+    """Records that the checkpoint of `step`, which is complete, has the lowest evaluation loss so far.
 
     Raises:
         UserError: the disk does not take it.
@@ -121,7 +121,7 @@ def mark_best(run_dir: Path, step: int, eval_loss: float) -> None:
 
 
 def best_step(run_dir: Path) -> int | None:
-    """The step that `mark_best` noted last; None where there is none.
+    """Returns the step that `mark_best` recorded last; None where there is none.
 
     Raises:
         UserError: the note is damaged.
@@ -139,7 +139,7 @@ def best_step(run_dir: Path) -> int | None:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None. What a kill left behind is passed over.
+    """Returns the newest complete checkpoint of a run, or None. What a kill left behind is skipped.
 
     Raises:
         UserError: the folder cannot be read.
@@ -149,7 +149,7 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Step -> folder of every complete checkpoint of a run.
+    """Returns step -> folder of every complete checkpoint of a run.
 
     Raises:
         UserError: the folder cannot be read.
@@ -158,7 +158,7 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     try:
         names = sorted(os.listdir(folder))
-        for pattern in (_KEPT, _STEP):  # a replacement, where it came to be, wins over what it replaced
+        for pattern in (_KEPT, _STEP):  # a complete replacement wins over what it replaced
             for name in names:
                 if (match := pattern.match(name)) and (folder / name / MANIFEST).is_file():
                     found[int(match[1])] = folder / name
@@ -172,11 +172,11 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
 def prune(run_dir: Path, keep: int, keep_every: int = 0, *, token: str | None = None) -> list[Path]:
     """Deletes all but the newest complete checkpoints and the best, and what killed runs left behind.
 
-    To be called by one rank. A temporary folder in which somebody writes is left alone.
+    To be called by one rank. A temporary folder in which a process writes is kept.
 
     Args:
         keep: how many of the newest stay; 0 keeps all.
-        keep_every: those of every so many steps stay for good; 0 for none.
+        keep_every: checkpoints of steps divisible by this are never deleted; 0 for none.
         token: of the run that calls, whose temporary folders stay.
 
     Returns:
@@ -190,7 +190,7 @@ def prune(run_dir: Path, keep: int, keep_every: int = 0, *, token: str | None = 
     kept = {step for step in steps if keep_every and step % keep_every == 0} | {best_step(run_dir)}
     doomed = [step for step in sorted(steps)[:-keep] if step not in kept] if keep > 0 else []
     try:
-        # What a complete checkpoint has replaced goes first, or it would stand in for it once that is deleted.
+        # A replaced checkpoint is deleted first, or it would reappear once its replacement is deleted.
         for path in list(folder.iterdir()) if folder.is_dir() else ():
             own = token is not None and path.suffixes[:1] and path.suffixes[0].startswith(f".{token}-")
             if not _LEFTOVER.match(path.name) or path in steps.values() or own:

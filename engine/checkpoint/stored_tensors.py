@@ -17,14 +17,16 @@ from engine.checkpoint.safetensors_file import num_bytes
 
 
 class StoredTensors(TensorReader):
-    """A `TensorReader` that may know where the bytes of its pieces lie."""
+    """A `TensorReader` that may know where in files the bytes of its pieces are."""
 
     def stored_at(self, name: str, index: int) -> tuple[Path, int] | None:
-        """The file that holds piece `index` in one run, and where in it the piece begins; None where none does."""
+        """Returns the file that holds piece `index` in one run, and where in it the piece begins; None where none
+        does.
+        """
         return None
 
     def piece_checksum(self, name: str, index: int) -> str | None:
-        """The recorded checksum of a piece, where there is one."""
+        """Returns the recorded checksum of a piece, where there is one."""
         return None
 
     def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
@@ -39,15 +41,15 @@ class StoredTensors(TensorReader):
         self._check_pieces(name, range(len(self.boxes(name))))
 
     def content(self, name: str, box: Box) -> Content:
-        """What a part of a tensor holds, for writing it elsewhere without holding it."""
+        """Returns what a part of a tensor holds, as a `Content` that can be copied elsewhere block by block."""
         return self.contents(name, [box])[0]
 
     def rows(self, name: str) -> Rows:
-        """The rows of a tensor, for computing with them."""
+        """Returns the rows of a tensor, for computing with them."""
         return StoredRows(self.content(name, Box()), self.shape(name), self.dtype(name))
 
     def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
-        """What parts of a tensor hold; those that share what must be read are parts of one `Exchange`."""
+        """Returns the contents of parts of a tensor; those that read the same pieces are parts of one `Exchange`."""
         stored = self._stored_pieces(name)
         if stored is None:
             return [self._gathered(name, box) for box in wanted]
@@ -56,7 +58,7 @@ class StoredTensors(TensorReader):
         return [exchange.part(index) if own is None else StoredBytes(own) for index, own in enumerate(runs)]
 
     def _stored_pieces(self, name: str) -> list[StoredPiece] | None:
-        """None where a piece does not lie in a file as it is."""
+        """Returns the stored pieces; None where one is not in a file as it is."""
         found = []
         for index, box in enumerate(self.boxes(name)):
             place = self.stored_at(name, index)
@@ -68,8 +70,8 @@ class StoredTensors(TensorReader):
         return found
 
     def _runs(self, name: str, box: Box, stored: Sequence[StoredPiece]) -> list[Run] | None:
-        """The runs that make up a part one after another; None where there are none, or where a piece would be read in
-        parts that must be checked as a whole."""
+        """Returns the runs that make up a part one after another; None where there are none, or where a piece would be
+        read in parts that must be checked as a whole."""
         placed = contiguous_copies(self.shape(name), box, [piece.box for piece in stored])
         if placed is None:
             return None

@@ -1,4 +1,4 @@
-"""Writing safetensors files from contents, block by block, on several threads, going on where a kill left off.
+"""Writes safetensors files from contents, block by block, on several threads, resuming where a kill left off.
 
 A thread holds one block of memory and whatever its content needs beside it; reading, checksums and writing release the
 interpreter's lock. The checksum of each tensor is computed on the way, so nothing is read twice.
@@ -30,11 +30,11 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Streaming:
-    """What writing the files gave.
+    """The result of writing the files.
 
     Args:
         written: (file, key) -> what was written.
-        kept_bytes: of them, what an earlier call had written and this one only compared.
+        kept_bytes: of them, those that an earlier call had written and this one only compared.
     """
 
     written: dict[tuple[str, str], Written]
@@ -42,7 +42,7 @@ class Streaming:
 
 
 def default_threads() -> int:
-    """Two for each processor of this process, since one waits for the disk at times; up to a limit past which a disk
+    """Returns two threads for each processor, since one often waits for the disk; up to a limit past which a disk
     gains nothing."""
     return max(2, min(MAX_THREADS, 2 * available_processors()))
 
@@ -88,7 +88,7 @@ def write_files(
 
 
 def _by_order(outputs: Iterable[Output]) -> list[list[tuple[Output, Piece]]]:
-    """What one thread writes after another: pieces of one order may share what they read, or check."""
+    """Groups pieces by order, each group for one thread: they may share what they read, or check."""
     work: dict[int, list[tuple[Output, Piece]]] = {}
     for output in outputs:
         for piece in output.file.pieces:
@@ -140,7 +140,7 @@ class _Writer:
             self.stopped.set()
             raise FileError(
                 f"{error.filename or output.path} could not be read or written ({error.strerror}) at {piece.key}: free "
-                "some space, or see whether the disk is failing, and give the same command again, which goes on from "
+                "some space, or see whether the disk is failing, and give the same command again, which resumes from "
                 "there."
             ) from error
         except BaseException:
@@ -148,7 +148,7 @@ class _Writer:
             raise
 
     def _keep(self, output: Output, piece: Piece) -> bool:
-        """Whether an earlier call has written the tensor, byte for byte."""
+        """Returns whether an earlier call has written the tensor, byte for byte."""
         known = self._known.get((output.file.name, piece.key))
         if known is None or (self._scan and "finite" not in known.facts and piece.dtype in SCANNED):
             return False
@@ -182,7 +182,7 @@ class _Writer:
 
 
 def _blocks(contents: Sequence[Content], scratch: Scratch) -> Iterator[tuple[int, memoryview]]:
-    """(content, its next bytes); several contents are parts of one exchange."""
+    """Yields (content, its next bytes); several contents are parts of one exchange."""
     first = contents[0]
     if len(contents) == 1 or not isinstance(first, ExchangedPart):
         assert len(contents) == 1, contents

@@ -20,7 +20,7 @@ _SUFFIXES = (".model", ".tiktoken")
 
 
 class TrainedTokenizer(NamedTuple):
-    """What a run tokenised its data with.
+    """The tokenizer and chat template that a run tokenised its data with.
 
     Args:
         path: of the tokenizer, where it was not the base's own; None otherwise.
@@ -35,7 +35,7 @@ class TrainedTokenizer(NamedTuple):
         return {"path": None if self.path is None else str(self.path), "chat_template": self.chat_template}
 
     def companions(self, base: Companions, *, with_model: bool) -> Companions:
-        """The files to be copied beside weights.
+        """Returns the files to be copied beside weights.
 
         Args:
             base: those of the base's folder.
@@ -53,7 +53,7 @@ class TrainedTokenizer(NamedTuple):
         return Companions(rest + found.files, (*left_out, *found.left_out))
 
     def write_template(self, folder: Path) -> None:
-        """Puts the chat template beside a tokenizer's files; one in its settings would be another."""
+        """Writes the chat template beside a tokenizer's files, and into its settings where these have one."""
         if self.chat_template is None:
             return
         write_durably(folder / CHAT_TEMPLATE, self.chat_template)
@@ -65,7 +65,7 @@ BASES_OWN = TrainedTokenizer()
 
 
 def trained_tokenizer(state: Mapping[str, Any], place: Path) -> TrainedTokenizer:
-    """What a checkpoint's state says; checkpoints that say nothing were trained with the base's own.
+    """Reads the record in a checkpoint's state; checkpoints without one were trained with the base's own.
 
     Raises:
         UserError: it is damaged.
@@ -79,7 +79,7 @@ def trained_tokenizer(state: Mapping[str, Any], place: Path) -> TrainedTokenizer
 
 
 def adapter_template(adapter: Path) -> TrainedTokenizer:
-    """The chat template that a PEFT folder carries, in a file of its own or in its tokenizer's settings.
+    """Returns the chat template that a PEFT folder carries, in a file of its own or in its tokenizer's settings.
 
     Raises:
         UserError: one of these files is damaged.
@@ -92,7 +92,9 @@ def adapter_template(adapter: Path) -> TrainedTokenizer:
 
 
 def complete_settings(folder: Path) -> None:
-    """Names the tokenizer's class where only a model's config.json does, for a folder without one."""
+    """Adds the tokenizer's class to its settings where only a model's config.json names it, for a folder without
+    one.
+    """
     settings = folder / SETTINGS
     if not (folder / _FAST).is_file():
         return
@@ -102,7 +104,7 @@ def complete_settings(folder: Path) -> None:
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Whether a file beside a model is its tokenizer's."""
+    """Returns whether a file beside a model is its tokenizer's."""
     return name.startswith(_STARTS) or name.endswith(_SUFFIXES)
 
 

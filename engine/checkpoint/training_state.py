@@ -1,10 +1,10 @@
-"""Training checkpoints: what a run needs to go on, at any layout.
+"""Training checkpoints: what a run needs to resume, at any layout.
 
 Trained values, optimizer state, the step and the data cursor; the frozen base is recorded by path and fingerprint and
 never copied. Tensor names are opaque here but for two prefixes that exports read: `master/<logical name>` (fp32
 values of everything trained) and `adapter/<logical name>`.
 
-Where they lie is `saved_steps`' to say, and how they are written `saver`'s.
+`step_folders` knows where they are, `saver` how they are written.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TrainingCheckpoint(PieceReader):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the trainer saved."""
+        """The state that the trainer saved."""
         return self.manifest.training["state"]
 
     @property
@@ -89,7 +89,7 @@ class TrainingCheckpoint(PieceReader):
         return self.manifest.training["lora"]
 
     def trained(self) -> TrainedValues:
-        """The trained values by logical name."""
+        """Returns the trained values by logical name."""
         return TrainedValues(self)
 
 
@@ -143,11 +143,11 @@ class TrainedValues(TensorReader):
 def expect_base(
     checkpoint: TrainingCheckpoint, weights: WeightSource | None, say: Callable[[str], None] | None = None
 ) -> None:
-    """Holds every tensor of a base, from now on, against what was read of it when the checkpoint was trained.
+    """Has every read of a base's tensors compared with the checksums they had when the checkpoint was trained.
 
     Args:
-        say: gets a line where that cannot be: checkpoints and partitioned bases from before there were checksums of
-            whole tensors have none.
+        say: called with a line where that is not possible: checkpoints and partitioned bases from before there were
+            checksums of whole tensors have none.
 
     Raises:
         UserError: the base is known to be another one, or the checkpoint is damaged.

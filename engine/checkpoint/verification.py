@@ -1,9 +1,9 @@
-"""Whether stored bytes are those that were written: every piece is summed as a whole where any of it is read.
+"""Verification of stored bytes: the checksum of every piece is computed where any of it is read.
 
 A reader hands out its pieces through a `PieceChecks`. A process that reads alone sums each piece before its first use.
-Ranks that read parts of the same pieces would each sum all of them, so `checked_together` puts the sums off to the end
-of the reading and has the ranks of each machine share them: what any of them read is summed once a machine, since each
-machine may hold a copy of its own.
+Ranks that read parts of the same pieces would each sum all of them, so `checked_together` defers the sums to the end
+of the reading and has the ranks of each machine share them: what any of them read is summed once per machine, since
+each machine may hold a copy of its own.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ Piece = tuple[str, int]
 
 
 class CheckedReader(Protocol):
-    """What a reader tells about its pieces."""
+    """A reader whose pieces have checksums."""
 
     def pieces(self) -> list[Piece]:
-        """All of them, in the same order on every rank."""
+        """Returns all pieces, in the same order on every rank."""
 
     def stored_view(self, name: str, index: int) -> Tensor:
-        """A piece as it lies in its file, unchecked."""
+        """Returns a piece as it is in its file, unchecked."""
 
     def recorded_sum(self, name: str, index: int) -> str | None:
-        """The checksum that a piece must have; None where none is on record."""
+        """Returns the checksum that a piece must have; None where none is on record."""
 
     def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
         """Raises UserError about a piece that has another checksum."""
 
 
 class PieceChecks:
-    """The sums of one reader's pieces.
+    """The checksums of one reader's pieces, each computed once.
 
     Args:
         reader: whose pieces they are.
@@ -58,7 +58,7 @@ class PieceChecks:
         self._is_off = False
 
     def view(self, name: str, index: int) -> Tensor:
-        """A piece, once it is known to be what was written.
+        """Returns a piece, once its checksum is known to be the recorded one.
 
         Raises:
             UserError: it is not.
@@ -75,7 +75,7 @@ class PieceChecks:
         return tensor
 
     def settle(self, piece: Piece, found: str) -> None:
-        """Takes note of a piece's sum; raises UserError where another one is on record, or was found elsewhere."""
+        """Stores a piece's checksum; raises UserError where another one is recorded, or was found elsewhere."""
         expected = self._reader.recorded_sum(*piece) or self.sums.get(piece)
         if expected is not None and found != expected:
             self._reader.refuse_piece(*piece, found, expected)
@@ -83,7 +83,9 @@ class PieceChecks:
 
     @contextmanager
     def glancing(self) -> Iterator[None]:
-        """Inside, pieces are handed out unchecked, to who looks at a few rows and computes nothing with them."""
+        """Hands out pieces unchecked inside the block, for callers that look at a few rows and compute nothing with
+        them.
+        """
         self._is_off = True
         try:
             yield
@@ -91,16 +93,18 @@ class PieceChecks:
             self._is_off = False
 
     def begin(self, *, together: bool, learn: bool) -> None:
-        """See `checked_together`."""
+        """Defers the checks; see `checked_together`."""
         self._learns, self._put_off = learn, set() if together else None
 
     def end(self) -> set[Piece]:
-        """The pieces that were put off since `begin`."""
+        """Returns the pieces whose checks were deferred since `begin`."""
         found, self._learns, self._put_off = self._put_off or set(), False, None
         return found
 
     def share(self, put_off: set[Piece], axis: Axis, *, learn: bool) -> None:
-        """Sums what the ranks of this machine have put off, each its share; the outcome is the same on all ranks."""
+        """Sums the pieces that the ranks of this machine deferred, each rank a share; the outcome is the same on all
+        ranks.
+        """
         pieces = self._reader.pieces()
         mine = np.array([place for place, piece in enumerate(pieces) if piece in put_off], dtype=np.uint32)
         everyone = cast(list[tuple[str, np.ndarray]], gather_objects((this_machine(), mine), axis))
@@ -123,7 +127,7 @@ class PieceChecks:
 
 
 def _own_share(views: dict[int, Tensor], rank: int, ranks: int) -> dict[int, Tensor]:
-    """Neighbouring pieces of about as many bytes as the other ranks get."""
+    """Returns this rank's share: neighbouring pieces of about as many bytes as the other ranks get."""
     total, before, own = sum(view.nbytes for view in views.values()), 0, {}
     for place, view in views.items():
         if min(before * ranks // max(1, total), ranks - 1) == rank:
@@ -134,9 +138,9 @@ def _own_share(views: dict[int, Tensor], rank: int, ranks: int) -> dict[int, Ten
 
 @contextmanager
 def checked_together(checks: Sequence[PieceChecks], axis: Axis, *, learn: bool = False) -> Iterator[None]:
-    """Inside, all ranks of the axis read; on leaving, all that they have read is what was written. Collective.
+    """Defers checks while all ranks of the axis read, and shares them on leaving the block. Collective.
 
-    Nothing may be done with what was read before that.
+    What was read may not be used before that.
 
     Args:
         checks: of the readers.

@@ -1,7 +1,7 @@
-"""Bytes on their way to the disk while a file is still being written.
+"""Early writeback: starts writing a file's bytes to the disk while the file is still being written.
 
-Left alone, the system keeps what is written in memory until there is much of it, and the flush at the end waits for all
-of that. Asked early, the disk works beside the processor.
+By default the system keeps written bytes in memory until there are many, and the flush at the end waits for all of
+them. Started early, the disk works beside the processor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 @cache
 def _sync_file_range() -> ctypes._NamedFuncPointer | None:
-    """Linux's call; None elsewhere."""
+    """Returns Linux's sync_file_range; None elsewhere."""
     if not sys.platform.startswith("linux"):
         return None
     function = ctypes.CDLL(None, use_errno=True).sync_file_range
@@ -26,7 +26,7 @@ def _sync_file_range() -> ctypes._NamedFuncPointer | None:
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
     """Starts writing bytes [offset, offset + length) of an open file to the disk, without waiting for them.
 
-    A hint: what it reports is left to the flush at the end, which says the same.
+    A hint: errors are ignored here, because the flush at the end reports them.
     """
     function = _sync_file_range()
     if function is not None:

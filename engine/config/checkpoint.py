@@ -1,4 +1,4 @@
-"""Where training checkpoints go, how often, and what a run starts from."""
+"""Checkpoint options: where checkpoints go, how often, and what a run resumes from."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from engine.config.checks import require, require_at_least, require_positive
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointOptions:
-    """Checkpoint: where the run is kept, how often it is saved, and what it goes on from.
+    """Checkpoint: where the run is kept, how often it is saved, and what it resumes from.
 
     Args:
-        dir: Folder of the run; null makes a fresh runs/<time> folder, which ranks that torchrun starts again find.
+        dir: Folder of the run; null creates a new runs/<time> folder, which a restart by torchrun finds again.
         every: Steps between checkpoints; 0 saves only at the end.
         keep: How many of the newest checkpoints to keep; 0 keeps all.
-        keep_every: Checkpoints of every so many steps are kept for good, beside the newest; 0 for none.
+        keep_every: Steps between checkpoints that are never deleted, beside the newest; 0 for none.
         keep_best: Save after each evaluation whose loss is the lowest so far, and keep that checkpoint beside those of
             checkpoint.keep; export it with rankfold convert export --step best.
-        asynchronous: Go on training while a checkpoint is written, from a copy of what trains in host memory; false has
-            training wait. The last checkpoint is waited for in any case.
+        asynchronous: Train on while a checkpoint is written, from a copy in host memory of what trains; false makes
+            training wait. The run always waits for the last checkpoint.
         timeout: Seconds for which a save waits for the one before it, and rank 0, half as long, for the other ranks'
             parts, before it is given up; on several ranks never more than half of train.collective_timeout.
-        resume: "auto" goes on from the newest complete checkpoint in checkpoint.dir where there is one, "none" starts
-            afresh, and anything else is the path of a run or of one of its checkpoints to go on from.
+        resume: "auto" resumes from the newest complete checkpoint in checkpoint.dir where there is one, "none" starts
+            afresh, and anything else is the path of a run or of one of its checkpoints to resume from.
     """
 
     dir: str | None = None

@@ -7,11 +7,11 @@ import math
 from engine.errors import UserError
 
 _LARGEST = 3.4e38
-"""That float32 holds, in round figures."""
+"""The largest number that float32 holds, rounded down."""
 
 
 def require(condition: bool, sentence: str) -> None:
-    """Raise `sentence` for the user unless `condition` holds.
+    """Raises UserError with `sentence` unless `condition` holds.
 
     Raises:
         UserError: the condition does not hold.
@@ -21,7 +21,7 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def require_at_least(field: str, value: int, minimum: int, hint: str) -> None:
-    """`value` must be a whole number from `minimum` to 2^31 - 1; `hint` says what to set instead.
+    """Requires `value` to be a whole number from `minimum` to 2^31 - 1; `hint` says what to set instead.
 
     Raises:
         UserError: it is not.
@@ -31,7 +31,7 @@ def require_at_least(field: str, value: int, minimum: int, hint: str) -> None:
 
 
 def require_positive(field: str, value: float, hint: str) -> None:
-    """`value` must be a number above 0 that float32 can hold.
+    """Requires `value` to be a number above 0 that float32 can hold.
 
     Raises:
         UserError: it is not.
@@ -41,7 +41,7 @@ def require_positive(field: str, value: float, hint: str) -> None:
 
 
 def require_not_negative(field: str, value: float, hint: str) -> None:
-    """`value` must be a number of 0 or more that float32 can hold.
+    """Requires `value` to be a number of 0 or more that float32 can hold.
 
     Raises:
         UserError: it is not.
@@ -55,7 +55,7 @@ def _require_float32(field: str, value: float, hint: str) -> None:
 
 
 def require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-    """`value` must be one of `choices`.
+    """Requires `value` to be one of `choices`.
 
     Raises:
         UserError: it is not.

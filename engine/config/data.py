@@ -1,4 +1,4 @@
-"""Which text is trained on, and how it becomes rows of tokens."""
+"""Data options: which text is trained on, and how it becomes rows of tokens."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ class DataOptions:
 
     Args:
         train: File with the training samples: .jsonl, .json or .txt; or a folder that rankfold preprocess wrote, or
-            Megatron's indexed data, as its .bin or as what the names of .bin and .idx begin with, which are mapped and
+            Megatron's indexed data, as its .bin or as what the names of .bin and .idx begin with, which are mapped,
             not read.
-        mix: Further training data, as PATH=WEIGHT. data.train has weight 1; an epoch goes through every one of them at
+        mix: Further training data, as PATH=WEIGHT. data.train has weight 1; an epoch reads every one of them at
             least once, and repeats those that are small for their weight.
         validation: File with the samples that are evaluated; null evaluates nothing.
         validation_split: Share of the rows of data.train that is held out of training and evaluated instead of
-            data.validation, such as 0.05; which ones is decided by train.seed. null holds none out.
+            data.validation, such as 0.05; train.seed decides which ones. null holds none out.
         format: Shape of a record. "text" has text; "completion" has prompt and completion; "alpaca" has
             instruction, input and output; "sharegpt" has conversations; "messages" has messages with roles, which go
-            through the tokenizer's chat template; "tokens" has input_ids and, where not all of them are learnt, labels.
-            "auto" looks at the fields of the first record.
-        seq_length: Tokens in a row, at most.
+            through the tokenizer's chat template; "tokens" has input_ids and, where not all of them are trained on,
+            labels. "auto" looks at the fields of the first record.
+        seq_length: Maximum number of tokens in a row.
         packing: Put several samples in one row. true fits whole samples into rows, and attention never crosses from one
             to another; "concatenate" puts them all end to end, as MLPerf does it, and cuts the whole into rows of
-            data.seq_length, where attention and positions take no notice of where samples begin.
-        overlong: What happens to a sample longer than data.seq_length. "truncate" cuts its end off, "drop" leaves it
-            out (both are counted and reported), "cut" makes several samples of it, "error" stops. With data.packing
-            concatenate nothing needs cutting, and "truncate" keeps all of it.
-        mask_prompt: Take the loss only on the answer (completion, output, assistant turns); false takes it on
-            everything.
+            data.seq_length, where attention and positions ignore sample boundaries.
+        overlong: What happens to a sample longer than data.seq_length. "truncate" cuts its end off, "drop" skips it
+            (both are counted and reported), "cut" makes several samples of it, "error" stops. With data.packing
+            concatenate nothing needs cutting, and "truncate" keeps everything.
+        mask_prompt: Compute the loss only on the answer (completion, output, assistant turns); false computes
+            it on everything.
         chat_template: Chat template for conversations: a file, or chatml, llama2, llama3, mistral, gemma, phi3,
-            qwen2.5, qwen3, zephyr, vicuna or alpaca; null takes the tokenizer's own. Well-known templates are learnt
-            from as TRL does it: every turn shows its reasoning, with Qwen3's an empty block where there is none.
+            qwen2.5, qwen3, zephyr, vicuna or alpaca; null takes the tokenizer's own. Well-known templates are
+            trained on as in TRL: every turn shows its reasoning, with Qwen3's an empty block where there is none.
         chat_arguments: Variables for the chat template, such as {enable_thinking: false}.
-        learn_after_end: Learn the white space that a chat template writes behind the token that ends an answer (the
+        learn_after_end: Train on the white space that a chat template writes after the token that ends an answer (the
             line break after <|im_end|>), as TRL does. false stops at that token, where generation stops too.
-        show: Print the first samples of the training data, with what is learnt marked, before training; how many.
+        show: Number of training samples to print before training, with the trained tokens marked.
         num_workers: Background workers that prepare batches; 0 prepares them in the training process.
         tokenizer: Folder or sentencepiece .model file of the tokenizer; null takes the one in model.path.
     """
@@ -74,7 +74,7 @@ class DataOptions:
 
     @property
     def fills_rows(self) -> bool:
-        """Whether rows are filled with several samples, in either way, and not one each."""
+        """Whether a row may hold several samples, packed either way."""
         return self.packing is not False
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class DataOptions:
 
 
 def split_mix(entry: str) -> tuple[str, float]:
-    """Path and weight of an entry of data.mix; a weight that is no number is 0.
+    """Returns path and weight of an entry of data.mix; a weight that is no number is 0.
 
     Raises:
         UserError: there is no =.

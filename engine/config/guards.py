@@ -1,4 +1,4 @@
-"""What a run watches while it trains, and what it does about it."""
+"""Guards: what a run monitors while it trains, and how it reacts."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ NonFinitePolicy = Literal["skip", "stop"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardOptions:
-    """Guards: what a run watches while it trains, and what it does when it sees it.
+    """Guards: what a run monitors while it trains, and how it reacts.
 
     Args:
         liveness_steps: Steps after the first one with a learning rate by which both factors of every adapter must have
-            had a gradient and reached the model; 0 does not look.
-        liveness_policy: What follows where an adapter is dead, "stop" or "warn".
-        replicas_every: Steps between comparisons of what several ranks hold copies of; 0 does not compare. Trained
+            had a gradient and reached the model; 0 switches the check off.
+        liveness_policy: Reaction to a dead adapter, "stop" or "warn".
+        replicas_every: Steps between comparisons of replicated parameters across ranks; 0 switches them off. Trained
             parameters are compared each time, frozen ones at the start and every tenth time.
-        replicas_policy: What follows where copies differ, "stop" or "warn".
-        spike_policy: What follows where the loss or the gradient norm spikes: "warn", "skip" (the update is left out,
-            by the device itself), "stop" (left out, and training stops), or "off".
+        replicas_policy: Reaction to copies that differ, "stop" or "warn".
+        spike_policy: Reaction to a spike of the loss or the gradient norm: "warn", "skip" (the device skips the
+            update), "stop" (the update is skipped, and training stops), or "off".
         spike_deviations: How far above the recent median a spike is, in robust standard deviations (1.4826 times the
             median absolute deviation; of the norm's logarithm). A loss that is less than 1 above the median, or a norm
             that is less than 4 times it, is none in any case.
         spike_window: Steps that the median is taken of; nothing is a spike in the first half of them.
-        non_finite_policy: What follows where the loss or the gradient is not finite: "skip" leaves the update out,
+        non_finite_policy: Reaction to a loss or gradient that is not finite: "skip" skips the update,
             and stops after optim.max_skipped_steps of them in a row; "stop" stops at the first.
-        locate_non_finite: Compute such a step again to name the module where it began, at most three times in a run.
+        locate_non_finite: Recompute such a step to name the module where it began, at most three times in a run.
     """
 
     liveness_steps: int = 5
@@ -48,7 +48,7 @@ class GuardOptions:
         require(
             self.liveness_steps == 0 or self.liveness_steps >= 3,
             f"guards.liveness_steps is {self.liveness_steps}, but an adapter's factor A has no gradient before the "
-            "second update and is looked at after the third: use 3 or more, or 0 to look at nothing.",
+            "second update and is checked after the third: use 3 or more, or 0 to check nothing.",
         )
         require_at_least("guards.replicas_every", self.replicas_every, 0, "use for example 100, or 0 for never")
         require_at_least("guards.spike_window", self.spike_window, 8, "use for example 64")

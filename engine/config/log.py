@@ -1,4 +1,4 @@
-"""What a run reports while it goes on, and where."""
+"""Log options: what a run reports, and where."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class LogOptions:
         metrics: Name of the JSON-lines metrics file inside the run's folder; null writes none.
         tensorboard: Write TensorBoard event files into the run's folder as well (needs the tensorboard extra).
         wandb_project: Project of Weights & Biases that gets the figures as well (needs the wandb extra); without a
-            connection set WANDB_MODE=offline. null tells none.
+            connection set WANDB_MODE=offline. null switches it off.
         mlflow_experiment: Experiment of MLflow that gets the figures as well (needs the mlflow extra), where
-            MLFLOW_TRACKING_URI says, else in the run's folder. null tells none.
+            MLFLOW_TRACKING_URI says, else in the run's folder. null switches it off.
         communication: Measure what each kind of collective moves and how long it takes, without waiting for the
             device; each rank writes it into its file of the run's folder telemetry.
         profile_steps: Steps, counted from 1, of which torch's profiler writes a trace into the run's folder traces, for
             chrome://tracing or Perfetto; neighbouring ones share one.
-        peak_tflops: TFLOP/s of one device against which utilisation is told; null measures a product at the start, and
-            0 tells none.
+        peak_tflops: Peak TFLOP/s of one device, for utilisation; null measures a product at the start, and 0 reports
+            no utilisation.
     """
 
     every: int = 1

@@ -1,4 +1,4 @@
-"""The low-rank adapters: where they sit and what they look like (arXiv 2106.09685)."""
+"""LoRA options: where adapters sit, their rank, scale and form (arXiv 2106.09685)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class LoraOptions:
         targets: Modules that get an adapter, as names (q_proj) or regular expressions that match the whole name
             (.*self_attn\\.(q|v)_proj), in the engine's or the checkpoint's spelling; all-linear means every linear of
             the layers. lm_head and embed_tokens can be targets too.
-        exclude: Modules that get none although lora.targets means them, written in the same way.
+        exclude: Modules that get none although lora.targets matches them, written in the same way.
         layers: Numbers of the layers whose modules get adapters, from 0; null for all of the model.
         rank_pattern: Ranks of modules that have another one than lora.rank, by name or expression as in lora.targets,
-            such as {down_proj: 32}; of several that mean a module the first counts. null for none.
+            such as {down_proj: 32}; of several that match a module the first counts. null for none.
         alpha_pattern: The same of lora.alpha.
         rslora: Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732).
         dora: Train the length of each output row beside its direction (arXiv 2402.09353). Dropout then still acts on
@@ -99,7 +99,7 @@ class LoraOptions:
         require_choice("lora.fused", self.fused, get_args(Fused))
 
     def targets_module(self, module: str, aliases: Sequence[str] = ()) -> bool:
-        """Whether an adapter sits on `module`.
+        """Returns whether an adapter sits on `module`.
 
         Args:
             module: full name in the engine.
@@ -111,29 +111,29 @@ class LoraOptions:
         return in_layers and not excluded and matches_target(module, self.targets, aliases)
 
     def rank_of(self, module: str, aliases: Sequence[str] = ()) -> int:
-        """Rank of the adapter on `module`; arguments as of `targets_module`."""
+        """Returns the rank of the adapter on `module`; arguments as for `targets_module`."""
         return patterned(self.rank_pattern, self.rank, module, aliases)
 
     def scale_of(self, module: str, aliases: Sequence[str] = ()) -> float:
-        """Factor on the output of the adapter on `module`; arguments as of `targets_module`."""
+        """Returns the factor on the output of the adapter on `module`; arguments as for `targets_module`."""
         alpha = patterned(self.alpha_pattern, self.alpha, module, aliases)
         return adapter_scale(self.rank_of(module, aliases), alpha, rslora=self.rslora)
 
 
 def adapter_scale(rank: int, alpha: float, *, rslora: bool) -> float:
-    """Factor on B A; 0 without adapters."""
+    """Returns the factor on B A; 0 without adapters."""
     if rank == 0:
         return 0.0
     return alpha / (rank**0.5 if rslora else rank)
 
 
 def patterned(pattern: Mapping[str, Number] | None, default: Number, module: str, aliases: Sequence[str]) -> Number:
-    """The number of the first key that means `module`, as a target does; `default` where none does.
+    """Returns the value of the first key that matches `module`, as a target does; `default` where none does.
 
     Args:
         pattern: of `lora.rank_pattern` or `lora.alpha_pattern`.
         default: of all other modules.
-        module, aliases: as of `LoraOptions.targets_module`.
+        module, aliases: as for `LoraOptions.targets_module`.
     """
     return next((value for key, value in (pattern or {}).items() if matches_target(module, (key,), aliases)), default)
 

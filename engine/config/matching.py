@@ -1,4 +1,4 @@
-"""Which modules a user's names and patterns mean: pure functions over names, no model needed.
+"""Matches a user's names and patterns with modules: pure functions over names, no model needed.
 
 A module has one name in the engine (`layers.3.attention.q_proj`) and may have others, its aliases, such as the name
 in the Hugging Face checkpoint (`model.layers.3.self_attn.q_proj`). A pattern matches a module when it matches any of
@@ -22,7 +22,7 @@ Matcher = Callable[[str, Sequence[str], Sequence[str]], bool]
 
 
 def matches_target(module: str, targets: Sequence[str], aliases: Sequence[str] = ()) -> bool:
-    """Whether one of `targets` means `module`.
+    """Returns whether one of `targets` matches `module`.
 
     A target is a name or a regular expression. It must match a whole name, or the end of one that starts at a
     component: `q_proj`, `attention.q_proj` and `.*layers\\.3\\..*` all match `layers.3.attention.q_proj`;
@@ -43,7 +43,7 @@ def matches_target(module: str, targets: Sequence[str], aliases: Sequence[str] =
 
 
 def matches_trainable(module: str, patterns: Sequence[str], aliases: Sequence[str] = ()) -> bool:
-    """Whether one of `patterns` means `module`.
+    """Returns whether one of `patterns` matches `module`.
 
     A pattern has the wildcards of a shell (*, ?, [...]) and must match the whole name or a run of whole components:
     `lm_head`, `mlp`, `layers.0` and `layers.*.mlp.*` do, where the module has them; `layers.1` does not match
@@ -60,7 +60,7 @@ def matches_trainable(module: str, patterns: Sequence[str], aliases: Sequence[st
 
 
 def unmatched_patterns(patterns: Sequence[str], modules: Mapping[str, Sequence[str]], matches: Matcher) -> list[str]:
-    """The patterns that mean no module at all, in the order given.
+    """Returns the patterns that match no module at all, in the order given.
 
     Args:
         patterns: what the user wrote.
@@ -77,7 +77,7 @@ def unmatched_patterns(patterns: Sequence[str], modules: Mapping[str, Sequence[s
 def require_matched(
     option: str, patterns: Sequence[str], modules: Mapping[str, Sequence[str]], matches: Matcher
 ) -> None:
-    """Refuse patterns that mean no module.
+    """Refuses patterns that match no module.
 
     Args:
         option: where the patterns came from, "lora.targets" or "trainable".
@@ -96,13 +96,13 @@ def require_matched(
 
 
 def _endings(name: str) -> list[str]:
-    """The name and every end of it that starts at a component."""
+    """Returns the name and every end of it that starts at a component."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def _runs(name: str) -> list[str]:
-    """Every run of whole components of the name."""
+    """Returns every run of whole components of the name."""
     parts = name.split(".")
     size = len(parts)
     return [".".join(parts[start:end]) for start in range(size) for end in range(start + 1, size + 1)]

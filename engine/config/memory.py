@@ -1,4 +1,4 @@
-"""What is kept between the forward and the backward pass, where, and in which dtype; what is replayed as a graph."""
+"""Memory options: what is kept for backward, where, and in which dtype; what is replayed as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ CudaGraph = Literal["none", "layer", "step"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOptions:
-    """Memory: what is kept for the backward pass, and what a GPU replays as a graph.
+    """Memory: what is kept for the backward pass, and what is replayed as a CUDA graph.
 
     Args:
-        recompute: What backward makes again instead of keeping it. "none" keeps everything; "selective" makes norms
-            and SwiGLU again; "attention" makes all of the attention block again; "full" keeps each layer's input
-            alone. The later, the less memory and the more work.
+        recompute: What backward recomputes. "none" keeps everything; "selective" recomputes norms and SwiGLU;
+            "attention" recomputes the attention block too; "full" recomputes each layer from its input. Later choices
+            take less memory and more time.
         recompute_layers: How many layers, counted from the first, are treated as memory.recompute says, where that is
             "attention" or "full"; the others are "selective". null means all of them.
-        offload_activations: Keep what layers leave for backward in host memory, and bring it back one layer ahead of
-            its use. Needs a GPU.
-        offload_weights: Keep frozen weights in host memory, and fetch each layer's while the layer before it computes,
-            for the forward pass and again for the backward pass. Of the frozen weights, two layers' are on the device
-            at a time.
+        offload_activations: Keep activations for backward in host memory, and prefetch them one layer ahead of their
+            use. Needs a GPU.
+        offload_weights: Keep frozen weights in host memory, and prefetch each layer's while the layer before it
+            computes, for the forward pass and again for the backward pass. Of the frozen weights, two layers' are on
+            the device at a time.
         offload_optimizer: Keep the fp32 weights and both moments of AdamW in host memory, and bring them to the device
-            a piece at a time when they are updated.
+            piece by piece when they are updated.
         activation_dtype: Precision in which activations are kept for backward: "bfloat16", or "float8" (e4m3 with one
             scale a token). null keeps them as they are. The rounding error is reported after the first step.
-        cuda_graph: What is recorded after a few steps and replayed from then on, so that the GPU does not wait for the
+        cuda_graph: What is captured after a few steps and replayed from then on, so that the GPU does not wait for the
             CPU to launch its kernels. "layer" is the forward and the backward of each layer; "step" is the whole step,
             reduction and optimizer included; "none" replays nothing. Needs a GPU and data.packing, whose rows are
             equally long. A micro-batch that does not fit runs without a graph, and is counted in the summary.
-        graph_documents: How many documents a micro-batch may have to be replayed; each one that is not there still
-            costs a little. null means 32 a row, or fewer where the data has fewer; with data parallelism, as many as
+        graph_documents: Maximum number of documents in a micro-batch that is replayed; unused ones cost a little.
+            null means 32 per row, or fewer where the data has fewer; with data parallelism, as many as
             the data may ask for.
     """
 

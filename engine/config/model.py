@@ -1,4 +1,4 @@
-"""Which model is trained, and in which arithmetic."""
+"""Model options: which model is trained, and in which precision."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Model: which checkpoint, in which arithmetic.
+    """Model: which checkpoint, in which precision.
 
     Args:
         path: Folder of the model, either a Hugging Face checkpoint or a partitioned one made by rankfold convert.
-        dtype: Arithmetic of the forward and backward pass; masters, gradients and optimizer state are always float32.
-            float16 needs a loss scale, which finds its own size (optim.loss_scale).
+        dtype: Precision of the forward and backward pass; masters, gradients and optimizer state are always float32.
+            float16 needs a loss scale, which is adjusted automatically (optim.loss_scale).
         base_dtype: How linear weights of the layers that do not train are stored; null for model.dtype. "nf4" is 4 bits
-            a weight with one scale for 64, as QLoRA has it (arXiv 2305.14314); "int8" is 8 bits with one scale a row;
-            "fp8" is e4m3 with one scale a matrix and "fp8_row" with one a row, and both also round what the weights
-            are multiplied with to 8 bits. Weights are encoded while they are read. Embedding, head, norms and whatever
+            per weight with one scale for 64, as in QLoRA (arXiv 2305.14314); "int8" is 8 bits with one scale per row;
+            "fp8" is e4m3 with one scale per matrix and "fp8_row" with one per row, and both also round the inputs
+            of these linears to 8 bits. Weights are encoded while they are read. Embedding, head, norms and whatever
             trains stay in model.dtype; an export has the base as it was read.
-        kernels: Arithmetic behind the layers. "auto" takes the fastest that can run here and says which. "reference" is
-            plain torch. "native" are the compiled CPU kernels, in float32 and bfloat16. "triton" are the GPU kernels,
+        kernels: Implementation of the layers' ops. "auto" takes the fastest that can run here and logs which.
+            "reference" is plain torch. "native" are the compiled CPU kernels, in float32 and bfloat16. "triton" are the
+            GPU kernels,
             on a CPU only for tests: in float32 with TRITON_INTERPRET=1 set. "apex" is "auto" with the norms of NVIDIA
-            apex, on a GPU. One named here that cannot run stops the run.
+            apex, on a GPU. A backend named here that cannot run is an error.
         init: "checkpoint" reads the weights of model.path; "random" draws new ones for the config.json found there.
     """
 

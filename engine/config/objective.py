@@ -1,4 +1,4 @@
-"""What is minimised."""
+"""Objective options: which loss is minimised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REFERENCE_FREE = ("orpo", "simpo")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveOptions:
-    """Objective: what is minimised.
+    """Objective: which loss is minimised.
 
     Args:
         name: "language_modeling" predicts the next token (pretraining, supervised fine-tuning). The others learn from
@@ -22,11 +22,11 @@ class ObjectiveOptions:
             (2305.10425), and without a reference "orpo" (2403.07691) and "simpo" (2405.14734). "kto" (2402.01306)
             learns from single answers, each with a label that says whether it was liked.
         beta: How strongly a pair counts against staying near the reference; for orpo the weight of the odds ratio.
-        label_smoothing: Share of pairs that are taken to be labelled the wrong way round, for dpo and simpo.
+        label_smoothing: Share of pairs that are assumed to be labelled the wrong way round, for dpo and simpo.
         length_normalised: Compare means over an answer's tokens instead of sums, for dpo and hinge.
         margin: By how much simpo wants the preferred answer to be better.
         desirable_weight: How much a liked answer counts for kto.
-        undesirable_weight: How much a disliked one does. Where kinds are unequal in number, give the rarer one more.
+        undesirable_weight: How much a disliked answer counts for kto. Give the rarer kind the larger weight.
         reference: What the trained model is compared with. "base" is the model without its adapters, computed with each
             step, without a second copy. "initial" is the model as the run starts (with the adapter of lora.init_from,
             or when more than adapters is trained): its log-likelihoods are computed once, before the first step, and

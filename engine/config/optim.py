@@ -1,4 +1,4 @@
-"""AdamW and its learning-rate schedule."""
+"""Optimizer options: AdamW and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class OptimOptions:
 
     Args:
         backend: Code that updates the weights; all compute the same. "auto" takes the fastest that comes with the
-            engine and says which, "torch" is torch's fused AdamW, "native" is the compiled CPU kernel, "apex" is
-            FusedAdam of NVIDIA apex on a GPU; one asked for by name stops where it cannot run.
+            engine and logs which, "torch" is torch's fused AdamW, "native" is the compiled CPU kernel, "apex" is
+            FusedAdam of NVIDIA apex on a GPU; a backend named here that cannot run is an error.
         lr: Highest learning rate, reached at the end of the warm-up.
         betas: Decay rates of the running averages of the gradient and of its square.
         eps: Added to the square root in the denominator of the update.
@@ -27,9 +27,9 @@ class OptimOptions:
             weights of norms, as in Hugging Face's Trainer.
         clip_grad_norm: Gradients are scaled down to this norm where theirs is larger; 0 switches clipping off.
         max_skipped_steps: A step whose loss or gradient is not finite, or spikes where guards.spike_policy is skip,
-            changes nothing and is counted; after so many of them in a row the run stops. 1 stops at the first.
-        loss_scale: What the loss is multiplied by at first where model.dtype is float16, a power of two. It halves when
-            the gradient overflows, and that step is left out.
+            is skipped and counted; after this many in a row the run stops. 1 stops at the first.
+        loss_scale: Initial loss scale where model.dtype is float16, a power of two. It halves when the gradient
+            overflows, and that step is skipped.
         loss_scale_window: Steps without an overflow after which the loss scale doubles.
         schedule: Course of the learning rate after the warm-up. "linear" and "cosine" fall to optim.min_lr at the
             last step; "constant" stays.
@@ -90,5 +90,5 @@ class OptimOptions:
         )
 
     def warmup(self, total_steps: int) -> int:
-        """Steps of the warm-up in a run of `total_steps`."""
+        """Returns the steps of the warm-up in a run of `total_steps`."""
         return self.warmup_steps if self.warmup_ratio is None else ceil(self.warmup_ratio * total_steps)

@@ -11,13 +11,13 @@ from engine.config.run import RunConfig
 
 @cache
 def sections() -> dict[str, type]:
-    """Section name -> its dataclass, in the order of `RunConfig`."""
+    """Returns section name -> its dataclass, in the order of `RunConfig`."""
     return {name: kind for name, kind in get_type_hints(RunConfig).items() if _is_section(kind)}
 
 
 @cache
 def option_types() -> dict[str, Any]:
-    """Full option name (`parallel.tensor`, `trainable`) -> its type."""
+    """Returns full option name (`parallel.tensor`, `trainable`) -> its type."""
     types: dict[str, Any] = {}
     for name, kind in get_type_hints(RunConfig).items():
         if _is_section(kind):

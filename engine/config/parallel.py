@@ -1,4 +1,4 @@
-"""How the model and the batch are divided over the ranks.
+"""Parallel options: how the model and the batch are divided over the ranks.
 
 The data-parallel size is not an option: it follows from the world size (`engine.config.rules.data_parallel_size`).
 """
@@ -24,21 +24,21 @@ class ParallelOptions:
         sequence: Whether the tensor ranks also divide the tokens between the linears (sequence parallelism).
             null means true when parallel.tensor is above 1; with parallel.tensor 1 there is nothing to divide.
         pipeline: Ranks that share the layers (pipeline parallelism).
-        virtual: Stages that each pipeline rank holds; null takes what the schedule needs at least.
+        virtual: Stages that each pipeline rank holds; null takes the least that the schedule needs.
         schedule: Order of forwards and backwards over the pipeline. "auto" takes "lora" where the layers are frozen,
             else "interleaved" where parallel.virtual is above 1 and "1f1b" where it is not. "zb_h1" and "zb_v" put the
-            weights' gradients into the gaps and are for training in full; zb_v holds two stages a rank.
-        layers_per_stage: Layers of each stage, in order, as [8, 8, 8, 6]; null splits evenly, the head counted in.
+            weights' gradients into the gaps and are for training in full; zb_v holds two stages per rank.
+        layers_per_stage: Layers of each stage, in order, as [8, 8, 8, 6]; null splits evenly, counting the head.
         context: Ranks that share each row of tokens (context parallelism).
         context_method: How attention reaches the tokens of other context ranks. "ring" sends keys and values while
             others are computed; "ulysses" exchanges heads for tokens, which needs enough heads.
         shard: What is spread over the ranks that train on different data (data and context parallel ones; ZeRO, arXiv
             1910.02054). "none" keeps everything on each rank; "optimizer" spreads the fp32 weights and both moments;
             "gradients" spreads the summed gradients as well, and sends half as much; "parameters" spreads the weights
-            too, frozen ones among them, and gathers each layer's twice a micro-batch. With one such rank nothing is
-            spread. Checkpoints open at any setting.
+            too, frozen ones among them, and gathers each layer's twice per micro-batch. With one such rank nothing
+            is spread. Checkpoints open at any setting.
         lora_reduce: How a column linear's low-rank input gradient crosses the tensor ranks without sequence
-            parallelism. "local" keeps each rank's partial sum and adds up the gradient of A once a step; "joint" sends
+            parallelism. "local" keeps each rank's partial sum and sums the gradient of A once per step; "joint" sends
             it along with the input gradient, so that the gradient of A is complete at once.
         bucket_mb: Size in MiB of the buckets in which gradients are reduced over the data-parallel ranks.
     """
@@ -79,7 +79,7 @@ class ParallelOptions:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether sequence parallelism is on: parallel.sequence, by default on, where there is more than one rank."""
+        """Whether sequence parallelism is on: by default on, where there is more than one tensor rank."""
         return self.tensor > 1 and self.sequence is not False
 
     @property

@@ -1,4 +1,4 @@
-"""Paths as people give them: ~ is a home, in every option of a run and of every tool.
+"""Expands ~ to a home directory in the paths of a run's and every tool's options.
 
 A shell expands ~ at the beginning of a word only, neither in --option=~/x nor in a file of options.
 """
@@ -26,10 +26,10 @@ PATH_OPTIONS = (
 
 
 def at_home(option: str, path: str) -> str:
-    """`path` with the home that a ~ or ~user in front stands for.
+    """Returns `path` with a leading ~ or ~user replaced by that home.
 
     Raises:
-        UserError: `option` names the home of nobody.
+        UserError: `option` names the home of an unknown user.
     """
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
@@ -38,10 +38,10 @@ def at_home(option: str, path: str) -> str:
 
 
 def path_text(text: str) -> str:
-    """The type of a tool's option that is a path and stays text.
+    """Parses a tool's option that is a path and stays text.
 
     Raises:
-        argparse.ArgumentTypeError: it names the home of nobody.
+        argparse.ArgumentTypeError: it names the home of an unknown user.
     """
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
@@ -50,7 +50,7 @@ def path_text(text: str) -> str:
 
 
 def path(text: str) -> Path:
-    """As `path_text`, a Path."""
+    """Parses a path like `path_text`, and returns a Path."""
     return Path(path_text(text))
 
 

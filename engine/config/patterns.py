@@ -1,4 +1,4 @@
-"""Regular expressions over modules' names that cannot take for ever, whoever wrote them.
+"""Regular expressions over modules' names, matched in bounded time: they may come from an untrusted file.
 
 Python's matcher tries one way after another, and an expression such as `(.*.*)*x` has more ways than there is time. An
 expression with repeats inside repeats is matched here by the set of all places where each of its parts may end, which
@@ -17,9 +17,9 @@ from engine.errors import UserError
 
 _MAX_CHARACTERS = 10_000
 _MAX_STEPS = 1_000_000
-"""Most steps that one expression may take in a process, over all names: some seconds."""
+"""Maximum steps that one expression may take in a process, over all names: some seconds."""
 _FEW_REPEATS = 3
-"""So many, one behind the other, may each try every place of a name."""
+"""Maximum number of consecutive repeats, each of which may try every place of a name."""
 
 _Item = tuple[Any, Any]
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
@@ -28,12 +28,12 @@ _LOOKS = (_constants.ASSERT, _constants.ASSERT_NOT)
 
 
 class PatternFlaw(Exception):
-    """Says in a few words why a text is no expression that can be matched."""
+    """The reason, in a few words, why a text is not an expression that can be matched."""
 
 
 @lru_cache(maxsize=4096)
 def name_pattern(text: str) -> NamePattern:
-    """The expression that `text` writes.
+    """Compiles an expression.
 
     Raises:
         PatternFlaw: it is not valid, or too large.
@@ -64,7 +64,7 @@ class NamePattern:
             self._left = _MAX_STEPS
 
     def matches(self, name: str) -> bool:
-        """Whether the expression matches all of `name`.
+        """Returns whether the expression matches all of `name`.
 
         Raises:
             UserError: it takes too many steps to find out.
@@ -74,7 +74,7 @@ class NamePattern:
         return len(name) in _Places(self, name).after(self._tree, (0,))
 
     def _prepare(self, items: Iterable[_Item], flags: int) -> None:
-        """Compiles all that matches one character or none, with the flags that hold there."""
+        """Compiles items that match one character or none, with the flags in force there."""
         for item in items:
             kind, what = item
             if kind in (*_CHARACTERS, _constants.AT) or (kind in _REPEATS and _is_one_character(what[2])):
@@ -93,7 +93,7 @@ class NamePattern:
                 raise PatternFlaw("it repeats what has repeats, and refers to what was matched: write it without one")
 
     def count(self, steps: int) -> None:
-        """Raises UserError once there have been too many."""
+        """Counts a step, and raises UserError once there have been too many."""
         self._left -= steps
         if self._left < 0:
             shown = self._text if len(self._text) <= 80 else f"{self._text[:80]}..."
@@ -104,14 +104,14 @@ class NamePattern:
 
 
 class _Places:
-    """Where the parts of an expression may end in one name."""
+    """The places where the parts of an expression may end in one name."""
 
     def __init__(self, pattern: NamePattern, name: str) -> None:
         self._pattern, self._name = pattern, name
         self._known: dict[tuple[int, int], frozenset[int]] = {}
 
     def after(self, items: Iterable[_Item], begins: Iterable[int]) -> frozenset[int]:
-        """Where the items, one behind the other, may end if they begin at one of `begins`."""
+        """Returns where the items, in sequence, may end if they begin at one of `begins`."""
         places = frozenset(begins)
         for item in items:
             self._pattern.count(len(places))
@@ -145,7 +145,7 @@ class _Places:
         return self._repeated(least, most, inside, begin)
 
     def _repeated(self, least: int, most: int, inside: Sequence[_Item], begin: int) -> frozenset[int]:
-        # Beyond as many rounds as there are characters one of them is empty, and more of these change nothing.
+        # With more rounds than characters one of them is empty, and more of these change nothing.
         enough = len(self._name) + 1
         places = frozenset((begin,))
         for _ in range(min(least, enough)):
@@ -160,12 +160,12 @@ class _Places:
 
 
 def _is_simple(tree: Iterable[_Item]) -> bool:
-    """Whether `re` has few ways to try."""
+    """Returns whether `re` has few ways to try."""
     return _ways(tree) <= _FEW_REPEATS
 
 
 def _ways(items: Iterable[_Item]) -> float:
-    """How many repeats follow each other; infinite where one is inside another, or around alternatives."""
+    """Returns how many repeats follow each other; infinite where one is inside another, or around alternatives."""
     return sum(_ways_of(*item) for item in items)
 
 

@@ -1,4 +1,4 @@
-"""Which options a run may change when it resumes, and which of these changes it says.
+"""Which options a run may change when it resumes, and which of these changes it reports.
 
 Every option is in one of two places here: SAID, because another value changes what is trained, evaluated or kept, or
 SILENT, because it does not. What must not change at all (the adapters' shape, the base) is refused where the checkpoint
@@ -46,11 +46,12 @@ SILENT: dict[str, tuple[str, ...]] = {
     "model": ("path", "init", "kernels"),
     # factors come from the checkpoint
     "lora": ("init", "init_from"),
-    # the content of the training data is compared by fingerprint, whatever it is called; what is shown of it
+    # the content of the training data is compared by fingerprint, whatever its path; printed samples
     "data": ("train", "tokenizer", "num_workers", "show"),
-    # the code that computes the same update; when a run gives up; where a loss scale starts, which the checkpoint knows
+    # backends with the same update; when a run gives up; the initial loss scale, since the checkpoint has the current
+    # one
     "optim": ("backend", "max_skipped_steps", "loss_scale"),
-    # a part of the layout; bits of one layout; what leaves no trace; waiting; what is shown
+    # layout; bits within one layout; steps without effect; timeouts; printed samples
     "train": (
         "micro_batch_size", "deterministic", "synthetic_steps", "collective_timeout", "hang_report_after",
         "sample_every", "sample_prompts", "sample_tokens", "sample_chat",
@@ -60,17 +61,17 @@ SILENT: dict[str, tuple[str, ...]] = {
         "recompute", "recompute_layers", "offload_activations", "offload_weights", "offload_optimizer", "cuda_graph",
         "graph_documents",
     ),
-    # what is watched and reported
+    # monitoring and reports
     "guards": ("liveness_steps", "liveness_policy", "replicas_every", "replicas_policy", "locate_non_finite"),
     # layout, places and reports: all of them
     "parallel": ("*",),
     "checkpoint": ("*",),
     "log": ("*",),
 }  # fmt: skip
-"""The options that may change without a word, and why, by section; * for all of it."""
+"""The options whose change is not reported, and why, by section; * for the whole section."""
 
 _BEFORE: dict[str, Any] = {"train.last_batch": "full"}
-"""What runs did before there was the option."""
+"""The behaviour of runs from before an option existed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +87,13 @@ class Change:
 
 
 def is_said(option: str) -> bool:
-    """Whether another value is worth a line."""
+    """Returns whether a change of the option is reported."""
     section, _, name = option.rpartition(".")
     return name in SAID.get(section, ())
 
 
 def changes(saved: str, now: str) -> list[Change]:
-    """The said options that differ between two configurations, both as `to_yaml` writes them.
+    """Returns the reported options that differ between two configurations, both as `to_yaml` writes them.
 
     Options that the saved one does not know, because it is older than they are, count as unchanged.
     """
@@ -105,7 +106,7 @@ def changes(saved: str, now: str) -> list[Change]:
 
 
 def flat_options(text: str) -> dict[str, Any]:
-    """A configuration in YAML as options by their names, such as {"optim.lr": 2e-4}."""
+    """Returns a configuration in YAML as options by their names, such as {"optim.lr": 2e-4}."""
     flat: dict[str, Any] = {}
     for name, value in yaml.safe_load(text).items():
         if name in _SECTIONS and isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""Rules between sections: one function each, which names the values that clash and what to change.
+"""Rules between sections: one function each, whose error names the values that clash and what to change.
 
-`check_config` runs those that need the configuration alone, `check_files` looks whether the given paths exist, and
+`check_config` runs those that need the configuration alone, `check_files` checks that the given paths exist, and
 `check_world` runs those that need the number of ranks. None of them changes anything.
 """
 
@@ -17,7 +17,7 @@ from engine.errors import UserError
 
 
 def check_config(config: RunConfig) -> None:
-    """Every rule that needs no more than the configuration.
+    """Checks every rule that needs no more than the configuration.
 
     Raises:
         UserError: two values clash.
@@ -39,7 +39,7 @@ def check_config(config: RunConfig) -> None:
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
-    """Every rule that needs the number of ranks.
+    """Checks every rule that needs the number of ranks.
 
     Raises:
         UserError: the layout does not fit `world_size` ranks, or rows or the batch do not fit the layout.
@@ -51,7 +51,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
 
 
 def check_files(config: RunConfig) -> None:
-    """Whether the paths that the run reads exist; their content is not looked at.
+    """Checks that the paths that the run reads exist; their content is not read.
 
     Raises:
         UserError: one does not.
@@ -76,7 +76,7 @@ def check_files(config: RunConfig) -> None:
 
 
 def data_parallel_size(config: RunConfig, world_size: int) -> int:
-    """How many copies of the model train side by side on `world_size` ranks.
+    """Returns the number of data-parallel copies of the model on `world_size` ranks.
 
     Raises:
         UserError: the ranks do not divide into copies.
@@ -86,7 +86,7 @@ def data_parallel_size(config: RunConfig, world_size: int) -> int:
 
 
 def gradient_accumulation_steps(config: RunConfig, world_size: int) -> int:
-    """Micro-batches that each rank goes through in one optimizer step.
+    """Returns the number of micro-batches of each rank in one optimizer step.
 
     Raises:
         UserError: the batch does not divide.
@@ -96,7 +96,7 @@ def gradient_accumulation_steps(config: RunConfig, world_size: int) -> int:
 
 
 def check_kernels(config: RunConfig) -> None:
-    """The compiled CPU kernels know two dtypes."""
+    """Refuses the compiled CPU kernels in a dtype that they do not support."""
     require(
         config.model.kernels != "native" or config.model.dtype in ("float32", "bfloat16"),
         f"model.kernels is native and model.dtype is {config.model.dtype}, but the compiled CPU kernels read float32 "
@@ -105,7 +105,7 @@ def check_kernels(config: RunConfig) -> None:
 
 
 def check_something_trains(config: RunConfig) -> None:
-    """Adapters or trainable modules, at least one of them."""
+    """Refuses a run without adapters and without trainable modules."""
     require(
         config.lora.rank > 0 or len(config.trainable) > 0,
         "lora.rank is 0 and trainable is [], so nothing would be trained: set lora.rank to for example 16, "
@@ -114,7 +114,7 @@ def check_something_trains(config: RunConfig) -> None:
 
 
 def check_adapters_have_targets(config: RunConfig) -> None:
-    """Adapters need somewhere to sit."""
+    """Refuses adapters without target modules."""
     require(
         config.lora.rank == 0 or len(config.lora.targets) > 0,
         f"lora.rank is {config.lora.rank} and lora.targets is [], so the adapters have nowhere to sit: "
@@ -123,7 +123,7 @@ def check_adapters_have_targets(config: RunConfig) -> None:
 
 
 def check_adapter_source(config: RunConfig) -> None:
-    """An adapter to start from makes sense only where there are adapters."""
+    """Refuses an initial adapter for a run without adapters."""
     require(
         config.lora.init_from is None or config.lora.rank > 0,
         f"lora.init_from is {config.lora.init_from} and lora.rank is 0, but an adapter needs a rank: set lora.rank to "
@@ -132,7 +132,7 @@ def check_adapter_source(config: RunConfig) -> None:
 
 
 def check_fused(config: RunConfig) -> None:
-    """One adapter for several modules needs all of them as targets."""
+    """Refuses one adapter for several modules unless all of them are targets."""
     if config.lora.rank == 0:
         return
     for option, parts in (("qkv", ("q_proj", "k_proj", "v_proj")), ("gate_up", ("gate_proj", "up_proj"))):
@@ -145,7 +145,7 @@ def check_fused(config: RunConfig) -> None:
 
 
 def check_dora(config: RunConfig) -> None:
-    """The lengths of rows are those of single matrices whose numbers are known."""
+    """Refuses DoRA where the lengths of the base's rows are not known."""
     if config.lora.rank == 0 or not config.lora.dora:
         return
     require(
@@ -156,7 +156,7 @@ def check_dora(config: RunConfig) -> None:
 
 
 def check_lora_reduce(config: RunConfig) -> None:
-    """The joint reduction is a choice only where the tensor ranks do not divide the tokens."""
+    """Refuses parallel.lora_reduce with sequence parallelism, which has its own reduction."""
     require(
         config.parallel.lora_reduce == "local" or not config.parallel.sequence_parallel,
         f"parallel.lora_reduce is {config.parallel.lora_reduce} and sequence parallelism is on (parallel.tensor "
@@ -166,7 +166,7 @@ def check_lora_reduce(config: RunConfig) -> None:
 
 
 def check_activation_dtype(config: RunConfig) -> None:
-    """Activations are kept in fewer bits than they are computed in."""
+    """Refuses to keep activations in a dtype that saves no bits."""
     require(
         config.memory.activation_dtype != "bfloat16" or config.model.dtype == "float32",
         f"memory.activation_dtype is bfloat16 and model.dtype is {config.model.dtype}, so that activations would be "
@@ -175,7 +175,9 @@ def check_activation_dtype(config: RunConfig) -> None:
 
 
 def check_cuda_graph(config: RunConfig) -> None:
-    """A graph repeats what the host did once: same shapes, same launches, nothing decided anew."""
+    """Refuses options that do not go with CUDA graphs: a replay has fixed shapes and launches, and no host
+    decisions.
+    """
     graph, parallel, memory = config.memory.cuda_graph, config.parallel, config.memory
     if graph == "none":
         return
@@ -208,7 +210,7 @@ def check_cuda_graph(config: RunConfig) -> None:
 
 
 def check_offloaded_weights(config: RunConfig) -> None:
-    """Weights wait in one place."""
+    """Refuses to offload weights that are already spread over ranks."""
     require(
         not config.memory.offload_weights or config.parallel.shard != "parameters",
         "memory.offload_weights is true and parallel.shard is parameters, which keeps the weights on the other ranks "
@@ -217,7 +219,7 @@ def check_offloaded_weights(config: RunConfig) -> None:
 
 
 def check_warmup(config: RunConfig, epoch_steps: int | None = None) -> None:
-    """The warm-up ends before the run does.
+    """Refuses a warm-up that is longer than the run.
 
     Args:
         epoch_steps: steps of the run's epochs, once the data is known; None before.
@@ -235,11 +237,10 @@ def check_warmup(config: RunConfig, epoch_steps: int | None = None) -> None:
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """Evaluations need samples, and what ends a run or is kept by their loss needs evaluations."""
+    """Refuses evaluations without samples, and options that depend on evaluations that never run."""
     train, evaluates = config.train, config.data.evaluates
-    first, every, target, patience = (
-        train.eval_first, train.eval_every, train.target_eval_loss, train.early_stopping_patience,
-    )  # fmt: skip
+    first, every = train.eval_first, train.eval_every
+    target, patience = train.target_eval_loss, train.early_stopping_patience
     for given, wanted, what, instead in (
         (f"train.eval_every is {every}", every > 0, "so there is nothing to evaluate", "train.eval_every to 0"),
         (f"train.target_eval_loss is {target}", target is not None, "so that the target could never be reached",
@@ -276,7 +277,7 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def check_synthetic_steps(config: RunConfig) -> None:
-    """Rows of made-up tokens look like those of the data."""
+    """Refuses synthetic steps whose rows could not be like those of the data."""
     steps = config.train.synthetic_steps
     if not steps:
         return
@@ -294,7 +295,7 @@ def check_synthetic_steps(config: RunConfig) -> None:
 
 
 def check_sequence_split(config: RunConfig) -> None:
-    """Sequence parallelism divides the tokens of a micro-batch evenly."""
+    """Refuses micro-batches whose tokens do not divide evenly under sequence parallelism."""
     tensor, rows, length = config.parallel.tensor, config.train.micro_batch_size, config.row_length
     require(
         not config.parallel.sequence_parallel or config.parallel.context > 1 or rows * length % tensor == 0,
@@ -305,7 +306,7 @@ def check_sequence_split(config: RunConfig) -> None:
 
 
 def check_context_split(config: RunConfig) -> None:
-    """Each context rank holds two pieces of every row, with as many tokens on each tensor rank."""
+    """Refuses rows that do not divide into two pieces per context rank, with as many tokens on each tensor rank."""
     context, length = config.parallel.context, config.row_length
     if context == 1:
         return
@@ -319,7 +320,7 @@ def check_context_split(config: RunConfig) -> None:
 
 
 def check_objective(config: RunConfig) -> None:
-    """Pairs of answers, and what they are compared with."""
+    """Refuses options that do not go with an objective over judged answers, or with its reference."""
     objective, data = config.objective, config.data
     if not objective.compares_answers:
         return
@@ -341,7 +342,7 @@ def check_objective(config: RunConfig) -> None:
     )
     require(
         data.packing != "concatenate",
-        f"objective.name is {objective.name} and data.packing is concatenate, which would tear answers apart: "
+        f"objective.name is {objective.name} and data.packing is concatenate, which would split answers: "
         "set data.packing to true or false.",
     )
     require(
@@ -365,7 +366,7 @@ def check_objective(config: RunConfig) -> None:
 
 
 def check_layout(config: RunConfig, world_size: int) -> None:
-    """The ranks divide into whole copies of the model."""
+    """Refuses a number of ranks that does not divide into whole copies of the model."""
     size = config.parallel.model_parallel_size
     splits = [f"parallel.{name}" for name in ("tensor", "pipeline", "context") if getattr(config.parallel, name) > 1]
     require(
@@ -378,7 +379,7 @@ def check_layout(config: RunConfig, world_size: int) -> None:
 
 
 def check_batch(config: RunConfig, world_size: int) -> None:
-    """The global batch divides into whole micro-batches on every data-parallel rank."""
+    """Refuses a global batch that does not divide into micro-batches on every data-parallel rank."""
     copies = data_parallel_size(config, world_size)
     micro, whole = config.train.micro_batch_size, config.train.global_batch_size
     unit = micro * copies

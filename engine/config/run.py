@@ -20,20 +20,20 @@ from engine.config.train import TrainOptions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Everything a run is made from.
+    """The configuration of a run.
 
     Args:
-        model: Which checkpoint, in which arithmetic.
+        model: Which checkpoint, in which precision.
         trainable: Modules trained in full, beside or instead of adapters, as names with * and ? wildcards: lm_head,
             embed_tokens, layers.*.mlp.*, or * for everything.
         parallel: How the model is divided over the ranks.
         lora: The adapters.
-        objective: What is minimised.
+        objective: Which loss is minimised.
         data: Which text, and how it becomes rows of tokens.
         optim: AdamW and its schedule.
         train: How long, in which batches.
         memory: What is kept for the backward pass.
-        guards: What is watched while it trains.
+        guards: What is monitored while it trains.
         checkpoint: Where the run is kept.
         log: What the run reports.
     """
@@ -63,5 +63,5 @@ class RunConfig:
 
     @property
     def row_length(self) -> int:
-        """Tokens of a row, at most. Pairs of answers lie side by side in one, each of up to data.seq_length."""
+        """Maximum tokens of a row. A pair of answers shares one row, each of up to data.seq_length tokens."""
         return self.data.seq_length * (2 if self.objective.compares_pairs else 1)

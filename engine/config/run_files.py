@@ -1,4 +1,4 @@
-"""What a run keeps in its folder, by name. Whoever writes or reads one of these takes its name from here."""
+"""The names of the files in a run's folder, for all code that writes or reads one of them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 """Versions, machine and layout."""
 TRACKERS = "trackers.json"
-"""What trackers call the run, so that it goes on there when it resumes."""
+"""The trackers' ids of the run, with which a resumed run continues there."""
 MLFLOW = "mlflow.db"
-"""MLflow's database, where no other place was given."""
+"""MLflow's database, where no tracking URI is given."""
 FILES = (LOCK, CONFIG, ENVIRONMENT, TRACKERS, MLFLOW)
 
 CHECKPOINTS = "checkpoints"
 TELEMETRY = "telemetry"
-"""What each rank sees of itself."""
+"""Telemetry of each rank."""
 HANGS = "hangs"
-"""What each rank did when nothing went on."""
+"""Stacks of all ranks, written when the run hangs."""
 TRACES = "traces"
 """Traces by torch's profiler."""
 TENSORBOARD = "tensorboard"
 WANDB = "wandb"
-"""What Weights & Biases keeps, which gives the folder its name."""
+"""Folder of Weights & Biases, which chooses this name."""
 FOLDERS = (CHECKPOINTS, TELEMETRY, HANGS, TRACES, TENSORBOARD, WANDB)
 
 REFERENCE = "reference-"
-"""Files with the reference's likelihoods begin with this."""
+"""Prefix of files with the reference's log-likelihoods."""
 REPORT = "report.html"
 
 
 def is_taken(name: str) -> bool:
-    """Whether a file of another kind may not have this name; names with a dot in front are of files on their way.
+    """Returns whether a file of another kind may not have this name; names with a leading dot are of temporary
+    files.
 
-    Some file systems do not tell capitals from small letters, some drop points and blanks at the end, and a file is
+    Some file systems ignore case, some drop dots and blanks at the end, and a file is
     replaced by way of another one beside it.
     """
     plain = name.casefold().rstrip(". ")

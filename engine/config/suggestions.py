@@ -1,4 +1,4 @@
-"""What somebody probably meant: the closest name, or what another trainer's name for an option is called here.
+"""Suggestions for misspelt options: the closest name, or the option that another trainer's name stands for.
 
 Other trainers' names come from the tables that `rankfold convert config` converts with, so that both know the same.
 """
@@ -13,12 +13,12 @@ from engine.config.option_names import option_types
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
-    """The known name that is written most like `name`; None where none is similar."""
+    """Returns the known name that is spelt most like `name`; None where none is similar."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def meant_options(name: str) -> list[str]:
-    """Full names of the options that `name`, or its part behind the last point, is for another trainer.
+    """Returns the options that `name`, or its part after the last dot, stands for in other trainers.
 
     Args:
         name: without the leading dashes, such as "learning_rate" or "optim.learning-rate".
@@ -30,7 +30,7 @@ def meant_options(name: str) -> list[str]:
 
 
 def meant_value(value: str, choices: Iterable[str]) -> str | None:
-    """The choice that `value` stands for elsewhere ("bf16"), or that is written most like it."""
+    """Returns the choice that `value` stands for elsewhere ("bf16"), or that is spelt most like it."""
     known = list(choices)
     for word in (value, value.lower()):
         if word in known:

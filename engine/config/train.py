@@ -1,4 +1,4 @@
-"""How long training goes on, in which batches, and when it is evaluated."""
+"""Training options: how long, in which batches, and when to evaluate."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ class TrainOptions:
 
     Args:
         steps: Optimizer steps to take; give this or train.epochs.
-        epochs: Times to go through the training data, fractions allowed; 1 when neither this nor train.steps is given.
+        epochs: Passes over the training data, fractions allowed; 1 when neither this nor train.steps is given.
         micro_batch_size: Rows in one forward pass of one data-parallel rank.
         global_batch_size: Rows in one optimizer step, over all ranks and micro-batches.
-        last_batch: What an epoch ends with when its rows do not divide into full batches. "short" takes the rows that
+        last_batch: The last batch of an epoch whose rows do not divide into full batches. "short" takes the rows that
             are left, so that an epoch reads each row exactly once; "full" adds the first rows of the next epoch.
         seed: Seed of the data order, of fresh weights and of dropout.
         deterministic: Use only operations that give the same bits on every run of the same layout.
         eval_every: Steps between evaluations of data.validation, beside those at the start and at the end; 0 for none.
-        eval_first: Step of the first evaluation; from there on there are those of train.eval_every, and none at the
-            start or at the end but in their turn. null evaluates at the start and at the end too.
-        eval_samples: Evaluate only the first so many validation samples; null evaluates all of them.
-        eval_mean: What the evaluation loss is the mean over. "tokens" weighs all learnt tokens alike; "rows" takes the
+        eval_first: Step of the first evaluation, a multiple of train.eval_every, with none at the start or the end
+            beside these. null evaluates at the start and at the end too.
+        eval_samples: Number of validation samples to evaluate, from the first; null evaluates all of them.
+        eval_mean: What the evaluation loss is the mean over. "tokens" weighs all target tokens alike; "rows" takes the
             mean of each row first and weighs all rows alike.
-        target_eval_loss: Training ends as soon as an evaluation loss is at most this; null goes on to the last step.
-        early_stopping_patience: Training ends after so many evaluations in a row whose loss is not lower than before;
-            null goes on to the last step.
+        target_eval_loss: Training ends as soon as an evaluation loss is at most this; null trains to the last step.
+        early_stopping_patience: Training ends after this many evaluations in a row without a lower loss; null trains
+            to the last step.
         early_stopping_min_delta: By how much a loss must be lower to count as lower for early stopping.
         sample_every: Steps between samples of text from the model as it is, beside those at the start and at the end; 0
             for none.
         sample_prompts: Texts that are continued, each with the most likely tokens.
-        sample_tokens: New tokens of a sample, at most.
-        sample_chat: Put each prompt through the tokenizer's chat template, as what a user says.
-        synthetic_steps: Steps on made-up tokens that warm the devices up before any data is read; what they change
-            is put back. The data is then read after the model, so that what is wrong with it is reported later.
-        collective_timeout: Seconds that ranks wait for one that does not answer before the run stops; more than the
-            longest time that one rank may be behind the others, such as rank 0 while it writes a file.
-        hang_report_after: Seconds without any progress after which the run says which ranks wait in what and which
-            never came, and each rank's stack is written to the run's folder; less than train.collective_timeout, null
-            takes half of it.
+        sample_tokens: Maximum number of new tokens of a sample.
+        sample_chat: Render each prompt as a user's message with the tokenizer's chat template.
+        synthetic_steps: Steps on made-up tokens that warm the devices up before any data is read; their changes
+            are undone. The data is then read after the model, so its errors are reported later.
+        collective_timeout: Seconds that ranks wait for one that does not answer before the run stops; set it above
+            the longest time that one rank may lag the others, such as rank 0 while it writes a file.
+        hang_report_after: Seconds without progress after which the run reports which ranks wait in which
+            collective and which never arrived, and each rank's stack is written to the run's folder; less than
+            train.collective_timeout, null takes half of it.
     """
 
     steps: int | None = None
@@ -132,7 +132,7 @@ class TrainOptions:
 
     @property
     def hang_report_seconds(self) -> float:
-        """Seconds without progress after which there is a report."""
+        """Seconds without progress after which a hang is reported."""
         return self.collective_timeout / 2 if self.hang_report_after is None else self.hang_report_after
 
     @property

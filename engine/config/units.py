@@ -18,7 +18,8 @@ _NUMBER = r"([-+]?[\d_.]+(?:[eE][-+]?\d+)?)"
 
 
 def read_gib(text: str) -> float:
-    """A memory size in GiB: 80, 80GB, 80GiB, 81920MiB. GB and GiB are the same here, because "an 80 GB GPU" has 80 GiB.
+    """Parses a memory size in GiB: 80, 80GB, 80GiB, 81920MiB. GB and GiB are the same here, because "an 80 GB GPU" has
+    80 GiB.
 
     Raises:
         ArgumentTypeError: it is no such size.
@@ -28,7 +29,8 @@ def read_gib(text: str) -> float:
 
 
 def read_step(text: str) -> int | Literal["best"]:
-    """Which checkpoint of a run: the number of its step, or "best" for that of the lowest evaluation loss.
+    """Parses the choice of a run's checkpoint: the number of its step, or "best" for that of the lowest evaluation
+    loss.
 
     Raises:
         ArgumentTypeError: it is neither.
@@ -41,7 +43,7 @@ def read_step(text: str) -> int | Literal["best"]:
 
 
 def read_gb(text: str) -> float:
-    """The size of a file in GB, 10^9 bytes: 5, 5GB, 500MB, 4GiB.
+    """Parses the size of a file in GB, 10^9 bytes: 5, 5GB, 500MB, 4GiB.
 
     Raises:
         ArgumentTypeError: it is no such size.
@@ -53,7 +55,7 @@ def read_gb(text: str) -> float:
 
 
 def read_length(text: str) -> int:
-    """A number of tokens: 8192, 8k (8 x 1024, as context lengths are named), 1M.
+    """Parses a number of tokens: 8192, 8k (8 x 1024, as context lengths are named), 1M.
 
     Raises:
         ArgumentTypeError: it is no whole number of tokens.
@@ -62,7 +64,7 @@ def read_length(text: str) -> int:
 
 
 def read_count(text: str) -> int:
-    """A number of parameters or samples: 427000000, 427e6, 427M, 7B.
+    """Parses a number of parameters or samples: 427000000, 427e6, 427M, 7B.
 
     Raises:
         ArgumentTypeError: it is no whole number.
@@ -79,7 +81,7 @@ def _whole(text: str, factors: Mapping[str, float], units: str, expected: str) -
 
 
 def _split(text: str, units: str, expected: str) -> tuple[float, str]:
-    """The number and its unit in capitals; the range is the caller's to check."""
+    """Splits a text into number and unit, in capitals; the caller checks the range."""
     match = re.fullmatch(rf"{_NUMBER}\s*{units}", text.strip(), re.IGNORECASE)
     try:
         return (float(match[1]), match[2].upper()) if match else (float(text), "")

@@ -1,1 +1,1 @@
-"""Between formats: Hugging Face models, PEFT adapters and partitioned bases, merged, exported and proved."""
+"""Conversion between formats: Hugging Face models, PEFT adapters and partitioned bases; merge, export and proof."""

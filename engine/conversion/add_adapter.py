@@ -1,8 +1,8 @@
-"""Adding an adapter into a weight a few rows at a time, and what rounding the sum costs.
+"""Adds an adapter into a weight a few rows at a time, and measures what rounding the sum costs.
 
 W + s * B A is computed in fp32 (fp64 where W is) and rounded once to W's dtype. The part of the sum that rounding takes
 away is measured as it happens: an adapter whose update is small beside the weights can lose much of itself in 16 bits,
-and nothing else would say so.
+and nothing else would show it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.files.durable import write_durably
 from engine.kernels.native.merge import can_merge, merge_rows
 
 _BLOCK_BYTES = 1 << 20
-"""Bytes of the weight in a block, so few that the fp32 blocks beside it still fit a processor's cache."""
+"""Bytes of the weight in a block: few enough that the fp32 blocks beside it still fit a processor's cache."""
 
 ROUNDING = "rounding"
 """Key of a tensor's `Rounding` among the facts of its content."""
@@ -35,7 +35,7 @@ ROUNDING = "rounding"
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An update s * B A, or its transpose, of a weight.
+    """A low-rank update of a weight: s * B A, or its transpose.
 
     Args:
         a: fp32 [r, in].
@@ -57,7 +57,7 @@ class LowRank:
         return not self.transposed and self.magnitude is None
 
     def added_to(self, rows: Tensor, first: int) -> Tensor:
-        """`rows` [n, columns], rows `first` and on of the weight, with the update added in place."""
+        """Returns `rows` [n, columns], rows `first` and on of the weight, with the update added in place."""
         last = first + rows.shape[0]
         left, right = (self.a[:, first:last].T, self.b.T) if self.transposed else (self.b[first:last], self.a)
         rows.addmm_(left.to(rows.dtype), right.to(rows.dtype), alpha=self.scale)
@@ -67,7 +67,7 @@ class LowRank:
         return rows
 
     def norm(self) -> float | None:
-        """Frobenius norm of the update, from the factors alone; None where the rows' lengths change too."""
+        """Returns the Frobenius norm of the update, from the factors alone; None where the rows' lengths change too."""
         if self.magnitude is not None:
             return None
         a, b = self.a.double(), self.b.double()
@@ -76,12 +76,12 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """An update of a bias: fp32 [out], added as it is."""
+    """An update of a bias: fp32 [out], added unchanged."""
 
     added: Tensor
 
     def added_to(self, rows: Tensor, first: int) -> Tensor:
-        """`rows` [n], elements `first` and on of the bias, with the update added in place."""
+        """Returns `rows` [n], elements `first` and on of the bias, with the update added in place."""
         return rows.add_(self.added[first : first + rows.shape[0]].to(rows.dtype))
 
     def norm(self) -> float:
@@ -91,11 +91,11 @@ class Shift:
 
 @dataclass(slots=True)
 class Rounding:
-    """What rounding did to one tensor, block by block.
+    """The rounding error of one merged tensor, summed up block by block.
 
     `max_error` is the largest absolute difference of a stored value from the exact sum; `relative_error` the norm of
     all differences over that of the exact sums; `error_of_update` the same over the norm of what was added, so that 1
-    means an update lost altogether.
+    means that the update was lost altogether.
     """
 
     max_error: float = 0.0
@@ -103,14 +103,14 @@ class Rounding:
     squared_value: float = 0.0
 
     def add(self, exact: Tensor, rounded: Tensor, scratch: Tensor) -> None:
-        """Counts a block; `scratch` has the shape and dtype of `exact`."""
+        """Measures and adds a block; `scratch` has the shape and dtype of `exact`."""
         error = scratch.copy_(rounded).sub_(exact).view(-1)
         values = exact.view(-1)
         low, high = torch.aminmax(error)
         self.count(max(-float(low), float(high)), float(torch.dot(error, error)), float(torch.dot(values, values)))
 
     def count(self, max_error: float, squared_error: float, squared_value: float) -> None:
-        """Counts what was found out about a block."""
+        """Adds the figures of a block."""
         self.max_error = max(self.max_error, max_error)
         self.squared_error += squared_error
         self.squared_value += squared_value
@@ -124,7 +124,7 @@ class Rounding:
 
 
 class MergedRows(Content):
-    """A trained tensor as it will be stored.
+    """The content of a trained tensor: rows of the weight with the update added, rounded once.
 
     Args:
         name: logical name, for the report.
@@ -176,7 +176,7 @@ class MergedRows(Content):
 
 
 def write_rounding(folder: Path, facts: Sequence[Mapping[str, Any]], scale: Scale) -> dict[str, dict[str, float]]:
-    """Writes merge_report.json: logical name -> `Rounding`'s values; gives them back."""
+    """Writes merge_report.json: logical name -> `Rounding`'s values, which it returns."""
     prefix = ROUNDING + "/"
     found = {key.removeprefix(prefix): value for each in facts for key, value in each.items() if key.startswith(prefix)}
     report = {"scale": scale, "tensors": {name: found[name] for name in sorted(found)}}
@@ -185,7 +185,7 @@ def write_rounding(folder: Path, facts: Sequence[Mapping[str, Any]], scale: Scal
 
 
 def summary(rounding: Mapping[str, Mapping[str, float]]) -> str:
-    """One sentence about a merge."""
+    """Returns one sentence about a merge."""
     name, worst = max(rounding.items(), key=lambda each: each[1]["max_error"])
     text = f"{len(rounding)} tensors merged; rounding changed values by at most {worst['max_error']:.2e} ({name})"
     if worst["max_error"] == 0.0:

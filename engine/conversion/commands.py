@@ -1,4 +1,4 @@
-"""What the conversion command line does: finds out what a folder is, converts it, and says what was written."""
+"""The conversion commands: each finds out what a folder is, converts it, and reports what was written."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ class TrainedModel:
 
     @property
     def scale(self) -> Scale:
-        """Factor on B A; 0 without adapters."""
+        """The factor on B A; 0 without adapters."""
         return recorded_scale(self.checkpoint.lora, self.checkpoint.trained(), self.model.names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What every conversion can be asked.
+    """Options that all conversions share.
 
     Args:
         overwrite: replace an existing model or adapter.
-        verify: read what was written back from the disk and compare.
-        threads: that read and write; None for two a processor, at most 8.
+        verify: read everything back from the disk and compare.
+        threads: that read and write; None for two per processor, at most 8.
         max_shard_bytes: of a Hugging Face weight file.
         fusing: see `export_hf`.
         proof: compare the logits of what was written with the engine's.
@@ -96,7 +96,7 @@ class Options:
 
     @contextmanager
     def work(self, log: Log, title: str, weights: WeightSource) -> Iterator[Work]:
-        """Shows a line of progress, of bytes written and, where that is asked for, read back; a proof is not in it."""
+        """Shows a progress line of bytes written and, if asked for, read back; it does not cover the proof."""
         total = weights.total_bytes() * (2 if self.verify else 1)
         done = 0
         if (slow := slow_checksums()) is not None:
@@ -125,7 +125,7 @@ def run_import(source: Path, out: Path, *, tensor: int, options: Options, doing:
 
 
 def run_reshard(source: Path, out: Path, *, tensor: int, options: Options) -> None:
-    """Writes a partitioned base again for another number of ranks."""
+    """Reshards a partitioned base for another number of ranks."""
     if _is_training(source) or open_model(source).manifest is None:
         raise UserError(
             f"{source} is not a partitioned base, and reshard is for one: use import for a Hugging Face model; "
@@ -214,7 +214,9 @@ def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, o
 def _as_trained(
     weights: WeightSource | None, base_dtype: str | None, trained: list[str], options: Options, log: Log
 ) -> WeightSource | None:
-    """The base that an adapter was trained beside: what an encoding made of it, unless the stored one is asked for."""
+    """Returns the base that an adapter was trained beside: decoded from its encoding, unless the stored one is
+    asked for.
+    """
     if weights is None or base_dtype is None:
         return weights
     if options.stored_base:
@@ -259,7 +261,7 @@ def _export_base(source: Path, out: Path, form: str, has_run_options: bool, opti
 
 
 def _is_training(folder: Path) -> bool:
-    """Whether a folder is a run or one of its checkpoints, rather than a model."""
+    """Returns whether a folder is a run or one of its checkpoints, rather than a model."""
     if not folder.is_dir():
         advice = instead_of(folder, "expected a run, a checkpoint or a model, correct the path")
         raise UserError(f"{folder} is not a folder{advice}.")
@@ -382,7 +384,7 @@ def _training_rows(folder: Path, checkpoint: TrainingCheckpoint) -> list[tuple[s
 
 
 def _number(value: object) -> object:
-    """Counters on a device are floats."""
+    """Formats a counter, which a device keeps as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -1,6 +1,6 @@
-"""A base as a run saw it that stored it in fewer bits: frozen linears encoded and decoded again, some rows at a time.
+"""A quantized base as the run computed with it: frozen linears encoded and decoded again, some rows at a time.
 
-An adapter trained beside a base in NF4 or FP8 has learnt to make up for that base's own errors. So the model that
+An adapter trained beside a base in NF4 or FP8 has learned to compensate for that base's own errors. So the model that
 trained is the decoded base with the adapter, and that is what a merge gives unless the 16-bit weights are asked for.
 """
 
@@ -32,7 +32,9 @@ _KEPT_MAXIMA = 8
 
 
 def encoded_names(config: DecoderConfig, base_dtype: str, trained_in_full: Collection[str]) -> set[str]:
-    """Logical names of the weights that a run stores encoded: linears of the layers, but for those that it trains."""
+    """Returns the logical names of the weights that a run stores encoded: linears of the layers, but for those that it
+    trains.
+    """
     modules = {name.rpartition(".")[0] for name in trained_in_full}
     plan = TrainingPlan(trains=lambda module: module in modules)
     model = meta_model(config, plan=plan, base=BaseEncoding(encoding=encoding(base_dtype)))
@@ -61,7 +63,7 @@ class DecodedSource(WeightSource):
         return (Box(),) if name in self._names else self.base.boxes(name)
 
     def view(self, name: str, index: int) -> Tensor:
-        """Decoded weights are fp32 [rows, columns], made anew each time."""
+        """Returns a decoded weight, fp32 [rows, columns], decoded again at each call."""
         if name not in self._names:
             return self.base.view(name, index)
         out = torch.empty(self.shape(name), dtype=torch.float32)

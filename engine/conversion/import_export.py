@@ -1,8 +1,8 @@
-"""Between Hugging Face folders and partitioned base checkpoints, both ways, by the bytes.
+"""Converts between Hugging Face folders and partitioned base checkpoints, both ways, byte for byte.
 
 Neither direction holds a model in memory, and each writes beside its destination and renames at the end. A conversion
-that was killed goes on from what it had written. What is written is opened again before it takes its name; reading
-all of its bytes back is asked for by `verify`.
+that was killed resumes from what it had written. What is written is opened again before it takes its name; reading
+all of its bytes back is up to `verify`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from engine.models.names import FUSED, QKV, NameMap, part_rows
 
 Progress = Callable[[int], None]
 Proof = Callable[[Path], str]
-"""Tries a finished folder before it takes its name; gives the sentence to tell, or raises UserError."""
+"""Tries a finished folder before it takes its name; returns the sentence to report, or raises UserError."""
 
 Fusing = Literal["keep", "split", "qkv", "all"]
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -45,17 +45,17 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionReport:
-    """What a conversion wrote.
+    """The result of a conversion.
 
     Args:
         out: the folder.
         files: its weight files.
         num_tensors, num_bytes: of the weights.
         seconds: spent writing them, until they were on the disk.
-        kept_bytes: of them, what a killed conversion had written and this one only compared.
+        kept_bytes: of them, those that a killed conversion had written and this one only compared.
         verified: whether all bytes were read back.
         notes: sentences that the user should read.
-        rounding: of a merge, logical name -> what rounding the sum did; see `engine.conversion.add_adapter.Rounding`.
+        rounding: of a merge, logical name -> rounding error of the sum; see `engine.conversion.add_adapter.Rounding`.
     """
 
     out: Path
@@ -71,12 +71,12 @@ class ConversionReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """How a conversion works, whatever it makes.
+    """How a conversion is done, whatever it writes.
 
     Args:
         overwrite: replace an existing model at the destination.
         verify: read everything back from the disk and compare.
-        threads: None for two a processor, at most 8.
+        threads: None for two per processor, at most 8.
         progress: called with bytes as they are written, and again as they are read back.
     """
 
@@ -166,7 +166,7 @@ def _specs_per_rank(source: WeightSource, tensor: int) -> list[dict[str, ShardSp
 
 
 def _planned_partitions(source: WeightSource, specs: list[dict[str, ShardSpec]]) -> list[PlannedFile]:
-    """A file for each rank, what is outside the language model in rank 0's.
+    """Plans a file for each rank; tensors outside the language model go into rank 0's.
 
     Tensors are written in the source's order, all ranks' parts of one together: those that share what is stored are
     then made from one read of it.
@@ -255,7 +255,7 @@ def export_hf(
         source: the weights; a `MergedSource` gives a merged or trained model.
         out: folder to make.
         max_shard_bytes: start a new file before one grows past this.
-        inputs: further folders that are read meanwhile.
+        inputs: further folders that are read at the same time.
         overwrite, progress: as in `Work`, for callers that want no more of it.
         fusing: query, key and value, and gate and up, as the base has them ("keep"), apart ("split"), query, key and
             value as one matrix ("qkv"), or both ("all").
@@ -299,14 +299,16 @@ def export_hf(
 
 
 def stored_names(model: ModelFolder) -> NameMap:
-    """Where tensors lie in the Hugging Face folder: for a partitioned base, in the one that it was made from."""
+    """Returns where tensors are in the Hugging Face folder: for a partitioned base, in the one that it was made
+    from.
+    """
     if model.manifest is None:
         return model.names
     return replace(model.names, rows=part_rows(model.decoder)).fuse(model.manifest.model.get("fused", ()))
 
 
 def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
-    """Where an export places tensors.
+    """Returns where an export places tensors.
 
     Raises:
         UserError: the family knows only one way.
@@ -325,7 +327,7 @@ def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
 
 
 def _hf_parts(source: WeightSource, names: NameMap) -> dict[str, list[str]]:
-    """Hugging Face name -> the logical tensors that make it up, in the order of their rows."""
+    """Returns Hugging Face name -> the logical tensors that make it up, in the order of their rows."""
     located = [(names.to_hf(name), name) for name in source.tensor_names()]
     parts: dict[str, list[tuple[int, str]]] = {}
     for location, name in located:
@@ -370,9 +372,9 @@ def _assembled(source: WeightSource, hf_name: str, members: list[str]) -> Piece:
 
 
 def _refuse_bad_values(source: WeightSource, parts: dict[str, list[str]], streamed: Streaming) -> list[str]:
-    """Refuses values that no model has; the base's own zeros are reported.
+    """Refuses values that no model has; reports the base's own zeros.
 
-    A matrix of zeros that nobody changed is the base's own affair: some have biases or whole matrices of them.
+    An unchanged matrix of zeros is accepted: some bases have biases or whole matrices of them.
     """
     changed, zeros = set(source.changed_names()), []
     for (_, key), written in streamed.written.items():
@@ -400,7 +402,9 @@ def _write_index(path: Path, files: Sequence[PlannedFile], total: int) -> None:
 
 
 def _check_names(folder: Path, source: WeightSource, files: Sequence[PlannedFile]) -> None:
-    """Opens the result as a reader would: no missing or unexpected name, every shape as the config has it."""
+    """Opens the result as a reader would, and checks that no name is missing or unexpected and that shapes fit the
+    config.
+    """
     found, meant = set(HfTensors(folder).names()), {piece.key for file in files for piece in file.pieces}
     assert found == meant, found ^ meant
     assert set(open_source(folder).tensor_names()) == set(source.tensor_names())

@@ -1,6 +1,6 @@
-"""Logits of a model by the engine's own decoder, on the CPU and in fp32, with one layer in memory at a time.
+"""Computes a model's logits with the engine's own decoder, on the CPU in fp32, with one layer in memory at a time.
 
-What an export is held against: the weights as they are stored and the adapters beside them, nothing merged, read by
+Exports are compared with them: the weights as they are stored and the adapters beside them, nothing merged, read by
 the same loader that training uses.
 """
 
@@ -26,7 +26,7 @@ NUM_ROWS, ROW_LENGTH = 2, 16
 
 
 class Overlay(TensorReader):
-    """One reader's tensors in front of another's.
+    """A reader that has one reader's tensors in front of another's.
 
     Args:
         front: wins where both have a name.
@@ -65,7 +65,7 @@ class Overlay(TensorReader):
 
 
 def adapter_plan(trained: TensorReader, scale: Scale) -> TrainingPlan:
-    """The plan that makes a model with the adapters that `trained` has; without dropout."""
+    """Returns the plan of a model with the adapters that `trained` has; without dropout."""
     settings = {
         module: AdapterSettings(
             rank=trained.shape(f"{module}.{LORA_A}")[0],
@@ -80,7 +80,7 @@ def adapter_plan(trained: TensorReader, scale: Scale) -> TrainingPlan:
 
 
 def proof_tokens(vocab_size: int) -> Tensor:
-    """int64 [NUM_ROWS, ROW_LENGTH] token ids, the same every time, from all over the vocabulary."""
+    """Returns int64 [NUM_ROWS, ROW_LENGTH] token ids, always the same, from all over the vocabulary."""
     generator = torch.Generator().manual_seed(20)
     return torch.randint(vocab_size, (NUM_ROWS, ROW_LENGTH), generator=generator)
 
@@ -88,13 +88,13 @@ def proof_tokens(vocab_size: int) -> Tensor:
 def live_logits(
     config: DecoderConfig, tensors: TensorReader, tokens_BS: Tensor, plan: TrainingPlan | None = None
 ) -> Tensor:
-    """fp32 [B, S, V] logits.
+    """Returns fp32 [B, S, V] logits.
 
     Args:
         config: of the model.
         tensors: its parameters, adapters included, by logical name.
         tokens_BS: int64 [B, S]; each row is a document.
-        plan: which adapters there are.
+        plan: the adapters.
     """
     batch, last = _batch(tokens_BS), config.num_layers
     parts = [Part(first=0, last=0, embedding=True, head=False)]

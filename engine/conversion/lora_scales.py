@@ -1,4 +1,4 @@
-"""What B A is multiplied by: one number for all adapters, or one for each module that has one."""
+"""The factor on B A: one number for all adapters, or one for each adapted module."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Scale = float | Mapping[str, float]
 
 
 def scale_of(scale: Scale, module: str) -> float:
-    """The factor of one adapter."""
+    """Returns the factor of one adapter."""
     return scale[module] if isinstance(scale, Mapping) else scale
 
 
 def one_or_each(scales: Mapping[str, float], default: float) -> Scale:
-    """The one factor that all have, `default` where there are none, else all of them."""
+    """Returns one factor where all are equal, `default` where there are none, else all of them."""
     first = next(iter(scales.values()), default)
     return first if all(math.isclose(scale, first, rel_tol=1e-12) for scale in scales.values()) else dict(scales)
 
 
 def recorded_alpha(lora: Mapping[str, Any], module: str, names: NameMap) -> float:
-    """Alpha of an adapter.
+    """Returns alpha of an adapter.
 
     Args:
         lora: the settings of a run, as its checkpoints have them.
         module: the engine's name of what the adapter sits on.
         names: of the base.
     """
-    first = fused_parts(module)[0]  # the parts of a fused one have the same
+    first = fused_parts(module)[0]  # the parts of a fused module have the same
     aliases = [names.module_to_hf(first), module]
     pattern = lora.get("alpha_pattern")  # checkpoints from before there were patterns have no such entry
     return float(patterned(pattern, lora["alpha"], first, aliases))

@@ -1,6 +1,6 @@
 """A base model with trained values in place: adapters added into the weights, fully trained tensors replaced.
 
-Seen from outside it is one more source of weights, so an export treats it as any other. Tensors are merged when they
+To callers it is one more source of weights, so an export treats it as any other. Tensors are merged when they
 are read or, for an export, a few rows at a time (`engine.conversion.add_adapter`): W + s * B A in fp32, rounded once to
 the base's dtype.
 
@@ -36,23 +36,25 @@ LORA_A, LORA_B, LORA_MAGNITUDE, LORA_BIAS = LORA_LEAVES
 
 
 def adapted_modules(names: Sequence[str]) -> list[str]:
-    """Engine modules that have an adapter among `names`, in order, each once."""
+    """Returns the engine modules that have an adapter among `names`, in order, each once."""
     modules = (name.rpartition(".") for name in names)
     return list(dict.fromkeys(module for module, _, leaf in modules if leaf in (LORA_A, LORA_B)))
 
 
 def fully_trained(names: Sequence[str]) -> list[str]:
-    """Names of tensors trained in full, in order."""
+    """Returns the names of tensors trained in full, in order."""
     return [name for name in names if name.rpartition(".")[2] not in LORA_LEAVES]
 
 
 def read_adapter(trained: TensorReader, module: str) -> dict[str, Tensor]:
-    """The tensors of the adapter at `module` by leaf, of `LORA_LEAVES`."""
+    """Returns the tensors of the adapter at `module` by leaf, of `LORA_LEAVES`."""
     return {leaf: trained.read_whole(name) for leaf in LORA_LEAVES if (name := f"{module}.{leaf}") in trained}
 
 
 def split_adapter(adapter: dict[str, Tensor], module: str, config: DecoderConfig) -> dict[str, dict[str, Tensor]]:
-    """Module -> its adapter: one over several modules becomes one for each, which share A; the rest is cut by rows."""
+    """Returns module -> its adapter: one over several modules becomes one for each; these share A, the rest is cut
+    by rows.
+    """
     if fused_parts(module) == [module]:
         return {module: adapter}
     return {
@@ -62,7 +64,7 @@ def split_adapter(adapter: dict[str, Tensor], module: str, config: DecoderConfig
 
 
 def recorded_scale(lora: Mapping[str, Any], trained: TensorReader, names: NameMap) -> Scale:
-    """What the adapters of a run are multiplied by; 0 without any.
+    """Returns the factor on B A of a run's adapters; 0 without any.
 
     Args:
         lora: the run's settings, as its checkpoints have them.
@@ -79,10 +81,10 @@ def recorded_scale(lora: Mapping[str, Any], trained: TensorReader, names: NameMa
 
 
 class MergedSource(WeightSource):
-    """The weights after training.
+    """The weights of a base after training.
 
     Args:
-        model: what describes the base.
+        model: the description of the base.
         base: its weights; None where every tensor was trained in full from random values.
         trained: trained values by logical name: full tensors, and lora_A / lora_B (and lora_magnitude) of
             adapted modules.
@@ -172,7 +174,7 @@ class MergedSource(WeightSource):
         return [self.content(name, box) for box in wanted]
 
     def _shift(self, name: str) -> Shift | None:
-        """What the bias of an adapter adds to the tensor `name`."""
+        """Returns the update that the bias of an adapter adds to the tensor `name`."""
         module, _, leaf = name.rpartition(".")
         adapter = self._adapter_of.get(module)
         if leaf != "bias" or adapter is None or f"{adapter}.{LORA_BIAS}" not in self.trained:
@@ -214,7 +216,9 @@ class MergedSource(WeightSource):
         return self.base.read_outside(name)
 
     def _base_name(self, name: str) -> str:
-        """The head that untying makes starts from the shared matrix, unless it was trained in full."""
+        """Returns the base's name of a tensor: an untied head starts from the shared matrix, unless it was trained in
+        full.
+        """
         made = name == TIED_HEAD and name not in self._base_shapes and name not in self._full
         return "embed_tokens.weight" if made else name
 

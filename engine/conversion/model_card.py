@@ -1,4 +1,4 @@
-"""README.md of a PEFT adapter: what it belongs to and how it was trained, with the front matter that PEFT writes."""
+"""The model card (README.md) of a PEFT adapter: its base and its training, with the front matter that PEFT writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _METRICS = "metrics.jsonl"
 
 
 def training_facts(checkpoint: TrainingCheckpoint) -> dict[str, str]:
-    """What a card says of a training: its steps, and the losses that are known."""
+    """Returns the facts on a card about a training run: its steps, and the losses that are known."""
     state = checkpoint.state
     facts = {"Steps": str(state.get("step"))}
     if (loss := _training_loss(checkpoint, state.get("step"))) is not None:
@@ -28,7 +28,7 @@ def training_facts(checkpoint: TrainingCheckpoint) -> dict[str, str]:
 
 
 def model_card(config: Mapping[str, Any], facts: Mapping[str, str]) -> str:
-    """The text of the card.
+    """Returns the text of the card.
 
     Args:
         config: that of adapter_config.json.
@@ -74,7 +74,7 @@ model = PeftModel.from_pretrained(base, "path/to/this/folder")
 
 
 def _training_loss(checkpoint: TrainingCheckpoint, step: object) -> float | None:
-    """The loss of the checkpoint's last step, where the run's file of metrics lies beside its checkpoints."""
+    """Returns the loss of the checkpoint's last step, where the run's metrics file is beside its checkpoints."""
     path = checkpoint.folder.absolute().parents[1] / _METRICS
     if checkpoint.folder.absolute().parent.name != CHECKPOINTS or not Path(path).is_file():
         return None

@@ -1,4 +1,4 @@
-"""What adapter_config.json of a PEFT LoRA adapter says, read and written.
+"""Reads and writes adapter_config.json of a PEFT LoRA adapter.
 
 Only what the engine computes the same way is accepted; everything else is refused by name.
 """
@@ -20,7 +20,7 @@ from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.files.strict_json import shown
 
-# What says who wrote the adapter, where it sits (the tensors' names say that too) or how it is loaded elsewhere.
+# Keys about who wrote the adapter, where it sits (the tensors' names say that too) or how it is loaded elsewhere.
 # fmt: off
 _HARMLESS_KEYS = frozenset((
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
@@ -34,7 +34,7 @@ _READ_KEYS = frozenset((
 # fmt: on
 _TOO_LARGE = 1e9
 _SHOWN = 80
-"""Characters of a value in a sentence."""
+"""Maximum number of characters of a value in an error sentence."""
 _HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 _Number = TypeVar("_Number", int, float)
@@ -42,10 +42,10 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeftSettings:
-    """What an adapter_config.json says.
+    """The settings in an adapter_config.json.
 
     Args:
-        rank, alpha: of modules that no pattern means.
+        rank, alpha: of modules that no pattern matches.
         rslora: whether the scale is rank-stabilised.
         dora: whether there are magnitudes.
         bias: whether each B has a bias.
@@ -64,21 +64,21 @@ class PeftSettings:
 
     @property
     def scale(self) -> float:
-        """Factor on B A, where no pattern says otherwise."""
+        """The factor on B A, where no pattern says otherwise."""
         return adapter_scale(self.rank, self.alpha, rslora=self.rslora)
 
     def rank_of(self, hf_module: str) -> int:
-        """Rank of the adapter on a module of the checkpoint."""
+        """Returns the rank of the adapter on a module of the checkpoint."""
         return _first(self.rank_pattern, self.rank, hf_module)
 
     def scale_of(self, hf_module: str) -> float:
-        """Factor on B A of the adapter on a module of the checkpoint."""
+        """Returns the factor on B A of the adapter on a module of the checkpoint."""
         alpha = _first(self.alpha_pattern, self.alpha, hf_module)
         return adapter_scale(self.rank_of(hf_module), alpha, rslora=self.rslora)
 
 
 def _first(pattern: Mapping[str, _Number], default: _Number, hf_module: str) -> _Number:
-    """As PEFT looks a pattern up: the first that matches the whole name, or its end behind a dot."""
+    """Looks a pattern up as PEFT does: the first that matches the whole name, or its end after a dot."""
     return next((value for key, value in pattern.items() if _ending(key).matches(hf_module)), default)
 
 
@@ -177,11 +177,11 @@ def _refuse_unsupported(path: Path, config: Mapping[str, Any], with_saved_module
 
 
 def patterns(adapters: Mapping[str, tuple[int, float]], *, rank: int, alpha: float) -> dict[str, dict[str, float]]:
-    """rank_pattern and alpha_pattern of an adapter_config.json; only those that say anything.
+    """Returns rank_pattern and alpha_pattern for an adapter_config.json, without entries equal to the default.
 
     Args:
         adapters: module of the checkpoint -> rank and alpha of its adapter.
-        rank, alpha: what "r" and "lora_alpha" say.
+        rank, alpha: the values of "r" and "lora_alpha".
     """
     found = {
         "rank_pattern": _shortened({name: one[0] for name, one in adapters.items()}, rank),
@@ -191,7 +191,9 @@ def patterns(adapters: Mapping[str, tuple[int, float]], *, rank: int, alpha: flo
 
 
 def _shortened(values: Mapping[str, float], default: float) -> dict[str, float]:
-    """The values that are not the default, by the last component of the names where all of that component agree."""
+    """Returns the values that are not the default, keyed by the last component of the name where all modules with
+    that component agree.
+    """
     leaves: dict[str, set[float]] = {}
     for name, value in values.items():
         leaves.setdefault(name.rpartition(".")[2], set()).add(value)

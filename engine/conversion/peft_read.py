@@ -40,7 +40,7 @@ _KEY = re.compile(
 
 
 class _Place(NamedTuple):
-    """A tensor inside a stored one: these rows and columns of it, all where None."""
+    """The place of a tensor inside a stored one: rows and columns, None for all."""
 
     key: str
     rows: slice = slice(None)
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
 
 
 class AdapterSource(TensorReader):
-    """The factors in a PEFT folder: `<module>.lora_A` [r, in], `<module>.lora_B` [out, r] and, where
+    """The tensors of a PEFT folder: `<module>.lora_A` [r, in], `<module>.lora_B` [out, r] and, where
     it is DoRA, `<module>.lora_magnitude` [out].
 
     Args:
@@ -109,12 +109,12 @@ class AdapterSource(TensorReader):
         return str(self.folder)
 
     def modules(self) -> list[str]:
-        """Engine modules that have an adapter here."""
+        """Returns the engine modules that have an adapter here."""
         return adapted_modules(self.tensor_names())
 
     @property
     def scale(self) -> Scale:
-        """What the adapters' B A is multiplied by."""
+        """The factor on the adapters' B A."""
         return one_or_each({module: self._scales[module] for module in self.modules()}, self.settings.scale)
 
     def require_base(self, base: TensorReader) -> None:
@@ -190,7 +190,7 @@ class AdapterSource(TensorReader):
         return tensor[place.rows, place.columns] if tensor.ndim > 1 else tensor[place.rows]
 
     def _split(self, module: str, fused: Collection[str] | None) -> None:
-        """Puts the parts of a fused module in its place, unless it is to stay one."""
+        """Replaces a fused module by its parts, unless it is to stay fused."""
         parts = fused_parts(module)
         (a,), (b,) = (self._places.get(f"{module}.{leaf}", (None,)) for leaf in (LORA_A, LORA_B))
         if parts == [module] or a is None or b is None:
@@ -219,7 +219,7 @@ class AdapterSource(TensorReader):
                 self._scales[part], self._ranks[part] = scale, rank
 
     def _has_blocks(self, module: str, b: _Place, parts: Sequence[slice]) -> bool:
-        """Whether a fused module has a rank of its own which is one of each part's, B being zero elsewhere."""
+        """Returns whether a fused module's rank is the sum of one block per part, B being zero outside of these."""
         rank = self._ranks[module] // len(parts)
         if self._ranks[module] == self.settings.rank or rank * len(parts) != self._ranks[module]:
             return False
@@ -254,7 +254,7 @@ class AdapterSource(TensorReader):
                 )
 
     def _fuse(self, module: str) -> None:
-        """Puts one adapter in the place of those of the parts of `module`, where these have any."""
+        """Replaces the adapters of the parts of `module`, if any, by one."""
         parts = fused_parts(module)
         if not any(f"{part}.{LORA_A}" in self for part in parts):
             return

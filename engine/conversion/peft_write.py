@@ -1,4 +1,4 @@
-"""Writing a PEFT LoRA adapter folder that stock PEFT opens with no missing or unexpected key."""
+"""Writes a PEFT LoRA adapter folder that stock PEFT opens with no missing or unexpected key."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def export_peft(
         model: the base that they belong to.
         out: folder to make.
         overwrite: replace an existing adapter at `out`.
-        inputs: folders that are read meanwhile.
+        inputs: folders that are read at the same time.
         proof: tries the folder before it takes its name.
         tokenizer: what was trained with.
         base_name: what the adapter calls its base; None for the folder it is in here.
@@ -130,7 +130,7 @@ Adapters = dict[str, tuple[int, float]]
 def _tensors(
     trained: TensorReader, modules: list[str], model: ModelFolder, alphas: Mapping[str, float], *, rslora: bool
 ) -> tuple[dict[str, Tensor], Adapters]:
-    """Adapters and what was trained in full beside them, by PEFT's keys; all of it finite."""
+    """Returns the adapters and fully trained tensors by PEFT's keys; all of them finite."""
     tensors, adapters = _adapter_tensors(trained, modules, model, alphas)
     blocks, more = _block_tensors(trained, modules, model, alphas, rslora=rslora)
     tensors, adapters = tensors | blocks, adapters | more
@@ -161,12 +161,12 @@ def _adapter_tensors(
 
 
 def _is_stored_fused(module: str, model: ModelFolder) -> bool:
-    """Whether the base has one matrix of this name, such as `layers.3.attention.qkv_proj`."""
+    """Returns whether the base has one matrix of this name, such as `layers.3.attention.qkv_proj`."""
     return any(module.endswith(f".{fused}") for fused in model.names.fused)
 
 
 def _fused_with(module: str, model: ModelFolder) -> str | None:
-    """The module whose matrix holds this one's in the base, such as `layers.3.mlp.gate_up_proj`."""
+    """Returns the module whose matrix holds this one's in the base, such as `layers.3.mlp.gate_up_proj`."""
     layer, _, inside = module.removeprefix("layers.").partition(".")
     fused = next((fused for fused in model.names.fused if inside in FUSED[fused]), None)
     return None if fused is None else f"layers.{layer}.{fused}"
@@ -175,7 +175,7 @@ def _fused_with(module: str, model: ModelFolder) -> str | None:
 def _block_tensors(
     trained: TensorReader, modules: list[str], model: ModelFolder, alphas: Mapping[str, float], *, rslora: bool
 ) -> tuple[dict[str, Tensor], Adapters]:
-    """Adapters of parts of the base's fused matrices: A stacked, B with a block for each part."""
+    """Returns adapters of parts of the base's fused matrices: A stacked, B with a block for each part."""
     tensors: dict[str, Tensor] = {}
     adapters: Adapters = {}
     shapes = model.expected_shapes()
@@ -233,11 +233,11 @@ def _modules_to_save(full: list[str], adapted: list[str], model: ModelFolder) ->
 
 
 def _target_modules(parts: list[str], model: ModelFolder) -> list[str]:
-    """Short names such as q_proj where they mean exactly the adapted modules, full names otherwise."""
+    """Returns short names such as q_proj where they match exactly the adapted modules, full names otherwise."""
     full = list(dict.fromkeys(model.names.module_to_hf(part) for part in parts))
     leaves = {name.rpartition(".")[2] for name in full}
     if model.names.body != FAMILIES[model.decoder.family].names.body:
-        return sorted(full)  # beside a nested language model the short names may mean other modules too
+        return sorted(full)  # beside a nested language model the short names may match other modules too
     everywhere = {name.rpartition(".")[0] for name in model.expected_shapes()} | {"lm_head"}
     meant = {module for name in everywhere if (module := model.names.module_to_hf(name)).rpartition(".")[2] in leaves}
     return sorted(leaves) if meant == set(full) else sorted(full)
@@ -267,7 +267,7 @@ def _adapter_config(
 
 
 def _refuse_zeros(trained: TensorReader, modules: list[str]) -> list[str]:
-    """Refuses a factor of nothing but zeros, unless it starts so: then the adapter has not been trained, and is told.
+    """Refuses a factor of zeros that does not start as zeros; where it does, the adapter is reported as untrained.
 
     B starts from zeros, of an embedding's adapter A, as PEFT has it.
     """
@@ -276,7 +276,7 @@ def _refuse_zeros(trained: TensorReader, modules: list[str]) -> list[str]:
         starts, drawn = ("lora_A", "lora_B") if module == "embed_tokens" else ("lora_B", "lora_A")
         if not trained.read_whole(f"{module}.{drawn}").any():
             raise UserError(
-                f"{module}.{drawn} is all zero, so nothing was exported: that adapter can never have learnt, use an "
+                f"{module}.{drawn} is all zero, so nothing was exported: that adapter was never trained, use an "
                 "earlier step (--step)."
             )
         if not trained.read_whole(f"{module}.{starts}").any():
@@ -300,12 +300,12 @@ def _notes(
     if config.keys() & {"rank_pattern", "alpha_pattern"}:
         notes.append(
             "the adapters differ in rank or alpha, which adapter_config.json says in rank_pattern and alpha_pattern: "
-            "PEFT reads them, vLLM and SGLang take r and lora_alpha for all, so for them merge with --format hf --merge"
+            "PEFT reads these, vLLM and SGLang use r and lora_alpha for all, so for them merge with --format hf --merge"
         )
     if any(fused_parts(module) != [module] and not _is_stored_fused(module, model) for module in modules):
         notes.append(
-            "an adapter over several modules is written as one for each that share A, which is exact; PEFT would go on "
-            "to train them apart"
+            "an adapter over several modules is written as one for each that share A, which is exact; PEFT would "
+            "continue to train them separately"
         )
     if model.decoder.tied_embeddings and {"embed_tokens", "lm_head"} & set(parts):
         notes.append(

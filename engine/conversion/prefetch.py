@@ -1,4 +1,4 @@
-"""The first bytes of a model on their way from the disk while Python loads its libraries. Imports none of them."""
+"""Prefetches the first bytes of a model from the disk while Python loads its libraries, none of which it imports."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 _MANIFEST = "manifest.json"
-"""What tells a partitioned model; engine.checkpoint.manifest needs torch."""
+"""The file that marks a partitioned model; engine.checkpoint.manifest needs torch."""
 _STEP_BYTES = 8 << 20
 _MOST_BYTES = 4 << 30
-"""More than a disk reads in the seconds that this is about."""
+"""Limit on what is prefetched: more than a disk reads in the seconds of loading."""
 _PART_OF_MEMORY = 4
-"""Divisor of the available memory that limits reading ahead: what the system drops before its use is read twice."""
+"""Divisor of the available memory that limits prefetching: pages that are evicted before use are read twice."""
 
 
 def start_reading(folders: Sequence[Path]) -> None:
     """Asks the system to read the first stored tensors of the folders, from a thread of its own, and returns at once.
 
-    A hint: folders and files that cannot be read are left to whoever reads them, who says so.
+    A hint: folders and files that cannot be read are skipped, because the actual reader reports them.
     """
     threading.Thread(target=_read_all, args=(folders,), name="prefetch", daemon=True).start()
 
@@ -33,7 +33,7 @@ def _read_all(folders: Sequence[Path]) -> None:
 
 
 def _read(paths: Sequence[Path], most: int, *, together: bool) -> int:
-    """Asks for up to `most` bytes of files; how many it was.
+    """Asks for up to `most` bytes of files, and returns how many it asked for.
 
     Args:
         together: partitions of one model, of which a part of each is needed at a time; else one file after another.
@@ -57,7 +57,9 @@ def _read(paths: Sequence[Path], most: int, *, together: bool) -> int:
 
 
 def _available_bytes() -> int:
-    """Memory that the system could give to files without taking any from programs; 0 where it does not say."""
+    """Returns the memory that the system could give to files without taking any from programs; 0 where it does not
+    say.
+    """
     path = Path("/proc/meminfo")
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         name, _, value = line.partition(":")

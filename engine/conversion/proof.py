@@ -1,5 +1,5 @@
-"""Exports are tried by who will read them: stock transformers or PEFT opens the folder, and its logits are compared
-with those of the live model, base and adapters unmerged, computed by the engine's own decoder.
+"""Proves exports by their readers: stock transformers or PEFT opens the folder, and its logits are compared
+with those of the live model (base and adapters unmerged) by the engine's own decoder.
 
 Both compute in fp32 whatever is stored: stored weights stay mapped files, and each module's are widened while it runs.
 So memory is that of one layer, or of the embedding, whatever the size of the model.
@@ -32,10 +32,14 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.families import FAMILIES
 
 SAME = 1e-3
-"""Largest difference of logits, over the largest logit, of two fp32 implementations; they differ by some 1e-6."""
+"""Largest allowed difference of logits, over the largest logit, of two fp32 implementations; they differ by some
+1e-6.
+"""
 
 _ROUNDED = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""The same where one of them has weights that a merge rounded: 2^-9 or 2^-12 a weight, and what layers make of it."""
+"""The same where one has weights that a merge rounded: an error of 2^-9 or 2^-12 per weight, amplified by the
+layers.
+"""
 
 
 class Live(NamedTuple):
@@ -47,12 +51,12 @@ class Live(NamedTuple):
 
 
 def live_model(config: DecoderConfig, base: TensorReader | None, trained: TensorReader, scale: Scale) -> Live:
-    """The live model of trained values beside their base, which is None where there was none."""
+    """Returns the live model of trained values beside their base, which is None where there was none."""
     return Live(config, Overlay(trained, base), adapter_plan(trained, scale))
 
 
 def prove_model(folder: Path, source: WeightSource) -> str:
-    """Holds a Hugging Face folder against the live model.
+    """Compares a Hugging Face folder with the live model.
 
     Args:
         folder: what was written.
@@ -89,7 +93,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
 
 
 def prove_adapter(folder: Path, base: WeightSource, trained: TensorReader, scale: Scale) -> str:
-    """Holds a PEFT folder against the live model; as `prove_model`."""
+    """Compares a PEFT folder with the live model, as `prove_model` does."""
     model = base.model
     if missing := [name for name in ("transformers", "peft") if find_spec(name) is None]:
         return f"logits not compared: {missing[0]} is not installed"
@@ -114,7 +118,7 @@ def _agreement(tokens: Tensor, reader: str, difference: float) -> str:
 
 
 def _check_adapter_is_in(found: Tensor, live: Tensor, source: MergedSource, tokens: Tensor, limit: float) -> None:
-    """What training changed must be seen, where it is more than rounding could hide."""
+    """Checks that the effect of training is in the logits, where it is more than rounding could hide."""
     if source.base is None or not source.changed_names():
         return
     before = live_logits(source.base.model.decoder, source.base, tokens)
@@ -127,7 +131,7 @@ def _check_adapter_is_in(found: Tensor, live: Tensor, source: MergedSource, toke
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected value; NaN where a value is not finite."""
+    """Returns the largest difference over the largest expected value; NaN where a value is not finite."""
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
 
@@ -137,7 +141,7 @@ def _widest(source: TensorReader) -> torch.dtype:
 
 
 def _obstacle(folder: Path, model: ModelFolder) -> str | None:
-    """Why stock transformers cannot read a folder, or None."""
+    """Returns why stock transformers cannot read a folder, or None."""
     if find_spec("transformers") is None:
         return "transformers is not installed"
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -152,7 +156,7 @@ def _obstacle(folder: Path, model: ModelFolder) -> str | None:
 
 
 def _stock_logits(folder: Path, dtype: torch.dtype, tokens: Tensor, adapter: Path | None = None) -> Tensor:
-    """fp32 [B, S, V] by transformers, with the adapter by PEFT.
+    """Returns fp32 [B, S, V] logits by transformers, with the adapter loaded by PEFT.
 
     Raises:
         UserError: transformers misses tensors, or finds some that it does not know.
@@ -160,7 +164,7 @@ def _stock_logits(folder: Path, dtype: torch.dtype, tokens: Tensor, adapter: Pat
     from transformers import AutoModelForCausalLM
 
     with _quiet():
-        # the family's own arithmetic: some versions take SDPA for Gemma 2, which leaves out the soft cap on its scores
+        # eager, the family's own arithmetic: some versions use SDPA for Gemma 2, which skips the soft cap on its scores
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
         )
@@ -182,7 +186,7 @@ def _refuse_misfits(what: str, info: Mapping[str, Any]) -> None:
 
 
 def _with_adapter(model: nn.Module, folder: Path) -> nn.Module:
-    """The model with the adapter; each of its tensors must be where PEFT's own export would have it."""
+    """Returns the model with the adapter; each of its tensors must be where PEFT's own export would have it."""
     from peft import PeftModel, get_peft_model_state_dict
 
     adapted = PeftModel.from_pretrained(model, str(folder))
@@ -200,7 +204,7 @@ def _with_adapter(model: nn.Module, folder: Path) -> nn.Module:
 
 
 def _widen_while_running(model: nn.Module) -> None:
-    """Each module's own parameters are fp32 while it runs, and mapped again afterwards."""
+    """Has each module's own parameters in fp32 while it runs, and mapped again afterwards."""
 
     def widen(module: nn.Module, _: Sequence[Any]) -> None:
         for parameter in module.parameters(recurse=False):
@@ -221,7 +225,7 @@ def _widen_while_running(model: nn.Module) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences transformers' own bars and advice, which are for who trains with it."""
+    """Silences transformers' own progress bars and advice."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

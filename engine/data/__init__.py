@@ -1,1 +1,1 @@
-"""Text in, batches out: tokenizers, record formats, packing, and the order in which a run reads its data."""
+"""Data, from text to batches: tokenizers, record formats, packing, and the order in which a run reads its data."""

@@ -1,7 +1,7 @@
-"""What data sets of compared and of judged answers have in common: how their records are read and become documents.
+"""The common part of data sets of compared and of judged answers: how their records are read and become documents.
 
 A record is parsed into what has `samples`, as many as `AnswerCollector.width`, each a question with an answer. Only the
-last answer of a sample is learnt. What becomes of the documents is the collector's, in
+last answer of a sample is trained on. The collectors decide what to do with the documents, in
 `engine.data.preference_pairs` and `engine.data.judged`.
 """
 
@@ -37,15 +37,15 @@ ParsedRecord = TypeVar("ParsedRecord", bound=Parsed)
 
 
 class AnswerCollector(ABC, Generic[ParsedRecord]):
-    """Answers as they come, and what happened to them.
+    """Collects answers into a data set, and counts those that are truncated or dropped.
 
     Args:
-        seq_length: tokens of one answer with its question, at most.
+        seq_length: maximum tokens of one answer with its question.
         overlong: what happens to a longer one, as in `TokenDataset.build`; there is no "cut".
     """
 
     width: ClassVar[int]
-    """Samples, and so documents, of a record."""
+    """Samples, and so documents, per record."""
 
     def __init__(self, seq_length: int, overlong: str) -> None:
         self._seq_length, self._overlong = seq_length, overlong
@@ -63,7 +63,7 @@ class AnswerCollector(ABC, Generic[ParsedRecord]):
         """Reads, parses and tokenises all records of some files.
 
         Raises:
-            UserError: a file or record that cannot be used, or nothing left to learn from.
+            UserError: a file or record that cannot be used, or nothing left to train on.
         """
         started = time.monotonic()
         files = _record_files(paths)
@@ -92,15 +92,17 @@ class AnswerCollector(ABC, Generic[ParsedRecord]):
 
     @abstractmethod
     def _add(self, record: ParsedRecord, documents: tuple[Document, ...]) -> None:
-        """Takes the documents of the record's samples, or counts why not."""
+        """Adds the documents of the record's samples, or counts why they are dropped."""
 
     @abstractmethod
     def _dataset(self, names: str, *, packing: bool) -> TokenDataset:
-        """The data set of all that was taken; `names` are the files, for what it raises where that is too little."""
+        """Returns the data set of all added documents; `names` are the files, for the error where there are too
+        few.
+        """
 
 
 def ends_with_answer(place: Place, turns: Sequence[Message], field: str) -> None:
-    """Refuses a conversation that ends with somebody else than the assistant.
+    """Refuses a conversation whose last turn is not the assistant's.
 
     Raises:
         UserError: it does; names file, record and field.
@@ -113,7 +115,7 @@ def ends_with_answer(place: Place, turns: Sequence[Message], field: str) -> None
 
 
 def _record_files(paths: str | Path | list[str] | tuple[str, ...]) -> list[Path]:
-    """The files that the paths or patterns name."""
+    """Returns the files that the paths or patterns name."""
     files = expand_paths(paths)
     for path in files:
         if path.suffix.lower() == ".txt":

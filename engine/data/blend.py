@@ -1,8 +1,8 @@
-"""Several data sets as one, in the shares that are asked for.
+"""Blends several data sets into one, in given shares.
 
-An epoch of the whole goes through every set at least once: it ends where the one that is largest for its weight does,
-and the others are repeated, as often as their weight says. Which sample stands where is a row of the whole, so that
-order, ranks and resuming know nothing of the parts.
+An epoch of the blend reads every set at least once: it ends with the set that is largest for its weight,
+and the others are repeated according to their weights. Every sample is a row of the blend, so
+order, ranks and resuming do not depend on the parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_ROWS = 10**9
 
 
 class Joined:
-    """Arrays end to end, without copying: what is asked for lies in one of them."""
+    """Arrays end to end, without copying; each slice that is read is within one of them."""
 
     def __init__(self, arrays: Sequence[NDArray | None], lengths: Sequence[int]) -> None:
         self._arrays = list(arrays)
@@ -37,11 +37,11 @@ class Joined:
 
 
 def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDataset:
-    """One data set with the samples of several.
+    """Returns one data set with the samples of several.
 
     Args:
-        datasets: of one row length and one packing, none with answers that are compared.
-        weights: above 0; sample shares of each, of any sum.
+        datasets: with the same row length and packing, none with answers that are compared.
+        weights: above 0; the share of samples of each, with any sum.
     """
     first = datasets[0]
     assert all(data.seq_length == first.seq_length and data.packing == first.packing for data in datasets)
@@ -77,7 +77,8 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
 
 
 def sample_counts(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Samples of each set in an epoch of the whole: in the shares of the weights, and each set at least once.
+    """Returns the samples of each set in an epoch of the blend: in the shares of the weights, and each set at least
+    once.
 
     Raises:
         UserError: there are too many to be listed.

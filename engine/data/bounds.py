@@ -1,8 +1,8 @@
-"""Limits on time and memory for a program that came with somebody's files.
+"""Limits on time and memory for a program that comes with a model's files.
 
-A chat template is such a program. It runs in Jinja's sandbox, which keeps it from the system but not from running for
-ever or filling the memory. Here the kernel watches instead: a timer of processor time, and a ceiling on the address
-space a little above what the process has already. Both cost some microseconds a call.
+A chat template is such a program. It runs in Jinja's sandbox, which protects the system but does not stop it from
+running without end or filling the memory. Here the kernel enforces limits: a timer of processor time, and a ceiling on
+the address space a little above what the process has already. Both cost some microseconds per call.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SECONDS = 10.0
-"""Processor time that one call may take."""
+"""Seconds of processor time that one call may take."""
 
 EXTRA_BYTES = 2 * 2**30
-"""Memory that one call may add."""
+"""Bytes of memory that one call may add."""
 
 _STATM = Path("/proc/self/statm")
 
 
 class OutOfTime(BaseException):
-    """The program was still running when its time was over.
+    """Raised where the program is still running when its time is over.
 
-    No Exception: Jinja swallows those of expressions that it tries to evaluate beforehand.
+    Not an Exception: Jinja swallows those of expressions that it tries to evaluate beforehand.
     """
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Limits what runs inside.
+    """Limits time and memory of what runs inside the block.
 
     The time is limited on a process's main thread only, because only there Python handles signals; the memory where
-    the system tells how much is in use (Linux).
+    the system reports how much is in use (Linux).
 
     Raises:
         OutOfTime: it ran for too long.

@@ -1,4 +1,4 @@
-"""Tokenising files into a token store, on all cores, so that a run that was killed goes on where it stopped.
+"""Tokenises files into a token store, on all cores, so that a killed call resumes where it stopped.
 
 The input is cut into units: runs of lines of a JSONL file, row groups of a Parquet file, a whole JSON array or text. A
 worker turns a unit into files of its own, of which the record of what is in them is written last; a unit that has one
@@ -46,16 +46,16 @@ _PARTS, _SUMMARY = "parts", ".summary"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What is tokenised, and how.
+    """A request to tokenise files into a store.
 
     Args:
         files: in their order.
         tokenizer: folder or `.model` file.
         data_format: one of engine.config.data.FORMATS.
-        mask_prompt: learn only completions and assistant turns.
+        mask_prompt: train only on completions and assistant turns.
         chat: how conversations are rendered.
         stream_length: tokens of one document of a .txt stream.
-        skip_bad_records: leave out records that cannot be used and say which; else the first one ends the work.
+        skip_bad_records: skip records that cannot be used and report which; else the first one is an error.
         workers: processes.
     """
 
@@ -71,12 +71,12 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What a store holds.
+    """The contents of a finished store, and how they were made.
 
     Args:
         documents, tokens, target_tokens: in the store.
         records: read.
-        skipped: records left out.
+        skipped: records that were skipped.
         resumed: units that an earlier call had done.
         units: in all.
     """
@@ -92,7 +92,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Done:
-    """What a unit's files hold."""
+    """The record of a finished unit's files."""
 
     records: int
     documents: int
@@ -106,7 +106,7 @@ def preprocess(request: Request, out: Path, *, progress: Callable[[int], None] |
     """Writes a store.
 
     Args:
-        out: its folder; new, or with what an earlier call of the same request left.
+        out: its folder; new, or as an earlier call of the same request left it.
         progress: called with the bytes of input that a unit stood for, as it is done.
 
     Raises:
@@ -119,7 +119,11 @@ def preprocess(request: Request, out: Path, *, progress: Callable[[int], None] |
         record = staging / _SUMMARY
         with reading(record):
             left = record.read_bytes() if record.exists() else None
-        summary = _make_store(request, tokenizer, units, staging, progress) if left is None else _again(left, progress)
+        summary = (
+            _make_store(request, tokenizer, units, staging, progress)
+            if left is None
+            else _finished_summary(left, progress)
+        )
         with writing(staging):
             delete_folder(staging / _PARTS)
             record.unlink()
@@ -156,14 +160,14 @@ def _make_store(
         resumed=resumed,
         units=len(units),
     )
-    # The store is whole: from here on only its parts remain to be deleted, whoever does that.
+    # The store is complete: only its parts remain to be deleted, by this call or a later one.
     size = sum(unit.size for unit in units)
     write_durably(staging / _SUMMARY, json.dumps({**asdict(summary), "size": size}))
     return summary
 
 
-def _again(record: bytes, progress: Callable[[int], None] | None) -> Summary:
-    """The summary of an earlier call that did all the work and was killed while it tidied up."""
+def _finished_summary(record: bytes, progress: Callable[[int], None] | None) -> Summary:
+    """Returns the summary of an earlier call that did all the work and was killed during cleanup."""
     facts = json.loads(record)
     size = facts.pop("size")
     if progress is not None:
@@ -193,7 +197,7 @@ def _check_out(out: Path) -> None:
 def _run(
     request: Request, tokenizer: Tokenizer, units: Sequence[Unit], parts: Path, dtype: str, finished: set[int]
 ) -> Iterator[tuple[int, _Done]]:
-    """The units that are still to be done, as they are done, in any order."""
+    """Yields the units that are still to be done, as they are done, in any order."""
     waiting = [(number, unit) for number, unit in enumerate(units) if number not in finished]
     if request.workers <= 1 or len(waiting) <= 1:
         for number, unit in waiting:
@@ -218,7 +222,7 @@ def _run(
         except BrokenProcessPool:
             raise Unfinished(
                 "a process that tokenised was killed, perhaps because memory ran out: give the same command again, "
-                "with fewer --workers, and it goes on from there."
+                "with fewer --workers, and it resumes from there."
             ) from None
         finally:
             for future in running:
@@ -231,7 +235,7 @@ _worker: tuple[Request, Tokenizer] | None = None
 
 def _start(request: Request) -> None:
     global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
     _worker = request, load_tokenizer(request.tokenizer, request.chat)
 
 
@@ -278,7 +282,7 @@ def _do_unit(request: Request, tokenizer: Tokenizer, unit: Unit, parts: Path, nu
 def _documents(
     request: Request, tokenizer: Tokenizer, unit: Unit, skipped: list[dict[str, str]]
 ) -> Iterator[Document | None]:
-    """A unit's documents; what cannot be used is added to `skipped`, or raised."""
+    """Yields a unit's documents; what cannot be used is added to `skipped`, or raised."""
     settings = {"mask_prompt": request.mask_prompt, "stream_length": request.stream_length}
 
     def parsed() -> Iterator[Any]:
@@ -296,7 +300,7 @@ def _documents(
         try:
             yield from list(tokenize_samples(chunk, tokenizer, **settings))
         except UserError:
-            for sample in chunk:  # one by one, to leave out those that cannot be rendered
+            for sample in chunk:  # one by one, to skip those that cannot be rendered
                 try:
                     yield from list(tokenize_samples([sample], tokenizer, **settings))
                 except UserError as error:
@@ -315,7 +319,7 @@ def _part(parts: Path, number: int, kind: str) -> Path:
 
 @contextmanager
 def _new(path: Path) -> Iterator[IO[bytes]]:
-    """A new file, whose bytes are on the disk when the block ends."""
+    """Opens a new file, whose bytes are on the disk when the block ends."""
     with open(open_new(path), "wb") as file:
         yield file
         file.flush()
@@ -323,7 +327,7 @@ def _new(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_done(parts: Path, number: int, dtype: str) -> _Done | None:
-    """What an earlier call left of a unit, where it was finished and its files are whole."""
+    """Returns the record of a unit that an earlier call finished, where its files are whole."""
     try:
         done = _Done(**json.loads(_part(parts, number, "json").read_text(encoding="utf-8")))
         whole = _part(parts, number, "targets").stat().st_size == done.tokens
@@ -335,10 +339,10 @@ def _read_done(parts: Path, number: int, dtype: str) -> _Done | None:
 
 
 def _join(out: Path, parts: Path, units: list[_Done], dtype: str, request: Request, tokenizer: Tokenizer) -> None:
-    """The units' files end to end, and the manifest last."""
+    """Joins the units' files into the store's, and writes the manifest last."""
     tokens = sum(done.tokens for done in units)
     if not tokens:
-        raise UserError(f"{', '.join(map(str, request.files))} gives no document with anything to learn.")
+        raise UserError(f"{', '.join(map(str, request.files))} gives no document with a token to train on.")
     everywhere = tokens - sum(done.documents for done in units) == sum(done.target_tokens for done in units)
     kinds = ["tokens"] if everywhere else ["tokens", "targets"]
     numbers = range(len(units))

@@ -1,9 +1,9 @@
-"""Which characters of a rendered conversation an assistant wrote, and which tokens these are.
+"""Finds the characters of a rendered conversation that the assistant wrote, and their tokens.
 
-A chat template turns messages into one string, and nothing in that string says who wrote what. The conversation as a
-whole, rendered once, is the truth; a turn is found in it by rendering the conversation again with that one answer
-replaced by a mark. What both renderings begin with stands before the answer, what both end with stands behind it. So it
-does not matter whether a template shows earlier turns otherwise than the last one.
+A chat template turns messages into one string, which does not tell who wrote what. The conversation as a
+whole, rendered once, is the reference; a turn is found in it by rendering the conversation again with that one answer
+replaced by a mark. The common prefix of both renderings is before the answer, the common suffix after it. So it
+does not matter whether a template renders earlier turns differently from the last one.
 
 This module is pure: it knows neither tokenizers nor files, `render` is given by the caller.
 """
@@ -24,17 +24,17 @@ Render = Callable[[Sequence[Message], bool], str]
 """(messages, with the prompt for the next assistant turn) -> text. Raises UserError where the template refuses."""
 
 MARK = "\ufdd2"
-"""A code point that Unicode sets aside as no character, so that no text contains it."""
+"""A code point that Unicode reserves as a noncharacter, so that no text contains it."""
 
 
 def assistant_spans(
     messages: Sequence[Message], text: str, render: Render, *, opening: str, control: re.Pattern[str]
 ) -> list[Span]:
-    """The assistant's turns in a rendered conversation, each with what ends it.
+    """Returns the assistant's turns in a rendered conversation, each with what ends it.
 
-    A turn begins where the prompt for it ends, because that much is given to the model when it generates. What the
-    template writes between the two (an empty reasoning block) is the turn's. It ends with the token that ends it and
-    what the template writes behind that before the next turn's header.
+    A turn begins where the prompt for it ends, because the model is given that much when it generates. What the
+    template writes in between (an empty reasoning block) belongs to the turn. It ends with its end token and what the
+    template writes after that before the next turn's header.
 
     Args:
         messages: the conversation; each has a "role".
@@ -62,7 +62,7 @@ def assistant_spans(
         answer = answer.rpartition("</think>")[2].strip()
         if not text.endswith(behind) or (answer and answer not in text[start:end]):
             raise UserError(
-                f"the chat template leaves out or rewrites message {index + 1}, an answer of the assistant, so its "
+                f"the chat template drops or rewrites message {index + 1}, an answer of the assistant, so its "
                 "tokens cannot be found; mark them in the template with {% generation %} and {% endgeneration %}."
             )
         end += _ending(behind, ending, control)
@@ -71,10 +71,10 @@ def assistant_spans(
 
 
 def _around(messages: Sequence[Message], index: int, render: Render) -> tuple[str, str, str]:
-    """What stands before and behind an answer, and what stood behind it if the conversation ended there."""
+    """Returns the text before and after an answer, and the text after it if the conversation ended there."""
     message = messages[index]
     marked: dict[str, Any] = {"role": message["role"], "content": MARK}
-    if message.get("tool_calls"):  # what a tool answers may be refused without them
+    if message.get("tool_calls"):  # tool results may be refused without them
         marked["tool_calls"] = message["tool_calls"]
     before, found, behind = render([*messages[:index], marked, *messages[index + 1 :]], False).partition(MARK)
     if index + 1 == len(messages):
@@ -84,24 +84,24 @@ def _around(messages: Sequence[Message], index: int, render: Render) -> tuple[st
     if not found or MARK in behind:
         raise UserError(
             f"the chat template does not write the content of message {index + 1}, an answer of the assistant, once; "
-            "mark what is learnt in the template with {% generation %} and {% endgeneration %}."
+            "mark what is trained on in the template with {% generation %} and {% endgeneration %}."
         )
     return before, behind, through
 
 
 def turn_opening(render: Render) -> str:
-    """What the template writes at the beginning of a turn that it does not write in the prompt for one."""
+    """Returns what the template writes at the beginning of a turn that it does not write in the prompt for one."""
     question = {"role": "user", "content": "?"}
     try:
         prompt = render([question], True)
         before = render([question, {"role": "assistant", "content": MARK}], False).partition(MARK)[0]
-    except UserError:  # such a conversation is refused: nothing is known of it
+    except UserError:  # the template refuses such a conversation
         return ""
     return before[_common_prefix(prompt, before) :]
 
 
 def _ending(behind: str, ending: str, control: re.Pattern[str]) -> int:
-    """How many characters behind an answer end its turn: those that would stand there if nothing followed."""
+    """Returns how many characters after an answer end its turn: those that would be there if nothing followed."""
     same = list(
         takewhile(
             lambda pair: pair[0] == pair[1], zip(_pieces(behind, control), _pieces(ending, control), strict=False)
@@ -109,7 +109,7 @@ def _ending(behind: str, ending: str, control: re.Pattern[str]) -> int:
     )
     length = sum(len(piece) for piece, _ in same)
     if behind != ending and not any(control.fullmatch(piece) for piece, _ in same):
-        # another token ends an answer that is not the last, or the header of whoever speaks next does
+        # an answer that is not the last ends with another token, or with the header of the next turn
         first = control.match(behind, len(behind) - len(behind.lstrip()))
         if first is not None:
             return max(length, first.end())
@@ -117,7 +117,7 @@ def _ending(behind: str, ending: str, control: re.Pattern[str]) -> int:
 
 
 def _pieces(text: str, control: re.Pattern[str]) -> Iterator[str]:
-    """Control tokens, and the characters between them."""
+    """Splits a text into control tokens and the characters between them."""
     done = 0
     for match in control.finditer(text):
         yield from text[done : match.start()]
@@ -128,7 +128,7 @@ def _pieces(text: str, control: re.Pattern[str]) -> Iterator[str]:
 
 def _common_prefix(first: str, second: str) -> int:
     low, high = 0, min(len(first), len(second))
-    while low < high:  # by halves: comparing slices is much faster than comparing characters
+    while low < high:  # bisection: comparing slices is much faster than comparing characters
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:
             low = middle
@@ -138,10 +138,10 @@ def _common_prefix(first: str, second: str) -> int:
 
 
 def covered_tokens(spans: Sequence[Span], offsets: Sequence[Span]) -> list[bool]:
-    """Whether each token has a character of a range, at least in part.
+    """Returns whether each token has a character of a range, at least in part.
 
     A character may be several tokens (its bytes). As in transformers' masks, and so in TRL's, a range goes up to the
-    first of its last character, which is mostly a line break behind the end of a turn.
+    first of its last character, which is mostly a line break after the end of a turn.
 
     Args:
         spans: character ranges, ascending and disjoint.
@@ -157,7 +157,7 @@ def covered_tokens(spans: Sequence[Span], offsets: Sequence[Span]) -> list[bool]
 
 
 def without_tail(mask: list[bool], text: str, offsets: Sequence[Span], is_control: Sequence[bool]) -> list[bool]:
-    """The mask without the white space behind the last control token of each run of tokens that are learnt."""
+    """Returns the mask without the white space after the last control token of each run of target tokens."""
     kept = list(mask)
     for first, stop in _runs(mask):
         last = max((token for token in range(first, stop) if is_control[token]), default=None)

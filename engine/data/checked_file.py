@@ -1,8 +1,8 @@
-"""A mapped file of whole numbers of which nothing is believed: each block is compared with its checksum, and each value
-with what is legal, when it is first looked at.
+"""A mapped file of integers that is checked as it is read: each block is compared with its checksum, and each value
+with its legal range, when it is first used.
 
-A row of a few thousand tokens lies in one or two blocks, so that checking costs next to nothing beside reading, a store
-of any size opens at once, and what is damaged ends the run before it is trained on, with the file and place named.
+A row of a few thousand tokens is in one or two blocks, so checking costs next to nothing beside reading, a store
+of any size opens at once, and damage ends the run before it is trained on, with the file and place named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 class CheckedFile:
-    """Numbers of a file, by slices.
+    """The numbers of a file, read by slices.
 
     Args:
         path: of the file, as long as `count` numbers are.
@@ -57,7 +57,7 @@ class CheckedFile:
         return len(self._values)
 
     def __getitem__(self, span: slice) -> NDArray:
-        """The numbers [start, stop), a view of the file.
+        """Returns the numbers [start, stop), a view of the file.
 
         Raises:
             UserError: the file is damaged there.
@@ -72,7 +72,7 @@ class CheckedFile:
         return values.view(self._shown_as)
 
     def whole(self) -> NDArray:
-        """All of it, read a part at a time."""
+        """Returns all numbers, read a part at a time."""
         step = _CHUNK_BYTES // self._values.itemsize
         for start in range(0, len(self), step):
             self[start : start + step]
@@ -101,12 +101,12 @@ class CheckedFile:
 
 
 def num_blocks(num_bytes: int) -> int:
-    """Blocks that a file of so many bytes has."""
+    """Returns the number of blocks of a file with this many bytes."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
 def file_checksum(data: NDArray) -> str:
-    """CRC-32C of an array's bytes, eight hexadecimal digits."""
+    """Returns the CRC-32C of an array's bytes, eight hexadecimal digits."""
     flat, value = data.reshape(-1).view(np.uint8), 0
     for start in range(0, len(flat), _CHUNK_BYTES):
         value = crc32c(memoryview(flat[start : start + _CHUNK_BYTES]), value)
@@ -114,7 +114,7 @@ def file_checksum(data: NDArray) -> str:
 
 
 def mapped(path: Path, dtype: type, count: int) -> NDArray:
-    """The numbers of a file, which stays on disk.
+    """Returns the numbers of a file, which stays on disk.
 
     Raises:
         UserError: the file is missing, or of another size.
@@ -128,7 +128,7 @@ def mapped(path: Path, dtype: type, count: int) -> NDArray:
 
 
 class BlockSums:
-    """The checksums of a file's blocks, from its bytes as they are written."""
+    """Computes the checksums of a file's blocks from its bytes as they are written."""
 
     def __init__(self) -> None:
         self._sums: list[int] = []

@@ -1,4 +1,4 @@
-"""From rows of a dataset to the batch record: shifted labels, positions, document boundaries, padding.
+"""Collates rows of a dataset into the batch record: shifted labels, positions, document boundaries, padding.
 
 Pure: which rows go into which batch is decided in `engine.data.loader`.
 
@@ -21,12 +21,14 @@ from engine.zigzag import ContextLayout, make_plan, rank_columns
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
+    """Returns the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def row_length(dataset: TokenDataset, rows: Sequence[int | None], pad_multiple: int, minimum: int = 1) -> int:
-    """Columns of a batch of these rows: the longest, rounded up; with packing always the dataset's row length."""
+    """Returns the row length of a batch of these rows: the longest, rounded up; with packing the dataset's row
+    length.
+    """
     if dataset.packing:
         return dataset.seq_length
     longest = max((int(dataset.row_lengths[row]) for row in rows if row is not None), default=1)
@@ -36,7 +38,7 @@ def row_length(dataset: TokenDataset, rows: Sequence[int | None], pad_multiple: 
 def build_batch(
     dataset: TokenDataset, rows: Sequence[int | None], slots: Sequence[int], *, length: int, pad_token: int
 ) -> Batch:
-    """One micro-batch.
+    """Returns one micro-batch.
 
     Args:
         dataset: where the rows are.
@@ -44,7 +46,7 @@ def build_batch(
         slots: B slots of the global batch.
         length: S, at least the longest row.
         pad_token: id that fills a row's end; it belongs to the row's last document, has no label, and its positions
-            go on.
+            continue.
     """
     shape = (len(rows), length)
     tokens_BS = np.full(shape, pad_token, dtype=np.int64)
@@ -77,7 +79,7 @@ def build_batch(
 
 
 def _answers(dataset: TokenDataset, rows: Sequence[int | None], length: int, labels_BS: NDArray[np.int64]) -> Answers:
-    """Which answer each token belongs to, where documents are answers."""
+    """Returns which answer each token belongs to, where documents are answers."""
     ids_BS = np.zeros((len(rows), length), dtype=np.int64)
     documents: list[int] = []
     for b, row in enumerate(rows):
@@ -87,19 +89,19 @@ def _answers(dataset: TokenDataset, rows: Sequence[int | None], length: int, lab
             ids_BS[b, start:end] = len(documents)
             documents.append(document)
             start = end
-    learnt = labels_BS != IGNORE_LABEL
+    is_target = labels_BS != IGNORE_LABEL
     known = dataset.reference_logps
     return Answers(
         ids_BS=torch.from_numpy(ids_BS),
         signs=torch.from_numpy(dataset.signs[documents]),
-        lengths=torch.from_numpy(np.bincount(ids_BS[learnt], minlength=len(documents)).astype(np.float32)),
+        lengths=torch.from_numpy(np.bincount(ids_BS[is_target], minlength=len(documents)).astype(np.float32)),
         documents=tuple(documents),
         reference_logps=None if known is None else torch.from_numpy(known[documents]),
     )
 
 
 def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
-    """The columns of every row that `rank` of `size` context-parallel ranks holds. See engine.zigzag."""
+    """Returns the columns of every row that `rank` of `size` context-parallel ranks holds. See engine.zigzag."""
     if size == 1:
         return batch
     layout = ContextLayout(
@@ -126,7 +128,7 @@ def rank_batch(
     context_size: int,
     context_rank: int,
 ) -> Batch:
-    """One micro-batch as a rank holds it, with the mismatched answers of its rows where the data set has them.
+    """Returns a rank's part of a micro-batch, with the mismatched answers of its rows where the data set has them.
 
     Args:
         dataset, rows, slots, pad_token: as for `build_batch`.
@@ -152,5 +154,5 @@ def rank_batch(
 
 
 def pin(batch: Batch) -> Batch:
-    """The same batch in page-locked memory, so that copies to a CUDA device do not block."""
+    """Returns the same batch in page-locked memory, so that copies to a CUDA device do not block."""
     return batch.map(Tensor.pin_memory)

@@ -1,8 +1,8 @@
-"""Documents end to end, cut into rows of one length: packing that takes no notice of where documents begin.
+"""Concatenates documents and cuts them into rows of one length: packing that ignores document boundaries.
 
-It is what MLPerf's reference for `llama2_70b_lora` does with its texts. A row is one document to whatever comes after:
+MLPerf's reference for `llama2_70b_lora` packs its texts so. Later stages see a row as one document:
 attention and positions run through it from its first token to its last. `engine.data.packing` is the other way, which
-keeps documents whole and apart.
+keeps documents whole and separate.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from engine.errors import UserError
 
 
 class Concatenated(NamedTuple):
-    """Rows as documents of one length.
+    """Rows, as documents of one length.
 
     Args:
         tokens: integer [R * S], the rows end to end.
-        targets: bool [R * S], whether a token is learnt; false on the first of each row.
+        targets: bool [R * S], whether a token is a target; false on the first of each row.
         offsets: int64 [R + 1], where rows begin.
-        left_over: tokens of the end that fill no row, and of rows in which nothing would be learnt.
+        left_over: tokens at the end that fill no row, and of rows without a target.
     """
 
     tokens: NDArray[np.integer]
@@ -34,10 +34,10 @@ class Concatenated(NamedTuple):
 def concatenate(
     tokens: NDArray[np.integer], targets: NDArray[np.bool_], offsets: NDArray[np.int64], seq_length: int
 ) -> Concatenated:
-    """Cuts documents that lie end to end into rows, in their order.
+    """Cuts concatenated documents into rows, in their order.
 
-    A document's first token follows another document here, so it is learnt where all others of its document are; where
-    some are masked, it belongs to what is masked.
+    A document's first token follows another document here, so it is a target where all others of its document are;
+    where some are masked, it is masked too.
 
     Args:
         tokens: integer [T].
@@ -56,14 +56,14 @@ def concatenate(
         )
     lengths = np.diff(offsets)
     whole = np.add.reduceat(targets, offsets[:-1], dtype=np.int64) == lengths - 1
-    learnt = targets.copy()
-    learnt[offsets[:-1][whole]] = True
-    kept_RS = learnt[: rows * seq_length].reshape(rows, seq_length)
+    is_target = targets.copy()
+    is_target[offsets[:-1][whole]] = True
+    kept_RS = is_target[: rows * seq_length].reshape(rows, seq_length)
     kept_RS[:, 0] = False
     useful = kept_RS.any(axis=1)
     if not useful.any():
         raise UserError(
-            f"data.packing is concatenate and no row of data.seq_length {seq_length} has a token to learn: set "
+            f"data.packing is concatenate and no row of data.seq_length {seq_length} has a token to train on: set "
             "data.mask_prompt to false, or data.packing to true."
         )
     tokens_RS = tokens[: rows * seq_length].reshape(rows, seq_length)

@@ -1,4 +1,4 @@
-"""What became of the records of a data set: counts for the log, and what a person should know before training on it."""
+"""The report on reading a data set: counts of its records for the log, and warnings before training on it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Unit = Literal["document", "pair", "answer"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetReport:
-    """Counts. A unit is what is kept or dropped as a whole: a document, a pair of answers, or a judged answer.
+    """Counts of a data set's units. A unit is kept or dropped as a whole: a document, a pair, or a judged answer.
 
     Args:
-        unit: what they are called.
-        limit: data.seq_length; of a pair each side may have so many tokens.
+        unit: the name of a unit.
+        limit: data.seq_length; of a pair each side may have this many tokens.
         records: records read; a .txt file is one. 0 for a token store, which holds documents.
         documents: units kept; a .txt file gives several.
-        pieces: what data.overlong cut has made of them; 0 where nothing was cut.
+        pieces: documents after data.overlong cut; 0 where nothing was cut.
         rows: samples of the data order: units, or packs of them.
         tokens: tokens of the kept units, without padding.
-        target_tokens: those of them that are learnt.
+        target_tokens: those of them that are trained on.
         truncated: units that were kept without their ends.
         lost_tokens: tokens of these ends.
         longest: tokens of the longest unit as it was read; of a pair, of its longer side.
-        dropped_overlong: units left out because they are too long (data.overlong drop).
-        dropped_prompt_only: units left out because truncation leaves nothing of their answer.
-        dropped_without_target: units left out because nothing in them is learnt.
-        dropped_alike: pairs left out because both answers are the same.
+        dropped_overlong: units dropped because they are too long (data.overlong drop).
+        dropped_prompt_only: units dropped because truncation leaves nothing of their answer.
+        dropped_without_target: units dropped because they have no target.
+        dropped_alike: pairs dropped because both answers are the same.
         packing_efficiency: tokens over rows times row length, or None without packing.
-        left_over: tokens that concatenation leaves out, because they fill no row or are in one without a target.
+        left_over: tokens that concatenation drops, because they fill no row or are in one without a target.
         seconds: time it took.
     """
 
@@ -62,17 +62,17 @@ class DatasetReport:
         return self.dropped_overlong + self.dropped_prompt_only + self.dropped_without_target + self.dropped_alike
 
     def summary(self) -> str:
-        """One line for a log."""
+        """Returns one line for a log."""
         parts = [] if not self.records else [counted(self.records, "record")]
         parts.append(counted(self.documents, self.unit))
         if self.pieces:
             parts.append(f"cut into {counted(self.pieces, 'piece')}")
-        parts.append(f"{counted(self.tokens, 'token')} ({self.target_tokens:,} learnt)")
+        parts.append(f"{counted(self.tokens, 'token')} ({self.target_tokens:,} trained on)")
         for count, what in (
             (self.truncated, "truncated"),
             (self.dropped_overlong, "dropped as too long"),
-            (self.dropped_prompt_only, "dropped with nothing left to learn"),
-            (self.dropped_without_target, "dropped with nothing to learn"),
+            (self.dropped_prompt_only, "dropped with no answer token left"),
+            (self.dropped_without_target, "dropped with no token to train on"),
             (self.dropped_alike, "dropped with two equal answers"),
         ):
             if count:
@@ -84,29 +84,29 @@ class DatasetReport:
         return ", ".join(parts) + f", in {self.seconds:.1f} s"
 
     def warnings(self) -> list[str]:
-        """What was lost although nobody asked for it."""
+        """Returns warnings about tokens and answers that were lost."""
         found, total = [], self.documents + self.dropped
         if self.truncated:
             side = ", with one of its answers," if self.unit == "pair" else ""
             found.append(
                 f"{self.truncated:,} of {counted(total, self.unit)} {_is(self.truncated)}{side} longer than "
                 f"data.seq_length {self.limit} and truncated, {counted(self.lost_tokens, 'token')} lost; "
-                f"data.seq_length {self.longest} would keep all of it"
+                f"data.seq_length {self.longest} would keep all tokens"
             )
         if self.dropped_prompt_only:
             found.append(
                 f"{self.dropped_prompt_only:,} of {counted(total, self.unit)} {_is(self.dropped_prompt_only)} dropped: "
-                f"the prompt alone fills data.seq_length {self.limit}, so nothing of the answer is left to learn; the "
+                f"the prompt alone fills data.seq_length {self.limit}, so none of the answer is left to train on; the "
                 f"longest {self.unit} has {counted(self.longest, 'token')}"
             )
         return found
 
     def nothing_left(self, names: str, expected: str) -> str:
-        """The sentence for a data set in which nothing is left.
+        """Returns the sentence for a data set in which nothing is left.
 
         Args:
             names: of the files.
-            expected: what they leave too little of.
+            expected: what too little is left of.
         """
         limit = f"data.seq_length {self.limit}"
         reasons = [
@@ -114,7 +114,7 @@ class DatasetReport:
             for count, one, many, what in (
                 (self.dropped_overlong, "is", "are", f"longer than {limit}"),
                 (self.dropped_prompt_only, "has", "have", f"a prompt that alone fills {limit}"),
-                (self.dropped_without_target, "has", "have", "no token to learn"),
+                (self.dropped_without_target, "has", "have", "no token to train on"),
                 (self.dropped_alike, "has", "have", "two equal answers"),
             )
             if count
@@ -122,16 +122,16 @@ class DatasetReport:
         whole = f"of {counted(self.documents + self.dropped, self.unit)} " if reasons else ""
         advice = f"raise data.seq_length (the longest {self.unit} has {counted(self.longest, 'token')})"
         if not (self.dropped_overlong or self.dropped_prompt_only):
-            advice = "give records with something to learn"
+            advice = "give records with tokens to train on"
         return f"{names} leaves {expected}: {whole}{' and '.join(reasons)}{'; ' if reasons else ''}{advice}."
 
 
 def context_warning(seq_length: int, lengths: NDArray[np.int64], context: int) -> str | None:
-    """What to know where samples may be longer than the model's context; None where they may not.
+    """Returns a warning where samples may be longer than the model's context; None where they may not.
 
     Args:
         seq_length: data.seq_length.
-        lengths: int64 [D], tokens of each sample; positions begin anew in each.
+        lengths: int64 [D], tokens of each sample; positions restart in each.
         context: tokens that the model knows positions of.
     """
     if seq_length <= context:

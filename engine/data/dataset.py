@@ -1,4 +1,4 @@
-"""Tokenised documents in memory, and how they lie in rows.
+"""Tokenised documents in memory, and their arrangement in rows.
 
 A `TokenDataset` is three flat arrays (tokens, targets, document offsets) and the list of rows. The row is the
 sample that the data order counts: one document, or with packing one pack of documents. It knows nothing of batches,
@@ -37,14 +37,14 @@ CHUNK = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """What is known of documents without reading their tokens.
+    """Facts about documents that are known without reading their tokens.
 
     Args:
         lengths: int64 [D], tokens of each.
-        targets: int64 [D], learnt tokens of each.
+        targets: int64 [D], target tokens of each.
         max_token: the largest id, or -1.
         identity: changes with the content of the files; None where the arrays are in memory.
-        rows: which documents lie in which row, where that is decided already.
+        rows: which documents are in which row, where that is already decided.
     """
 
     lengths: NDArray[np.int64]
@@ -55,7 +55,7 @@ class Stored:
 
 
 def _in_memory(tokens: NDArray[np.integer], targets: NDArray[np.bool_] | None, offsets: NDArray[np.int64]) -> Stored:
-    """Describes documents in memory that lie end to end."""
+    """Describes contiguous documents in memory."""
     assert targets is not None and offsets[0] == 0, "documents in memory have targets"
     assert len(tokens) == len(targets) == offsets[-1], (len(tokens), len(targets))
     assert not targets[offsets[:-1]].any(), "the first token of a document has nothing to be predicted from"
@@ -73,21 +73,22 @@ class TokenDataset:
 
     Args:
         tokens: integer [T], the documents end to end.
-        targets: bool [T], whether a token is learnt; None where all are. A document's first token never is: nothing
-            stands before it to predict it from.
+        targets: bool [T], whether a token is a target; None where all are. A document's first token never is: there
+            is nothing to predict it from.
         offsets: int64 [D + 1], where documents begin; or [D] with `lengths`. None is empty or longer than `seq_length`.
         seq_length: tokens of a row.
         packing: whether rows hold several documents.
-        group: documents that belong together and lie side by side in one row: 2 for pairs of answers, else 1.
-        signs: float32 [D], which documents are answers that are liked (1) and which are not (-1); None where documents
-            are no answers that are compared. A group of 2 has one of each.
-        sizes: int64 [groups], what packing takes for the length of each; None for its tokens.
-        mismatched: the same questions, each with another question's answer, in the same rows; None where nobody asks.
-        report: what is known of the records so far; completed here.
+        group: documents that belong together, side by side in one row: 2 for pairs of answers, else 1.
+        signs: float32 [D], 1 for liked and -1 for disliked answers; None where documents are not answers that are
+            compared. A group of 2 has one of each.
+        sizes: int64 [groups], the length of each for packing; None for its tokens.
+        mismatched: the same questions, each with another question's answer, in the same rows; None where the objective
+            needs none.
+        report: counts of the records so far; completed here.
         stored: how much of a token store each document is, where the arrays are mapped from files and must not be read
             as a whole.
 
-    A row's weight in the loss (`target_counts`) is its learnt tokens, or, where answers are compared, its groups.
+    A row's weight in the loss (`target_counts`) is its target tokens, or, where answers are compared, its groups.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class TokenDataset:
         self.mismatched = mismatched
         self.signs = np.ones(len(lengths), dtype=np.float32) if signs is None else signs
         self.reference_logps: NDArray[np.float32] | None = None
-        """float32 [D], log-likelihood of each answer under the reference, where it is known beforehand."""
+        """float32 [D], log-likelihood of each answer under the reference, where it was computed before training."""
         together = lengths.reshape(-1, group).sum(axis=1)
         packs = stored.rows
         if packs is None:
@@ -149,11 +150,11 @@ class TokenDataset:
         )
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Returns the number of rows."""
         return len(self.rows)
 
     def documents(self, row: int) -> Iterator[tuple[NDArray[np.integer], NDArray[np.bool_]]]:
-        """Tokens and targets of each document of a row; the targets' first is false."""
+        """Yields the tokens and targets of each document of a row; the targets' first is false."""
         for document in self.rows.row(row).tolist():
             start, length = int(self.starts[document]), int(self.lengths[document])
             span = slice(start, start + length)
@@ -180,14 +181,14 @@ class TokenDataset:
         return digest.hexdigest()
 
     def fingerprint(self) -> str:
-        """A hash of everything that training reads: tokens, targets, documents, rows and what is preferred."""
+        """Returns a hash of everything that training reads: tokens, targets, documents, rows and preferences."""
         return self._digest
 
     @classmethod
     def from_documents(
         cls, documents: Sequence[tuple[Sequence[int], Sequence[bool]]], *, seq_length: int, packing: bool = False
     ) -> TokenDataset:
-        """A dataset of documents that are at hand: (token ids, targets) each."""
+        """Returns a dataset of given documents: (token ids, targets) each."""
         lengths = [len(tokens) for tokens, _ in documents]
         return cls(
             np.array([token for tokens, _ in documents for token in tokens], dtype=np.int32),
@@ -210,7 +211,7 @@ class TokenDataset:
         mask_prompt: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> TokenDataset:
-        """Read and tokenise files.
+        """Reads and tokenises files.
 
         Args:
             paths: one file, several, or patterns with *; read in the order given.
@@ -219,13 +220,13 @@ class TokenDataset:
             seq_length: tokens of a row.
             packing: put several documents into a row, or "concatenate" all and cut rows, which are documents then.
             overlong: what to do with a document longer than a row: "truncate" keeps its beginning (all of it where
-                documents are concatenated), "cut" makes several of it, "drop" leaves it out, "error" stops. A .txt
+                documents are concatenated), "cut" makes several of it, "drop" skips it, "error" stops. A .txt
                 stream is cut into rows and never overlong.
-            mask_prompt: learn only completions and assistant turns.
+            mask_prompt: train only on completions and assistant turns.
             progress: called with (records done, records in all) now and then.
 
         Raises:
-            UserError: a file or record that cannot be used, or nothing left to learn from.
+            UserError: a file or record that cannot be used, or nothing left to train on.
         """
         assert data_format in FORMATS and overlong in OVERLONG, (data_format, overlong)
         if seq_length < 2:
@@ -257,7 +258,7 @@ class TokenDataset:
 
 
 class _Collector:
-    """Documents as they come, and what happened to them."""
+    """Collects documents, and counts those that are cut, truncated or dropped."""
 
     def __init__(self, seq_length: int, overlong: str, *, concatenated: bool) -> None:
         self.seq_length = seq_length
@@ -273,7 +274,7 @@ class _Collector:
         self.longest = max(self.longest, len(document.tokens))
         if not document.targets.any():
             self.dropped_without_target += 1
-        elif len(document.tokens) <= self.seq_length or self._runs_on(document):
+        elif len(document.tokens) <= self.seq_length or self._continues(document):
             self._keep(document)
         elif self.overlong == "error":
             raise document.place.error(
@@ -300,8 +301,8 @@ class _Collector:
         self.tokens += [piece.tokens for piece in pieces]
         self.targets += [piece.targets for piece in pieces]
 
-    def _runs_on(self, document: Document) -> bool:
-        """Whether a document goes on in the next row."""
+    def _continues(self, document: Document) -> bool:
+        """Returns whether a document continues in the next row."""
         return self.concatenated and (
             self.overlong in ("truncate", "cut") or document.place.path.suffix.lower() == ".txt"
         )
@@ -310,7 +311,7 @@ class _Collector:
         if not self.records:
             raise UserError(f"{names} has no records; give a file that has some.")
         if not self.tokens:
-            raise UserError(self.report().nothing_left(names, "nothing to learn"))
+            raise UserError(self.report().nothing_left(names, "nothing to train on"))
         lengths = [len(tokens) for tokens in self.tokens]
         return (np.concatenate(self.tokens), np.concatenate(self.targets), np.cumsum([0, *lengths], dtype=np.int64))
 
@@ -335,7 +336,7 @@ def _chunks(samples: Iterator[Sample]) -> Iterator[list[Sample]]:
 
 
 def _pack(lengths: NDArray[np.int64], capacity: int) -> Packs:
-    """`engine.data.packing.pack`, by the compiled code where it is built: the same rows in less time."""
+    """Returns `engine.data.packing.pack`, by the compiled code where it is built: the same rows in less time."""
     if not native_status().available:
         return pack(lengths, capacity)
     offsets, documents = native_packing.pack(lengths, capacity)

@@ -1,4 +1,4 @@
-"""From files to samples: what the records mean, still as text.
+"""Record formats: reads files into samples, still as text.
 
 | format     | file        | fields of a record                                                                      |
 |------------|-------------|-----------------------------------------------------------------------------------------|
@@ -8,10 +8,10 @@
 | alpaca     | JSON, JSONL | instruction, output, and optionally input                                               |
 | sharegpt   | JSON, JSONL | conversations: turns of {from, value} or {role, content}; optionally system             |
 | messages   | JSON, JSONL | messages: turns of {role, content, and whatever the chat template reads}                |
-| tokens     | JSON, JSONL | input_ids, and optionally labels: the same ids, or -100 where a token is not learnt     |
+| tokens     | JSON, JSONL | input_ids, and optionally labels: the same ids, or -100 where a token is no target       |
 
-`auto` looks at the fields of a file's first record. Other fields (ids, sources) are left alone, but a field that
-carries content which the format cannot use (images, an earlier history) is an error, because leaving it out would
+`auto` looks at the fields of a file's first record. Other fields (ids, sources) are ignored, but a field that
+carries content which the format cannot use (images, an earlier history) is an error, because ignoring it would
 train on something else than the record says.
 """
 
@@ -54,7 +54,7 @@ _MESSAGE_ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class TextSample:
-    """Text that is learnt from its first token to its last. A stream is cut into rows; a document is not."""
+    """Text that is trained on from its first token to its last. A stream is cut into rows; a document is not."""
 
     place: Place
     text: str
@@ -63,7 +63,7 @@ class TextSample:
 
 @dataclass(frozen=True, slots=True)
 class CompletionSample:
-    """A question and the answer that is learnt."""
+    """A question and the answer that is trained on."""
 
     place: Place
     prompt: str
@@ -72,7 +72,7 @@ class CompletionSample:
 
 @dataclass(frozen=True, slots=True)
 class ChatSample:
-    """A conversation; its assistant turns are learnt."""
+    """A conversation; its assistant turns are trained on."""
 
     place: Place
     messages: tuple[Message, ...]
@@ -84,7 +84,7 @@ class TokenSample:
 
     Args:
         ids: int32 [T], not negative.
-        answers: bool [T], tokens that are learnt where prompts are masked.
+        answers: bool [T], target tokens where prompts are masked.
     """
 
     place: Place
@@ -96,7 +96,7 @@ Sample = TextSample | CompletionSample | ChatSample | TokenSample
 
 
 def read_samples(path: Path, data_format: str) -> tuple[int, Iterator[Sample]]:
-    """How many samples a file has, and the samples in its order; every record gives exactly one.
+    """Returns how many samples a file has, and the samples in its order; every record gives exactly one.
 
     Args:
         path: a .txt, .json or .jsonl file.
@@ -125,7 +125,7 @@ def _parse_all(records: Iterator[tuple[Place, Record]], data_format: str) -> Ite
 
 
 def parse_record(place: Place, record: Record, data_format: str) -> Sample:
-    """One record of a known format.
+    """Parses one record of a known format.
 
     Raises:
         UserError: a field is missing or is not what the format expects.
@@ -147,31 +147,31 @@ def parse_record(place: Place, record: Record, data_format: str) -> Sample:
 
 
 def refuse_unusable(place: Place, record: Record) -> None:
-    """Refuses a record with content that would be left out in silence.
+    """Refuses a record with content that would be silently ignored.
 
     Raises:
         UserError: it has such a field.
     """
     for field in _UNUSABLE:
         if record.get(field):
-            raise place.error(f"field '{field}' is not supported; remove it or leave such records out of the data.")
+            raise place.error(f"field '{field}' is not supported; remove it, or remove such records from the data.")
 
 
 def detect_format(place: Place, record: Record) -> str:
-    """The format whose fields a record has.
+    """Returns the format whose fields a record has.
 
     Raises:
         UserError: it is none of them.
     """
     if "chosen" in record and "rejected" in record:
         raise place.error(
-            "the record is a pair of answers (chosen, rejected), but objective.name language_modeling learns all it is "
-            "given: set objective.name to dpo."
+            "the record is a pair of answers (chosen, rejected), but objective.name language_modeling trains on all of "
+            "it: set objective.name to dpo."
         )
     if isinstance(record.get("label", record.get("kto_tag")), bool) and "text" not in record:
         raise place.error(
             "the record has a label that says whether its answer was liked, but objective.name language_modeling "
-            "learns all it is given: set objective.name to kto, or remove the label."
+            "trains on all it is given: set objective.name to kto, or remove the label."
         )
     for data_format, fields in _FIELDS.items():
         if all(field in record for field in fields):
@@ -182,10 +182,10 @@ def detect_format(place: Place, record: Record) -> str:
 
 
 def string_field(place: Place, record: Mapping[str, Any], field: str, data_format: str, prefix: str = "") -> str:
-    """The text in a field.
+    """Returns the text in a field.
 
     Args:
-        data_format: how a message calls the format.
+        data_format: the format's name in messages.
         prefix: of the field's name in a message.
 
     Raises:
@@ -221,9 +221,9 @@ def _alpaca(place: Place, record: Record) -> CompletionSample:
         raise place.error("field 'system' is not part of the format alpaca; use messages or put it into instruction.")
     instruction = string_field(place, record, "instruction", "alpaca")
     output = string_field(place, record, "output", "alpaca")
-    # Many sets write null or leave the field out where there is no input.
+    # Many sets write null or omit the field where there is no input.
     given = string_field(place, record, "input", "alpaca") if record.get("input") is not None else ""
-    # One pass of str.format each: braces in the record's own text stay as they are.
+    # One pass of str.format each, so that braces in the record's own text stay unchanged.
     prompt = ALPACA_PROMPT_WITH_INPUT if given else ALPACA_PROMPT
     return CompletionSample(place, prompt.format(instruction=instruction, input=given) + ALPACA_RESPONSE, output)
 
@@ -239,7 +239,7 @@ def _tokens(place: Place, record: Record) -> TokenSample:
         where = f"{len(labels)} numbers" if len(labels) != len(ids) else f"{labels[wrong][0]} at {int(wrong.argmax())}"
         raise place.error(
             f"field 'labels' has {where}, expected the {len(ids)} numbers of input_ids, in the same places, or "
-            f"{IGNORE_LABEL} where a token is not learnt; correct the record."
+            f"{IGNORE_LABEL} where a token is not a target; correct the record."
         )
     return TokenSample(place, ids, labels == ids)
 
@@ -261,13 +261,13 @@ def _conversation(place: Place, record: Record, data_format: str) -> ChatSample:
     messages = conversation_turns(place, record, field, data_format)
     if all(message["role"] != "assistant" for message in messages):
         raise place.error(
-            f"field '{field}' has no turn of the assistant, so there is nothing to learn; add its answer."
+            f"field '{field}' has no turn of the assistant, so there is nothing to train on; add its answer."
         )
     return ChatSample(place, messages)
 
 
 def conversation_turns(place: Place, record: Record, field: str, data_format: str | None = None) -> tuple[Message, ...]:
-    """The turns in a field, with roles as chat templates call them.
+    """Returns the turns in a field, with the role names of chat templates.
 
     Args:
         data_format: "sharegpt" or "messages"; None looks at each turn.

@@ -1,4 +1,4 @@
-"""Part of a data set held out for evaluation: rows drawn by a seed, the same on every layout and at every start."""
+"""Holds out part of a data set for evaluation: rows drawn by a seed, the same on every layout and at every start."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine.errors import UserError
 from engine.telemetry.format import counted
 
 _DRAW = 2**64 - 1
-"""Stands in place of an epoch, so that what is held out has nothing to do with the order of training."""
+"""Used in place of an epoch's number, so that the held-out rows are independent of the order of training."""
 
 
 def hold_out(dataset: TokenDataset, share: float, seed: int) -> tuple[TokenDataset, TokenDataset]:
-    """The rows to train on and the rows to evaluate, each row in one of them and in its old order.
+    """Returns the rows to train on and the rows to evaluate, each row in one of them and in its old order.
 
     Args:
         dataset: all rows.
@@ -39,7 +39,7 @@ def hold_out(dataset: TokenDataset, share: float, seed: int) -> tuple[TokenDatas
 
 
 def _rows(dataset: TokenDataset, rows: NDArray[np.int64]) -> TokenDataset:
-    """A data set with some rows of another, on the same documents."""
+    """Returns a data set with some rows of another, on the same documents."""
     group = dataset.group
     documents = [dataset.rows.row(row)[::group] // group for row in rows.tolist()]
     offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)

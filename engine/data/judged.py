@@ -1,15 +1,15 @@
-"""Answers that were judged one by one: records with a label, and data sets of such answers.
+"""Judged answers: records of single answers with a label, and data sets of such answers.
 
 | fields of a record                                 | the question         | the answer                          |
 |----------------------------------------------------|----------------------|-------------------------------------|
 | prompt, completion, label: texts                   | prompt               | completion                          |
 | instruction, (input,) output, label: texts         | the Alpaca template  | output                              |
 | prompt, completion, label: lists of turns          | turns                | turns that follow                   |
-| messages or conversations, label: turns            | what stands before   | the last turn, of the assistant     |
+| messages or conversations, label: turns            | the turns before     | the last turn, of the assistant     |
 
 `label` is true where the answer was liked and false where it was not; `kto_tag` is read as the same. Each answer comes
-with a mismatched one: its question with the answer of the record before it that was kept (the first takes the last).
-Answers of a row and their mismatched ones lie in rows of their own, in the same order.
+with a mismatched one: its question with the answer of the previous kept record (the first takes the last).
+Mismatched answers are in rows of their own, in the same order as the answers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Judged:
 
 
 def parse_judged(place: Place, record: Record) -> Judged:
-    """One record of any form in the table above.
+    """Parses one record of any form in the table above.
 
     Raises:
         UserError: a malformed record: names file, record and field.
@@ -109,7 +109,7 @@ def build_judged(
 
 
 class _Answers(AnswerCollector[Judged]):
-    """Answers with their marks; they are cut at the end, because a mismatched one is made of whole ones."""
+    """Collects answers with their labels; truncates them last, because mismatched answers are made of whole ones."""
 
     width = 1
 
@@ -155,7 +155,7 @@ class _Answers(AnswerCollector[Judged]):
         )
         if len(self._whole) < 2:
             kept = counted(len(self._whole), "answer")
-            raise UserError(report.nothing_left(names, f"{kept} to learn from, and at least 2 are expected"))
+            raise UserError(report.nothing_left(names, f"{kept} to train on, and at least 2 are expected"))
         answers = [self._cut(document.tokens, document.targets) for document in self._whole]
         before = [self._whole[-1], *self._whole[:-1]]
         mismatched = [self._mismatched(own, other) for own, other in zip(self._whole, before, strict=True)]
@@ -170,7 +170,7 @@ class _Answers(AnswerCollector[Judged]):
         return tokens[: self._seq_length], targets[: self._seq_length]
 
     def _mismatched(self, own: Document, other: Document) -> _Cut:
-        """The question of one with the answer of the other."""
+        """Returns the question of one document with the answer of another."""
         question, answer = int(own.targets.argmax()), int(other.targets.argmax())
         targets = np.concatenate((np.zeros(question, dtype=bool), other.targets[answer:]))
         return self._cut(np.concatenate((own.tokens[:question], other.tokens[answer:])), targets)

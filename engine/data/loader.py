@@ -1,4 +1,4 @@
-"""The micro-batches of a rank, and reading ahead. Which rows a step takes is `engine.data.order`'s to say.
+"""The micro-batches of a rank, prefetched by threads. `engine.data.order` decides which rows a step takes.
 
 Slot s of a global batch is row s % m of micro-batch a on data rank d, with m the micro-batch size, D the data ranks,
 a = s // (m D) and d = s % (m D) // m. Ranks of one tensor group share a data rank and build equal batches. Where a
@@ -51,7 +51,7 @@ class DataLoader:
         pad_multiple: row lengths are multiples of it (what divides a row among tensor ranks).
         context_rank, context_size: this rank's place among those that hold parts of each row.
         pad_token: fills the ends of rows.
-        last_batch: what an epoch ends with, see `DataOrder`.
+        last_batch: the last batch of an epoch, see `DataOrder`.
         shuffle: False reads in the dataset's order, in every epoch.
         num_workers: threads that build batches ahead; 0 builds them when they are asked for.
         pin_memory: put batches into page-locked memory (needs CUDA).
@@ -82,7 +82,7 @@ class DataLoader:
         assert 0 <= data_rank < data_size and num_workers >= 0, (data_rank, data_size, num_workers)
         _check_lengths(dataset, seq_length, pad_multiple)
         if not len(dataset):
-            raise UserError("the dataset is empty; give data.train a file with records that can be learnt.")
+            raise UserError("the dataset is empty; give data.train a file with records that can be trained on.")
         if global_batch_size < 1 or global_batch_size % (micro_batch_size * data_size):
             raise UserError(
                 f"train.global_batch_size {global_batch_size} is not a multiple of train.micro_batch_size "
@@ -106,15 +106,15 @@ class DataLoader:
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self.stalled = 0.0
-        """Seconds that whoever iterates `stream` has waited for batches so far, but for the first of each stream:
-        nothing could have hidden that one."""
+        """Seconds that consumers of `stream` have waited for batches so far, without the first of each stream,
+        which nothing could hide."""
 
     def target_count(self, consumed: int) -> float:
-        """Sum of the loss weights of the whole global batch, over all data ranks and micro-batches."""
+        """Returns the sum of the loss weights of the whole global batch, over all data ranks and micro-batches."""
         return float(self.dataset.target_counts[self.order.rows(consumed)].sum())
 
     def batches(self, consumed: int) -> list[Batch]:
-        """This rank's micro-batches of the global batch that starts at sample `consumed`, in their order."""
+        """Returns this rank's micro-batches of the global batch that starts at sample `consumed`, in order."""
         rows: list[int | None] = [*self.order.rows(consumed).tolist()]
         rows += [None] * (self.order.batch - len(rows))
         batches = []
@@ -126,12 +126,12 @@ class DataLoader:
         return batches
 
     def stream(self, consumed: int, num_steps: int) -> Generator[list[Batch]]:
-        """`batches` of `num_steps` steps from sample `consumed` on, built ahead by threads.
+        """Yields `batches` of `num_steps` steps from sample `consumed` on, built ahead by threads.
 
-        An error while building is raised to the consumer in its turn. Closing the iterator, or leaving it to the
-        garbage collector, stops the threads.
+        An error while building a batch is raised where the consumer asks for it. Closing the iterator, or leaving it to
+        the garbage collector, stops the threads.
         """
-        with closing(self._promised(self.order.starts(consumed, num_steps))) as promises:
+        with closing(self._pending_batches(self.order.starts(consumed, num_steps))) as promises:
             for number, promise in enumerate(promises):
                 begin = time.monotonic()
                 batches = promise()
@@ -139,8 +139,8 @@ class DataLoader:
                     self.stalled += time.monotonic() - begin
                 yield batches
 
-    def _promised(self, starts: Iterator[int]) -> Generator[Callable[[], list[Batch]]]:
-        """A function for each step that gives its batches, waiting for them where it must."""
+    def _pending_batches(self, starts: Iterator[int]) -> Generator[Callable[[], list[Batch]]]:
+        """Yields a function for each step that returns its batches, waiting for them if necessary."""
         if not self._num_workers:
             yield from (partial(self.batches, start) for start in starts)
             return
@@ -160,15 +160,15 @@ class DataLoader:
 
 
 class EvalLoader:
-    """Every row of a dataset once, in order, in equally many micro-batches on each data rank.
+    """Loads every row of a dataset once, in order, in equally many micro-batches on each data rank.
 
-    What is missing to a full last round is filled with rows of padding that carry no loss.
+    The last micro-batches are filled up with rows of padding that carry no loss.
 
     Args:
         dataset: the rows.
         seq_length, micro_batch_size, data_rank, data_size, pad_multiple, context_rank, context_size, pad_token: as in
             `DataLoader`.
-        max_samples: read only the first so many rows.
+        max_samples: read only this many rows, from the first.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class EvalLoader:
         self.num_micro_batches = -(-self.num_samples // (micro_batch_size * data_size))
 
     def __len__(self) -> int:
-        """The number of micro-batches of each data rank."""
+        """Returns the number of micro-batches of each data rank."""
         return self.num_micro_batches
 
     def __iter__(self) -> Iterator[Batch]:
@@ -212,5 +212,5 @@ class EvalLoader:
             yield rank_batch(self.dataset, rows, slots, **self._shape)
 
     def target_count(self) -> float:
-        """Sum of the loss weights of all micro-batches of all data ranks."""
+        """Returns the sum of the loss weights of all micro-batches of all data ranks."""
         return float(self.dataset.target_counts[: self.num_samples].sum())

@@ -1,5 +1,5 @@
-"""Megatron's indexed data: a `.bin` of token ids and an `.idx` that says how they lie. Nothing in it has a checksum, so
-everything that can be told from the two files is compared, and all ids are looked at when they are opened."""
+"""Megatron's indexed data: a `.bin` of token ids and an `.idx` that describes its sequences. Neither has a checksum, so
+everything that can be checked from the two files is, and all ids are read when they are opened."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from engine.files.refusals import reading
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34
-_DTYPES: dict[int, type[np.integer]] = {
-    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16
-}  # fmt: skip
+_DTYPES: dict[int, type[np.integer]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _CHUNK_BYTES = 16 << 20
 
 
 class Indexed(NamedTuple):
-    """A pair of files.
+    """Megatron's indexed data, opened.
 
     Args:
         data: the `.bin`.
@@ -42,8 +40,8 @@ class Indexed(NamedTuple):
 
 
 def pair_of(path: Path) -> tuple[Path, Path] | None:
-    """The `.bin` and the `.idx` that `path` means, one of them or what their names begin with; None where neither is
-    there."""
+    """Returns the `.bin` and the `.idx` that `path` names: one of them, or their common prefix; None where
+    neither exists."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     pair = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     if prefix == path:
@@ -66,7 +64,7 @@ def open_indexed(data: Path, index: Path) -> Indexed:
     with reading(data, "use another copy"):
         size = data.stat().st_size
     if not size:
-        raise UserError(f"{data} is empty: copy it again, or write both files anew with Megatron's tool.")
+        raise UserError(f"{data} is empty: copy it again, or write both files again with Megatron's tool.")
     starts, count = _lay_out(index, data, lengths, pointers, np.dtype(dtype).itemsize)
     offsets = _documents(index, boundaries, np.append(starts, count))
     tokens = mapped(data, dtype, count)
@@ -76,7 +74,7 @@ def open_indexed(data: Path, index: Path) -> Indexed:
 
 
 def _parts(index: Path, head: bytes) -> tuple[type[np.integer], NDArray, NDArray, NDArray]:
-    """The ids' dtype, and of the sequences the lengths, where they begin, and which begin documents."""
+    """Parses the index: the ids' dtype, the sequences' lengths and beginnings, and which of them begin documents."""
     if head[: len(_MAGIC)] != _MAGIC:
         raise UserError(f"{index} is not an index of Megatron's: give the .bin and .idx that its tool wrote.")
     if len(head) < _HEADER_BYTES:
@@ -106,9 +104,9 @@ def _parts(index: Path, head: bytes) -> tuple[type[np.integer], NDArray, NDArray
 def _lay_out(
     index: Path, data: Path, lengths: NDArray, pointers: NDArray, itemsize: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Where sequences begin, in tokens, and how many tokens there are."""
+    """Returns where sequences begin, in tokens, and how many tokens there are."""
     if not lengths.any():
-        raise UserError(f"{index} has no sequence with a token: copy it again, or write it anew with Megatron's tool.")
+        raise UserError(f"{index} has no sequence with a token: copy it again, or write it again with Megatron's tool.")
     if (negative := np.flatnonzero(lengths < 0)).size:
         place = int(negative[0])
         raise UserError(f"{index} says that sequence {place} has {lengths[place]} tokens: copy it again.")
@@ -117,14 +115,14 @@ def _lay_out(
     if (wrong := np.flatnonzero(pointers != starts * itemsize)).size:
         place = int(wrong[0])
         raise UserError(
-            f"{index} has sequences that do not lie end to end in {data}: sequence {place} is said to begin at byte "
-            f"{pointers[place]}, but those before it end at {starts[place] * itemsize}; write it anew with its tool."
+            f"{index} has sequences that are not contiguous in {data}: sequence {place} begins at byte "
+            f"{pointers[place]}, but those before it end at {starts[place] * itemsize}; write it again with its tool."
         )
     return starts, int(ends[-1])
 
 
 def _documents(index: Path, boundaries: NDArray, begins: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where documents with tokens begin, from where sequences do; without boundaries each sequence is one."""
+    """Returns where documents with tokens begin; without boundaries each sequence is a document."""
     sequences = len(begins) - 1
     if len(boundaries):
         falls = np.flatnonzero(np.diff(boundaries) < 0)
@@ -136,11 +134,11 @@ def _documents(index: Path, boundaries: NDArray, begins: NDArray[np.int64]) -> N
             )
         if len(boundaries) > 1:
             begins = begins[boundaries]
-    return np.unique(begins)  # in order as they are; documents without a token are none
+    return np.unique(begins)  # already sorted; this drops documents without tokens
 
 
 def _largest(path: Path, tokens: NDArray) -> int:
-    """The largest id, once all have been looked at."""
+    """Reads and checks all ids, and returns the largest."""
     largest, step = 0, _CHUNK_BYTES // tokens.itemsize
     for start in range(0, len(tokens), step):
         part = tokens[start : start + step]
@@ -148,7 +146,7 @@ def _largest(path: Path, tokens: NDArray) -> int:
             place = int(np.flatnonzero(part < 0)[0])
             raise UserError(
                 f"{path} has token id {part[place]} at place {start + place}, and ids are 0 or more: copy it again, or "
-                "write it anew with Megatron's tool."
+                "write it again with Megatron's tool."
             )
         largest = max(largest, int(part.max()))
     return largest

@@ -13,7 +13,7 @@ from engine.files.documents import read_text
 from engine.files.refusals import shown
 
 ALPACA_TASK = "Below is an instruction. Write a response that fulfils it."
-"""What stands before the instruction, in records of Alpaca's fields too."""
+"""The text before the instruction, in records of Alpaca's fields too."""
 
 _END_TOKEN = "eos_token or raise_exception('it ends answers with the end token, and the tokenizer has none')"
 _WRONG_ROLE = "raise_exception('this format has no turns of ' + message.role)"
@@ -161,7 +161,7 @@ _ALPACA = (
 """
 )
 
-# an answer may call tools, and what they say comes as a user's turn
+# an answer may call tools, whose results come as a user's turn
 _QWEN_CALLS = """\
 {%- macro calls(tool_calls, content) %}
     {%- for call in tool_calls or [] %}
@@ -257,7 +257,7 @@ TEMPLATES = {
 
 
 def template_text(name: str) -> str:
-    """The template of a name, or of a file.
+    """Returns the text of the template with this name, or in this file.
 
     Raises:
         UserError: it is neither, or the file cannot be read.

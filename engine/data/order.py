@@ -1,8 +1,8 @@
 """Which rows each step reads: a pure function of (seed, epoch, index).
 
-Every epoch goes through all rows once, in a shuffled order of its own, and a step takes the next rows of it. The
-cursor of a run is one number, the samples consumed, and means the same on every layout. No communication takes place:
-what other ranks read is computed, not asked.
+Every epoch reads all rows once, in a shuffled order of its own, and a step takes the next rows of it. The
+cursor of a run is one number, the samples consumed, and means the same on every layout. There is no communication:
+each rank computes what other ranks read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.telemetry.format import counted
 
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
-    """The order of `count` samples in an epoch, the same on every machine.
+    """Returns the order of `count` samples in an epoch, the same on every machine.
 
     It sorts the raw words of a counter-based generator (Philox keyed by seed and epoch): those are fixed by the
     algorithm, while numpy may change how its `permutation` uses them from one version to the next.
@@ -41,7 +41,7 @@ class DataOrder:
         batch: rows of a full batch, over all ranks.
         seed: of the shuffling.
         last_batch: "short" ends an epoch with the rows that are left; "full" completes them with the next epoch's
-            first, so that the batches run on across the ends of epochs.
+            first, so that batches continue across the ends of epochs.
         shuffle: False reads in the data set's order, in every epoch.
     """
 
@@ -52,13 +52,13 @@ class DataOrder:
     shuffle: bool = True
 
     def size(self, consumed: int) -> int:
-        """Rows of the batch that starts at sample `consumed`."""
+        """Returns the rows of the batch that starts at sample `consumed`."""
         if self.last_batch == "full":
             return self.batch
         return min(self.batch, self.count - consumed % self.count)
 
     def rows(self, consumed: int) -> NDArray[np.int64]:
-        """Row of each slot of the batch that starts at sample `consumed`: int64 [size]."""
+        """Returns the row of each slot of the batch that starts at sample `consumed`: int64 [size]."""
         counters = np.arange(consumed, consumed + self.size(consumed), dtype=np.int64)
         if not self.shuffle:
             return counters % self.count
@@ -70,18 +70,18 @@ class DataOrder:
         return rows
 
     def starts(self, consumed: int, num_steps: int) -> Iterator[int]:
-        """The sample at which each of `num_steps` batches starts, the first at `consumed`."""
+        """Yields the sample at which each of `num_steps` batches starts, the first at `consumed`."""
         for _ in range(num_steps):
             yield consumed
             consumed += self.size(consumed)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches that go through every row once; where they run on, the last of them ends in the next epoch."""
+        """Returns the batches that read every row once; with "full" the last of them may end in the next epoch."""
         return ceil(self.count / self.batch)
 
     def steps_left(self, consumed: int, epochs: float) -> int:
-        """Batches from sample `consumed` to the end of so many epochs, at least one from the very start.
+        """Returns the batches from sample `consumed` to the end of the epochs, at least one from the very start.
 
         A part of an epoch is rounded up to whole batches, as transformers' Trainer does.
         """
@@ -91,7 +91,7 @@ class DataOrder:
         return max(0 if consumed else 1, ceil(epochs * self.steps_per_epoch) - done)
 
     def sentence(self) -> str:
-        """The length of an epoch, for the log."""
+        """Returns the length of an epoch, for the log."""
         steps, rest = self.steps_per_epoch, self.count % self.batch
         text = f"an epoch: {counted(self.count, 'row')} in {counted(steps, 'step')} of {self.batch}"
         if not rest:

@@ -1,4 +1,4 @@
-"""Put documents of different lengths into rows of one length.
+"""Packs documents of different lengths into rows of one length.
 
 Best-fit decreasing: the longest document first, each into the fullest row that still has room for it. It needs at
 most 11/9 of the fewest possible rows, plus a constant, and much less on real lengths. Documents of one length are
@@ -21,11 +21,11 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packs:
-    """Which documents lie in which row.
+    """The assignment of documents to rows.
 
     Args:
         offsets: int64 [rows + 1]; row r holds documents[offsets[r] : offsets[r + 1]].
-        documents: int64 [documents], each index exactly once, in the order in which they lie in their row.
+        documents: int64 [documents], each index exactly once, in their order in the row.
     """
 
     offsets: IntArray
@@ -35,11 +35,11 @@ class Packs:
         return len(self.offsets) - 1
 
     def row(self, index: int) -> IntArray:
-        """The documents of one row."""
+        """Returns the documents of one row."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
     def of_groups(self, size: int) -> Packs:
-        """The same rows, told by documents, where what was packed are groups of `size` consecutive documents."""
+        """Returns the same rows by documents, where groups of `size` consecutive documents were packed."""
         if size == 1:
             return self
         documents = (self.documents[:, None] * size + np.arange(size)).ravel()
@@ -47,12 +47,12 @@ class Packs:
 
 
 def one_each(count: int) -> Packs:
-    """Rows that hold one document each, in order."""
+    """Returns the rows that hold one document each, in order."""
     return Packs(offsets=np.arange(count + 1, dtype=np.int64), documents=np.arange(count, dtype=np.int64))
 
 
 def pack(lengths: NDArray[np.integer], capacity: int) -> Packs:
-    """Assign documents to rows.
+    """Assigns documents to rows.
 
     The same lengths give the same rows. There are never more rows than next-fit in the given order needs (its
     result is taken in the rare case that it is the better one).
@@ -62,7 +62,7 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Packs:
         capacity: tokens of a row.
 
     Returns:
-        The rows; inside a row documents lie from long to short.
+        The rows; inside a row documents are sorted from long to short.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if not len(sizes):
@@ -81,7 +81,7 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Packs:
 
 
 def _best_fit(sizes: IntArray, capacity: int) -> IntArray:
-    """The row of each document; `sizes` falls."""
+    """Returns the row of each document; `sizes` must be in descending order."""
     rows = np.empty(len(sizes), dtype=np.int64)
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     has_room = np.zeros(capacity + 1, dtype=bool)
@@ -93,7 +93,8 @@ def _best_fit(sizes: IntArray, capacity: int) -> IntArray:
         while first < end:
             room = size + int(has_room[size:].argmax())
             if has_room[room]:
-                # A row that has taken one of this size and still has room is the fullest that has: it is filled up.
+                # A row that has taken one of this size and still has room for another is the fullest such row, so it
+                # is filled up.
                 per_row = room // size
                 taken = min(len(by_room[room]), -(-(end - first) // per_row))
                 chosen = by_room[room][-taken:]
@@ -121,7 +122,7 @@ def _keep(by_room: list[list[int]], has_room: NDArray[np.bool_], room: int, rows
 
 
 def _next_fit(sizes: IntArray, capacity: int) -> IntArray:
-    """The row of each document when a row is closed as soon as one does not fit."""
+    """Returns the row of each document when a row is closed as soon as one does not fit."""
     ends = np.cumsum(sizes)
     firsts = []
     first = 0

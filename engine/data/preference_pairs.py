@@ -1,4 +1,4 @@
-"""Answers that were compared: records of a preferred and a rejected one, and data sets of such pairs.
+"""Preference pairs: records of a preferred and a rejected answer, and data sets of such pairs.
 
 | fields of a record                              | the question                | an answer                          |
 |-------------------------------------------------|-----------------------------|------------------------------------|
@@ -9,7 +9,7 @@
 | chosen, rejected: lists of turns                | their common beginning      | the whole conversation             |
 | conversations or messages, chosen, rejected     | turns                       | one turn                           |
 
-Of a conversation the last turn of the assistant is compared; both sides have what stands before it in common. A pair
+The assistant's last turn of a conversation is compared; both sides share the turns before it. A pair
 is two documents side by side in one row, the preferred one first, so that attention, packing and every layout treat
 pairs as they treat any other documents.
 """
@@ -60,7 +60,7 @@ class Pair:
 
 
 def parse_pair(place: Place, record: Record) -> Pair:
-    """One record of any form in the table above.
+    """Parses one record of any form in the table above.
 
     Raises:
         UserError: a malformed record: names file, record and field.
@@ -83,7 +83,7 @@ def parse_pair(place: Place, record: Record) -> Pair:
 
 
 def _texts(place: Place, record: Record) -> tuple[str, list[str]]:
-    """The question, and what follows it on each side."""
+    """Returns the question, and the answer of each side."""
     answers = [string_field(place, record, name, "preference") for name in ANSWERS]
     if record.get("system"):
         raise place.error(
@@ -103,7 +103,7 @@ def _texts(place: Place, record: Record) -> tuple[str, list[str]]:
 
 
 def _conversations(place: Place, record: Record) -> list[tuple[Message, ...]]:
-    """The whole conversation of each side."""
+    """Returns the whole conversation of each side."""
     before: tuple[Message, ...] = ()
     if record.get("system"):
         before = ({"role": "system", "content": string_field(place, record, "system", "preference")},)
@@ -141,9 +141,9 @@ def build_pairs(
     Args:
         paths: one file, several, or patterns with *; JSON or JSON lines.
         tokenizer: encodes the text.
-        seq_length: tokens of one answer with its question, at most; a row has room for twice that.
+        seq_length: maximum tokens of one answer with its question; a row has room for twice that.
         packing: put several pairs into a row.
-        overlong: as in `TokenDataset.build`, for each side; a pair goes when one of its sides goes.
+        overlong: as in `TokenDataset.build`, for each side; a pair is dropped when one of its sides is.
         progress: called with (records done, records in all) now and then.
 
     Raises:
@@ -154,7 +154,7 @@ def build_pairs(
 
 
 class _Pairs(AnswerCollector[Pair]):
-    """The preferred answer of a pair and then the rejected one, in one row."""
+    """Collects pairs: the preferred answer and then the rejected one, in one row."""
 
     width = 2
 
@@ -166,7 +166,7 @@ class _Pairs(AnswerCollector[Pair]):
 
     def _add(self, record: Pair, documents: tuple[Document, ...]) -> None:
         limit = self._seq_length
-        documents = _from_where_they_part(documents)
+        documents = _with_same_question(documents)
         longest = max(len(side.tokens) for side in documents)
         self._longest = max(self._longest, longest)
         if longest > limit and self._overlong == "error":
@@ -218,8 +218,8 @@ class _Pairs(AnswerCollector[Pair]):
         )
 
 
-def _from_where_they_part(sides: tuple[Document, ...]) -> tuple[Document, ...]:
-    """Both sides with the same question: the shorter one, where a token joins its end to one answer's beginning."""
+def _with_same_question(sides: tuple[Document, ...]) -> tuple[Document, ...]:
+    """Gives both sides the same question: the shorter one, where a token joins its end to an answer's beginning."""
     starts = [int(side.targets.argmax()) for side in sides if side.targets.any()]
     if len(starts) < len(sides) or min(starts) == max(starts):
         return sides

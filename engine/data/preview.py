@@ -1,4 +1,4 @@
-"""Samples as they will be learnt, for a person to look at before a long run."""
+"""Shows samples as they will be trained on, to be looked at before a long run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from engine.data.work_units import plan_units, unit_records
 from engine.errors import UserError
 
 MOST_TOKENS = 2000
-"""Most tokens of one sample that are shown."""
+"""Maximum tokens of one sample that are shown."""
 
-_LEARNT, _GIVEN, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
+_TARGET, _GIVEN, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 
 
 def first_documents(
     files: Sequence[Path], count: int, tokenizer: Tokenizer, *, data_format: str, mask_prompt: bool
 ) -> Iterator[Document]:
-    """The first documents of some files, of which no more is read than that takes.
+    """Yields the first documents of some files, reading no more of these than necessary.
 
     Raises:
         UserError: a file or record that cannot be used.
@@ -45,23 +45,23 @@ def _samples(files: Sequence[Path], data_format: str) -> Iterator[Sample]:
 def preview(
     tokens: Sequence[int] | np.ndarray, targets: Sequence[bool] | np.ndarray, tokenizer: Tokenizer, *, colour: bool
 ) -> str:
-    """A document's text, with what is learnt in colour or in ⟦brackets⟧; line breaks show as ↵ too.
+    """Returns a document's text, with target tokens in colour or in ⟦brackets⟧; line breaks show as ↵ too.
 
     Args:
         tokens: of the document.
-        targets: whether each is learnt.
-        tokenizer: writes them, control tokens too.
+        targets: whether each is a target.
+        tokenizer: decodes them, control tokens too.
         colour: for a terminal.
     """
-    learnt, given, plain = (_LEARNT, _GIVEN, _PLAIN) if colour else ("⟦", "", "")
+    mark, given, plain = (_TARGET, _GIVEN, _PLAIN) if colour else ("⟦", "", "")
     text, ids, before = "", list[int](), ""
     pairs = zip(np.asarray(tokens[:MOST_TOKENS]).tolist(), np.asarray(targets[:MOST_TOKENS]).tolist(), strict=True)
-    for is_learnt, run in groupby(pairs, key=lambda pair: pair[1]):
+    for is_target, run in groupby(pairs, key=lambda pair: pair[1]):
         ids += (part := [token for token, _ in run])
         whole = tokenizer.show(ids)  # a space may begin a run, but no text
         piece = _printable(whole[len(before) :] if whole.startswith(before) else tokenizer.show(part))
         before = whole
-        text += f"{learnt}{piece}{plain or '⟧'}" if is_learnt else f"{given}{piece}{plain}"
+        text += f"{mark}{piece}{plain or '⟧'}" if is_target else f"{given}{piece}{plain}"
     left = len(tokens) - MOST_TOKENS
     return text + (f" ... {left:,} more tokens" if left > 0 else "")
 

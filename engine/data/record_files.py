@@ -1,7 +1,7 @@
-"""Reading of .json, .jsonl and .txt files: bytes in, records and their places out.
+"""Reads .json, .jsonl and .txt files: bytes in, records and their places out.
 
 Files are UTF-8, with or without a byte order mark, with Unix or Windows line ends. Whether a JSON file is one array
-or one record a line is seen from its first character and not from its name. Blank lines carry no record; anything
+or one record a line is decided by its first character, not by its name. Blank lines carry no record; anything
 else that is no record is an error that names its place.
 """
 
@@ -24,7 +24,7 @@ _WHITE_SPACE = b" \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record stands: "line" counts from 1, "index" (of a JSON array) from 0."""
+    """The place of a record: "line" counts from 1, "index" (of a JSON array) from 0."""
 
     path: Path
     unit: str
@@ -34,12 +34,12 @@ class Place:
         return f"{self.path} {self.unit} {self.number}"
 
     def error(self, message: str) -> UserError:
-        """The error about this record, to be raised by the caller."""
+        """Returns the error about this record, to be raised by the caller."""
         return UserError(f"{self}: {message}")
 
 
 def expand_paths(paths: str | Path | list[str] | tuple[str, ...]) -> list[Path]:
-    """The files that a setting means: one path, several, or patterns with * (in sorted order).
+    """Returns the files that an option names: one path, several, or patterns with * (in sorted order).
 
     Raises:
         UserError: a path that is no file, or a pattern that matches none.
@@ -60,7 +60,7 @@ def expand_paths(paths: str | Path | list[str] | tuple[str, ...]) -> list[Path]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, line ends as \\n.
+    """Returns the text of a file, with line ends as \\n.
 
     Raises:
         UserError: it is not UTF-8, or has no text.
@@ -73,7 +73,7 @@ def read_text(path: Path) -> str:
 
 
 def read_records(path: Path) -> tuple[int, Iterator[tuple[Place, Record]]]:
-    """How many records a JSON or JSONL file has, and the records with their places.
+    """Returns how many records a JSON or JSONL file has, and the records with their places.
 
     Raises:
         UserError: not UTF-8, not JSON, or a record that is no object; for JSONL while it is being read.
@@ -84,12 +84,12 @@ def read_records(path: Path) -> tuple[int, Iterator[tuple[Place, Record]]]:
         if first_byte(file) == b"[":
             records = _load_array(path)
             return len(records), _array_records(path, records)
-        # Counted in a pass of its own, which takes a fraction of what parsing takes, so that the lines need not stay.
+        # Counted in a separate pass, which takes a fraction of parsing, so that lines need not stay in memory.
         return sum(1 for line in file if line.strip(_WHITE_SPACE)), _line_records(path)
 
 
 def first_byte(file: BinaryIO) -> bytes:
-    """The first character that is neither a byte order mark nor white space; rewinds to behind the mark."""
+    """Returns the first character that is neither a byte order mark nor white space; seeks to after the mark."""
     start = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
     file.seek(start)
     byte = file.read(1)
@@ -145,7 +145,7 @@ def _parse_line(place: Place, line: bytes) -> object:
 
 
 def line_record(place: Place, line: bytes) -> tuple[Place, Record]:
-    """The record in one line of a JSONL file, with its place.
+    """Returns the record in one line of a JSONL file, with its place.
 
     Raises:
         UserError: it is none.

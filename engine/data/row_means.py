@@ -1,4 +1,4 @@
-"""Evaluation where every row has the same say, however many of its tokens are learnt."""
+"""Evaluation that averages per row: every row weighs the same, however many target tokens it has."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class RowMeanLoader(EvalLoader):
     """An `EvalLoader` in which the targets of a row have weights that add up to 1.
 
     The mean over all of them is then the mean over rows of each row's own mean over its targets. Rows without targets
-    have no say.
+    have weight 0.
     """
 
     def __iter__(self) -> Iterator[Batch]:
         length = self.dataset.seq_length
-        # fillers have row numbers behind the last, and weights of 0
+        # fillers have row numbers after the last, and weights of 0
         counts = torch.from_numpy(self.dataset.target_counts[: self.num_samples]).clamp(min=1).float()
         for batch in super().__iter__():
             rows = (batch.token_index_BS[:, :1] // length).clamp(max=self.num_samples - 1)
             yield replace(batch, loss_weights_BS=batch.loss_weights_BS / counts[rows])
 
     def target_count(self) -> float:
-        """The number of rows with targets."""
+        """Returns the number of rows with targets."""
         return float((self.dataset.target_counts[: self.num_samples] > 0).sum())

@@ -1,4 +1,4 @@
-"""Tokenizers that are a sentencepiece `.model` file."""
+"""Opens tokenizers that are a sentencepiece `.model` file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def with_special(ids: list[int], bos_id: int | None, eos_id: int | None) -> list[int]:
-    """Token ids with those of the begin and the end around them, where there are any."""
+    """Returns token ids with the begin and end tokens around them, where there are any."""
     if bos_id is not None:
         ids = [bos_id, *ids]
     if eos_id is not None:
@@ -25,12 +25,12 @@ def with_special(ids: list[int], bos_id: int | None, eos_id: int | None) -> list
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece `.model` file.
+    """The tokenizer of a sentencepiece `.model` file.
 
     Args:
         path: the file.
         adds_bos: whether documents open with the begin token; the file itself does not say. None: they do where the
-            model defines one, which is the habit of the Llama family.
+            model defines one, as in the Llama family.
     """
 
     has_chat_template = False
@@ -41,7 +41,7 @@ class SentencePieceTokenizer:
 
         model = read_bytes(path, "give a .model file or a folder with tokenizer.json")
         try:
-            if not model:  # which the library takes for no model asked for
+            if not model:  # the library would take empty bytes for no model at all
                 raise RuntimeError("it is empty")
             self._processor: SentencePieceProcessor = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:

@@ -5,15 +5,15 @@ A store is a folder:
 | file           | content                                                                                   |
 |----------------|-------------------------------------------------------------------------------------------|
 | tokens.bin     | uint16 or int32 [T], the documents end to end                                             |
-| targets.bin    | uint8 [T], whether a token is learnt; absent where all but the first of each document are |
+| targets.bin    | uint8 [T], whether a token is a target; absent where all but the first of a document are |
 | offsets.bin    | int64 [D + 1], where documents begin                                                      |
 | blocks.bin     | uint32, CRC-32C of each 64 KiB of tokens.bin, then of targets.bin                         |
 | manifest.json  | sizes, dtype, checksums of the files, the tokenizer's fingerprint; written last           |
 
-What is small is compared with its checksum when a store is opened, tokens and targets block by block where a row first
-reads them (`engine.data.checked_file`). Stores of the first version have no blocks.bin, so that all of their bytes are
-read when they are opened. Megatron's indexed files are read as they are (`engine.data.megatron`), as stores whose every
-token is learnt.
+Small files are compared with their checksums when a store is opened, tokens and targets block by block where a row
+first reads them (`engine.data.checked_file`). Stores of the first version have no blocks.bin, so that all of their
+bytes are read when they are opened. Megatron's indexed files are read as they are (`engine.data.megatron`), as stores
+whose every token is a target.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TokenStore:
     Args:
         path: of the folder, or of Megatron's `.bin`.
         tokens: [T], from 0 to `max_token`.
-        targets: of bool [T], or None where all tokens but the first of each document are learnt.
+        targets: of bool [T], or None where all tokens but the first of each document are targets.
         offsets: int64 [D + 1]; document d is tokens[offsets[d] : offsets[d + 1]].
         identity: changes with the content.
         max_token: the largest id.
@@ -69,7 +69,7 @@ class TokenStore:
     chat_template: str | None = None
 
     def require_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Refuses a tokenizer that gives other ids than the store has.
+        """Refuses a tokenizer other than the store's.
 
         Raises:
             UserError: it does.
@@ -89,7 +89,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def is_store(path: str | Path) -> bool:
-    """Whether `path` is a token store, one of Megatron's two files, or what their names begin with."""
+    """Returns whether `path` is a token store, one of Megatron's two files, or their common prefix."""
     path = Path(path)
     return (path / MANIFEST).is_file() or pair_of(path) is not None
 
@@ -144,7 +144,7 @@ def _open_folder(path: Path) -> TokenStore:
 
 
 def _whole(folder: Path, name: str, dtype: type, count: int, manifest: StoreManifest) -> NDArray:
-    """A file that has its recorded checksum."""
+    """Maps a file that is checked against its recorded checksum as a whole."""
     values = mapped(folder / name, dtype, count)
     if (found := file_checksum(values)) != (expected := manifest.checksums[name]):
         raise UserError(
@@ -155,7 +155,7 @@ def _whole(folder: Path, name: str, dtype: type, count: int, manifest: StoreMani
 
 
 def _block_sums(folder: Path, manifest: StoreManifest, counts: list[int]) -> list[NDArray[np.uint32] | None]:
-    """The checksums of the blocks of each file; None where the store has none."""
+    """Returns the checksums of the blocks of each file; None where the store has none."""
     if not manifest.has_blocks:
         return [None] * len(counts)
     values = np.array(_whole(folder, BLOCKS, np.uint32, sum(counts), manifest))

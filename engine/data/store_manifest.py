@@ -1,4 +1,6 @@
-"""The manifest of a token store: what the other files are, with a digest of itself. Checked before it is believed."""
+"""The manifest of a token store: it describes the other files, and is checked by its own digest before it is
+trusted.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ _OLDEST = 1
 """The oldest version, without block checksums and digest."""
 _KEYS = {"format", "version", "dtype", "tokens", "documents", "max_token", "tokenizer", "checksums", "sources"}
 _TEMPLATE = "chat_template"
-"""A key that may be missing."""
+"""Keys that may be missing."""
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 _MOST = 1 << 48
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreManifest:
-    """What a token store says of itself.
+    """The checked manifest of a token store.
 
     Args:
         dtype: of tokens, one of `DTYPES`.
@@ -39,7 +41,7 @@ class StoreManifest:
         max_token: the largest id.
         tokenizer: fingerprint of the tokenizer.
         checksums: CRC-32C of each file.
-        chat_template: that conversations were rendered with; None where there is none, or it was not written down.
+        chat_template: that conversations were rendered with; None where there is none, or it was not recorded.
     """
 
     dtype: str
@@ -57,13 +59,13 @@ class StoreManifest:
 
     @property
     def identity(self) -> str:
-        """Changes with the content."""
+        """A text that changes with the store's content."""
         content = {name: value for name, value in self.checksums.items() if name != BLOCKS}
         return json.dumps([self.tokens, self.documents, content], sort_keys=True)
 
 
 def manifest_text(manifest: StoreManifest, sources: list[str]) -> str:
-    """The manifest as JSON, with its digest.
+    """Returns the manifest as JSON, with its digest.
 
     Args:
         sources: names of the files that were tokenised, for people.

@@ -1,4 +1,4 @@
-"""Data sets on token stores: which part of which document is a row's, decided from lengths alone."""
+"""Data sets on token stores: which part of which document is in which row, decided from lengths alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stored_dataset(
     packing: Packing = False,
     overlong: str = "truncate",
 ) -> TokenDataset:
-    """Rows on a token store, which stays on disk.
+    """Returns the rows on a token store, which stays on disk.
 
     Args:
         path: see engine.data.store.
@@ -37,11 +37,11 @@ def stored_dataset(
         seq_length: tokens of a row.
         packing: put several documents into a row, or "concatenate" all, which reads them into memory.
         overlong: what to do with a document longer than a row: "truncate" keeps its beginning, "cut" makes several of
-            it, of which neighbours share one token (the last of one is learnt there and opens the next), "drop" leaves
-            it out, "error" stops.
+            it, of which neighbours share one token (the last of one is a target there and opens the next), "drop"
+            skips it, "error" stops.
 
     Raises:
-        UserError: the store cannot be used, or nothing is left to learn from.
+        UserError: the store cannot be used, or nothing is left to train on.
     """
     started = time.monotonic()
     store = open_store(path)
@@ -79,7 +79,7 @@ def stored_dataset(
             dropped_without_target=int((~kept & ~longer).sum()),
         )
     if not kept.any():
-        raise UserError(report.nothing_left(str(path), "nothing to learn"))
+        raise UserError(report.nothing_left(str(path), "nothing to train on"))
     dataset = TokenDataset(
         store.tokens,
         store.targets,
@@ -94,20 +94,22 @@ def stored_dataset(
 
 
 def _concatenated(store: TokenStore, seq_length: int) -> TokenDataset:
-    """Documents end to end in rows; read into memory."""
+    """Returns the concatenated documents in rows; reads them into memory."""
     targets = None if store.targets is None else store.targets.whole()
     if targets is None:
         targets = np.ones(len(store.tokens), dtype=bool)
         targets[store.offsets[:-1]] = False
-    tokens, learnt, offsets, left_over = concatenate(store.tokens.whole(), targets, store.offsets, seq_length)
+    tokens, targets, offsets, left_over = concatenate(store.tokens.whole(), targets, store.offsets, seq_length)
     report = DatasetReport(documents=len(store.offsets) - 1, left_over=left_over)
-    return TokenDataset(tokens, learnt, offsets, seq_length=seq_length, packing=True, report=report)
+    return TokenDataset(tokens, targets, offsets, seq_length=seq_length, packing=True, report=report)
 
 
 def cut_spans(
     starts: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and lengths of the pieces of documents, each of at most `seq_length` tokens, neighbours sharing one."""
+    """Returns starts and lengths of the pieces of documents, each of at most `seq_length` tokens, neighbours sharing
+    one.
+    """
     step = seq_length - 1
     pieces = np.maximum(-(-(lengths - 1) // step), 1)
     owner = np.repeat(np.arange(len(lengths)), pieces)
@@ -117,7 +119,7 @@ def cut_spans(
 
 
 def _target_counts(store: TokenStore, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [documents] learnt tokens of each span; its first token never is."""
+    """Returns int64 [documents] target tokens of each span; its first token never is one."""
     if store.targets is None or not len(starts):
         return lengths - 1
     counts = np.empty(len(starts), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""A chat template at work: rendered by transformers as a server would, within limits, with what is learnt marked.
+"""Renders conversations with a chat template, by transformers as a server would, within limits, and marks the targets.
 
-Three ways tell what the assistant wrote, in this order: {% generation %} blocks that the template has; the training
-form of a template that is well known (`engine.data.training_form`); and comparison (`engine.data.chat`).
+The assistant's text is found in one of three ways, in this order: {% generation %} blocks that the template has; the
+training form of a template that is well known (`engine.data.training_form`); and comparison (`engine.data.chat`).
 
 A template is a program that comes with a model. Jinja's sandbox keeps it away from the system; `engine.data.bounds` and
 a limit on what it writes keep it from hanging or filling the machine.
@@ -26,29 +26,29 @@ from engine.errors import UserError
 FORMATS_WITHOUT_TEMPLATE = "text, completion or alpaca"
 
 Learn = Literal["answers", "last", "all"]
-"""What is learnt of a conversation: all answers of the assistant, the last one, or everything."""
+"""The targets of a conversation: all answers of the assistant, the last one, or everything."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _RESERVED = (BEGIN, END, MARK)
 _ALWAYS = 2**20
-"""Characters that a template may write of any conversation."""
+"""Maximum characters that a template may write for any conversation."""
 
 _MOST_WORDS = 300
-"""Characters of a template's own message that are shown."""
+"""Maximum characters of a template's own message that are shown."""
 
 
 class RunawayTemplate(UserError):
-    """A template came to its limits. It would again with the next conversation, so nothing is tried after it."""
+    """Raised where a template exceeds its limits. It would again with the next conversation, so none is tried."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template.
+    """A chat template with its variables, ready to render conversations.
 
     Args:
         source: its text.
-        where: it comes from, for messages.
-        tokens: the special tokens, by the names that templates know them by (bos_token, ...).
+        where: its origin, for messages.
+        tokens: the special tokens, by their names in templates (bos_token, ...).
         arguments: further variables.
         control: matches each control token of the tokenizer.
     """
@@ -60,7 +60,7 @@ class ChatTemplate:
     control: re.Pattern[str] = field(default_factory=lambda: re.compile("(?!)"))
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """The conversation as a server renders it.
+        """Returns the conversation as a server renders it.
 
         Args:
             messages: each with "role" and "content".
@@ -73,11 +73,11 @@ class ChatTemplate:
         with self._limits():
             return self._rendered(messages, prompt)
 
-    def learnt(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The conversation as it is learnt from, and the character ranges that are learnt.
+    def render_with_targets(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """Returns the conversation as it is trained on, and the character ranges that are targets.
 
         Raises:
-            UserError: as of `render`, or the assistant's turns cannot be told.
+            UserError: as for `render`, or the assistant's turns cannot be found.
         """
         _check_characters(messages)
         with self._limits():
@@ -95,12 +95,14 @@ class ChatTemplate:
         return text, spans
 
     def ending(self) -> str | None:
-        """What the template writes behind an answer at the end of a conversation; None where that cannot be told."""
+        """Returns what the template writes after an answer at the end of a conversation; None where that cannot be
+        found.
+        """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
         try:
             with self._limits():
                 _, found, behind = self._rendered(chat, False).partition(MARK)
-        except UserError:  # told where a conversation of the data is refused
+        except UserError:  # reported where a conversation of the data is refused
             return None
         return behind if found else None
 
@@ -117,7 +119,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template reads content as a list of parts only, and would leave out plain text in silence."""
+        """Returns whether the template reads content as a list of parts only, and would silently drop plain text."""
         return not self._writes_content(parts=False) and self._writes_content(parts=True)
 
     def _writes_content(self, *, parts: bool) -> bool:
@@ -157,7 +159,7 @@ class ChatTemplate:
                 f"the chat template of {self.where} writes half of a surrogate pair at character {error.start}; "
                 "correct the template, or give another one with data.chat_template."
             ) from None
-        # a template is a program: these are what it can do wrong
+        # a template is a program: these are its possible errors
         except (
             TemplateError,
             SyntaxError,
@@ -197,7 +199,7 @@ class ChatTemplate:
 
 
 def no_template(path: Path) -> str:
-    """The sentence for a conversation where there is no template."""
+    """Returns the sentence for a conversation where there is no template."""
     return (
         f"the tokenizer of {path} has no chat template, which conversations (messages, sharegpt) need; set "
         f"data.chat_template to one of {', '.join(TEMPLATES)}, or to a file, or write the data in the format "
@@ -206,11 +208,11 @@ def no_template(path: Path) -> str:
 
 
 def _check_characters(value: object) -> None:
-    """Raises UserError where a message contains what marks answers here."""
+    """Raises UserError where a message contains one of the marks around answers."""
     if isinstance(value, str):
         found = next((mark for mark in _RESERVED if mark in value), None)
         if found is not None:
-            raise UserError(f"a message has U+{ord(found):04X}, which Unicode sets aside as no character; remove it.")
+            raise UserError(f"a message has U+{ord(found):04X}, which Unicode reserves as a noncharacter; remove it.")
     elif isinstance(value, Mapping):
         for item in value.values():
             _check_characters(item)
@@ -220,7 +222,7 @@ def _check_characters(value: object) -> None:
 
 
 def _unmarked(text: str) -> tuple[str, list[Span]]:
-    """A text without the marks of a training form, and what stood between them."""
+    """Returns a text without the marks of a training form, and the ranges between them."""
     spans: list[Span] = []
     kept: list[str] = []
     length = 0

@@ -1,10 +1,10 @@
-"""From samples to documents: token ids, and which of them are learnt.
+"""Tokenises samples into documents: token ids, and which of them are targets.
 
 A document is what attention may see together: one record, or one cut of a .txt stream. Its first token is never
-learnt, because nothing stands before it to predict it from.
+a target, because there is nothing to predict it from.
 
 The begin token opens a document where the tokenizer adds one, the end token closes it; a document that was cut off
-has none. Prompt and completion are tokenised apart and then joined, so that the prompt's tokens are the ones that
+has none. Prompt and completion are tokenised separately and then joined, so that the prompt's tokens are the ones that
 generation will start from, whatever the completion begins with. (Tokenised as one string, the last letters of the
 prompt may fuse with the first of the completion into a token that no prompt contains.)
 """
@@ -24,17 +24,17 @@ from engine.data.tokenizer import Learn, Tokenizer
 from engine.errors import UserError
 
 SEGMENT_CHARACTERS = 1 << 22
-"""A stream is encoded in pieces of about this many characters, cut behind a line end, to bound the memory."""
+"""A stream is encoded in pieces of about this many characters, cut after a line end, to bound the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Tokens in their order.
+    """The tokens of one document.
 
     Args:
         place: the record it came from.
         tokens: int32 ids.
-        targets: bool; whether the token is learnt. The first never is.
+        targets: bool; whether the token is a target. The first never is.
     """
 
     place: Place
@@ -50,14 +50,14 @@ def tokenize_samples(
     stream_length: int,
     last_answer: bool = False,
 ) -> Iterator[Document]:
-    """The documents of some samples, in order; one each, but several for a stream.
+    """Yields the documents of some samples, in order; one each, but several for a stream.
 
     Args:
         samples: of any kind; their texts are encoded together, so give many at once.
         tokenizer: encodes them.
-        mask_prompt: learn only completions and assistant turns; otherwise every token but the first.
+        mask_prompt: train only on completions and assistant turns; otherwise on every token but the first.
         stream_length: tokens of one cut of a stream.
-        last_answer: of a conversation learn the last answer alone.
+        last_answer: train on the last answer of a conversation only.
 
     Raises:
         UserError: a conversation that the chat template cannot render, or completions without an end token.
@@ -79,7 +79,7 @@ def tokenize_samples(
         elif isinstance(sample, CompletionSample):
             if not end:
                 raise UserError(
-                    f"the tokenizer has no end token, so a model that learns the completions of {sample.place.path} "
+                    f"the tokenizer has no end token, so a model trained on the completions of {sample.place.path} "
                     "would never stop; name eos_token in its tokenizer_config.json."
                 )
             prompt, completion = begin + next(encoded), next(encoded) + end
@@ -123,9 +123,9 @@ def _encode_stream(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def cut_document(document: Document, length: int) -> Iterator[Document]:
-    """Cuts a document so that each token but the very first is learnt exactly once, if it is learnt at all.
+    """Cuts a document so that each target is a target of exactly one piece.
 
-    Neighbouring cuts share one token: the last of one is learnt there and opens the next, where the first is not.
+    Neighbouring pieces share one token: the last of one, a target there, is the first of the next, where it is none.
     """
     for start in range(0, max(len(document.tokens) - 1, 1), length - 1):
         part = slice(start, start + length)

@@ -1,11 +1,11 @@
-"""One face for the two libraries that turn text into token ids.
+"""One interface for the two libraries that turn text into token ids.
 
-A folder with `tokenizer.json` is opened by transformers' generic fast tokenizer, which takes that file as it stands
+A folder with `tokenizer.json` is opened by transformers' generic fast tokenizer, which takes that file as it is
 (the class named in `tokenizer_config.json` may rebuild it with rules of its own). A bare sentencepiece `.model` is
 opened by sentencepiece itself: rebuilt as a fast tokenizer it orders merges differently and encodes some texts
-differently. Nothing is ever fetched from a hub, and no code that lies in the folder is run.
+differently. Nothing is ever fetched from a hub, and no code in the folder is run.
 
-Special tokens are the caller's decision (`bos=`, `eos=`), never added behind its back.
+Special tokens are the caller's decision (`bos=`, `eos=`), never added implicitly.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """How conversations are rendered, and what is learnt of them.
+    """Options of rendering conversations, and of which tokens are targets.
 
     Args:
-        template: name or file of a chat template; None takes the one trained with, else the tokenizer's.
-        trained_template: text of the one that the model was trained with, where it is not the tokenizer's own.
+        template: name or file of a chat template; None takes the trained one, else the tokenizer's.
+        trained_template: text of the template that the model was trained with, where it is not the tokenizer's own.
         arguments: variables for the template.
-        learn_after_end: learn the white space behind the token that ends an answer.
+        learn_after_end: train on the white space after the token that ends an answer.
     """
 
     template: str | None = None
@@ -47,7 +47,7 @@ class ChatOptions:
 
 
 class Tokenizer(Protocol):
-    """What the data package asks of a tokenizer.
+    """The interface of a tokenizer.
 
     Attributes:
         vocab_size: number of ids, added tokens included; every id is smaller.
@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
         eos_id: id that closes a document, or None.
         adds_bos: whether the model behind this tokenizer expects `bos_id` in front of every document.
         has_chat_template: whether `apply_chat` can work.
-        chat_template: that conversations are rendered with, which belongs beside a model that was trained with it.
+        chat_template: the template in use, which is exported with a model that was trained with it.
     """
 
     vocab_size: int
@@ -68,45 +68,45 @@ class Tokenizer(Protocol):
     def chat_template(self) -> str | None: ...
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Token ids of `text`, with `bos_id` in front and `eos_id` behind where asked for and defined."""
+        """Returns token ids of `text`, with `bos_id` before and `eos_id` after them where asked for and defined."""
         ...
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same as `encode` of each text, without special tokens, faster."""
+        """Returns the same as `encode` of each text, without special tokens, faster."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; control tokens are left out."""
+        """Returns the text of `ids`, without control tokens."""
         ...
 
     def show(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, control tokens too."""
+        """Returns the text of `ids`, control tokens too."""
         ...
 
     def apply_chat(self, messages: Sequence[Message], *, learn: Learn = "answers") -> tuple[list[int], list[bool]]:
-        """Render a conversation through the chat template.
+        """Renders a conversation with the chat template and tokenises it.
 
         Args:
             messages: each with "role" and "content", and whatever else the template reads.
             learn: "answers" renders the template's training form, where it has one; the others what a server renders.
 
         Returns:
-            Token ids, and for each whether it is learnt, what ends an answer included.
+            Token ids, and for each whether it is a target, which includes what ends an answer.
 
         Raises:
-            UserError: no template, a template that refuses these messages, or one that cannot tell turns apart.
+            UserError: no template, a template that refuses these messages, or one whose turns cannot be told apart.
         """
         ...
 
     def chat_warnings(self) -> list[str]:
-        """What to know of a chat template that was chosen for this tokenizer, as sentences."""
+        """Returns warnings about a chat template that was chosen for this tokenizer."""
         ...
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation up to where the assistant's next turn begins.
+        """Returns token ids of a conversation up to where the assistant's next turn begins.
 
         Args:
-            messages: as of `apply_chat`.
+            messages: as for `apply_chat`.
 
         Raises:
             UserError: no template, or one that refuses these messages.
@@ -115,7 +115,7 @@ class Tokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` with the settings that lie beside it, opened by transformers.
+    """The tokenizer of a `tokenizer.json` with the settings beside it, opened by transformers.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
@@ -123,7 +123,7 @@ class HuggingFaceTokenizer:
         chat: how conversations are rendered.
 
     Raises:
-        UserError: a chat template that is not there.
+        UserError: a chat template that does not exist.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, path: Path, chat: ChatOptions | None = None) -> None:
@@ -137,7 +137,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = len(tokenizer)
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_id: int | None = tokenizer.eos_token_id
-        # The post-processor decides what is added, and it can only be seen at work.
+        # The post-processor decides what is added, which shows only in its output.
         self.adds_bos = self.bos_id is not None and tokenizer("a")["input_ids"][:1] == [self.bos_id]
         self.has_chat_template = self._template is not None
 
@@ -147,7 +147,7 @@ class HuggingFaceTokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         # Straight to the Rust side and without offsets: transformers' own call spends most of its time on records
-        # that nobody reads here.
+        # that are not needed here.
         encodings = self._tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -168,7 +168,7 @@ class HuggingFaceTokenizer:
         if learn == "all":
             ids, _ = self._encode(template.render(messages))
             return ids, [True] * len(ids)
-        text, spans = template.learnt(messages)
+        text, spans = template.render_with_targets(messages)
         ids, offsets = self._encode(text)
         return ids, self._cut(covered_tokens(spans[-1:] if learn == "last" else spans, offsets), text, ids, offsets)
 
@@ -188,7 +188,7 @@ class HuggingFaceTokenizer:
         return self.encode(self._required_template().render(messages, prompt=True))
 
     def _last_answer(self, template: ChatTemplate, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Learns what follows the tokens of the prompt for the last answer, or follows where the two part."""
+        """Returns targets for the last answer: the tokens after its prompt's, or from where the two differ."""
         text = template.render(messages)
         ids, offsets = self._encode(text)
         prompt = self.chat_prompt(messages[:-1])
@@ -196,7 +196,7 @@ class HuggingFaceTokenizer:
         return ids, self._cut([at >= same for at in range(len(ids))], text, ids, offsets)
 
     def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids, and the characters of each."""
+        """Returns token ids, and the characters of each."""
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return encoding["input_ids"], encoding["offset_mapping"]
 
@@ -228,13 +228,13 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(path: str | Path, chat: ChatOptions | None = None) -> Tokenizer:
-    """Open the tokenizer that lies at `path`.
+    """Opens the tokenizer at `path`.
 
     Args:
         path: a folder (a Hugging Face checkpoint, or a checkpoint that was imported with its tokenizer), a
             sentencepiece `.model` file, or a `tokenizer.json` file. In a folder `tokenizer.json` comes first, then
             `tokenizer.model`.
-        chat: how conversations are rendered; None as the tokenizer's own template does it.
+        chat: how conversations are rendered; None for the tokenizer's own template.
 
     Raises:
         UserError: nothing there, or nothing that opens.
@@ -265,7 +265,7 @@ def _load_sentencepiece(
     if chat is not None and chat.template is not None:
         raise UserError(
             f"{source} is a sentencepiece model, which cannot encode the control tokens of a chat template, and "
-            f"data.chat_template is {chat.template}; give a tokenizer with tokenizer.json, or leave the template out."
+            f"data.chat_template is {chat.template}; give a tokenizer with tokenizer.json, or remove the template."
         )
     return SentencePieceTokenizer(source, adds_bos=adds_bos)
 
@@ -286,7 +286,7 @@ def _load_fast(source: Path, chat: ChatOptions | None) -> HuggingFaceTokenizer:
         else:
             tokenizer = opened(tokenizer_file=str(source))
     except Exception as error:
-        # what the Rust library raises is of no kind of its own; the others are settings of a wrong kind
+        # the Rust library raises bare Exceptions; the others are settings of a wrong kind
         if type(error) is not Exception and not isinstance(error, TypeError | ValueError | LookupError):
             raise
         raise UserError(
@@ -297,7 +297,7 @@ def _load_fast(source: Path, chat: ChatOptions | None) -> HuggingFaceTokenizer:
 
 
 def _check_settings(folder: Path) -> None:
-    """Raises UserError where the files beside tokenizer.json are not what transformers reads them for."""
+    """Raises UserError where the files beside tokenizer.json are not what transformers expects."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
             read_json(folder / name, "repair or remove it")
@@ -308,7 +308,7 @@ def _check_settings(folder: Path) -> None:
 
 
 def _configured_bos(folder: Path) -> bool | None:
-    """What tokenizer_config.json says about the begin token, or None."""
+    """Returns what tokenizer_config.json says about the begin token, or None."""
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return None

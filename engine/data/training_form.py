@@ -1,12 +1,12 @@
-"""Well-known chat templates in the form in which they are learnt from.
+"""Training forms of well-known chat templates, which mark the assistant's text.
 
 A training form is the template itself with a few changes: marks around what the assistant wrote, and, where the
-template would show earlier turns otherwise than they were written (without their reasoning), all turns alike. What is
-learnt is then what TRL's trainers learn of the same template with `assistant_only_loss`: the answer, what ends its turn
-and the line break behind that; with Qwen3's templates also the empty block of reasoning, before every answer.
+template would render earlier turns differently (without their reasoning), all turns alike. The targets are then those
+of TRL's trainers with the same template and `assistant_only_loss`: the answer, what ends its turn
+and the line break after that; with Qwen3's templates also the empty block of reasoning, before every answer.
 
 Templates are recognised by the places that change, so that one with another system prompt is recognised too. A change
-is written as the text that is replaced and what takes its place. There ⟦ and ⟧ stand for the marks, and ⟪ and ⟫ for
+is written as the text that is replaced and what takes its place. ⟦ and ⟧ stand for the marks, and ⟪ and ⟫ for
 expressions that are the marks where the message is the assistant's and empty elsewhere.
 """
 
@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Marks in a rendered text. Unicode sets these code points aside as no characters, so no text contains them."""
+"""Marks in a rendered text. Unicode reserves these code points as noncharacters, so no text contains them."""
 
 Change = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is changed in the templates of one family.
+    """The changes to the templates of one family.
 
     Args:
         changes: each text must be in the template, or it is another template. All its places are changed.
         within: the text that begins, and the one that ends, the part of the template in which the changes are made;
-            each of them stands outside of it. The template as a whole where it is None.
+            both are outside of it. The template as a whole where it is None.
         more: further changes, in the whole template.
     """
 
@@ -37,7 +37,7 @@ class Form:
     more: tuple[Change, ...] = ()
 
     def applied(self, template: str) -> str | None:
-        """The template with the changes, or None where it is not one of this family."""
+        """Returns the template with the changes, or None where it is not one of this family."""
         before, part, behind = "", template, ""
         if self.within is not None:
             before, first, rest = template.partition(self.within[0])
@@ -139,7 +139,7 @@ _GEMMA_FORMS = (
             ("{{ '<end_of_turn>\n' }}", "{{ '<end_of_turn>\n' + ⟫ }}"),
         ),
     ),
-    # DiffusionGemma: what tools answer stands within a turn
+    # DiffusionGemma: tool results are within a turn
     Form(
         within=("thinking_text and thinking_gate -%}", "add_generation_prompt"),
         changes=(
@@ -232,7 +232,7 @@ _DEEPSEEK_FORMS = (
     ),
 )
 
-# the header of whoever speaks next is what ends a turn
+# the header of the next turn ends a turn
 _GLM = Form(
     changes=(
         (
@@ -293,5 +293,7 @@ FORMS = (
 
 @lru_cache
 def training_form(template: str) -> str | None:
-    """The training form of a template, which writes BEGIN and END around what is learnt; None if it is not known."""
+    """Returns the training form of a template, which writes BEGIN and END around the targets; None if it is not
+    known.
+    """
     return next((form for one in FORMS if (form := one.applied(template)) is not None), None)

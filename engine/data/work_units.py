@@ -1,4 +1,4 @@
-"""Pieces of input files that can be worked on apart, and the records in them."""
+"""Work units: pieces of input files that are tokenised independently, and the records in them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from engine.errors import UserError
 from engine.files.documents import open_file
 
 UNIT_BYTES = 4 * 2**20
-"""Bytes of a JSONL file that one unit has, about."""
+"""Approximate bytes of a JSONL file in one unit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A piece of a file.
+    """A work unit: a piece of a file.
 
     Args:
-        file: where.
+        file: its path.
         kind: "lines", "rows" (of Parquet) or "whole".
         start, end: bytes of lines; row groups; 0 and the file's size for a whole file.
         first: number of the first line or row, counted as places count them.
@@ -56,7 +56,7 @@ def _units(file: Path) -> Iterable[Unit]:
 
 
 def unit_records(unit: Unit, data_format: str) -> Iterator[tuple[Place, Record, str] | Sample | UserError]:
-    """The records of a unit with their places and format, samples of a text, or what is wrong with a record.
+    """Yields the records of a unit with their places and format, samples of a text, or what is wrong with a record.
 
     Args:
         data_format: "auto" looks at the first record of the whole file.
@@ -102,7 +102,7 @@ def _raw(unit: Unit) -> Iterator[tuple[Place, Record] | UserError]:
 
 
 def _first_format(file: Path) -> str:
-    """That of the file's first record that is one; every unit of a file comes to the same."""
+    """Returns the format of the file's first valid record; the same for every unit of a file."""
     for unit in _units(file):
         for item in _raw(unit):
             if not isinstance(item, UserError):
@@ -118,7 +118,7 @@ def _is_array(file: Path) -> bool:
 
 
 def _line_runs(file: Path) -> Iterator[Unit]:
-    """Runs of whole lines of about UNIT_BYTES, with the number of their first line."""
+    """Yields runs of whole lines of about UNIT_BYTES, with the number of their first line."""
     with open_file(file) as source:
         start = len(codecs.BOM_UTF8) if source.read(3) == codecs.BOM_UTF8 else 0
         source.seek(start)

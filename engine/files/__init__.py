@@ -1,1 +1,1 @@
-"""Files and folders, safely: what the system refuses becomes a sentence, and what is written is whole or absent."""
+"""Safe files and folders: system errors become sentences, and what is written is whole or absent."""

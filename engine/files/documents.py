@@ -1,4 +1,4 @@
-"""Small text and JSON files that a person or another program wrote: what they hold, or one sentence about the flaw."""
+"""Reads small text and JSON files by people or other programs: returns the content, or raises one sentence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_BYTES = 256 << 20
 
 @contextmanager
 def open_file(path: str | os.PathLike[str], advice: str | None = None) -> Iterator[BinaryIO]:
-    """Opens a file of any size for reading; what the system says of it meanwhile becomes a sentence.
+    """Opens a file of any size for reading; the system's errors meanwhile become a sentence.
 
     Args:
         path: of a regular file. A pipe could be read only once, and opening it would wait for a writer.
@@ -37,10 +37,10 @@ def open_file(path: str | os.PathLike[str], advice: str | None = None) -> Iterat
 
 
 def read_bytes(path: str | os.PathLike[str], advice: str | None = None) -> bytes:
-    """The bytes of a small file.
+    """Returns the bytes of a small file.
 
     Args:
-        path, advice: as of `open_file`.
+        path, advice: as for `open_file`.
 
     Raises:
         UserError: as `open_file`, or it is larger than such files are.
@@ -53,7 +53,7 @@ def read_bytes(path: str | os.PathLike[str], advice: str | None = None) -> bytes
 
 
 def read_text(path: str | os.PathLike[str], advice: str | None = None) -> str:
-    """The text of a small UTF-8 file.
+    """Returns the text of a small UTF-8 file.
 
     Raises:
         UserError: as `read_bytes`, or it is not UTF-8.
@@ -64,7 +64,7 @@ def read_text(path: str | os.PathLike[str], advice: str | None = None) -> str:
 
 
 def read_json(path: str | os.PathLike[str], advice: str = _COPY_AGAIN) -> dict[str, Any]:
-    """The mapping that a small JSON file holds.
+    """Returns the mapping that a small JSON file holds.
 
     Args:
         path: of the file.
@@ -77,11 +77,11 @@ def read_json(path: str | os.PathLike[str], advice: str = _COPY_AGAIN) -> dict[s
 
 
 def parse_record(line: str | bytes, place: str, advice: str) -> dict[str, Any]:
-    """The mapping that one line of a JSON-lines file holds.
+    """Returns the mapping that one line of a JSON-lines file holds.
 
     Args:
         line: without its end.
-        place: how the sentence calls it, such as "data.jsonl line 3".
+        place: the line's name in the sentence, such as "data.jsonl line 3".
         advice: what to change.
 
     Raises:

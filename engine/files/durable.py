@@ -1,7 +1,7 @@
-"""Small files that are there whole or not at all, and are still there after a power cut.
+"""Writes small files that are whole or absent, and survive a power cut.
 
-A new file is made exclusively: what has its name is removed first, never followed, so that a link that somebody planted
-under a name of ours leads nowhere.
+A new file is created exclusively: what has its name is removed first, never followed, so a link planted under that name
+has no effect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.files.refusals import reading, writing
 
 
 def open_new(path: Path) -> int:
-    """The descriptor of a new, empty file at `path`; what was there is removed, a link and not its target.
+    """Creates an empty file at `path` and returns its descriptor; what was there is removed (a link, not its target).
 
     Raises:
         OSError: the system does not allow it.
@@ -27,10 +27,10 @@ def open_new(path: Path) -> int:
 
 
 def open_append(path: Path) -> IO[str]:
-    """The text file at `path`, made where it is missing, to be written behind what it has.
+    """Opens the text file at `path` for appending, and creates it where it is missing.
 
     Raises:
-        OSError: the system does not allow it, or what has that name is no file: a pipe would make us wait for a
+        OSError: the system does not allow it, or what has that name is no file: a pipe would block until there is a
             reader, and a link could lead anywhere.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def open_append(path: Path) -> IO[str]:
 
 
 def write_durably(path: Path, data: bytes | str) -> None:
-    """Makes or replaces a small file at once; its bytes are on the disk, its name is once the folder is synced.
+    """Creates or replaces a small file atomically; its bytes are durable, its name once the folder is synced.
 
     Args:
         path: of the file. `path`.tmp beside it is used on the way.
@@ -69,7 +69,7 @@ def _remove_quietly(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError:
-        return  # the disk fails, which is what the caller is about to say
+        return  # the disk fails, which the caller is about to report
 
 
 def sync_folder(folder: Path) -> None:
@@ -89,7 +89,7 @@ def sync_folder(folder: Path) -> None:
 def delete_folder(folder: Path) -> None:
     """Deletes a folder with all that is in it; where a link or a file has its name, that alone.
 
-    Nothing is done where there is nothing, and what others delete meanwhile is passed over. Links inside are removed,
+    Does nothing where there is nothing, and skips what others delete meanwhile. Links inside are removed,
     not followed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Who holds a lock: a process, named well enough to tell whether it still lives, and to be named to others."""
+"""The record of a lock's holder: a process, identified well enough to check whether it is alive and to name it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MAX_BYTES = 65536
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """Who holds a lock.
+    """The process that holds a lock.
 
     Args:
         token: of this lock and no other.
         host: its name, for people.
         machine: the same where process ids mean the same: one boot of one system, seen from one container.
-        pid, started: the process, and its start in ticks of the machine; -1 where the system does not tell.
+        pid, started: the process, and its start in ticks of the machine; -1 where the system does not report it.
         since: local time at which it was taken, for people.
     """
 
@@ -47,7 +47,7 @@ class Holder:
 
     @classmethod
     def from_bytes(cls, record: bytes) -> Holder | None:
-        """The other end of `to_bytes`; None where the record is not whole."""
+        """Parses what `to_bytes` made; None where the record is not whole."""
         try:
             data = json.loads(record)
         except (ValueError, RecursionError):
@@ -62,29 +62,29 @@ class Holder:
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
-    def says(self) -> str:
-        """Names the process to people; the record may come from anybody's hand."""
+    def describe(self) -> str:
+        """Returns the process in words; the record may be forged, so its text is made printable."""
         text = f"process {self.pid} on {self.host} since {self.since}"
         return (text if text.isprintable() else ascii(text))[:200]
 
-    def is_near(self) -> bool:
-        """Whether `lives` can tell: the process is, or was, one of this machine."""
+    def is_local(self) -> bool:
+        """Returns whether the process is, or was, one of this machine, so that `is_alive` can tell."""
         return self.machine == this_machine() and self.started >= 0
 
-    def lives(self) -> bool:
-        """Whether a process of this machine has the number and start time. Only after `is_near`."""
+    def is_alive(self) -> bool:
+        """Returns whether a process of this machine has this number and start time. Only valid where `is_local`."""
         found = _process_fields(self.pid)
         return found is not None and found[0] not in "ZX" and int(found[19]) == self.started
 
 
 def process_start(pid: int) -> int:
-    """Ticks since the machine's start at which a process began; -1 where there is no /proc, or no such process."""
+    """Returns the tick since boot at which a process began; -1 where there is no /proc, or no such process."""
     found = _process_fields(pid)
     return -1 if found is None else int(found[19])
 
 
 def _process_fields(pid: int) -> list[str] | None:
-    """/proc/PID/stat from the state on, which is what follows the name; None where there is none."""
+    """Returns the fields of /proc/PID/stat after the name, from the state on; None where there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -92,7 +92,7 @@ def _process_fields(pid: int) -> list[str] | None:
 
 
 def this_machine() -> str:
-    """The same where process ids mean the same."""
+    """Returns an identity that is equal where process ids mean the same."""
     parts = [socket.gethostname()]
     try:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
@@ -103,7 +103,7 @@ def this_machine() -> str:
 
 
 def take_system_lock(descriptor: int) -> bool | None:
-    """Takes the system's lock (flock) on an open file or folder: whether it was free; None where the store has none."""
+    """Takes the system's lock (flock) on an open file or folder and returns whether it was free; None without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What the system says about a file, as a sentence for the person at the keyboard.
+"""Turns the system's errors about files into sentences for the user.
 
 with writing(out):
     out.write_text(text, encoding="utf-8")
@@ -22,7 +22,7 @@ _SHOWN = 200
 
 
 class Unfinished(UserError):
-    """Work stopped for a reason outside of what was asked: what was written stays, and the same command goes on."""
+    """Work stopped for an external reason: what was written stays, and the same command resumes it."""
 
 
 class FileError(Unfinished):
@@ -31,7 +31,7 @@ class FileError(Unfinished):
 
 @contextmanager
 def reading(path: str | os.PathLike[str], advice: str | None = None) -> Iterator[None]:
-    """Turns what the system says while `path` is read into a sentence.
+    """Turns the system's errors while `path` is read into a sentence.
 
     Args:
         path: named in the sentence.
@@ -56,7 +56,7 @@ def reading(path: str | os.PathLike[str], advice: str | None = None) -> Iterator
 
 @contextmanager
 def writing(path: str | os.PathLike[str], advice: str | None = None) -> Iterator[None]:
-    """Turns what the system says while `path` is made, written or deleted into a sentence.
+    """Turns the system's errors while `path` is created, written or deleted into a sentence.
 
     Args:
         path: named in the sentence.
@@ -76,7 +76,7 @@ def writing(path: str | os.PathLike[str], advice: str | None = None) -> Iterator
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """A path as a sentence shows it: on one line, in print, and short."""
+    """Returns a path for a sentence: on one line, printable, and short."""
     text = os.fspath(path)
     if not text.isprintable():
         text = ascii(text)
@@ -84,10 +84,10 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 
 def sentence_of(error: OSError) -> str | None:
-    """What the system said of a file where nobody nearer could say more; None where it is not of a file.
+    """Returns the sentence for an uncaught system error about a file; None where it is not about a file.
 
     Args:
-        error: that nothing but the end of the command has caught.
+        error: caught by nothing but the end of the command.
     """
     if isinstance(error, ConnectionError | ChildProcessError | ProcessLookupError | TimeoutError | BlockingIOError):
         return None
@@ -104,7 +104,7 @@ def _refusal(path: str | os.PathLike[str], verb: str, error: OSError, advice: st
     if error.errno == errno.ELOOP:
         reason = "it is a symbolic link, or there is one too many on the way"
     if error.errno in _NOT_ALLOWED and verb == "read":
-        advice = None  # what a caller says is of what the file holds
+        advice = None  # a caller's advice is about the file's content
     return FileError(f"{shown(path)} cannot be {verb} ({reason}): {advice or _advice(verb, error.errno)}.")
 
 

@@ -1,13 +1,13 @@
-"""A folder that is made in a hidden sibling and takes its name when it is whole.
+"""Stages a folder in a hidden sibling, which takes its name when it is complete.
 
-Whatever ends the process, `out` is absent, what it was, or whole; the same command given again goes on with what the
+However the process ends, `out` is absent, as before, or complete; the same command given again resumes with what the
 sibling holds, and leaves nothing beside `out`. In the order of a command's life:
 
 | on the disk                            | what it is                                                            |
 |----------------------------------------|-----------------------------------------------------------------------|
-| `.out.partial` without a plan          | just made, or a replaced folder on its way out: nobody's, cleared     |
-| `.out.partial` with a plan, and locked | a command is at work: others are refused, and told which process it is |
-| `.out.partial` with a plan             | left by a kill or a failing disk: the same plan goes on with it       |
+| `.out.partial` without a plan          | just created, or a replaced folder being deleted: cleared             |
+| `.out.partial` with a plan, and locked | a command is writing: others are refused, with the process that does   |
+| `.out.partial` with a plan             | left by a kill or a failing disk: the same plan resumes with it       |
 | `.out.replaced` beside `out`           | what `out` was before: deleted                                        |
 | `.out.replaced` alone                  | killed between two renames: gets its name `out` back                  |
 
@@ -36,7 +36,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def partial_folder(out: Path) -> Path:
-    """Where `out` is made."""
+    """Returns where `out` is made."""
     return out.with_name(f".{out.name}.partial")
 
 
@@ -48,15 +48,15 @@ def _replaced_folder(out: Path) -> Path:
 def staged_folder(
     out: Path, *, check: Callable[[], None], plan: str | None = None, num_bytes: int = 0
 ) -> Iterator[Path]:
-    """A hidden sibling of `out`, held by this process, that takes the name `out` when the block ends.
+    """Creates a hidden sibling of `out`, held by this process, that takes the name `out` when the block ends.
 
     A refusal (`UserError`) in the block removes what was written. A kill leaves it, and so does a failing disk
-    (`Unfinished`): the same plan goes on with it.
+    (`Unfinished`): the same plan resumes with it.
 
     Args:
         out: the folder to make. What is there is replaced, so `check` decides.
         check: raises UserError where `out` may not be made or replaced; called before anything is changed.
-        plan: identity of the work, one line; None has it begin anew whatever is there, and leave nothing if it fails.
+        plan: identity of the work, one line; None always starts from an empty folder, and leaves nothing on failure.
         num_bytes: about how much will be written; refused before the work where the disk has less.
 
     Raises:
@@ -99,7 +99,7 @@ def _refuse_strange_names(out: Path) -> None:
 
 
 def _tidy(out: Path) -> None:
-    """Deletes what a finished command did not come to delete."""
+    """Deletes what a finished command had no time to delete."""
     if not out.exists():
         return
     staging = partial_folder(out)
@@ -125,7 +125,7 @@ def _restore(out: Path) -> None:
 
 @contextmanager
 def _held(out: Path) -> Iterator[Path]:
-    """Makes the sibling and locks it; what an earlier command left there stays."""
+    """Creates the sibling and locks it; what an earlier command left there stays."""
     staging = partial_folder(out)
     with writing(out, "give another --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def _held(out: Path) -> Iterator[Path]:
 
 
 def _make_and_lock(out: Path, staging: Path) -> int:
-    """The locked descriptor of the folder that has the sibling's name."""
+    """Creates the sibling if necessary, and returns its locked descriptor."""
     while True:
         try:
             os.mkdir(staging)
@@ -157,11 +157,11 @@ def _make_and_lock(out: Path, staging: Path) -> int:
             os.close(descriptor)
             continue
         holder = _holder_in(staging)
-        # Without locks on this disk the processes of this machine, at least, are told apart.
-        alive = holder is not None and holder.pid != os.getpid() and holder.is_near() and holder.lives()
+        # Without locks on this disk, other processes of this machine at least are detected.
+        alive = holder is not None and holder.pid != os.getpid() and holder.is_local() and holder.is_alive()
         if taken is False or (taken is None and alive):
             os.close(descriptor)
-            who = "another process" if holder is None else holder.says()
+            who = "another process" if holder is None else holder.describe()
             raise UserError(
                 f"--out {shown(out)} is being written by {who}: wait until that has ended, or give another folder."
             )
@@ -203,7 +203,7 @@ def _check_room(out: Path, staging: Path, num_bytes: int) -> None:
 
 
 def move_into_place(staging: Path, out: Path) -> None:
-    """Gives a finished folder its name, in place of what has that name now.
+    """Gives a finished folder its name, replacing what has that name now.
 
     Raises:
         FileError: the disk does not take it.
@@ -215,7 +215,8 @@ def move_into_place(staging: Path, out: Path) -> None:
             sync_folder(out.parent)
             return
         delete_folder(replaced)
-        descriptor = _open_folder(out)  # nobody may take it for a sibling of his own before it has its new name
+        # locked, so that no other command takes it for its own sibling before it has its new name
+        descriptor = _open_folder(out)
         try:
             take_system_lock(descriptor)
             if _exchange(staging, out):
@@ -231,7 +232,7 @@ def move_into_place(staging: Path, out: Path) -> None:
 
 
 def _exchange(left: Path, right: Path) -> bool:
-    """Swaps two names at once; False where the system or the disk cannot."""
+    """Swaps two names atomically; returns False where the system or the disk cannot."""
     function = _renameat2()
     if function is None:
         return False
@@ -264,7 +265,7 @@ def _has_name(descriptor: int, folder: Path) -> bool:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """A folder, not a link to one, that this user has made."""
+    """Returns whether it is a folder, not a link to one, and belongs to this user."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:

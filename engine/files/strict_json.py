@@ -1,4 +1,4 @@
-"""JSON from files that may be damaged or hostile: what is ambiguous or excessive is refused, never repaired."""
+"""Parses JSON from files that may be damaged or hostile: what is ambiguous or excessive is refused, never repaired."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class JsonFlaw(Exception):
-    """Says in a few words why the text is not accepted."""
+    """The reason, in a few words, why a text is refused."""
 
 
 def parse_json(data: bytes) -> Any:
@@ -47,6 +47,6 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value from such a file as an error sentence shows it: on one line, in print, and short."""
+    """Returns a value from such a file for an error sentence: on one line, printable, and short."""
     text = ascii(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

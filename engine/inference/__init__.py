@@ -1,1 +1,1 @@
-"""Text from a model: cache, sampling, and the loop over rows."""
+"""Generation: cache, sampling, and the loop over rows."""

@@ -1,8 +1,8 @@
-"""The loop that continues prompts: rows come and go, all rows that are there take one token a pass.
+"""The generation loop, with continuous batching: all active rows take one token per pass.
 
-A row that ends gives its place to the next prompt at once, and the last row moves into a gap that nobody fills, so
+A row that ends gives its slot to the next prompt at once, and the last row moves into a slot that stays free, so
 that a pass never computes a row that has ended. Prompts that begin together are run as one pass without padding. Every
-rank runs this loop with the same prompts and sees the same tokens, so that nothing about rows is ever sent.
+rank runs this loop with the same prompts and sees the same tokens, so nothing about rows is ever sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 from engine.errors import UserError
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits
-from engine.inference.text import Decodes, TextStream
+from engine.inference.text import TextStream, TokenDecoder
 from engine.models.decoder_config import DecoderConfig
 
 Ending = Literal["stop_token", "stop_text", "length"]
@@ -23,7 +23,7 @@ Ending = Literal["stop_token", "stop_text", "length"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A prompt.
+    """A prompt to continue.
 
     Args:
         row: its number in the run; a coordinate of its random numbers.
@@ -36,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a prompt was continued with.
+    """The answer to a prompt.
 
     Args:
         request: the prompt.
@@ -53,12 +53,12 @@ class Answer:
 
 @dataclass(slots=True)
 class Speed:
-    """What passes took, on this rank.
+    """Times and tokens of this rank's passes.
 
     Args:
         prefill_tokens, prefill_seconds: of prompts.
-        decode_tokens, decode_passes, decode_seconds, decode_waited: of passes of one token a row; the last is what this
-            rank waited in them for other pipeline ranks.
+        decode_tokens, decode_passes, decode_seconds, decode_waited: of passes of one token per row; the last is the
+            time for which this rank waited in them for other pipeline ranks.
         cache_bytes: read from the cache in these passes.
     """
 
@@ -85,12 +85,12 @@ class _Row:
 
 
 def context_limit(config: DecoderConfig) -> int:
-    """Tokens that a row may have in all."""
+    """Returns the maximum tokens of a row."""
     return min(config.max_length, config.max_row_length or config.max_length)
 
 
 def check_requests(requests: Sequence[Request], config: DecoderConfig, max_new_tokens: int) -> None:
-    """Whether the model can continue these prompts.
+    """Refuses prompts that the model cannot continue.
 
     Raises:
         UserError: one is empty, has a token that the model does not know, or does not fit the context.
@@ -121,16 +121,16 @@ class Generator:
         stage: this rank's part.
         limits: when rows end.
         tokenizer: of the model.
-        speed: figures to go on with; None for new ones.
+        speed: figures to add to; None for new ones.
     """
 
     def __init__(
-        self, stage: InferenceStage, limits: Limits, tokenizer: Decodes, *, speed: Speed | None = None
+        self, stage: InferenceStage, limits: Limits, tokenizer: TokenDecoder, *, speed: Speed | None = None
     ) -> None:
         assert limits.slots <= stage.cache.slots, (limits.slots, stage.cache.slots)
         self.stage, self._limits, self._tokenizer = stage, limits, tokenizer
         row_limit = stage.model.config.max_row_length
-        # prompts of one pass lie in one row of tokens
+        # the prompts of one pass are in one row of tokens
         self._prefill_tokens = min(limits.prefill_tokens, row_limit or limits.prefill_tokens)
         self.speed = Speed() if speed is None else speed
 
@@ -144,7 +144,7 @@ class Generator:
         """Continues all prompts. Collective: every rank calls it with the same ones.
 
         Args:
-            requests: found to fit by `check_requests`, and the cache.
+            requests: that pass `check_requests`, and fit the cache.
             on_text: called with text as it comes.
             on_answer: called when a row has ended.
 
@@ -155,7 +155,7 @@ class Generator:
         while waiting or rows:
             free = self._limits.slots - len(rows)
             first = len(rows) if waiting and free else 0
-            tokens = self._begin(waiting, rows) if waiting and free else self._go_on(rows)
+            tokens = self._prefill(waiting, rows) if waiting and free else self._decode(rows)
             for row, token in zip(rows[first:], tokens, strict=True):
                 self._take(row, token, on_text)
             for row in rows:
@@ -169,8 +169,8 @@ class Generator:
         self.stage.finish()
         return [answers[request.row] for request in requests]
 
-    def _begin(self, waiting: deque[Request], rows: list[_Row]) -> list[int]:
-        """Runs the next prompts, as many as there are slots and tokens for; their rows are the last of `rows`."""
+    def _prefill(self, waiting: deque[Request], rows: list[_Row]) -> list[int]:
+        """Prefills the next prompts, as many as there are slots and tokens for; their rows are the last of `rows`."""
         starting, total = [waiting.popleft()], 0
         total = len(starting[0].ids)
         while (
@@ -182,17 +182,17 @@ class Generator:
             starting.append(waiting.popleft())
         slots = range(len(rows), len(rows) + len(starting))
         began = self.stage.now()
-        tokens = self.stage.begin([request.ids for request in starting], slots, [request.row for request in starting])
+        tokens = self.stage.prefill([request.ids for request in starting], slots, [request.row for request in starting])
         self.speed.prefill_seconds += self.stage.now() - began
         self.speed.prefill_tokens += total
         for request in starting:
             rows.append(_Row(request, TextStream(self._tokenizer, self._limits.stop_texts, request.ids)))
         return tokens
 
-    def _go_on(self, rows: list[_Row]) -> list[int]:
+    def _decode(self, rows: list[_Row]) -> list[int]:
         positions = [row.position for row in rows]
         began, waited = self.stage.now(), self.stage.waits.seconds
-        tokens = self.stage.go_on([row.ids[-1] for row in rows], positions, [row.request.row for row in rows])
+        tokens = self.stage.decode([row.ids[-1] for row in rows], positions, [row.request.row for row in rows])
         speed = self.speed
         speed.decode_seconds += self.stage.now() - began
         speed.decode_waited += self.stage.waits.seconds - waited
@@ -220,7 +220,7 @@ class Generator:
             on_text(row.request, text)
 
     def _close_gaps(self, rows: list[_Row]) -> None:
-        """Takes out rows that have ended; the last ones fill their places."""
+        """Removes rows that have ended; the last ones take their slots."""
         slot = 0
         while slot < len(rows):
             if rows[slot].ending is None:

@@ -1,11 +1,11 @@
-"""Keys and values of the rows that are being continued, for the layers of one rank.
+"""The key/value cache of the active rows, for the layers of one rank.
 
 A layer holds [slots, K, C, D] of each. C is the length rows may reach, or the layer's window where that is shorter: a
-key is kept at its position modulo C, so that what has left the window is overwritten and every kept key is one that
-counts. Keys are rotated before they are kept, so where they lie does not matter to attention.
+key is kept at its position modulo C, so that keys which have left the window are overwritten and every kept key is
+visible. Keys are rotated before they are kept, so their order does not matter to attention.
 
-Rows that are being continued are always slots 0 to n - 1: a pass of one token each reads the front of the storage as it
-lies, without gathering rows. Rows of different lengths share a pass; a mask hides what a shorter row does not have.
+Active rows are always in slots 0 to n - 1: a pass of one token each reads the front of the storage in place, without
+gathering rows. Rows of different lengths share a pass; a mask hides what a shorter row does not have.
 
 Legend: T tokens, H query heads, K key/value heads, D head size, N rows of a pass, C capacity, L longest row.
 """
@@ -39,8 +39,8 @@ class KeyValues:
     """Storage for `slots` rows of up to `length` tokens.
 
     Args:
-        model: the part of it on this rank, whose layers say how many heads they have here and how far they see.
-        slots, length: how many rows at a time, and how long they may be.
+        model: the part of it on this rank, whose layers have their number of heads here and their window.
+        slots, length: maximum rows at a time, and their maximum length.
         device, dtype: of keys and values.
     """
 
@@ -58,11 +58,11 @@ class KeyValues:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
+        """The bytes of all slots."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
 
     def bytes_read(self, lengths: Sequence[int]) -> int:
-        """What attention reads to continue rows of these lengths by a token each."""
+        """Returns the bytes that attention reads to continue rows of these lengths by one token each."""
         total = 0
         for layer in self.layers.values():
             a_token = 2 * layer.keys.shape[1] * layer.keys.shape[3] * layer.keys.element_size()
@@ -76,25 +76,25 @@ class KeyValues:
             layer.values[target] = layer.values[source]
 
     def first_pass(self, slots: Sequence[int], lengths: Sequence[int]) -> FirstPass:
-        """The pass of whole prompts, one after the other along T, into `slots`."""
+        """Returns the pass of whole prompts, one after the other along T, into `slots`."""
         return FirstPass(self, slots, lengths)
 
     def next_pass(self, positions: Sequence[int]) -> NextPass:
-        """The pass of one token each of slots 0 to len(positions) - 1, at these positions."""
+        """Returns the pass of one token each of slots 0 to len(positions) - 1, at these positions."""
         return NextPass(self, positions)
 
 
 class _Pass:
-    """Which tokens of a pass are kept, and where; the same for all layers of one capacity."""
+    """The tokens of a pass that are kept, and their places; the same for all layers of one capacity."""
 
     def __init__(self, cache: KeyValues, slots: Sequence[int], positions: Sequence[int], lasts: Sequence[int]) -> None:
-        """Each token's slot and position, and the last position of its row after this pass."""
+        """Takes each token's slot and position, and the last position of its row after this pass."""
         self._cache = cache
         self._tokens = (slots, positions, lasts)
         self._places: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
 
     def _place(self, capacity: int) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Which tokens stay (None for all), their slots and their places in them."""
+        """Returns which tokens stay (None for all), their slots and their places in them."""
         if capacity not in self._places:
             device = self._cache._device
             slots, positions, lasts = (torch.tensor(values, dtype=torch.int64) for values in self._tokens)
@@ -115,7 +115,7 @@ class _Pass:
 
 
 class FirstPass(_Pass):
-    """Whole prompts: attention within each, as in training; keys and values are kept. See `ops.cache.KeyValueCache`."""
+    """A prefill pass: attention within each prompt, as in training; keys and values are kept. See `KeyValueCache`."""
 
     def __init__(self, cache: KeyValues, slots: Sequence[int], lengths: Sequence[int]) -> None:
         pairs = list(zip(slots, lengths, strict=True))
@@ -127,15 +127,22 @@ class FirstPass(_Pass):
         )
 
     def attend(
-        self, layer: str, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, whole: Attention, documents: Documents, *,
+        self,
+        layer: str,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        whole: Attention,
+        documents: Documents,
+        *,
         scale: float,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         self._keep(self._cache.layers[layer], k_TKD, v_TKD)
         return whole(q_THD, k_TKD, v_TKD, documents, scale=scale)
 
 
 class NextPass(_Pass):
-    """One token a row, attending to all that was kept of it. See `ops.cache.KeyValueCache`."""
+    """A decode pass: one token per row attends to all that was kept of the row. See `ops.cache.KeyValueCache`."""
 
     def __init__(self, cache: KeyValues, positions: Sequence[int]) -> None:
         super().__init__(cache, range(len(positions)), positions, positions)
@@ -143,7 +150,7 @@ class NextPass(_Pass):
         self._seen: dict[int, Tensor | None] = {}
 
     def _mask(self, capacity: int) -> Tensor | None:
-        """bool [N, 1, 1, L], True where a row has a key; None where all rows have all L."""
+        """Returns bool [N, 1, 1, L], True where a row has a key; None where all rows have all L."""
         if capacity not in self._seen:
             counts = [min(count, capacity) for count in self._counts]
             mask = None
@@ -155,15 +162,22 @@ class NextPass(_Pass):
         return self._seen[capacity]
 
     def attend(
-        self, layer: str, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, whole: Attention, documents: Documents, *,
+        self,
+        layer: str,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        whole: Attention,
+        documents: Documents,
+        *,
         scale: float,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         kept = self._cache.layers[layer]
         self._keep(kept, k_TKD, v_TKD)
         rows, length = len(self._counts), min(max(self._counts), kept.capacity)
         keys, values = kept.keys[:rows, :, :length], kept.values[:rows, :, :length]
         mask = self._mask(kept.capacity)
-        # the query heads of one key/value head stand where queries do, so that nothing is repeated
+        # the query heads of one key/value head take the query dimension, so that keys are not repeated
         q_NKGD = q_THD.view(rows, keys.shape[1], -1, q_THD.shape[-1])
         if kept.softcap is None:
             out = scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=mask, scale=scale)

@@ -1,7 +1,7 @@
-"""This rank's part of the model, for passes of tokens: layers lie in series over the pipeline ranks.
+"""A rank's part of the model for inference: the layers are split over the pipeline ranks, which run in turn.
 
-Every rank goes through the same passes in the same order. The residual stream travels from part to part, and what the
-last one has chosen travels back to all. There is no sequence parallelism: a pass has few tokens.
+Every rank runs the same passes in the same order. The residual stream is sent from part to part, and the tokens that
+the last one has chosen are sent back to all. There is no sequence parallelism: a pass has few tokens.
 
 Legend: T tokens of a pass, N rows of it, V vocabulary, R tensor-parallel ranks.
 """
@@ -26,7 +26,7 @@ from engine.ops.attention.cache_protocol import KeyValueCache
 
 @dataclass(slots=True)
 class Waits:
-    """Seconds this rank has waited for other pipeline ranks."""
+    """The seconds for which this rank has waited for other pipeline ranks."""
 
     seconds: float = 0.0
 
@@ -40,13 +40,21 @@ class InferenceStage:
         sampling: how tokens are chosen.
         slots, length: of the cache.
         device: of the model.
-        synchronise: wait for the device where times are taken, so that they are true; costs time on a GPU.
+        synchronise: wait for the device where times are taken, so that they are accurate; costs time on a GPU.
     """
 
     def __init__(
-        self, model: Decoder, *, tp: Axis, pp: Axis, sampling: Sampling, slots: int, length: int,
-        device: torch.device, synchronise: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: Decoder,
+        *,
+        tp: Axis,
+        pp: Axis,
+        sampling: Sampling,
+        slots: int,
+        length: int,
+        device: torch.device,
+        synchronise: bool = False,
+    ) -> None:
         self.model, self.tp, self.pp, self.device = model, tp, pp, device
         self.cache = KeyValues(model, slots=slots, length=length, device=device, dtype=model.dtype)
         self.waits = Waits()
@@ -67,8 +75,8 @@ class InferenceStage:
             )
 
     @torch.inference_mode()
-    def begin(self, prompts: Sequence[Sequence[int]], slots: Sequence[int], rows: Sequence[int]) -> list[int]:
-        """Runs whole prompts into slots of the cache, and chooses the token after each.
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int], rows: Sequence[int]) -> list[int]:
+        """Prefills slots of the cache with whole prompts, and chooses the token after each.
 
         Args:
             prompts: token ids, at least one each.
@@ -90,8 +98,8 @@ class InferenceStage:
         return self._choose(logits, slots, rows, lengths)
 
     @torch.inference_mode()
-    def go_on(self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> list[int]:
-        """Continues the rows in slots 0 to len(tokens) - 1 by a token.
+    def decode(self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> list[int]:
+        """TokenDecoder one token of each row in slots 0 to len(tokens) - 1.
 
         Args:
             tokens: the last one of each row.
@@ -108,26 +116,26 @@ class InferenceStage:
         return self._choose(logits, range(len(tokens)), rows, [position + 1 for position in positions])
 
     def move(self, source: int, target: int) -> None:
-        """A row goes to another slot."""
+        """Moves a row to another slot."""
         self.cache.move(source, target)
         if self._chooser is not None:
             self._chooser.move_row(source, target)
 
     def finish(self) -> None:
-        """Waits for what is still being sent."""
+        """Waits for pending sends."""
         if self._sent is not None:
             for handle in self._sent[1]:
                 handle.wait()
             self._sent = None
 
     def now(self) -> float:
-        """Seconds on a clock that begins anywhere; after the device's work where that was asked for."""
+        """Returns the seconds of a monotonic clock, after the device's work where `synchronise` is set."""
         if self._synchronise:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def _logits(self, batch: Batch, cache: KeyValueCache, lasts: Tensor | None) -> Tensor | None:
-        """[N, V / R] logits of each row's last token on the last pipeline rank; None on the others."""
+        """Returns [N, V / R] logits of each row's last token on the last pipeline rank; None on the others."""
         model = self.model
         x = model.embed(batch) if model.embedding is not None else self._receive(batch.num_tokens)
         context = replace(model.context(batch, self._step, training=False), cache=cache)
@@ -163,13 +171,13 @@ class InferenceStage:
         return x
 
     def _send(self, x: Tensor) -> None:
-        self.finish()  # the buffer of the pass before
+        self.finish()  # the buffer of the previous pass
         x = x.contiguous()
         self._sent = x, post_async([(True, x, self.pp.rank + 1)], self.pp)
 
 
 def _batch(tokens_BS: Tensor, positions_BS: Tensor, lengths: tuple[int, ...]) -> Batch:
-    """Tokens without labels; documents of these lengths, one after the other."""
+    """Returns a batch of the tokens without labels, as consecutive documents of these lengths."""
     offsets = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return Batch(
         tokens_BS=tokens_BS,

@@ -1,4 +1,4 @@
-"""What generation is asked for: which model, how tokens are chosen, when answers end. Needs no torch."""
+"""Options of generation: which model, how tokens are chosen, when answers end. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelChoice:
-    """Which model, and how it lies on the ranks.
+    """The model, and its layout on the ranks.
 
     Args:
         path: Hugging Face folder or partitioned base; None takes the base that the run in `adapter` records.
@@ -48,7 +48,7 @@ class ModelChoice:
             raise UserError("--step chooses a checkpoint of the run in --adapter, which is not given: leave it out.")
 
     def tensor_size(self, world_size: int) -> int:
-        """Tensor-parallel ranks of a start with `world_size` ranks.
+        """Returns the number of tensor-parallel ranks among `world_size` ranks.
 
         Raises:
             UserError: the ranks are not those that were asked for.
@@ -64,7 +64,7 @@ class ModelChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How tokens are chosen.
+    """The sampling settings.
 
     Args:
         temperature: logits are divided by it; 0 takes the most likely token (greedy).
@@ -76,7 +76,7 @@ class Sampling:
         seed: of the random numbers.
 
     Raises:
-        UserError: a value out of its range, or one that says nothing where choice is greedy.
+        UserError: a value out of its range, or one that has no effect where decoding is greedy.
     """
 
     temperature: float = 0.0
@@ -113,14 +113,14 @@ def _require(good: bool, name: str, value: object, expected: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """When rows end, and how many there are at a time.
+    """Limits of generation: when rows end, and how many run at a time.
 
     Args:
         max_new_tokens: of a row.
-        stop_ids: tokens that end a row; they are no part of its text.
-        stop_texts: texts that end a row; nor are they.
+        stop_ids: tokens that end a row; not part of its text.
+        stop_texts: texts that end a row; not part of it either.
         slots: rows at a time.
-        prefill_tokens: prompts begin together up to this many tokens; a longer one begins alone.
+        prefill_tokens: maximum tokens of prompts that are prefilled together; a longer prompt is prefilled alone.
 
     Raises:
         UserError: a number below 1, or an empty stop text.

@@ -1,10 +1,10 @@
-"""The next token of each row, from logits whose vocabulary lies over the tensor-parallel ranks.
+"""Samples the next token of each row, from logits whose vocabulary is split over the tensor-parallel ranks.
 
     z = logits, with a repetition penalty;   s = z / temperature;   s_i = -inf below the row's bound
     token = argmax_i (s_i + g_i),   g_i = -log(-log u_i)
 
 which draws from softmax(s) (the Gumbel-max trick), so greedy choice and sampling are one argmax: each rank finds the
-best of its own part, and two numbers a row and rank decide. u is Philox of (seed, row, position, token), and so the
+best of its own part, and two numbers per row and rank decide. u is Philox of (seed, row, position, token), and so the
 same on every layout and in every batch: what differs between layouts is the rounding of logits, which moves choices no
 more than it moves the distribution. Top-k, top-p and min-p are all a lower bound on s, found from the best k of each
 rank, from all of s for top-p alone, or from the maximum. Their order is penalty, temperature, top-k, top-p, min-p.
@@ -27,14 +27,14 @@ from engine.kernels.philox import philox4x32
 
 _MASK = 0xFFFFFFFF
 _SITE = 0x67656E21
-"""Second word of the key; no dropout site and no tensor's checksum of a model is expected to be it."""
+"""Second word of the key, unlikely to be a dropout site or the checksum of a tensor's name."""
 
 
 class Chooser:
     """Chooses tokens on the ranks that have logits.
 
     Args:
-        settings: how.
+        settings: the sampling settings.
         tp: ranks over which the vocabulary is split.
         first_id, num_ids: the token ids whose logits are here.
         vocab_size: of all ranks.
@@ -43,9 +43,16 @@ class Chooser:
     """
 
     def __init__(
-        self, settings: Sampling, *, tp: Axis, first_id: int, num_ids: int, vocab_size: int, slots: int,
+        self,
+        settings: Sampling,
+        *,
+        tp: Axis,
+        first_id: int,
+        num_ids: int,
+        vocab_size: int,
+        slots: int,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._settings, self._tp, self._vocab_size = settings, tp, vocab_size
         self._first_id, self._num_ids = first_id, num_ids
         self._seen: Tensor | None = None
@@ -53,18 +60,18 @@ class Chooser:
             self._seen = torch.zeros(slots, num_ids, dtype=torch.bool, device=device)
 
     def start_row(self, slot: int, ids: Tensor) -> None:
-        """A row begins with int64 `ids` in this slot."""
+        """Starts a row with int64 `ids` in this slot."""
         if self._seen is not None:
             self._seen[slot] = False
             self._note(torch.full_like(ids, slot), ids)
 
     def move_row(self, source: int, target: int) -> None:
-        """A row goes to another slot."""
+        """Moves a row to another slot."""
         if self._seen is not None:
             self._seen[target] = self._seen[source]
 
     def choose(self, logits_NV: Tensor, slots: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """The next token of each row; collective over the tensor-parallel ranks, the same on all.
+        """Returns the next token of each row; collective over the tensor-parallel ranks, the same on all.
 
         Args:
             logits_NV: [N, V / R] with padding columns; any float dtype.
@@ -83,7 +90,7 @@ class Chooser:
         return tokens
 
     def scores(self, logits_NV: Tensor, slots: Tensor) -> Tensor:
-        """fp32 [N, ids here]: logits with the penalty, over the temperature."""
+        """Returns fp32 [N, ids here]: logits with the penalty, over the temperature."""
         scores = logits_NV[:, : self._num_ids].float()
         if self._seen is not None:
             penalty = self._settings.repetition_penalty
@@ -98,7 +105,7 @@ class Chooser:
         self._seen[slots[here], local[here]] = True
 
     def _bounded(self, scores: Tensor) -> Tensor:
-        """-inf below the row's bound."""
+        """Returns the scores with -inf below the row's bound."""
         settings = self._settings
         if settings.top_k is None and settings.top_p == 1 and settings.min_p == 0:
             return scores
@@ -117,7 +124,7 @@ class Chooser:
         return scores.masked_fill(scores < bound, -torch.inf)
 
     def _gathered(self, scores: Tensor, count: int | None) -> Tensor:
-        """[N, C] scores of all ranks, or of each rank the best `count`; -inf where a rank has fewer."""
+        """Returns [N, C] scores of all ranks, or of each rank the best `count`; -inf where a rank has fewer."""
         width = -(-self._vocab_size // self._tp.size)
         if count is not None and count < width:
             width = count
@@ -127,14 +134,14 @@ class Chooser:
         return all_gather(full.t().contiguous(), self._tp).t()
 
     def _maximum(self, scores: Tensor) -> Tensor:
-        """[N, 1] over all ranks."""
+        """Returns each row's maximum over all ranks, [N, 1]."""
         best = scores.new_full((scores.shape[0], 1), -torch.inf)
         if self._num_ids:
             best = scores.amax(1, keepdim=True)
         return all_reduce(best, self._tp, dist.ReduceOp.MAX)
 
     def _noise(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """fp64 [N, ids here] standard Gumbel numbers, functions of (seed, row, position, token id)."""
+        """Returns fp64 [N, ids here] standard Gumbel numbers, functions of (seed, row, position, token id)."""
         first, last = self._first_id // 4, (self._first_id + max(self._num_ids, 1) - 1) // 4
         blocks = torch.arange(first, last + 1, device=rows.device, dtype=torch.int64)[None]
         row, position = rows[:, None], positions[:, None]
@@ -147,7 +154,7 @@ class Chooser:
         return -torch.log(-torch.log(uniform))
 
     def _argmax(self, scores: Tensor) -> Tensor:
-        """int64 [N] token id of the largest score over all ranks; of equal ones the first."""
+        """Returns int64 [N] token id of the largest score over all ranks; of equal ones the first."""
         best = torch.full((scores.shape[0], 2), -torch.inf, dtype=torch.float64, device=scores.device)
         if self._num_ids:
             place = scores.argmax(1, keepdim=True)
@@ -160,7 +167,7 @@ class Chooser:
 
 
 def _nucleus(candidates_NC: Tensor, top_p: float) -> Tensor:
-    """[N, 1] the least score among the most likely ones whose probabilities together reach `top_p`."""
+    """Returns [N, 1] the lowest score among the most likely ones whose probabilities together reach `top_p`."""
     ordered = candidates_NC.sort(dim=1, descending=True).values
     probabilities = ordered.double().softmax(1)
     before = probabilities.cumsum(1) - probabilities

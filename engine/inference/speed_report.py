@@ -1,8 +1,8 @@
-"""What generation took on each rank: memory, speed, bandwidth between ranks, and the share of memory bandwidth.
+"""The report on generation per rank: memory, speed, bandwidth between ranks, and the share of memory bandwidth.
 
-A pass of few tokens reads every weight once, and the cache of its rows, and does little with them: reading memory is
-what bounds it. So its time is held against how fast this rank copies a large block of memory, bytes read and written.
-On a CPU that several ranks share they measure at the same time, as they run.
+A pass of few tokens reads every weight once, and the cache of its rows, with little arithmetic: it is bound by
+memory bandwidth. So its time is compared with how fast this rank copies a large block of memory, bytes read and
+written. On a CPU that several ranks share they measure at the same time, as they run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.telemetry.format import format_bytes, format_count
 from engine.telemetry.process_memory import peak_memory_bytes
 
 _COPIED, _SENT = 64 << 20, 4 << 20
-"""Bytes of the block that is copied, and of what passes between ranks."""
+"""Bytes of the block that is copied, and of the messages between ranks."""
 _TIMES = 5
 
 
@@ -33,11 +33,11 @@ class RankFigures:
         device: its device, in words.
         weight_bytes, pass_bytes: of all weights here, and of those that every pass reads as a whole.
         cache_bytes: reserved for keys and values.
-        peak_bytes: most held so far: allocated on a GPU, else the process's resident set.
+        peak_bytes: peak so far: allocated on a GPU, else the process's resident set.
         speed: of its passes.
-        copy_rate: bytes read and written a second by a large copy.
-        tensor_rate: bytes a second that each tensor rank sends in a large all-reduce; None with one.
-        pipeline_rate: bytes a second to the next pipeline rank; None where there is none.
+        copy_rate: bytes read and written per second by a large copy.
+        tensor_rate: bytes per second that each tensor rank sends in a large all-reduce; None with one.
+        pipeline_rate: bytes per second to the next pipeline rank; None where there is none.
     """
 
     tensor: int
@@ -54,12 +54,12 @@ class RankFigures:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds of the passes of one token a row, without waiting for other pipeline ranks."""
+        """Seconds of the decode passes, without waiting for other pipeline ranks."""
         return self.speed.decode_seconds - self.speed.decode_waited
 
     @property
     def bandwidth_share(self) -> float:
-        """Bytes of weights and cache that these passes read, over what the copy would move in the busy time."""
+        """Bytes of weights and cache that these passes read, over what a copy would move in the busy time."""
         read = self.pass_bytes * self.speed.decode_passes + self.speed.cache_bytes
         return read / (self.busy_seconds * self.copy_rate) if self.speed.decode_passes else 0.0
 
@@ -67,7 +67,7 @@ class RankFigures:
 def measure(
     mesh: Mesh, speed: Speed, *, device: torch.device, weight_bytes: int, pass_bytes: int, cache_bytes: int
 ) -> list[RankFigures]:
-    """The figures of all ranks, in rank order. Collective.
+    """Gathers the figures of all ranks, in rank order. Collective.
 
     Args:
         mesh: of the ranks.
@@ -95,9 +95,9 @@ def measure(
 
 
 def report_lines(figures: list[RankFigures]) -> list[str]:
-    """The report as text; the times of the first rank are those of all. `busy` is the share of the passes of one
-    token a row in which a rank did not wait for other pipeline ranks; beside it, what of its memory bandwidth it used
-    then."""
+    """Returns the report as text; the times of the first rank are those of all. `busy` is the share of the passes of
+    one token a row in which a rank did not wait for other pipeline ranks; beside it, what of its memory bandwidth it
+    used then."""
     speed = figures[0].speed
     lines = [f"prefill: {speed.prefill_tokens} tokens in {speed.prefill_seconds:.3f} s"]
     if speed.prefill_tokens:
@@ -133,7 +133,7 @@ def _row(rank: int, one: RankFigures) -> tuple[str, ...]:
 
 
 def _best(act: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of several times, the first left out."""
+    """Returns the seconds of the fastest of several runs, without the first."""
     best = float("inf")
     for turn in range(_TIMES + 1):
         began = time.perf_counter()
@@ -159,7 +159,9 @@ def _tensor_rate(tp: Axis, device: torch.device) -> float | None:
 
 
 def _pipeline_rate(pp: Axis, device: torch.device) -> float | None:
-    """Bytes a second to the next rank, one pair at a time; every rank takes part where it has a neighbour."""
+    """Returns the bytes per second to the next rank, one pair at a time; every rank takes part where it has a
+    neighbour.
+    """
     rate = None
     for sender in range(pp.size - 1):
         if pp.rank not in (sender, sender + 1):
@@ -169,7 +171,7 @@ def _pipeline_rate(pp: Axis, device: torch.device) -> float | None:
         peer = sender + 1 if sends else sender
 
         def pass_on(sends: bool = sends, block: torch.Tensor = block, peer: int = peer) -> None:
-            for is_send in (True, False):  # there and back, so that the sender knows when it has come
+            for is_send in (True, False):  # there and back, so that the sender knows when it has arrived
                 for handle in post_async([(is_send == sends, block, peer)], pp):
                     handle.wait()
 

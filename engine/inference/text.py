@@ -1,8 +1,8 @@
-"""From tokens that come one by one to text that can be shown, and where text says that an answer ends.
+"""Streams text from tokens that arrive one by one, and finds stop texts that end an answer.
 
 A token may be part of a character, and decoding a part of a text may differ from that part of the decoded text (white
-space at its front). So what is new is the difference of two decodings that begin at the same token, some way back, and
-nothing is shown that ends in an unfinished character. What may be the beginning of a stop text is held back.
+space at its front). So new text is the difference of two decodings that begin at the same earlier token, and text that
+ends in an unfinished character, or that may be the beginning of a stop text, is held back.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import Protocol
 _UNFINISHED = "\ufffd"
 
 
-class Decodes(Protocol):
-    """What is asked of a tokenizer."""
+class TokenDecoder(Protocol):
+    """A tokenizer that can decode."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; control tokens are left out."""
+        """Returns the text of `ids`, without control tokens."""
         ...
 
 
 class TextStream:
-    """The text of one row.
+    """The text stream of one row.
 
     Args:
         tokenizer: of the model.
-        stops: texts that end the row; they are left out of its text, and so is what follows.
+        stops: texts that end the row; its text does not contain them nor what follows.
         before: tokens before the first that is pushed, whose text is not part of it.
     """
 
-    def __init__(self, tokenizer: Decodes, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: TokenDecoder, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._ids = list(before[-8:])
         self._begin, self._end = 0, len(self._ids)
         self._shown = 0
         self.text = ""
-        """All text so far, without what is unfinished."""
+        """All text so far, without what is held back."""
         self.stopped = False
-        """Whether a stop text has come."""
+        """Whether a stop text was found."""
 
     def push(self, token: int) -> str:
         """Takes a token; returns the text that can be shown now, which may be none."""
@@ -47,7 +47,7 @@ class TextStream:
         return self._take(self._safe())
 
     def finish(self) -> str:
-        """No token follows: the rest of the text."""
+        """Returns the rest of the text, where no token follows."""
         self._decode(finished=True)
         return self._take(len(self.text))
 
@@ -66,7 +66,7 @@ class TextStream:
             self.text, self.stopped = self.text[: min(ends)], True
 
     def _safe(self) -> int:
-        """How much of the text is no beginning of a stop text."""
+        """Returns the length of the text before a possible beginning of a stop text."""
         if self.stopped:
             return len(self.text)
         held = 0

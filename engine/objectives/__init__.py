@@ -1,1 +1,1 @@
-"""What is minimised. An objective turns token losses into the number that backward starts from."""
+"""Training objectives: each turns token losses into the loss that is minimised."""

@@ -1,4 +1,4 @@
-"""From a configuration to the objective."""
+"""Builds the objective of a configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.objectives.preference import Preference, PreferenceSettings
 
 
 def build_objective(options: ObjectiveOptions, *, cp: Axis, dp: Axis) -> Objective:
-    """What the last stage minimises.
+    """Returns the objective that the last stage minimises.
 
     Args:
         options: of the run.

@@ -1,4 +1,4 @@
-"""Learning from single answers, each of which was liked or not: KTO (arXiv 2402.01306).
+"""KTO: training on single answers, each of which was liked or not (arXiv 2402.01306).
 
 With l the log-likelihood of an answer given its question, summed over its target tokens, l_ref that under the
 reference, and r = l - l_ref, the loss of an answer is
@@ -49,7 +49,7 @@ class KtoSettings:
 
 
 class MismatchedMean:
-    """z above.
+    """The baseline z above.
 
     Args:
         dp: over whose ranks the global batch is split.
@@ -59,19 +59,19 @@ class MismatchedMean:
         self._dp = dp
 
     def sums(self, mismatched: Batch, policy: Tensor, reference: Tensor | None) -> Tensor:
-        """See engine.objectives.objective.Baseline."""
+        """Returns a micro-batch's sums; see engine.objectives.objective.Baseline."""
         reference = answers_of(mismatched).reference_logps if reference is None else reference
         assert reference is not None, "an objective with a reference got none"
         return torch.stack(((policy - reference).sum(), torch.ones_like(policy).sum()))
 
     def of(self, sums: Tensor) -> Tensor:
-        """See engine.objectives.objective.Baseline."""
+        """Returns the mean, at least 0; see engine.objectives.objective.Baseline."""
         total, count = all_reduce(sums, self._dp).unbind()
         return (total / count.clamp(min=1.0)).clamp(min=0.0)
 
 
 class Kto:
-    """The sum over answers; the loss of a step is the mean over the answers of the global batch.
+    """The KTO objective: the loss of a step is the mean over the answers of the global batch.
 
     Args:
         settings: the constants.
@@ -103,13 +103,13 @@ class Kto:
         return AT_CHANCE if settings.desirable_weight == settings.undesirable_weight == 1 else None
 
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
-        """fp32 [N] log-likelihoods."""
+        """Returns the answers' log-likelihoods, fp32 [N]."""
         return log_likelihoods(token_losses_T, batch, self._cp)
 
     def sums(
         self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
     ) -> ObjectiveSums:
-        """See engine.objectives.objective.Objective."""
+        """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
         settings, answers = self.settings, answers_of(batch)
         logps = log_likelihoods(token_losses_T, batch, self._cp)
         reference = answers.reference_logps if reference is None else reference
@@ -130,7 +130,9 @@ class Kto:
         return ObjectiveSums(loss, figures / self._cp.size)  # all ranks of a row have the same figures
 
     def named(self, means: Sequence[float]) -> dict[str, float]:
-        """Means over the answers of each kind; a kind that did not occur is left out, and so is the margin then."""
+        """Returns means over the answers of each kind; a kind that did not occur is omitted, and so is the margin
+        then.
+        """
         liked, *kinds, kl = means
         found: dict[str, float] = {}
         for name, values in (("reward", kinds[:2]), ("logp", kinds[2:])):
@@ -143,4 +145,4 @@ class Kto:
 
 
 _NO_SHARE = 1e-6
-"""A share below it is rounding: no batch has a million answers."""
+"""A share below this is rounding error: no batch has a million answers."""

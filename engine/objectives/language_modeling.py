@@ -11,7 +11,7 @@ from engine.objectives.objective import ObjectiveSums
 
 
 class LanguageModeling:
-    """The sum of weighted token losses.
+    """The language-modeling objective: the sum of weighted token losses.
 
     The loss of a step is this sum over the global batch, divided by the sum of the weights over the global batch: the
     mean over target tokens, whatever the number of micro-batches and ranks.
@@ -24,7 +24,7 @@ class LanguageModeling:
     baseline = None
 
     def loss_sum(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
-        """0-dim fp32 sum over the micro-batch.
+        """Returns the 0-dim fp32 sum over the micro-batch.
 
         Args:
             token_losses_T: fp32 [T] negative log-likelihoods.
@@ -33,16 +33,16 @@ class LanguageModeling:
         return (token_losses_T * batch.loss_weights_BS.flatten()).sum()
 
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
-        """Never asked for: nothing is compared."""
+        """Raises: this objective has no reference."""
         raise NotImplementedError
 
     def named(self, means: Sequence[float]) -> dict[str, float]:
-        """Nothing beside the loss."""
+        """Returns no metrics beside the loss."""
         return {}
 
     def sums(
         self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
     ) -> ObjectiveSums:
-        """See engine.objectives.objective.Objective."""
+        """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
         loss = self.loss_sum(token_losses_T, batch)
         return ObjectiveSums(loss, loss.detach()[None])

@@ -1,4 +1,4 @@
-"""How likely each answer of a micro-batch is: what all objectives that compare answers begin with.
+"""Log-likelihoods of the answers of a micro-batch, from which all objectives that compare answers are computed.
 
 Legend: T tokens held here, N answers of the micro-batch.
 """
@@ -14,13 +14,14 @@ from engine.distributed.mesh import Axis
 
 
 def answers_of(batch: Batch) -> Answers:
-    """The answers of a batch that must have some."""
+    """Returns the answers of a batch, which must have some."""
     assert batch.answers is not None, "a batch without answers"
     return batch.answers
 
 
 def log_likelihoods(token_losses_T: Tensor, batch: Batch, cp: Axis) -> Tensor:
-    """Log-likelihood of each answer given its question, over its target tokens in the whole row; differentiable.
+    """Returns the log-likelihood of each answer given its question, over its target tokens in the whole row;
+    differentiable.
 
     Args:
         token_losses_T: fp32 [T] negative log-likelihoods.

@@ -1,4 +1,4 @@
-"""What is minimised: the interface between the last stage of a step and an objective."""
+"""The interface between the last stage of a step and an objective."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.batch import Batch
 
 
 class ObjectiveSums(NamedTuple):
-    """What a micro-batch adds to a step, as sums that are divided by the global batch's weight afterwards.
+    """A micro-batch's contribution to a step, as sums that are divided by the global batch's weight afterwards.
 
     Args:
         loss: 0-dim fp32, differentiable. Under context parallelism it is the same on all ranks of a row, and its
@@ -25,41 +25,41 @@ class ObjectiveSums(NamedTuple):
 
 
 class Baseline(Protocol):
-    """One number of the whole global batch, made of what the model says of mismatched answers."""
+    """A number of the whole global batch, computed from the likelihoods of mismatched answers."""
 
     def sums(self, mismatched: Batch, policy: Tensor, reference: Tensor | None) -> Tensor:
-        """What a micro-batch adds.
+        """Returns a micro-batch's sums.
 
         Args:
             mismatched: the micro-batch's `mismatched`.
-            policy: as `Objective.reference` gave it for `mismatched` and the model as it is.
+            policy: as `Objective.reference` gave it for `mismatched` and the current model.
             reference: the same for the model without adapters; None where it is not computed with each step.
 
         Returns:
-            fp32 [2]: a sum, and how many it is of.
+            fp32 [2]: a sum, and the number of its terms.
         """
         ...
 
     def of(self, sums: Tensor) -> Tensor:
-        """0-dim fp32, the number. Collective over the data-parallel ranks that call it.
+        """Returns the number, 0-dim fp32. Collective over the data-parallel ranks that call it.
 
         Args:
-            sums: fp32 [2], what this rank's micro-batches add.
+            sums: fp32 [2], the sums of this rank's micro-batches.
         """
         ...
 
 
 class Shown(Protocol):
-    """What `figures_to_show` reads of an objective."""
+    """The part of an objective that `figures_to_show` reads."""
 
     @property
     def shown(self) -> tuple[str, ...]: ...
 
 
 def figures_to_show(objective: Shown, reported: Mapping[str, float]) -> dict[str, float]:
-    """What a line of progress shows of what is reported.
+    """Returns the reported figures that a progress line shows.
 
-    A model that is still its own reference has margins of exactly 0, of which an accuracy would say nothing.
+    A model that is still its own reference has margins of exactly 0, for which accuracy is meaningless.
     """
     undecided = reported.get("margin") == 0
     return {
@@ -72,17 +72,17 @@ class Objective(Protocol):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of what is summed beside the loss; see `named` for what is reported of it."""
+        """Names of the figures that are summed beside the loss; see `named` for those that are reported."""
         ...
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """What a line of progress shows of what is reported."""
+        """Names of the reported figures that a progress line shows."""
         ...
 
     @property
     def loss_at_chance(self) -> float | None:
-        """The loss of a model that has learnt nothing; None where it has no fixed value."""
+        """The loss of an untrained model; None where it has no fixed value."""
         ...
 
     @property
@@ -92,15 +92,15 @@ class Objective(Protocol):
 
     @property
     def baseline(self) -> Baseline | None:
-        """What must be known of the whole global batch before the first loss; None where nothing must."""
+        """The number of the whole global batch that the first loss needs; None where none is needed."""
         ...
 
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
-        """What is kept of a pass without adapters, to be given to `sums`."""
+        """Returns the result of a pass without adapters that `sums` takes."""
         ...
 
     def named(self, means: Sequence[float]) -> dict[str, float]:
-        """What is reported.
+        """Returns the figures to report, by name.
 
         Args:
             means: of each of `metrics`, over the global batch.
@@ -110,12 +110,12 @@ class Objective(Protocol):
     def sums(
         self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
     ) -> ObjectiveSums:
-        """What a micro-batch adds.
+        """Returns a micro-batch's sums.
 
         Args:
             token_losses_T: fp32 [T] negative log-likelihoods.
             batch: their labels and weights.
-            reference: as `reference` gave it for this batch; None where none was asked for.
+            reference: as `reference` gave it for this batch; None where the objective has none.
             baseline: as `baseline` gave it for the global batch; None where there is none.
         """
         ...

@@ -1,4 +1,4 @@
-"""Learning from pairs of answers, of which one was preferred.
+"""Preference objectives: training on pairs of answers, of which one was preferred.
 
 With l the log-likelihood of an answer given its question, summed over its target tokens, l_ref that under the
 reference, n its length, and c and r the preferred and the other answer of a pair:
@@ -40,12 +40,12 @@ CHANCE = math.log(2)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceSettings:
-    """Which loss, and its constants.
+    """The choice of loss, and its constants.
 
     Args:
         loss: one of LOSSES.
         beta: b above.
-        label_smoothing: e above, the share of pairs that are taken to be labelled the wrong way round.
+        label_smoothing: e above, the share of pairs that are assumed to be labelled the wrong way round.
         length_normalised: compare means over an answer's tokens instead of sums.
         margin: g above.
     """
@@ -58,10 +58,10 @@ class PreferenceSettings:
 
 
 class Preference:
-    """The sum over pairs; the loss of a step is the mean over the pairs of the global batch.
+    """A preference objective: the loss of a step is the mean over the pairs of the global batch.
 
     Args:
-        settings: which loss.
+        settings: the loss.
         cp: over whose ranks the tokens of each row are split.
         compares_with_base: the reference is the model without adapters, computed with each step; else the batch brings
             the reference's log-likelihoods, or the loss needs none.
@@ -91,17 +91,17 @@ class Preference:
         return CHANCE if self.settings.loss == "sigmoid" else None
 
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
-        """fp32 [N] log-likelihoods."""
+        """Returns the answers' log-likelihoods, fp32 [N]."""
         return log_likelihoods(token_losses_T, batch, self._cp)
 
     def named(self, means: Sequence[float]) -> dict[str, float]:
-        """All of `metrics`."""
+        """Returns all of `metrics`."""
         return dict(zip(self.metrics, means, strict=True))
 
     def sums(
         self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
     ) -> ObjectiveSums:
-        """See engine.objectives.objective.Objective."""
+        """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
         settings, answers = self.settings, answers_of(batch)
         logps = log_likelihoods(token_losses_T, batch, self._cp)
         reference = answers.reference_logps if reference is None else reference
@@ -119,7 +119,7 @@ class Preference:
         return ObjectiveSums(loss, figures / self._cp.size)  # all ranks of a row have the same figures
 
     def _losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """fp32 [P]."""
+        """Returns the losses of the pairs, fp32 [P]."""
         settings, difference = self.settings, chosen - rejected
         if settings.loss == "ipo":
             return (difference - 1 / (2 * settings.beta)) ** 2
@@ -135,7 +135,7 @@ class Preference:
         return -(1 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
 
     def _figures(self, scores: Tensor, logps: Tensor) -> tuple[Tensor, ...]:
-        """Sums over pairs, in the order of `metrics`."""
+        """Returns sums over pairs, in the order of `metrics`."""
         rewards_chosen, rewards_rejected = (self.settings.beta * scores).view(-1, 2).unbind(1)
         logp_chosen, logp_rejected = logps.view(-1, 2).unbind(1)
         better = (rewards_chosen > rewards_rejected).to(scores.dtype)
@@ -145,7 +145,7 @@ class Preference:
 
 
 def _log_one_minus_exp(x: Tensor) -> Tensor:
-    """log(1 - e^x) for x < 0, accurate near 0 and far from it; x = 0 counts as the largest number below it."""
+    """Returns log(1 - e^x) for x < 0, accurate near 0 and far from it; x = 0 counts as the largest number below 0."""
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     near = torch.log(-torch.expm1(x))
     far = torch.log1p(-torch.exp(x.clamp(max=-CHANCE)))

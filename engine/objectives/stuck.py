@@ -1,17 +1,17 @@
-"""Notices a comparison that does not learn."""
+"""Detects a loss that stays at chance level."""
 
 from __future__ import annotations
 
 REPORTS = 20
-"""Reported steps after which a loss that has not moved is spoken of."""
+"""Reported steps after which a loss that stays at chance level is reported."""
 TOLERANCE = 1e-3
 
 
 class StuckLoss:
-    """Watches the reported losses of a run; speaks once.
+    """Watches the reported losses of a run, and warns once.
 
     Args:
-        chance: the loss of a model that has learnt nothing; None watches nothing.
+        chance: the loss at chance level; None watches nothing.
     """
 
     def __init__(self, chance: float | None) -> None:
@@ -21,7 +21,7 @@ class StuckLoss:
         """Takes a reported loss.
 
         Returns:
-            A sentence, once, where all of the last losses are that of chance.
+            A warning, once, where all of the last losses are at chance level.
         """
         if self._chance is None or self._spoken:
             return None

@@ -1,1 +1,1 @@
-"""Frozen weights in fewer bytes: how they are encoded, cut and decoded. Products with them are in engine.ops."""
+"""Quantized frozen weights: how they are encoded, cut and decoded. Products with them are in engine.ops."""

@@ -1,4 +1,4 @@
-"""What the encodings share: the record of a shard's matrix, sizes, slices, and the refusal of what is not a number."""
+"""Shared code of the encodings: the record of a shard's matrix, slices, and the refusal of non-finite numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Whole:
 
 
 def require_finite(absmax: Tensor, encoding: str) -> None:
-    """Refuses a matrix with a NaN or an infinity, told by its maxima [rows, n].
+    """Refuses a matrix with a NaN or an infinity, found in its maxima [rows, n].
 
     Raises:
         UserError: names the first such row.
@@ -40,7 +40,7 @@ def require_finite(absmax: Tensor, encoding: str) -> None:
 
 
 def bounds(part: slice, length: int) -> tuple[int, int]:
-    """Start and stop of a slice without a step, within `length`."""
+    """Returns the start and stop of a slice without a step, within `length`."""
     start, stop, step = part.indices(length)
     assert step == 1, part
     return start, max(start, stop)

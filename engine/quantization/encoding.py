@@ -1,4 +1,4 @@
-"""What every encoding of a frozen weight can do, and the ones there are.
+"""The interface of an encoding of a frozen weight, and the encodings by name.
 
 A weight is one logical matrix [rows, columns]. It becomes a few tensors, its parts, each of which has the matrix's rows
 as its first dimension. So a cut along rows is a slice of each part, and matrices stacked by rows in one storage
@@ -31,10 +31,10 @@ from engine.quantization.nf4 import Nf4
 
 
 class Encoding(Protocol):
-    """One way to store a matrix.
+    """An encoding of a matrix.
 
     Attributes:
-        name: as a user asks for it.
+        name: as in model.base_dtype.
         block: columns of a row that share a scale, which no cut may divide; 0 where the row or the matrix shares it
             and a cut may fall anywhere.
     """
@@ -46,10 +46,10 @@ class Encoding(Protocol):
     def block(self) -> int: ...
 
     def parts(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each stored tensor; the first dimension of all is `rows`."""
+        """Returns the shape and dtype of each stored tensor; the first dimension of all is `rows`."""
 
     def absmax(self, weight: Tensor) -> Tensor:
-        """What of a shard the whole matrix's scales are made from, fp32 [rows, n].
+        """Returns a shard's contribution to the whole matrix's scales, fp32 [rows, n].
 
         Args:
             weight: [rows, columns], any float dtype and strides.
@@ -59,10 +59,10 @@ class Encoding(Protocol):
         """
 
     def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """`absmax` of a matrix from those of its shards along rows (0) or columns (1), in order."""
+        """Returns `absmax` of a matrix from those of its shards along rows (0) or columns (1), in order."""
 
     def encode(self, weight: Tensor, whole: Whole | None = None) -> dict[str, Tensor]:
-        """The parts, on the weight's device.
+        """Encodes a weight and returns the parts, on its device.
 
         Args:
             weight: [rows, columns], any float dtype and strides.
@@ -73,7 +73,7 @@ class Encoding(Protocol):
         """
 
     def cut(self, parts: Mapping[str, Tensor], rows: slice, columns: slice) -> dict[str, Tensor]:
-        """The parts of weight[rows, columns], copies or views.
+        """Returns the parts of weight[rows, columns], copies or views.
 
         Args:
             rows, columns: with start and stop, without a step.
@@ -83,10 +83,10 @@ class Encoding(Protocol):
         """
 
     def decode(self, parts: Mapping[str, Tensor], out: Tensor) -> None:
-        """Writes the weights.
+        """Decodes parts into `out`.
 
         Args:
-            out: [rows, columns], any float dtype; rows may lie any distance apart, columns have no gaps.
+            out: [rows, columns], any float dtype; any row stride, columns contiguous.
         """
 
 
@@ -94,7 +94,7 @@ ENCODING_NAMES = BASE_DTYPES
 
 
 def encoding(name: str, arithmetic: Arithmetic = PLAIN) -> Encoding:
-    """The encoding called `name`.
+    """Returns the encoding called `name`.
 
     Args:
         name: one of ENCODING_NAMES.

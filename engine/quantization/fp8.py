@@ -1,4 +1,4 @@
-"""8-bit floats, e4m3, with one scale a matrix ("fp8") or a row ("fp8_row"); products with them need no decoding."""
+"""8-bit floats, e4m3, with one scale per matrix ("fp8") or row ("fp8_row"); products with them need no decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.quantization.rowwise import RowwiseEncoding
 
 
 def fp8(arithmetic: Arithmetic = PLAIN, *, per_matrix: bool = True) -> RowwiseEncoding:
-    """The encoding "fp8", or "fp8_row" where not `per_matrix`."""
+    """Returns the encoding "fp8", or "fp8_row" where not `per_matrix`."""
     return RowwiseEncoding(
         name="fp8" if per_matrix else "fp8_row",
         dtype=torch.float8_e4m3fn,

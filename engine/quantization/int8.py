@@ -1,4 +1,4 @@
-"""int8 with one scale a row, symmetric: code = round(127 w / max |w|), halves to even."""
+"""int8 with one scale per row, symmetric: code = round(127 w / max |w|), halves to even."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.quantization.rowwise import RowwiseEncoding
 
 
 def int8(arithmetic: Arithmetic = PLAIN) -> RowwiseEncoding:
-    """The encoding "int8"."""
+    """Returns the encoding "int8"."""
     return RowwiseEncoding(
         name="int8",
         dtype=torch.int8,

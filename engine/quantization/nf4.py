@@ -1,17 +1,17 @@
-"""NF4 with double quantisation, as bitsandbytes has it, stored so that it can be cut (arXiv 2305.14314).
+"""NF4 with double quantisation, as in bitsandbytes, stored so that it can be cut (arXiv 2305.14314).
 
 A block is 64 columns of a row, its scale the largest magnitude in it, and each weight the nearest of sixteen values.
 The scales themselves are 8-bit codes: less their mean over the matrix, in groups of 256 in the order of the matrix's
 rows, each group with an fp32 scale.
 
 bitsandbytes cuts blocks and groups from the flattened matrix. Where the columns divide by 64 that is the same: the
-codes and decoded weights here are what it makes of the whole logical matrix. Elsewhere its blocks run on into the next
-row; here a row's last block is short. Its mean is an fp32 sum in an order that depends on the device and the number of
-threads; here it is summed in fp64, so that it is the same everywhere, and may differ from its by the last bits. Its
-CPU library looks the 8-bit codes up in a table of 65536 entries, and so picks the neighbour for a number that is
-almost between two; here, as in its other backends, they are the nearest.
+codes and decoded weights here are what it makes of the whole logical matrix. Elsewhere its blocks continue into the
+next row; here a row's last block is short. Its mean is an fp32 sum in an order that depends on the device and the
+number of threads; here it is summed in fp64, so that it is the same everywhere, and may differ from its by the last
+bits. Its CPU library looks the 8-bit codes up in a table of 65536 entries, and so picks the neighbour for a number that
+is almost between two; here, as in its other backends, they are the nearest.
 
-A group may run over many rows and be cut by any shard. So each row has the offset, the scales of the groups that it
+A group may span many rows and be cut by any shard. So each row has the offset, the scales of the groups that it
 touches, and the place of its first block in the first of them: 13 bytes a row of up to 16448 columns, where
 bitsandbytes has 4 bytes to 16384 weights. Shards and stacks then need nothing but their own rows.
 """
@@ -31,14 +31,15 @@ from engine.quantization.encoded_parts import Whole, bounds, require_finite
 
 
 def num_groups(blocks: int) -> int:
-    """How many groups a run of `blocks` scales can touch, wherever it begins."""
+    """Returns how many groups a run of `blocks` scales can touch, wherever it begins."""
     return (blocks + NF4_GROUP - 2) // NF4_GROUP + 1 if blocks else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Nf4:
-    """Parts: `codes` uint8 [rows, ceil(columns / 2)], the first of two weights in the upper half; `scales` uint8
-    [rows, blocks]; `groups` fp32 [rows, 1 + g], the offset and the groups' scales; `phase` uint8 [rows].
+    """The NF4 encoding, whose parts are `codes` uint8 [rows, ceil(columns / 2)], the first of two weights in the upper
+    half; `scales` uint8 [rows, blocks]; `groups` fp32 [rows, 1 + g], the offset and the groups' scales; `phase` uint8
+    [rows].
 
     Args:
         arithmetic: the backend.
@@ -114,7 +115,7 @@ class Nf4:
 
 
 def mean_absmax(absmax: Tensor) -> Tensor:
-    """The offset of a whole matrix's scales, fp32 []: their mean, summed in fp64."""
+    """Returns the offset of a whole matrix's scales, fp32 []: their mean, summed in fp64."""
     return absmax.double().mean().float() if absmax.numel() else absmax.new_zeros(())
 
 
@@ -134,7 +135,7 @@ def _inside(column: int) -> str:
 def _row_groups(
     largest: Tensor, offset: Tensor, shape: torch.Size, all_blocks: int, before: int, first_block: int
 ) -> tuple[Tensor, Tensor]:
-    """`groups` and `phase` of a shard.
+    """Returns `groups` and `phase` of a shard.
 
     Args:
         largest: fp32, scales of the groups from the one in which the shard's first row of the whole begins.
@@ -154,7 +155,9 @@ def _row_groups(
 
 
 def _touched(groups: Tensor, phase: Tensor, blocks: int) -> Tensor:
-    """Zero where a row of `blocks` scales does not reach into the group, so that parts are the same on all ways."""
+    """Returns zero where a row of `blocks` scales does not reach into the group, so that parts are the same on all
+    ways.
+    """
     reached = (phase % NF4_GROUP + blocks - 1) // NF4_GROUP
     local = torch.arange(groups.shape[1], device=groups.device)
     return torch.where(local <= reached[:, None], groups, 0.0)

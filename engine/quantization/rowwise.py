@@ -1,6 +1,6 @@
-"""Encodings whose scale belongs to a row or to the matrix: what int8 and fp8 share.
+"""Encodings with one scale per row or per matrix: the common code of int8 and fp8.
 
-A scale is stored for every row, also where the whole matrix has one: 4 bytes a row, for which stacks and shards need
+A scale is stored for every row, also where the whole matrix has one: 4 bytes per row, so that stacks and shards need
 nothing but their own rows.
 """
 
@@ -19,10 +19,10 @@ from engine.quantization.encoded_parts import Whole, bounds, require_finite
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowwiseEncoding:
-    """Parts: `codes` [rows, columns]; `scales` fp32 [rows], what a code of 1 means.
+    """An encoding with the parts `codes` [rows, columns] and `scales` fp32 [rows], the value of a code of 1.
 
     Args:
-        name: as a user asks for it.
+        name: as in model.base_dtype.
         dtype: of the codes.
         largest: the largest code.
         per_matrix: one scale for the whole matrix, equal in all rows.
@@ -45,7 +45,7 @@ class RowwiseEncoding:
         return {"codes": ((rows, columns), self.dtype), "scales": ((rows,), torch.float32)}
 
     def absmax(self, weight: Tensor) -> Tensor:
-        """[rows, 1], or [rows, 0] of a matrix without columns."""
+        """Returns the maxima, [rows, 1], or [rows, 0] of a matrix without columns."""
         absmax = self.arithmetic.block_absmax(weight, 0)
         require_finite(absmax, self.name)
         return absmax

@@ -69,7 +69,7 @@ class RunLock:
                 self._refuse_if_alive(holder, file)
                 if (status := self._look()) is None or status[0] != os.fstat(file).st_ino:
                     continue  # another was quicker
-                self._say(f"{self._path} was left by {holder.says()}, which has ended: taken over")
+                self._say(f"{self._path} was left by {holder.describe()}, which has ended: taken over")
                 taken = self._replace()
             finally:
                 os.close(file)
@@ -117,11 +117,11 @@ class RunLock:
         if take_system_lock(file) is False:
             now = self._read()  # it may be about to change hands
             self._refuse(holder if now is None else now[0])
-        if holder.is_near():
-            if holder.lives():
+        if holder.is_local():
+            if holder.is_alive():
                 self._refuse(holder)
             return
-        self._say(f"{self._path} names {holder.says()}: watching for {WATCH_SECONDS:g} s whether it is alive")
+        self._say(f"{self._path} names {holder.describe()}: watching for {WATCH_SECONDS:g} s whether it is alive")
         seen, deadline = self._look(), time.monotonic() + WATCH_SECONDS
         while time.monotonic() < deadline:
             time.sleep(min(1.0, TOUCH_SECONDS / 5))
@@ -139,8 +139,8 @@ class RunLock:
 
     def _refuse(self, holder: Holder) -> None:
         raise UserError(
-            f"the run's folder {self._folder} is in use by {holder.says()}: wait until that has ended, end it, or give "
-            "another checkpoint.dir."
+            f"the run's folder {self._folder} is in use by {holder.describe()}: wait until that has ended, end it, or "
+            "give another checkpoint.dir."
         )
 
     def _replace(self) -> int | None:
@@ -170,7 +170,7 @@ class RunLock:
         """
         if not self.is_own():
             now = self._read()
-            who = "nobody" if now is None else now[0].says()
+            who = "nobody" if now is None else now[0].describe()
             raise UserError(
                 f"the run's folder {self._folder} was taken over from this run, {self._path} names {who} now: this run "
                 "was suspended for too long, or the file was removed; start it again once the other has ended."

@@ -1,4 +1,4 @@
-"""What a run says: errors, log lines, progress, metrics. Imports torch only for TensorBoard, and only when asked."""
+"""A run's output: errors, log lines, progress, metrics. Imports torch only for TensorBoard, and only when asked."""
 
 from engine.telemetry.errors import run_command
 from engine.telemetry.format import format_bytes, format_columns, format_count, format_duration

@@ -1,11 +1,11 @@
-"""How a process ends: what it has printed is out, and no rank waits for another.
+"""Ends a process: its output is flushed, and no rank waits for another.
 
 Leaving a process group is collective: with NCCL it waits for kernels and for the other ranks. A rank that fails alone
-would wait there for ranks that wait for it in a collective, and nobody would end it. So groups are left after success
-only (`engine.runtime.launch.stop`). The interpreter's own way out can wait as well, for threads and exit handlers,
-and threads of the C++ library meet an interpreter that is being taken down, which now and then aborts even a finished
-process. A process that has joined others therefore ends by `os._exit`, whatever its status; one that never did ends as
-any program. Nothing else in the engine or its tools ends a process or registers an exit handler.
+would wait there for ranks that wait for it in a collective: a deadlock. So groups are left after success
+only (`engine.runtime.launch.stop`). The interpreter's own shutdown can wait as well, for threads and exit handlers,
+and threads of the C++ library may meet an interpreter that is shutting down, which sometimes aborts even a finished
+process. A process that has joined others therefore ends by `os._exit`, whatever its status; one that never did ends
+like any program. Nothing else in the engine or its tools ends a process or registers an exit handler.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def joins_others() -> None:
 
 
 def has_joined() -> bool:
-    """Whether it has."""
+    """Returns whether this process has joined a process group."""
     return _joined.is_set()
 
 
 def end(status: int) -> NoReturn:
-    """Ends the process, at once where it has joined others.
+    """Ends the process, immediately where it has joined others.
 
     Raises:
         SystemExit: with `status`, in a process on its own.
@@ -41,7 +41,7 @@ def end(status: int) -> NoReturn:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """Ends the process from any thread, whatever the others do; the system closes what is open."""
+    """Ends the process from any thread, whatever other threads do; the system closes what is open."""
     try:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # no reader, or closed already

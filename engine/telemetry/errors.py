@@ -1,8 +1,8 @@
-"""How a command ends: one sentence for a user's error, a traceback for a defect, and a status that says which.
+"""Ends commands that fail: one sentence for a user's error, a traceback for a defect, and an exit status for each.
 
 Under torchrun every rank meets the same user error. The sentence is printed once on each machine: the first rank that
 claims it prints, the others wait a moment, because torchrun ends all ranks as soon as one of them fails. torchrun's own
-report follows, in which the sentence stands last. This module does not import torch, so that a refusal is quick.
+report follows, which ends with the sentence. This module does not import torch, so that a refusal is quick.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ EXIT_DEFECT = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 141
-"""The reader of the results left before it had them all: what a shell reports of a program that SIGPIPE ended."""
+"""Exit status where the reader of the results has gone: what a shell reports for a program that SIGPIPE ended."""
 EXIT_STOPPED = 75
-"""A scheduler stopped the run, which has saved and can go on: "temporary failure, try again" in sysexits.h. Not 0,
-which schedulers take for the end of the work. torchrun turns it, as any status of its ranks, into 1."""
+"""Exit status where a scheduler stopped the run, which has saved and can resume: EX_TEMPFAIL of sysexits.h. Not 0,
+which schedulers take for success. torchrun turns it, like any status of its ranks, into 1."""
 _WAIT_SECONDS = 2.0
-"""Time for torchrun to see that the rank that spoke, or that was lost, has ended: it takes the first for the cause."""
+"""Seconds for torchrun to notice that the failing or lost rank has ended: it reports the first such rank as the
+cause.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """What becomes of a command that ends with an exception.
+    """How a command ends after an exception.
 
     Args:
         status: of the process.
-        line: printed on stderr, by one rank of a machine.
+        line: printed on stderr, by one rank per machine.
         trace: printed on stderr, by each rank that has one.
         reason: for torchrun's report, where it differs from `line`.
         is_after_another: another rank is the cause, and should be seen to end first.
@@ -56,7 +58,7 @@ class Ending:
 
 
 def ending_of(error: BaseException) -> Ending:
-    """How a command ends that `error` escaped from."""
+    """Returns how a command ends after `error`."""
     match error:
         case UserError():
             line = f"error: {one_line(str(error))}"
@@ -70,7 +72,7 @@ def ending_of(error: BaseException) -> Ending:
         case SystemExit(code=None):
             return Ending(status=0)
         case SystemExit(code=int(status)):
-            stopped = "stopped by a scheduler, and saved: the same command goes on from there"
+            stopped = "stopped by a scheduler, and saved: the same command resumes from there"
             return Ending(status=status, reason=stopped if status == EXIT_STOPPED else None)
         case SystemExit(code=words):
             return Ending(status=EXIT_DEFECT, line=str(words))
@@ -84,11 +86,11 @@ def ending_of(error: BaseException) -> Ending:
 _ALLOCATION = re.compile(
     r"tried to allocate (\d+) bytes|Unable to allocate ([\d.]+ \w+)|Tried to allocate ([\d.]+ \w+)"
 )
-"""What torch on a CPU, numpy and torch on a GPU say."""
+"""The messages of torch on a CPU, numpy and torch on a GPU."""
 
 
 def _memory_sentence(error: BaseException) -> str | None:
-    """What is missing and what takes less; None where memory is not the reason."""
+    """Returns the sentence about missing memory, with what takes less; None where memory is not the reason."""
     found = _ALLOCATION.search(str(error))
     if found is None and not isinstance(error, MemoryError):
         return None
@@ -100,17 +102,17 @@ def _memory_sentence(error: BaseException) -> str | None:
 
 
 def one_line(text: str) -> str:
-    """A sentence as it is printed, whatever it quotes."""
+    """Returns a sentence on one line and printable, whatever it quotes."""
     return printable(" ".join(text.split()), keep="")
 
 
 def run_command(main: Callable[[], None]) -> NoReturn:
-    """Run a command line's `main` and end the process.
+    """Runs a command line's `main` and ends the process.
 
     A `UserError` becomes `error: <sentence>` on stderr, once per machine, and status 2; Ctrl-C becomes one line and
     status 130. A reader that leaves before it has all results (`| head`) ends the command quietly with status 141;
-    nobody needs to read stderr, nor --help to its end. Other exceptions keep their traceback: they are defects. A
-    process that has joined others ends at once in each of these cases, see `engine.telemetry.ending`.
+    unread stderr is ignored, and so is --help that is not read to its end. Other exceptions keep their traceback: they
+    are defects. A process that has joined others ends at once in each of these cases, see `engine.telemetry.ending`.
 
     Args:
         main: the command; returns None when all went well.
@@ -122,7 +124,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         try:
             main()
             sys.stdout.flush()
-        except BaseException as error:  # whatever it is, no other rank is waited for
+        except BaseException as error:  # whatever it is, do not wait for other ranks
             ending = Ending(status=EXIT_DEFECT)
             try:
                 ending = ending_of(error)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, durations, rates, and columns of them."""
+"""Formats numbers for people: bytes, durations, rates, and columns of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def format_bytes(count: float) -> str:
-    """Bytes in binary units, such as "512 B", "1.5 GiB"."""
+    """Returns the bytes in binary units, such as "512 B", "1.5 GiB"."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     for unit in units[:-1]:
         if abs(count) < 1024:
@@ -16,7 +16,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as "42s", "3m05s" or "2h07m"."""
+    """Returns the seconds as "42s", "3m05s" or "2h07m"."""
     whole = round(max(0.0, seconds))
     if whole < 60:
         return f"{whole}s"
@@ -26,7 +26,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A count or rate with three digits, such as "950", "12.3k", "1.25M"."""
+    """Returns a count or rate with three digits, such as "950", "12.3k", "1.25M"."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         # 999.5k would print as 1000k.
         if abs(count) >= size * 0.9995:
@@ -35,18 +35,20 @@ def format_count(count: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number and what it counts, such as "1 row" or "2,000 rows"."""
+    """Returns a number and what it counts, such as "1 row" or "2,000 rows"."""
     ending = "" if count == 1 else "es" if noun.endswith(("ch", "s")) else "s"
     return f"{count:,} {noun}{ending}"
 
 
 def format_parameters(count: float) -> str:
-    """A number of parameters as people write it: "44.6M", "8.03B"."""
+    """Returns a number of parameters in short form: "44.6M", "8.03B"."""
     return format_count(count).replace("G", "B")
 
 
 def format_columns(rows: Sequence[Sequence[str]], *, names: int = 1) -> list[str]:
-    """Lines of aligned columns: the first `names` to the left, figures to the right; all rows are equally long."""
+    """Returns the lines of aligned columns: the first `names` to the left, figures to the right; all rows are
+    equally long.
+    """
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return [
         "  ".join(

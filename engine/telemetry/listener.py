@@ -1,6 +1,6 @@
-"""What a run tells whoever wants to know when things happen: a benchmark's log, a scheduler, a test.
+"""The interface by which a run reports its events to others: a benchmark's log, a scheduler, a test.
 
-It only hears. All ranks call it at the same places; what it does there costs the run time.
+It only listens. All ranks call it at the same places; the time it takes is the run's.
 """
 
 from __future__ import annotations
@@ -8,32 +8,34 @@ from __future__ import annotations
 from typing import Literal
 
 RunStatus = Literal["target", "end", "stopped"]
-"""How a run stopped: its target was reached, it came to its last step, or a scheduler wanted it to stop."""
+"""Why a run stopped: its target was reached, it took its last step, or a scheduler stopped it."""
 
 
 class RunListener:
-    """Hears nothing; subclasses override what they want to hear.
+    """A listener that ignores all events; subclasses override those that they handle.
 
     A block is the training between two evaluations. `samples` are always the samples of training data consumed so far.
     """
 
     def run_started(self) -> None:
-        """Model and optimizer are built and warm. With train.synthetic_steps no data has been read yet."""
+        """Called when model and optimizer are built and warm. With train.synthetic_steps no data has been read yet."""
 
     def data_read(self, *, train_samples: int, eval_samples: int, total_steps: int, accumulation: int) -> None:
-        """Rows of the training and the validation data (0 for none), steps at most, and micro-batches of a step."""
+        """Takes rows of the training and the validation data (0 for none), maximum steps, and micro-batches per
+        step.
+        """
 
     def block_started(self, samples: int) -> None:
-        """Training begins or goes on."""
+        """Called when training starts or continues."""
 
     def block_stopped(self, samples: int) -> None:
-        """Training stands still, or has ended."""
+        """Called when training pauses or has ended."""
 
     def reported(self, samples: int, *, loss: float, lr: float) -> None:
-        """Loss and learning rate of a step, after which so many samples are consumed, have been read."""
+        """Takes loss and learning rate of a step, and the samples consumed after it."""
 
     def evaluated(self, samples: int, loss: float) -> None:
-        """The validation data has been evaluated; the loss is the same on all ranks."""
+        """Takes the loss of an evaluation, which is the same on all ranks."""
 
     def run_stopped(self, samples: int, status: RunStatus) -> None:
-        """Training has ended; what follows is saving. Not called where an error ends the run."""
+        """Called when training has ended, before the last save. Not called where an error ends the run."""

@@ -1,4 +1,4 @@
-"""Plain lines for the person watching, from one rank only."""
+"""The log: plain lines for the user, from one rank only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Log:
 
     Args:
         rank: this process's rank in the run.
-        stream: where lines go; None takes the standard error stream of the moment, which leaves stdout to results.
+        stream: where lines go; None takes the current standard error stream, which leaves stdout to results.
     """
 
     def __init__(self, rank: int = 0, stream: TextIO | None = None) -> None:
@@ -36,10 +36,10 @@ class Log:
         return self._enabled and self.stream.isatty()
 
     def info(self, message: str) -> None:
-        """Print one line."""
+        """Prints one line."""
         if self._enabled:
             say(message, self._stream)
 
     def warning(self, message: str) -> None:
-        """Print one line that asks for attention."""
+        """Prints one line as a warning."""
         self.info(f"warning: {message}")

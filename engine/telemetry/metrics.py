@@ -1,7 +1,7 @@
 """The metrics file: one JSON object per line, numbers exactly as they were computed.
 
 A training record has step, loss, grad_norm, lr, tokens, seconds, tokens_per_second and memory; an evaluation has step
-and eval_loss; a checkpoint has step, save_pause_seconds and save_seconds, and comes when it is whole; a note has step
+and eval_loss; a checkpoint has step, save_pause_seconds and save_seconds, once it is complete; a note has step
 and note. Only one rank writes. A run that resumes at step s first drops the records after s, which it will write again.
 """
 
@@ -24,7 +24,7 @@ Value = int | float | str | bool | None
 
 
 class MetricsWriter:
-    """Appends records to a JSON-lines file, and tells trackers of them.
+    """Appends records to a JSON-lines file, and passes them to trackers.
 
     Args:
         path: the file; its folder is made. None writes no file.
@@ -51,7 +51,7 @@ class MetricsWriter:
         memory: int,
         **more: Value,
     ) -> None:
-        """Write the record of one training step.
+        """Writes the record of one training step.
 
         Args:
             step: steps taken, from 1.
@@ -61,7 +61,7 @@ class MetricsWriter:
             tokens: tokens in the global batch.
             seconds: wall time of the step.
             memory: peak bytes held so far.
-            more: further figures of it.
+            more: further figures of the step.
         """
         self.write(
             {
@@ -78,14 +78,14 @@ class MetricsWriter:
         )
         if is_unread() and not self._is_alone:
             self._is_alone = True
-            self.write({"step": step, "note": "nobody reads stderr any more; the run and this file go on"})
+            self.write({"step": step, "note": "stderr has no reader any more; the run and this file continue"})
 
     def evaluation(self, *, step: int, eval_loss: float, **more: Value) -> None:
-        """Write the record of an evaluation after `step` steps; `more` are further figures of it."""
+        """Writes the record of an evaluation after `step` steps; `more` are further figures of it."""
         self.write({"step": step, "eval_loss": eval_loss, **more})
 
     def write(self, record: dict[str, Value]) -> None:
-        """Append one record; it is on its way to the disk when this returns.
+        """Appends one record, and flushes it to the system.
 
         Args:
             record: must have "step". NaN and infinities are written as JSON strings "NaN", "Infinity", "-Infinity".
@@ -99,11 +99,11 @@ class MetricsWriter:
                 self._file.flush()
             except OSError as error:
                 with suppress(OSError):
-                    self._file.close()  # which tries once more
+                    self._file.close()  # which tries to flush once more
                 self._file = None
                 raise UserError(
                     f"The metrics file {self._path} cannot be written ({error.strerror}): make room there, or set "
-                    "log.metrics to null, and start the run again to go on from its last checkpoint."
+                    "log.metrics to null, and start the run again to resume from its last checkpoint."
                 ) from None
         group = "eval" if "eval_loss" in record else "train"
         figures = {f"{group}/{key}": float(value) for key, value in record.items() if isinstance(value, int | float)}
@@ -112,12 +112,12 @@ class MetricsWriter:
             self._trackers.figures(int(record["step"] or 0), figures)
 
     def text(self, *, step: int, name: str, text: str) -> None:
-        """Write a text that belongs to `step`."""
+        """Writes a text that belongs to `step`."""
         self.write({"step": step, name: text})
         self._trackers.text(step, name, text)
 
     def truncate_after(self, step: int) -> int:
-        """Drop the records of later steps, and a last line that was cut off; the file is replaced in one move.
+        """Drops the records of later steps, and a last line that was cut off; replaces the file atomically.
 
         Args:
             step: last step whose records stay.
@@ -138,7 +138,7 @@ class MetricsWriter:
         return len(lines) - len(kept)
 
     def close(self, ending: Ending = "finished") -> None:
-        """Close the files and tell trackers how the run ended; nothing can be written afterwards."""
+        """Closes the files, and the trackers with the run's outcome; nothing can be written afterwards."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -155,7 +155,7 @@ class MetricsWriter:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """What a line holds; None where that is no record with a step."""
+    """Returns the record in a line; None where it is no record with a step."""
     try:
         found = parse_json(line)
     except JsonFlaw:
@@ -165,9 +165,9 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def recorded_evaluation(path: Path, step: int) -> float | None:
-    """The newest loss that a metrics file has of an evaluation after `step` steps; None without one.
+    """Returns the newest evaluation loss after `step` steps in a metrics file; None without one.
 
-    Lines that are no records are passed over: `MetricsWriter.truncate_after` is who looks at them.
+    Lines that are no records are skipped: `MetricsWriter.truncate_after` refuses them.
 
     Raises:
         UserError: the file cannot be read.
@@ -186,7 +186,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _plain(value: Value) -> Value:
-    """JSON has no NaN or infinity; as strings they survive every reader."""
+    """Returns the value with NaN and infinities, which JSON lacks, as strings that every reader accepts."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -1,7 +1,7 @@
-"""Lines for the person watching: free of control characters, and not worth ending a run for.
+"""Prints lines for the user: without control characters, and without ending a run where they cannot be printed.
 
-Results go to stdout; whoever stops reading them has a command fail. What a command says of its progress goes to stderr,
-and a command outlives the reader of that: what nobody can read is dropped.
+Results go to stdout; a command fails when their reader has gone. Progress and messages go to stderr,
+and a command outlives the reader of these: what cannot be read is dropped.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _lost = threading.Event()
 
 
 def is_unread() -> bool:
-    """Whether stderr was given up in this process because nobody can read it any more."""
+    """Returns whether this process has stopped writing to stderr because it has no reader any more."""
     return _lost.is_set()
 
 
 class _OutlivesReader(io.TextIOBase):
-    """A text stream that gives up, instead of raising, when what it is given cannot be written."""
+    """A text stream that discards its output, instead of raising, once writing fails."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -71,13 +71,13 @@ class _OutlivesReader(io.TextIOBase):
 
     @property
     def buffer(self) -> Any:
-        """What is below the text, for those who write bytes."""
+        """The underlying binary stream."""
         return self._stream.buffer
 
 
 @contextmanager
 def outliving_the_reader() -> Iterator[None]:
-    """stderr may lose its reader (`2>&1 | head`), or the disk that it is written to, without an error."""
+    """Lets stderr lose its reader (`2>&1 | head`), or the disk that it is written to, without an error."""
     before = sys.stderr
     sys.stderr = cast(TextIO, _OutlivesReader(before))
     try:
@@ -87,7 +87,7 @@ def outliving_the_reader() -> Iterator[None]:
 
 
 def give_up(stream: TextIO) -> None:
-    """What `stream` still holds, and whatever is written to it from now on, goes nowhere."""
+    """Discards what `stream` has buffered and whatever is written to it from now on."""
     with suppress(OSError, ValueError):  # not a file, or closed
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, stream.fileno())
@@ -95,7 +95,7 @@ def give_up(stream: TextIO) -> None:
 
 
 def has_reader(stream: TextIO) -> bool:
-    """Whether what is written to `stream` can still arrive; true where the system cannot tell."""
+    """Returns whether `stream` still has a reader; true where the system cannot tell."""
     try:
         watch = select.poll()
         watch.register(stream.fileno(), 0)

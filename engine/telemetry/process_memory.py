@@ -1,4 +1,4 @@
-"""The memory figure of a report, the most this process has held so far; and what the machine has.
+"""Memory figures: the peak of this process, and the total of the machine.
 
 On a GPU it is torch's count of allocated bytes on the current device; elsewhere the process's resident set.
 """
@@ -11,8 +11,10 @@ import sys
 
 
 def peak_memory_bytes() -> int:
-    """Most bytes held so far: allocated on the current CUDA device where one is in use, else resident in memory."""
-    # torch is looked up, not imported: without it in the process nothing can lie on a GPU.
+    """Returns the peak bytes so far: allocated on the current CUDA device where one is in use, else resident in
+    memory.
+    """
+    # torch is looked up, not imported: a process without it has nothing on a GPU.
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
@@ -22,5 +24,5 @@ def peak_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Memory of this machine."""
+    """Returns the bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""How many processors a process has."""
+"""The number of processors of a process."""
 
 from __future__ import annotations
 
@@ -6,5 +6,7 @@ import os
 
 
 def available_processors() -> int:
-    """Processors that this process may use, where the system tells: inside a container fewer than the machine has."""
+    """Returns the number of processors that this process may use: inside a container fewer than the machine
+    has.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

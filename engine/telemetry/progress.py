@@ -1,4 +1,4 @@
-"""One line that shows how far long work has come.
+"""Progress of long work, on one line.
 
 On a terminal the line is rewritten in place; elsewhere plain lines are printed, at most about one a second, and
 always the last. Only rank 0 shows anything (see `Log`).
@@ -37,7 +37,7 @@ class ProgressLine:
         self._open = False
 
     def show(self, text: str, *, last: bool = False) -> None:
-        """Show `text` if enough time has passed since the line before; `last` is always shown and ends the line."""
+        """Shows `text` if enough time has passed since the previous line; `last` is always shown and ends the line."""
         if not self._log.enabled:
             return
         now = self._clock()
@@ -54,12 +54,12 @@ class ProgressLine:
             self._log.info(text)
 
     def info(self, message: str) -> None:
-        """Print a line of its own without mangling the rewritten one."""
+        """Prints a separate line without mangling the rewritten one."""
         self.end()
         self._log.info(message)
 
     def end(self) -> None:
-        """Leave the rewritten line as it stands and go to the next."""
+        """Leaves the rewritten line as it is and starts a new one."""
         if self._open:
             self._log.stream.write("\n")
             self._log.stream.flush()
@@ -67,7 +67,7 @@ class ProgressLine:
 
 
 _SETTLED_SECONDS = 1.0
-"""Before that the speed says nothing, and the time left would be hours."""
+"""Seconds before an ETA is shown: earlier the speed means little."""
 
 
 class Progress:
@@ -97,18 +97,18 @@ class Progress:
         self._finished = False
 
     def advance(self, amount: int = 1) -> None:
-        """Count `amount` more as done."""
+        """Counts `amount` more as done."""
         self._done += amount
         self._line.show(self.text())
 
     def finish(self) -> None:
-        """Show the last line; further calls do nothing."""
+        """Shows the last line; further calls do nothing."""
         if not self._finished:
             self._finished = True
             self._line.show(self.text(), last=True)
 
     def text(self) -> str:
-        """The line as it would be shown now."""
+        """Returns the current line."""
         elapsed = max(self._clock() - self._start, 1e-9)
         rate = self._done / elapsed
         is_bytes = self._unit == "bytes"
@@ -142,7 +142,7 @@ class TrainProgress:
     Args:
         log: where the line goes.
         total_steps: steps of the whole run; None when unknown.
-        start_step: steps already taken, where a run goes on from a checkpoint.
+        start_step: steps already taken, where a run resumes from a checkpoint.
         clock: as in `ProgressLine`.
     """
 
@@ -170,15 +170,15 @@ class TrainProgress:
         memory: int,
         more: Mapping[str, float] | None = None,
     ) -> None:
-        """Show the state after `step`.
+        """Shows the state after `step`.
 
         Args:
             step: steps taken, from 1.
             loss: mean loss of the step.
             lr: learning rate of the step.
             grad_norm: norm of the gradients before clipping.
-            tokens: tokens since the report before.
-            seconds: wall time since the report before.
+            tokens: tokens since the previous report.
+            seconds: wall time since the previous report.
             memory: peak bytes held so far.
             more: further figures to show, by name.
         """
@@ -188,11 +188,11 @@ class TrainProgress:
         self._line.show(text, last=self._total is not None and step >= self._total)
 
     def info(self, message: str) -> None:
-        """Print a line of its own, such as an evaluation or a checkpoint."""
+        """Prints a separate line, such as an evaluation or a checkpoint."""
         self._line.info(message)
 
     def close(self) -> None:
-        """Leave the line as it stands."""
+        """Leaves the line as it is."""
         self._line.end()
 
     def _text(self, step: int, loss: float, lr: float, grad_norm: float, memory: int, more: Mapping[str, float]) -> str:

@@ -1,8 +1,8 @@
-"""What each rank writes of itself: one JSON object per line, in a file of its own in the run's folder `telemetry`.
+"""Per-rank telemetry: one JSON object per line, in one file per rank in the run's folder `telemetry`.
 
 A record has step, memory (most bytes held so far), phases (seconds of each part of the steps that have ended since the
-last record, which may be one more or less) and, where it is measured, communication since then. Ranks do not meet for
-it. A run that goes on from a checkpoint writes the steps after it a second time; the later record counts.
+last record, which may be one more or less) and, where it is measured, communication since then. No communication is
+needed. A run that resumes from a checkpoint writes the steps after it a second time; the later record counts.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class RankFile:
             raise self._refusal(error) from None
 
     def close(self) -> None:
-        """Nothing can be written afterwards."""
+        """Closes the file; nothing can be written afterwards."""
         self._file.close()
 
     def _refusal(self, error: OSError) -> UserError:
         return UserError(
-            f"{self._path}, where a rank writes what it sees, cannot be written ({error.strerror}): make room there, "
-            "or set log.metrics to null, and start the run again to go on from its last checkpoint."
+            f"{self._path}, the telemetry file of a rank, cannot be written ({error.strerror}): make room there, "
+            "or set log.metrics to null, and start the run again to resume from its last checkpoint."
         )

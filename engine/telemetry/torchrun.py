@@ -1,8 +1,8 @@
-"""What the ranks of one torchrun share on a machine: who of them speaks, and the file in which torchrun reads why one
+"""What the ranks of one torchrun share on a machine: which of them prints, and the file that tells torchrun why one
 failed.
 
-torchrun gives each rank the path of that file, ATTEMPT/RANK/error.json, in a folder that it makes for itself and this
-start of its ranks. It prints the message of the rank that failed first at the very end of its own output.
+torchrun gives each rank the path of that file, ATTEMPT/RANK/error.json, in a folder that it creates for this start of
+its ranks. It prints the message of the rank that failed first at the very end of its own output.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pathlib import Path
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _START = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-"""What tells one start of the ranks from another, should their folders not."""
+"""Variables that distinguish one start of the ranks from another, should their folders not."""
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun started this process."""
+    """Returns whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in environment
 
 
 def claim_once(what: str, environment: Mapping[str, str]) -> bool:
-    """Whether this process is the first of its machine's ranks to claim `what`; without torchrun always true.
+    """Returns whether this process is the first of its machine's ranks to claim `what`; without torchrun always true.
 
-    The claim is an empty file beside the folders of the ranks. Where there can be none, or somebody else put it there,
-    every rank may go ahead: better a sentence per rank than none.
+    The claim is an empty file beside the folders of the ranks. Where it cannot be created, or is not ours, every rank
+    may go ahead: better a sentence per rank than none.
 
     Args:
-        what: name of the thing that only one rank should do; may differ between uses in one run.
+        what: name of the action that only one rank should take.
         environment: the process's environment, as torchrun sets it.
     """
     if not is_rank(environment) or not _has_error_file(environment):
@@ -50,7 +50,7 @@ def claim_once(what: str, environment: Mapping[str, str]) -> bool:
 
 
 def leave_reason(sentence: str, trace: str | None, environment: Mapping[str, str]) -> None:
-    """Writes why this rank ends where torchrun looks for it; does nothing without torchrun.
+    """Writes why this rank ends to the file that torchrun reads; does nothing without torchrun.
 
     Args:
         sentence: one line.
@@ -59,7 +59,7 @@ def leave_reason(sentence: str, trace: str | None, environment: Mapping[str, str
     if not is_rank(environment) or not _has_error_file(environment):
         return
     facts = {"timestamp": str(int(time.time()))} | ({} if trace is None else {"py_callstack": trace.rstrip()})
-    with suppress(OSError):  # torchrun then names the status alone
+    with suppress(OSError):  # torchrun then reports the status alone
         text = json.dumps({"message": {"message": sentence, "extraInfo": facts}})
         Path(environment[_ERROR_FILE]).write_text(text, encoding="utf-8")
 

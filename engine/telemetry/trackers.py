@@ -1,7 +1,7 @@
-"""Where a run's figures go beside its own file: TensorBoard, Weights & Biases, MLflow. One rank writes.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, which get a run's metrics from one rank.
 
-The packages are optional, and imported only where they are asked for. What a tracker cannot take while a run goes on
-is a warning, once: figures are no reason to stop, and the metrics file has them all.
+The packages are optional, and imported only where they are asked for. A tracker that fails during a run causes one
+warning: metrics are no reason to stop, and the metrics file has them all.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Ending = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerChoice:
-    """Who is told.
+    """The trackers that a run uses.
 
     Args:
         tensorboard: write event files.
-        wandb_project, mlflow_experiment: where in Weights & Biases and MLflow; None leaves them out.
+        wandb_project, mlflow_experiment: where in Weights & Biases and MLflow; None switches them off.
     """
 
     tensorboard: bool = False
@@ -37,13 +37,13 @@ class TrackerChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
-    """The run, as trackers are told of it.
+    """The facts about a run that trackers get.
 
     Args:
-        folder: its own; Weights & Biases keeps a folder of its own there.
-        names: file in which it is written what trackers call the run, so that it goes on there when it resumes.
+        folder: of the run; Weights & Biases creates a folder there.
+        names: file with the trackers' ids of the run, with which a resumed run continues there.
         events: folder for TensorBoard's files.
-        database: of MLflow, where no other place was given.
+        database: of MLflow, where no tracking URI is given.
         config: the configuration, as YAML.
         options: the same by name, such as {"optim.lr": 2e-4}.
     """
@@ -60,14 +60,14 @@ _TENSORBOARD, _WANDB, _MLFLOW = (field.name for field in fields(TrackerChoice))
 
 
 class Tracker(Protocol):
-    """What is told of a run."""
+    """The interface of a tracker."""
 
     name: str
     errors: tuple[type[Exception], ...]
-    """What the other methods raise where a record cannot be taken."""
+    """The exceptions that the other methods raise where the tracker fails."""
 
     def figures(self, step: int, values: Mapping[str, float]) -> None:
-        """Figures by name, such as train/loss."""
+        """Logs figures by name, such as train/loss."""
         ...
 
     def text(self, step: int, name: str, text: str) -> None: ...
@@ -76,7 +76,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files."""
+    """The tracker that writes TensorBoard's event files."""
 
     name = "TensorBoard"
     errors: tuple[type[Exception], ...] = (OSError,)
@@ -115,16 +115,20 @@ class Wandb:
         self.errors: tuple[type[Exception], ...] = (wandb.Error, OSError)
         try:
             self._run = wandb.init(
-                project=project, name=run.folder.name, dir=str(run.folder), config=_nested(run.options),
-                id=_known(run.names, _WANDB), resume="allow",
-            )  # fmt: skip
+                project=project,
+                name=run.folder.name,
+                dir=str(run.folder),
+                config=_nested(run.options),
+                id=_known(run.names, _WANDB),
+                resume="allow",
+            )
         except self.errors as error:
             raise UserError(
                 f"log.wandb_project is {project}, but Weights & Biases cannot start ({_first_line(error)}): run wandb "
                 "login, set WANDB_MODE=offline to keep the figures here, or set log.wandb_project to null."
             ) from None
         _remember(run.names, _WANDB, str(self._run.id))
-        # not wandb's own count, which only rises: a run that goes on from a checkpoint takes steps a second time
+        # not wandb's own count, which only rises: a run that resumes from a checkpoint repeats steps
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -167,7 +171,7 @@ class Mlflow:
         _remember(run.names, _MLFLOW, self._id)
 
     def _begin(self, run: TrackedRun, experiment: str) -> str:
-        """The id of a new run, or of the one that this run has had before."""
+        """Starts a run, or continues the one that this run had before, and returns its id."""
         client, entities = self._client, self._mlflow.entities
         if (known := _known(run.names, _MLFLOW)) is not None:
             client.update_run(known, status="RUNNING")
@@ -176,7 +180,7 @@ class Mlflow:
         place = client.create_experiment(experiment) if found is None else found.experiment_id
         identity = str(client.create_run(place, run_name=run.folder.name).info.run_id)
         params = [entities.Param(name, str(value)[:500]) for name, value in run.options.items()]
-        for first in range(0, len(params), 100):  # as many as one call takes
+        for first in range(0, len(params), 100):  # the most that one call takes
             client.log_batch(identity, params=params[first : first + 100])
         return identity
 
@@ -194,26 +198,26 @@ class Mlflow:
 
 
 class Trackers:
-    """All of a run.
+    """All trackers of a run.
 
     Args:
-        trackers: that are told.
-        warn: says what one of them could not take.
+        trackers: the open ones.
+        warn: called with a line where one of them fails.
     """
 
     def __init__(self, trackers: Sequence[Tracker] = (), warn: Callable[[str], None] = lambda _: None) -> None:
         self._trackers, self._warn = list(trackers), warn
 
     def figures(self, step: int, values: Mapping[str, float]) -> None:
-        """Figures of a step, by name."""
+        """Logs figures of a step, by name."""
         self._tell(lambda tracker: tracker.figures(step, values))
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A text that belongs to a step."""
+        """Logs a text that belongs to a step."""
         self._tell(lambda tracker: tracker.text(step, name, text))
 
     def close(self, ending: Ending) -> None:
-        """Nothing is told afterwards."""
+        """Closes all trackers with the run's outcome."""
         self._tell(lambda tracker: tracker.close(ending))
         self._trackers = []
 
@@ -224,13 +228,13 @@ class Trackers:
             except tracker.errors as error:
                 self._trackers.remove(tracker)
                 self._warn(
-                    f"{tracker.name} gets no more figures of this run ({_first_line(error)}); training goes on, and "
+                    f"{tracker.name} gets no more figures of this run ({_first_line(error)}); training continues, and "
                     "log.metrics has them all"
                 )
 
 
 def check_trackers(choice: TrackerChoice) -> None:
-    """Whether the packages are there; imports none of them.
+    """Checks that the packages are installed, without importing them.
 
     Raises:
         UserError: one is missing.
@@ -259,12 +263,12 @@ def open_trackers(choice: TrackerChoice, run: TrackedRun, warn: Callable[[str], 
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ValueError:  # imported already, by somebody who left no trace of where from
+    except ValueError:  # imported already, without a spec
         return True
 
 
 def _package(option: str) -> str:
-    """The package that an option needs, which is an extra of the same name."""
+    """Imports the package that an option needs, which is an extra of the same name."""
     return option.partition("_")[0]
 
 
@@ -284,7 +288,7 @@ def _missing(option: str, value: object) -> UserError:
 
 
 def _known(names: Path, option: str) -> str | None:
-    """What the run is called there; None where it is new."""
+    """Returns the run's id in a tracker; None where it is new."""
     try:
         found = json.loads(names.read_text(encoding="utf-8")).get(option)
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -298,7 +302,7 @@ def _remember(names: Path, option: str, identity: str) -> None:
 
 
 def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """{"optim.lr": 1} as {"optim": {"lr": 1}}."""
+    """Nests options: {"optim.lr": 1} becomes {"optim": {"lr": 1}}."""
     nested: dict[str, Any] = {}
     for name, value in options.items():
         section, _, key = name.rpartition(".")
@@ -308,7 +312,7 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _indented(text: str) -> str:
-    """Returns Markdown that shows the lines as they are."""
+    """Returns Markdown that shows the lines unchanged."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 

@@ -1,1 +1,1 @@
-"""Sections of rankfold benchmark and what they share: options, timing, memory, the machine, the table."""
+"""The sections of `rankfold benchmark` and their common parts: options, timing, memory, the machine, the table."""

@@ -1,4 +1,4 @@
-"""Which sides of a step are alive together: all of them, or each alone where a GPU has no room for that.
+"""Arranges which sides of a step are alive together: all of them, or each alone where a GPU has no room for that.
 
 A side's process keeps its model, and its allocator keeps what a step took, for as long as it lives.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 _ROOM = 0.9
 """Share of a GPU's memory that sides may hold together; the floor's operands come on top of the engine's."""
 _ROUNDS = 3
-"""How often each side comes back where it runs alone, so that the machine's slow spells do not meet one side only."""
+"""Rounds of each side where it runs alone, so that the machine's slow phases do not affect one side only."""
 
 
 class Block(NamedTuple):
@@ -22,14 +22,14 @@ class Block(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """The blocks in their order, and a sentence that says it."""
+    """The blocks in their order, and a sentence about it."""
 
     blocks: tuple[Block, ...]
     sentence: str
 
 
 def arrange(shares: Mapping[str, float | None], repeats: int) -> Arrangement:
-    """The blocks of a measurement; every side has `repeats` turns in all.
+    """Returns the blocks of a measurement; every side has `repeats` turns in all.
 
     Args:
         shares: side -> share of the GPU's memory that its process held alone; None on a CPU.

@@ -1,4 +1,4 @@
-"""The engine's backends that can run here, through the engine's own choice; of the others, why not."""
+"""Finds the engine's backends that can run here, and why the others cannot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def find_backends(
 
     Args:
         device, dtype: what they would compute on.
-        timed: leaves out kernels that Triton interprets: their results can be checked, their times mean nothing.
+        timed: skip kernels that Triton interprets: their results can be checked, their times mean nothing.
     """
     present, absent = {}, {}
     for name in BACKENDS:

@@ -1,4 +1,4 @@
-"""One op to be compared: who computes it, what the right result is, and how it is checked."""
+"""A benchmark case: one op, its contestants, its expected result, and the comparison of both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PIECE = 2**26
 """Elements compared at a time."""
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 """Largest error that counts as the same computation. fp32: a sum of thousands of products ends within 1e-5, and TF32,
-which nobody asked for, is at 1e-3. bf16: a rounding is 2^-9 = 2e-3 of a value, and plain torch rounds up to ten
+which was not requested, is at 1e-3. bf16: a rounding is 2^-9 = 2e-3 of a value, and plain torch rounds up to ten
 times on the way to a gradient."""
 
 
@@ -30,7 +30,7 @@ class Contestant:
     """One way to compute the op.
 
     Args:
-        run: computes it and gives the results in the case's order. Timed.
+        run: computes it and returns the results in the case's order. Timed.
         reset: puts back what `run` overwrites; run before each, not timed. None where nothing is overwritten.
         error: how wrong the results are, where they are not the case's answer (another mask, say).
         note: a sentence for the reader.
@@ -42,7 +42,7 @@ class Contestant:
     note: str = ""
 
     def restore(self) -> None:
-        """Inputs as they were at first."""
+        """Restores the initial inputs."""
         if self.reset is not None:
             self.reset()
 
@@ -53,7 +53,7 @@ class Case:
 
     Args:
         size: as the reader sees it.
-        demand: what it cannot do without.
+        demand: the bytes and operations that it needs at least.
         contestants: name -> contestant.
         answer: the results in float64, computed by plain torch operations from the same inputs.
         baseline: the contestant that others are compared with; the same for all cases of a group.
@@ -72,13 +72,14 @@ class Case:
     limit: float | None = None
 
     def without_inputs(self) -> Case:
-        """What a table needs of it, without the tensors that the contestants hold."""
+        """Returns the case without the contestants' tensors, with all that a table needs."""
         contestants = {name: Contestant(run=list, note=each.note) for name, each in self.contestants.items()}
         return replace(self, contestants=contestants, answer=list)
 
 
 def deviation(found: Results, expected: Results) -> float:
-    """Largest error over the results: of the norm relative to the norm, and of any element relative to the largest.
+    """Returns the largest error over the results: of the norm relative to the norm, and of any element relative to the
+    largest.
 
     A result that is not finite where the expected one is gives infinity.
     """
@@ -101,18 +102,18 @@ def _deviation(ours: Tensor, theirs: Tensor) -> float:
 
 
 class Wrong(RuntimeError):
-    """A contestant computes something else than the case asks for. Timing it would say nothing."""
+    """A contestant computes something else than the case asks for, so timing it would be meaningless."""
 
 
 class Checked(NamedTuple):
-    """What the first run of a contestant gave: its error, and its seconds, compilation included."""
+    """The first run of a contestant: its error, and its seconds, compilation included."""
 
     error: float
     first_seconds: float
 
 
 def first_run(contestant: Contestant, device: torch.device) -> tuple[Results, float]:
-    """Results and seconds of a run that is waited for."""
+    """Returns results and seconds of a run, waiting for the device."""
     contestant.restore()
     wait_for(device)
     start = time.perf_counter()

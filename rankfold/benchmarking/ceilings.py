@@ -1,7 +1,7 @@
-"""What the machine could do at most, measured beside the work that is compared with it.
+"""Measures the machine's ceilings beside the work that is compared with them.
 
 A copy of a large tensor gives the speed of memory, a square product that of arithmetic. Both are run in every turn of a
-comparison, so that a spell in which the machine is slow slows the limit too.
+comparison, so that a slow phase of the machine slows the limit too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COPY, PRODUCT = "copy", "square product"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What no implementation of an op can do without.
+    """The least bytes and operations of any implementation of an op.
 
     Args:
         moved: bytes: operands read once, results written once.
@@ -31,7 +31,7 @@ class Demand:
 
 
 class Ceilings:
-    """The two measurements.
+    """The two measurements: memory bandwidth and arithmetic.
 
     Args:
         device, dtype: of the work that is compared.
@@ -55,14 +55,16 @@ class Ceilings:
         return torch.mm(self._left, self._right, out=self._result)
 
     def contestants(self, demand: Demand) -> dict[str, Work]:
-        """The contestants that the limit of such an op is made of."""
+        """Returns the contestants that give the limit of such an op."""
         return {name: work for name, work in self._all().items() if _needs(demand)[name]}
 
     def _all(self) -> dict[str, Work]:
         return {COPY: self.copy, PRODUCT: self.product}
 
     def limits(self, demand: Demand, samples: dict[str, list[Sample]]) -> list[float]:
-        """Seconds that the op takes at least, one figure a turn: the larger of its bytes and its arithmetic."""
+        """Returns the minimum seconds of the op, one figure per turn: the larger of its bytes and its
+        arithmetic.
+        """
         times = []
         if demand.moved:
             times.append([demand.moved / self.moved * sample.seconds for sample in samples[COPY]])
@@ -71,7 +73,7 @@ class Ceilings:
         return [max(turn) for turn in zip(*times, strict=True)]
 
     def describe(self, samples: dict[str, Sequence[float]]) -> tuple[str, ...]:
-        """Sentences with the median speeds over all turns of a section.
+        """Returns sentences with the median speeds over all turns of a section.
 
         Args:
             samples: seconds of COPY and PRODUCT, as many as were taken.

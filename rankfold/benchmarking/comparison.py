@@ -12,7 +12,7 @@ from rankfold.benchmarking.timing import Sample, Work, interleave
 
 
 class Timed(NamedTuple):
-    """One case's samples by contestant, and its limit, a figure a turn."""
+    """One case's samples by contestant, and its limit, one figure per turn."""
 
     samples: dict[str, list[Sample]]
     limits: list[float]
@@ -22,14 +22,14 @@ class Timed(NamedTuple):
 
 
 class Turns(Protocol):
-    """How often: `repeats` 0 times nothing."""
+    """The number of turns; with `repeats` 0 nothing is timed."""
 
     repeats: int
     warmup: int
 
 
 def time_case(case: Case, ceilings: Ceilings, turns: Turns, device: torch.device) -> Timed:
-    """Samples of a case that was checked."""
+    """Times a case that was checked, and returns its samples."""
     if turns.repeats == 0:
         return Timed({}, [])
     cold = ColdCache(device)

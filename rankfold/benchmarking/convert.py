@@ -1,6 +1,6 @@
 """Section `convert`: the conversion commands on a synthetic checkpoint, beside `cp` of the same bytes.
 
-Every command is a process of its own, as a user starts it, timed from its start to its end, with the model's files
+Every command is a separate process, as a user starts it, timed from its start to its end, with the model's files
 out of the system's memory beforehand; so is `cp -r` followed by `sync` of the copy, right before it. Its peak of
 anonymous memory is the largest RssAnon that /proc showed. What comes out is compared with what went in by the stock
 library.
@@ -119,8 +119,12 @@ def _measure_all(folder: Path, base: Path, adapter: Path) -> tuple[list[tuple[st
         speed, limit = total / 1e6 / done.seconds, total / 1e6 / copied
         cpu_used, cp_used = cpu
         samples[title] = {
-            "seconds": done.seconds, "cp_seconds": copied, "peak": done.peak, "cpu": cpu_used, "cp_cpu": cp_used,
-        }  # fmt: skip
+            "seconds": done.seconds,
+            "cp_seconds": copied,
+            "peak": done.peak,
+            "cpu": cpu_used,
+            "cp_cpu": cp_used,
+        }
         ratio = f"{speed / limit:.2f}"
         cells = (f"{done.seconds:.1f}", f"{speed:.0f}", f"{limit:.0f}", ratio, f"{cpu_used:.1f}", f"{cp_used:.1f}")
         rows.append((title, *cells, f"{done.peak / 2**20:.0f}"))
@@ -144,7 +148,7 @@ def _measure_all(folder: Path, base: Path, adapter: Path) -> tuple[list[tuple[st
 
 
 def _cpu_seconds() -> float:
-    """User and system time of the processes that were started here and have ended."""
+    """Returns user and system time of the processes that were started here and have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -154,7 +158,7 @@ def _weight_bytes(folder: Path) -> int:
 
 
 def _copy(source: Path, target: Path) -> float:
-    """Seconds of `cp -r` and of `sync` of the copy."""
+    """Copies a folder by `cp -r` and `sync`, and returns the seconds."""
     _forget(source)
     begin = time.monotonic()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
@@ -165,7 +169,7 @@ def _copy(source: Path, target: Path) -> float:
 
 
 def _forget(folder: Path) -> None:
-    """Files of a folder leave the system's memory."""
+    """Drops the files of a folder from the page cache."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -182,7 +186,7 @@ def _start(*command: object) -> subprocess.Popen[str]:
 
 
 def _convert(*command: object, stop: Callable[[], bool] | None = None) -> Measured:
-    """Runs the tool; `stop` is asked between looks at its memory, and kills it."""
+    """Runs the tool and samples its memory; kills it once `stop` says so."""
     begin, peak = time.monotonic(), 0
     process = _start(*command)
     while process.poll() is None:
@@ -195,7 +199,7 @@ def _convert(*command: object, stop: Callable[[], bool] | None = None) -> Measur
     seconds = time.monotonic() - begin
     if process.returncode not in (0, -signal.SIGKILL):
         raise UserError(
-            f"rankfold convert {command[0]} ended with status {process.returncode}: run it by itself to see why."
+            f"rankfold convert {command[0]} ended with status {process.returncode}: run it alone to see why."
         )
     return Measured(seconds=seconds, peak=peak, output=output)
 
@@ -223,7 +227,7 @@ def _kill_and_go_on(folder: Path, base: Path, whole: Path) -> dict[str, Any]:
     done = _convert("import", "--source", base, "--out", out)
     kept = re.search(r"([\d.]+ \w+) of them by an earlier call", done.output)
     if kept is None:
-        raise UserError("the second import kept nothing of the killed one: it should have gone on with it.")
+        raise UserError("the second import kept nothing of the killed one: it should have resumed from it.")
     for path in whole.glob("*.safetensors"):
         subprocess.run(["cmp", str(path), str(out / path.name)], check=True)
     shutil.rmtree(out)
@@ -247,7 +251,7 @@ def _places(folder: Path) -> dict[str, Path]:
 
 
 def _make_model(folder: Path, options: ConvertOptions) -> Path:
-    """A Llama of about `gb` with random weights, in shards, by the stock library."""
+    """Writes a Llama of about `gb` with random weights, in shards, by the stock library."""
     folder.mkdir()
     sizes = {"hidden": options.hidden, "kv": options.hidden // 4, "mlp": options.intermediate}
     shapes = {name: (sizes[rows], sizes[columns]) for name, (rows, columns) in _LINEARS.items()}
@@ -290,7 +294,7 @@ def _make_model(folder: Path, options: ConvertOptions) -> Path:
 
 
 def _filled(noise: Tensor, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Random values, drawn once and shifted, because drawing gigabytes takes minutes."""
+    """Returns random values, drawn once and shifted, because drawing gigabytes takes minutes."""
     count = torch.Size(shape).numel()
     repeated = noise.roll(seed * 9973).repeat(-(-count // noise.numel()))
     return repeated[:count].reshape(shape).contiguous()

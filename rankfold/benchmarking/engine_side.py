@@ -1,4 +1,4 @@
-"""The step as this engine takes it, wired as its trainer wires it."""
+"""The engine's side of the step, wired as in its trainer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BUCKET_BYTES = 32 * 2**20
 
 
 class EngineSide:
-    """See `model.Side`."""
+    """The engine's training step; see `model.Side`."""
 
     def __init__(self, options: ModelOptions, device: torch.device) -> None:
         self._options, self._device = options, device
@@ -111,7 +111,7 @@ class EngineSide:
         return LanguageModeling().loss_sum(losses, batch) / batch.loss_weights_BS.sum()
 
     def linear_weights(self) -> list[tuple[Tensor, bool]]:
-        """Each frozen product's weight [out, in] in forward order, and whether backward needs its input's gradient:
-        nothing below the first layer's queries, keys and values is trained."""
+        """Returns each frozen product's weight [out, in] in forward order, and whether backward needs its input's
+        gradient: nothing below the first layer's queries, keys and values is trained."""
         linears = [m for m in self.model.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
         return [(linear.weight_view(), place > 0) for place, linear in enumerate(linears)]

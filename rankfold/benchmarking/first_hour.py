@@ -1,7 +1,8 @@
-"""Runs what a machine with a GPU should be asked first, part by part: bash tools/gpu_first_hour.sh OUT [PART ...]
+"""Runs the first tests and benchmarks on a machine with a GPU, part by part: bash tools/gpu_first_hour.sh OUT [PART
+...]
 
 First whether everything is right, then what decides how products and norms run, then whole steps. A part that fails or
-takes longer than its nine minutes does not end the others. For each part OUT gets its log, a JSON and a Markdown file,
+takes longer than its nine minutes does not stop the others. For each part OUT gets its log, a JSON and a Markdown file,
 and at the end summary.json and summary.md over all parts that OUT has, also from earlier calls. Without PART all parts
 run; a part is named by its number or its name. The status is 0 where all parts passed and 1 where one did not.
 """
@@ -29,13 +30,13 @@ from rankfold.benchmarking.first_hour_figures import key_figures, record_of_test
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 540.0
-"""Time limit of one part."""
+"""Seconds that one part may take."""
 PRESET = "--preset llama3-8b"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One command.
+    """A part of the first hour: one command.
 
     Args:
         name: of the part and, with its number, of its files.
@@ -48,7 +49,7 @@ class Part:
     arguments: str
 
     def command(self, stem: Path) -> list[str]:
-        """The whole command; its results begin with `stem`."""
+        """Returns the whole command; its results begin with `stem`."""
         if self.tool == "tests":
             files = [
                 str(found.relative_to(ROOT)) for word in self.arguments.split() for found in sorted(ROOT.glob(word))
@@ -93,13 +94,13 @@ PARTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of a part.
+    """The outcome of a part.
 
     Args:
         number, name, command: of the part.
         seconds: it took.
         status: "passed", "failed" or "out of time".
-        figures: a few words of what it found.
+        figures: its main figures in a few words.
     """
 
     number: int
@@ -111,10 +112,10 @@ class Outcome:
 
 
 def chosen_parts(names: Sequence[str], parts: Sequence[Part] = PARTS) -> list[tuple[int, Part]]:
-    """The parts with these numbers or names, in their own order; all where none is named.
+    """Returns the parts with these numbers or names, in their own order; all where none is named.
 
     Raises:
-        UserError: a part that there is not.
+        UserError: a part that does not exist.
     """
     known = {name: index for index, part in enumerate(parts, 1) for name in (str(index), part.name)}
     for name in names:
@@ -126,7 +127,7 @@ def chosen_parts(names: Sequence[str], parts: Sequence[Part] = PARTS) -> list[tu
 
 
 def run_part(number: int, part: Part, out: Path, seconds: float = SECONDS) -> Outcome:
-    """Runs one part, with what it prints in its log, and leaves its JSON and Markdown, whatever became of it."""
+    """Runs one part, with its output in its log, and leaves JSON and Markdown, whatever the outcome."""
     stem = out / f"{number:02d}-{part.name}"
     for old in out.glob(f"{stem.name}.*"):
         old.unlink()
@@ -164,7 +165,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _record(stem: Path, part: Part) -> dict[str, Any] | None:
-    """What the part wrote, or None."""
+    """Returns the JSON that the part wrote, or None."""
     if part.tool == "tests":
         path = Path(f"{stem}.xml")
         return record_of_tests(path.read_text(encoding="utf-8")) if path.exists() else None
@@ -173,7 +174,9 @@ def _record(stem: Path, part: Part) -> dict[str, Any] | None:
 
 
 def _write_what_is_missing(stem: Path, outcome: Outcome, record: dict[str, Any] | None) -> None:
-    """A section that passed has written its own; tests, and what failed, get theirs here."""
+    """Writes missing JSON and Markdown files: those of tests and of failed parts. Sections that passed wrote their
+    own.
+    """
     path = Path(f"{stem}.json")
     if not path.exists():
         path.write_text(json.dumps({**asdict(outcome), **(record or {})}, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A few words of what a part of the first hour found, from what it wrote. Does not import torch."""
+"""Summarises a part of the first hour in a few words, from its output. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 
 def record_of_tests(xml: str) -> dict[str, Any]:
-    """Counts of pytest's report, and the names of what failed."""
+    """Returns the counts of pytest's report, and the names of failed tests."""
     counts, failed = {"passed": 0, "failed": 0, "skipped": 0}, []
     for case in ElementTree.fromstring(xml).iter("testcase"):
         kinds = {child.tag for child in case}
@@ -21,7 +21,7 @@ def record_of_tests(xml: str) -> dict[str, Any]:
 
 
 def key_figures(record: dict[str, Any] | None, log: str) -> str:
-    """One line.
+    """Returns the main figures in one line.
 
     Args:
         record: what the part wrote as JSON.
@@ -51,7 +51,7 @@ def _step(record: dict[str, Any]) -> str:
 
 
 def _rows(tables: list[dict[str, Any]]) -> str:
-    """The first figure of the first rows: enough to see that there is one."""
+    """Returns the first figure of the first rows: enough to see that there is one."""
     rows = [row for table in tables for row in table["rows"]]
     shown = [f"{row[0]} {row[1]}" for row in rows[:3]]
     return "; ".join(shown) + (f"; {len(rows) - 3} more rows" if len(rows) > 3 else "")

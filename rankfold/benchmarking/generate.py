@@ -1,8 +1,8 @@
 """Section `generate`: the engine's greedy generation against transformers' `generate`, from one folder of weights.
 
-Both read the same checkpoint, each in a process of its own, take turns, and must give the same tokens. A time is that
-of a whole call, cache and all: one that makes a single token a row is prefill; what a call takes longer for the rest is
-decoding. Where rows have different lengths, transformers pads them on the left, and the engine does not.
+Both read the same checkpoint, each in its own process, take turns, and must give the same tokens. A time is that
+of a whole call, cache and all: one that makes a single token per row is prefill; the additional time of a longer call
+is decoding. Where rows have different lengths, transformers pads them on the left, and the engine does not.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class _Ids:
 
 
 def write_model(options: GenerateOptions, folder: Path) -> None:
-    """A random model that both sides open."""
+    """Writes a random model that both sides open."""
     shape = hf_config(replace(options, length=options.prompt + options.new))
     config = transformers.AutoConfig.for_model(**{**shape, "use_cache": True, "eos_token_id": None})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=TORCH_DTYPES[options.dtype])
     for name, parameter in model.named_parameters():
         draw(name, parameter.data)
-    # logits far enough apart that two ways to round have one greedy answer
+    # logits far enough apart that differences in rounding do not change greedy answers
     model.lm_head.weight.data.mul_(20)
     model.save_pretrained(folder)
 
@@ -67,9 +67,14 @@ def _engine(folder: Path, options: GenerateOptions, device: torch.device) -> Con
 
     def go_on(prompts: Prompts, new: int) -> list[list[int]]:
         stage = InferenceStage(
-            opened.decoder, tp=opened.mesh.tp, pp=opened.mesh.pp, sampling=Sampling(), slots=len(prompts),
-            length=max(map(len, prompts)) + new, device=device,
-        )  # fmt: skip
+            opened.decoder,
+            tp=opened.mesh.tp,
+            pp=opened.mesh.pp,
+            sampling=Sampling(),
+            slots=len(prompts),
+            length=max(map(len, prompts)) + new,
+            device=device,
+        )
         limits = Limits(max_new_tokens=new, slots=len(prompts), prefill_tokens=sum(map(len, prompts)))
         requests = [Request(row=row, ids=tuple(ids)) for row, ids in enumerate(prompts)]
         return [list(answer.ids) for answer in Generator(stage, limits, _Ids()).run(requests)]
@@ -96,14 +101,14 @@ _SIDES = {ENGINE: _engine, PEER: _peer}
 
 
 def offer(side: str, folder: Path, options: GenerateOptions) -> Offer:
-    """What the process of a side can be asked for: the tokens after prompts, and the seconds that they take."""
+    """Returns what the process of a side can be asked for: the tokens after prompts, and the seconds that they take."""
     device = set_up(options, keeps_freed_memory=side == ENGINE)
     work = _SIDES[side](folder, options, device)
     return {"tokens": work, "seconds": partial(_seconds, work, device)}
 
 
 def _prompts(options: GenerateOptions, rows: int, *, mixed: bool) -> Prompts:
-    """Random ids; where mixed, of lengths evenly from a quarter of the whole to the whole."""
+    """Returns random ids; where mixed, of lengths evenly from a quarter of the whole to the whole."""
     generator = torch.Generator().manual_seed(rows)
     lengths = [options.prompt] * rows
     if mixed:
@@ -123,7 +128,7 @@ def _seconds(work: Continue, device: torch.device, prompts: Prompts, new: int) -
 def _case(
     name: str, sides: dict[str, Worker], prompts: Prompts, options: GenerateOptions
 ) -> dict[str, dict[str, list[float]]]:
-    """Side -> seconds of prefill and of decoding in each turn, once both give the same tokens."""
+    """Returns side -> seconds of prefill and of decoding in each turn, once both give the same tokens."""
     answers = {side: worker.ask("tokens", prompts, options.new) for side, worker in sides.items()}
     if answers[ENGINE] != answers[PEER]:
         raise UserError(f"{name}: the engine and transformers give different tokens, so nothing was timed: report it.")
@@ -142,11 +147,11 @@ def run(options: GenerateOptions) -> Table:
     """Measures all numbers of rows, and rows of different lengths.
 
     Raises:
-        UserError: a device that is not there, or tokens that differ.
+        UserError: a missing device, or tokens that differ.
     """
     device = choose_device(options.device)
     if options.threads:
-        torch.set_num_threads(options.threads)  # what the table says of this machine
+        torch.set_num_threads(options.threads)  # the number in the table
     cases = [(f"{rows} x {options.prompt}", _prompts(options, rows, mixed=False)) for rows in options.row_counts()]
     most = max(options.row_counts())
     if most > 1:
@@ -161,20 +166,24 @@ def run(options: GenerateOptions) -> Table:
                 worker.close()
     rows = [_row(name, sum(map(len, prompts)), len(prompts), times[name], options) for name, prompts in cases]
     return Table(
-        title=f"Greedy generation of {options.new} tokens a row: hidden {options.hidden}, {options.layers} layers, "
+        title=f"Greedy generation of {options.new} tokens per row: hidden {options.hidden}, {options.layers} layers, "
         f"{options.heads}/{options.kv_heads} heads, MLP {options.intermediate}, vocabulary {options.vocab}, "
         f"{options.dtype}",
-        columns=("rows x prompt", *(f"{side}, {what}" for what in ("prefill", "decode") for side in (ENGINE, PEER)),
-                 "prefill, transformers / engine", "decode, transformers / engine"),
+        columns=(
+            "rows x prompt",
+            *(f"{side}, {what}" for what in ("prefill", "decode") for side in (ENGINE, PEER)),
+            "prefill, transformers / engine",
+            "decode, transformers / engine",
+        ),
         rows=tuple(rows),
         findings=(
-            "Tokens a second; those of a prompt are counted without padding. The ratios are of times, with the median "
-            "and extremes of the turns; above 1 the engine is faster.",
+            "Tokens per second; those of a prompt are counted without padding. The ratios are of times, with the "
+            "median and extremes of the turns; above 1 the engine is faster.",
             "Both gave the same tokens.",
         ),
         machine=describe(device, ("transformers",)),
         data={"section": "generate", "options": asdict(options), "seconds": times},
-    )  # fmt: skip
+    )
 
 
 def _row(

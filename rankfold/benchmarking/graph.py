@@ -41,11 +41,11 @@ _TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 class Timed(NamedTuple):
-    """One step.
+    """The times of one step.
 
     Args:
         seconds: on a GPU between events on its stream, else by the clock.
-        launching: until the host had nothing left to launch.
+        launching: until the host had launched everything.
     """
 
     seconds: float
@@ -169,9 +169,7 @@ def _say(what: str) -> None:
 def _attention_kernels(options: GraphOptions, kernels: Kernels, device: torch.device) -> tuple[str, ...]:
     """Returns the names of the kernels of one layer's attention, forward and backward."""
     batch = make_batch(replace(options, length=options.row_lengths()[0]), 0).to(device)
-    documents = Documents(
-        lengths=batch.document_lengths, offsets=batch.document_offsets, max_length=batch.row_length
-    )  # fmt: skip
+    documents = Documents(lengths=batch.document_lengths, offsets=batch.document_offsets, max_length=batch.row_length)
     size, dtype = options.hidden // options.heads, TORCH_DTYPES[options.dtype]
     leaves = [
         torch.randn(batch.num_tokens, heads, size, device=device).to(dtype).requires_grad_()
@@ -189,7 +187,7 @@ def _attention_kernels(options: GraphOptions, kernels: Kernels, device: torch.de
 def table(
     options: GraphOptions, measured: dict[int, Measured], findings: tuple[str, ...], machine: dict[str, str]
 ) -> Table:
-    """All row lengths in one table."""
+    """Returns all row lengths in one table."""
     rows, sentences = [], list(findings)
     for length, found in measured.items():
         tokens = options.rows * length * options.accumulation

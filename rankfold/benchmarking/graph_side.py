@@ -84,7 +84,7 @@ class GraphSide:
         self.count = torch.zeros((), dtype=torch.int64, device=device)
 
         def step() -> tuple[TrainStep, Stages]:
-            # a stage whose layers are replayed has no other way to run, so the two do not share one
+            # a stage whose layers are replayed cannot run otherwise, so the two do not share one
             stages = Stages.whole(ModelStage(self.model, LanguageModeling(), device, step=self.count))
             return TrainStep(stages, reducer, self.optimizer, mesh), stages
 
@@ -100,7 +100,7 @@ class GraphSide:
         self._kept = [(tensor, tensor.clone()) for tensor in (*self.lasting(), self.count)]
 
     def lasting(self) -> list[Tensor]:
-        """What a step changes, gradients aside."""
+        """Returns the state that a step changes, without gradients."""
         optimizer = self.optimizer
         return [self.flat.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.step_count, optimizer.skipped]
 
@@ -112,7 +112,7 @@ class GraphSide:
 
 
 def make_steps(options: GraphOptions, device: torch.device) -> list[tuple[list[Batch], float]]:
-    """Some steps' micro-batches, each packed its own way, and their numbers of targets."""
+    """Returns the micro-batches of some steps, each packed differently, and their numbers of targets."""
     steps = []
     for seed in range(_NUM_STEPS):
         batches = [make_batch(options, seed * options.accumulation + micro) for micro in range(options.accumulation)]

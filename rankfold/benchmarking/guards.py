@@ -1,8 +1,8 @@
 """Section `guards`: what a run's guards cost, on ranks that hold copies of each other's parameters.
 
-Steps with and without the guards take turns, and so do the guards' rarer works, each alone: comparing copies of what
-trains, comparing all copies, and looking whether adapters learn. How often those are done is what the options' defaults
-say, so that their share of a step is theirs over so many steps.
+Steps with and without the guards take turns, and so do the guards' rarer checks, each alone: comparing copies of
+what trains, comparing all copies, and checking that adapters learn. These have the intervals of the options' defaults,
+so their share of a step is their time over that many steps.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _NUM_BATCHES = 4
 
 
 class Timed(NamedTuple):
-    """One run.
+    """The times of one run.
 
     Args:
         seconds: by the clock, from all ranks being there.
         own: of them, those inside the guards.
-        cpu_seconds, own_cpu: the same of this process's threads, whoever else uses the machine.
+        cpu_seconds, own_cpu: the same of this process's threads, independent of other load.
     """
 
     seconds: float
@@ -78,9 +78,14 @@ class _Rank:
         self.kernels, entries = side.kernels, list(shard_entries(side.model))
         flat = FlatParameters(entries, device)
         optimizer = FlatAdamW(
-            flat, mesh, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad_norm=CLIP_GRAD_NORM,
+            flat,
+            mesh,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=WEIGHT_DECAY,
+            clip_grad_norm=CLIP_GRAD_NORM,
             backend=choose_backend("auto", device=device)[0],
-        )  # fmt: skip
+        )
         stages = Stages.whole(ModelStage(side.model, LanguageModeling(), device))
         self._step = TrainStep(stages, GradientReducer(flat, mesh, bucket_bytes=2**25), optimizer, mesh)
         self._batches = [make_batch(options, seed * size + mesh.dp.rank) for seed in range(_NUM_BATCHES)]
@@ -92,7 +97,7 @@ class _Rank:
         prints = Fingerprints(device)
         self._replicas = ReplicaGuard(entries, (), None, mesh, world, prints)
         self._liveness = LivenessGuard(entries, optimizer, self._replicas, mesh, world, prints, beta1=BETAS[0])
-        # what is not done in every step is timed alone
+        # checks that are not done in every step are timed alone
         rarely = replace(GuardOptions(), replicas_every=10**9, spike_policy="skip")
         self._guards = Guards(
             rarely, self._step, optimizer, mesh, world, beta1=BETAS[0], seed=0, max_skipped_steps=10, say=print
@@ -101,7 +106,7 @@ class _Rank:
         self._count, self._before = 0, None
 
     def runs(self) -> dict[str, Callable[[], Timed]]:
-        """What takes turns."""
+        """Returns the works that take turns, by name."""
         return {
             PLAIN: lambda: self._take(guarded=False),
             GUARDED: lambda: self._take(guarded=True),
@@ -111,7 +116,7 @@ class _Rank:
         }
 
     def _take(self, *, guarded: bool) -> Timed:
-        """A step, and the reading of the figures of the step before, as the training loop does it."""
+        """Takes a step and reads the figures of the previous one, as the training loop does."""
         batches = [self._batches[self._count % _NUM_BATCHES]]
         targets = self._targets[self._count % _NUM_BATCHES]
         self._count += 1
@@ -144,7 +149,7 @@ class _Rank:
 
 
 def _now() -> Tensor:
-    """Both clocks."""
+    """Returns both clocks: wall time and CPU time."""
     return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
 
 
@@ -158,7 +163,7 @@ def _read(result: StepResult) -> tuple[float, float]:
 
 
 def _rank(rank: int, options: GuardsOptions, folder: str, answers: Any) -> None:
-    """One rank's process."""
+    """Runs one rank's process."""
     run_command(lambda: _work(rank, options, folder, answers))
 
 
@@ -207,13 +212,13 @@ def run(options: GuardsOptions) -> Table:
         for process in ranks:
             process.join(30.0 if answer is not None else 0.0)
     if answer is None:
-        raise RuntimeError("a rank ended before the measurement was done; its traceback stands above.")
+        raise RuntimeError("a rank ended before the measurement was done; its traceback is above.")
     samples, kernels = answer
     return table(options, samples, kernels)
 
 
 def _medians(samples: list[Timed], *, own: bool = False) -> tuple[float, float]:
-    """Median seconds by the clock and of the CPU."""
+    """Returns median seconds by the clock and of the CPU."""
     pairs = [(one.own, one.own_cpu) if own else (one.seconds, one.cpu_seconds) for one in samples]
     seconds, cpu = zip(*pairs, strict=True)
     return summarise(seconds).median, summarise(cpu).median
@@ -225,7 +230,7 @@ def _row(name: str, medians: tuple[float, float], when: str = "", share: float |
 
 
 def table(options: GuardsOptions, samples: dict[str, list[Timed]], kernels: str) -> Table:
-    """One row for each work; its share of a step, at the defaults' intervals."""
+    """Returns a table with a row for each work and its share of a step, at the defaults' intervals."""
     defaults = GuardOptions()
     every = {TRAINED: defaults.replicas_every, ALL: defaults.replicas_every * FROZEN_EVERY}
     step = _medians(samples[PLAIN])

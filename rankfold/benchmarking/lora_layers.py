@@ -62,7 +62,7 @@ class Layer:
         return self.u.device
 
     def make_x(self, u: Tensor, norm: Tensor) -> Tensor:
-        """x [T, I] by plain torch, differentiable."""
+        """Computes x [T, I] by plain torch, differentiable."""
         if self.shape.kind == "norm-column":
             return functional.rms_norm(u, norm.shape, norm, _EPS)
         if self.shape.kind == "swiglu-row":
@@ -75,7 +75,7 @@ class Layer:
 
 
 def make_layer(shape: Shape, rank: int, dropout: float, device: torch.device, dtype: torch.dtype) -> Layer:
-    """Random operands, the same whenever they are made."""
+    """Returns random operands, the same whenever they are made."""
     generator = torch.Generator(device).manual_seed(1)
 
     def normal(*size: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
@@ -95,7 +95,7 @@ def make_layer(shape: Shape, rank: int, dropout: float, device: torch.device, dt
 
 
 def answer(layer: Layer, masks: Masks) -> Results:
-    """y, du, dA and dB of each section, in float64."""
+    """Computes y, du, dA and dB of each section, in float64."""
     u, a, b = (
         layer.u.double().requires_grad_(),
         [each.double().requires_grad_() for each in layer.a],
@@ -111,7 +111,7 @@ def answer(layer: Layer, masks: Masks) -> Results:
 
 
 def frozen(layer: Layer) -> Contestant:
-    """The linear alone, all sections in one product."""
+    """Returns the frozen linear alone as a contestant, all sections in one product."""
     u, weight = layer.u.clone().requires_grad_(), torch.cat(layer.weights)
 
     def run() -> Results:
@@ -128,7 +128,7 @@ def _frozen_answer(layer: Layer) -> Results:
 
 
 def engine(layer: Layer, kernels: Kernels, *, adapters: bool = True, fold: bool = True) -> Contestant:
-    """The engine's parallel linear on one rank; its gradients go to fp32 sinks."""
+    """Returns the engine's parallel linear on one rank as a contestant; its gradients go to fp32 sinks."""
     module = _build(layer, kernels, adapters=adapters, fold=fold)
     u, source, context = layer.u.clone().requires_grad_(), _source(layer), _context(layer)
     adapted = () if module.operands.low_rank is None else module.operands.low_rank.adapters
@@ -199,20 +199,24 @@ def _context(layer: Layer) -> TokenContext:
 
 
 def _engine_masks(layer: Layer) -> Masks:
-    """One mask for the common input, from its coordinates."""
+    """Returns one mask for the common input, from its coordinates."""
     if layer.dropout == 0:
         return [None] * len(layer.a)
     context = _context(layer)
     key = DropoutKey(
-        token_index=context.token_index, step=context.step, seed=_SEED, site=_SITE, probability=layer.dropout,
+        token_index=context.token_index,
+        step=context.step,
+        seed=_SEED,
+        site=_SITE,
+        probability=layer.dropout,
         num_features=layer.shape.inputs,
-    )  # fmt: skip
+    )
     kept = dropout_mask(key)
     return [kept.double().mul_(dropout_scale(layer.dropout))] * len(layer.a)
 
 
 def _torch_masks(layer: Layer) -> Masks:
-    """One for each section, in the order in which the linears draw them."""
+    """Returns a mask for each section, in the order in which the linears draw them."""
     if layer.dropout == 0:
         return [None] * len(layer.a)
     torch.manual_seed(_TORCH_SEED)
@@ -221,7 +225,7 @@ def _torch_masks(layer: Layer) -> Masks:
 
 
 def _by_autograd(layer: Layer, forward: Callable[[Tensor], list[Tensor]], trained: list[Tensor]) -> Contestant:
-    """Separate linears on one x, gradients by autograd, in the order of `answer`."""
+    """Returns separate linears on one x as a contestant, with gradients by autograd, in the order of `answer`."""
     u = layer.u.clone().requires_grad_()
     parts = layer.dy_sections()
 
@@ -239,7 +243,7 @@ def _by_autograd(layer: Layer, forward: Callable[[Tensor], list[Tensor]], traine
 
 
 def plain_torch(layer: Layer) -> Contestant:
-    """y = x W^T + s (drop(x) A^T) B^T, each section by itself."""
+    """Returns y = x W^T + s (drop(x) A^T) B^T as a contestant, each section separately."""
     a, b = ([each.clone().requires_grad_() for each in factors] for factors in (layer.a, layer.b))
 
     def forward(x: Tensor) -> list[Tensor]:
@@ -252,7 +256,7 @@ def plain_torch(layer: Layer) -> Contestant:
 
 
 def peft(layer: Layer) -> Contestant:
-    """PEFT's lora.Linear, adapters in the activations' dtype, which serves it best."""
+    """Returns PEFT's lora.Linear as a contestant, adapters in the activations' dtype, its fastest setting."""
     from peft import LoraConfig, inject_adapter_in_model
 
     rank = layer.a[0].shape[0]

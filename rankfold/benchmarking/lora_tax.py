@@ -1,7 +1,7 @@
 """Section `lora-tax`: what adapters cost on top of their frozen linear, forward and backward.
 
 The ratio of each contestant to the frozen linear (torch's or the engine's, whichever is faster) is taken within each
-turn. Beside it stand the limit by arithmetic (the low-rank products are not free) and the target of this project.
+turn, and shown beside the limit by arithmetic (the low-rank products are not free) and the target of this project.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rankfold.benchmarking.timing import paired_ratio, summarise
 
 FROZEN, PLAIN, PEFT = "frozen", "torch LoRA", "PEFT"
 TARGETS = {"cpu": 1.10, "cuda": 1.05}
-"""Largest ratio to the frozen linear that the engine is meant to have."""
+"""The target: the engine's largest ratio to the frozen linear."""
 _COLUMNS = (
     "linear", "dropout", "contestant", "median ms", "min ms", "over frozen", "from", "to", "limit", "target",
     "share of ceiling", "error",
@@ -43,7 +43,7 @@ def run(options: TaxOptions) -> Report:
     """Checks every contestant at every shape, then times them.
 
     Raises:
-        UserError: a device that is not there.
+        UserError: a missing device.
         Wrong: a contestant computes something else.
     """
     if options.threads:
@@ -102,7 +102,7 @@ def _say(what: str) -> None:
 def find_contestants(
     options: TaxOptions, device: torch.device, chosen: Kernels
 ) -> tuple[dict[str, Callable[[Layer], Contestant]], tuple[str, ...]]:
-    """Name -> how it is built for a layer; and sentences about who does not take part.
+    """Returns name -> how it is built for a layer; and sentences about absent contestants.
 
     Args:
         options, device: of the section.
@@ -126,10 +126,14 @@ def find_contestants(
 
 
 def make_case(
-    shape: Shape, dropout: float, rank: int, contestants: dict[str, Callable[[Layer], Contestant]],
-    device: torch.device, dtype: torch.dtype,
-) -> Case:  # fmt: skip
-    """All contestants on one linear. Each has an answer of its own, for its own mask."""
+    shape: Shape,
+    dropout: float,
+    rank: int,
+    contestants: dict[str, Callable[[Layer], Contestant]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Case:
+    """Returns the case of all contestants on one linear. Each has its own answer, for its own mask."""
     layer = make_layer(shape, rank, dropout, device, dtype)
     return Case(
         size=str(shape),
@@ -141,12 +145,14 @@ def make_case(
 
 
 def frozen_operations(shape: Shape) -> int:
-    """Operations of the frozen linear, forward and input gradient."""
+    """Returns operations of the frozen linear, forward and input gradient."""
     return 4 * shape.tokens * shape.inputs * sum(shape.outputs)
 
 
 def arithmetic_limit(shape: Shape, rank: int) -> float:
-    """Operations with adapters over those without: H, H B^T, dH, dB, dA and dH A, each 2 T r of one side's width."""
+    """Returns operations with adapters over those without: H, H B^T, dH, dB, dA and dH A, each 2 T r of one side's
+    width.
+    """
     outputs, stacked = sum(shape.outputs), rank * len(shape.outputs)
     low_rank = 6 * shape.tokens * (shape.inputs * stacked + outputs * rank)
     return 1.0 + low_rank / frozen_operations(shape)
@@ -173,13 +179,13 @@ def _rows(
 
 
 def _faster_frozen(timed: Timed) -> str:
-    """What a ratio is taken to: by torch or by the engine, whichever is faster at this shape."""
+    """Returns the frozen linear that ratios refer to: torch's or the engine's, whichever is faster at this shape."""
     frozen = [who for who in timed.samples if who.startswith("frozen")]
     return min(frozen, key=lambda who: summarise(timed.seconds(who)).median)
 
 
 def layer_linears(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-    """The linears that make up a decoder layer, queries to down projection; empty where one is missing."""
+    """Returns the linears that make up a decoder layer, queries to down projection; empty where one is missing."""
     for qkv in shapes:
         for gate_up in shapes:
             if (
@@ -197,7 +203,7 @@ def layer_linears(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
 
 
 def _layer_verdicts(timed: dict[tuple[str, float], Timed], chosen: Kernels, target: float) -> list[str]:
-    """Verdicts on the linears of a layer together, where all were timed: turn by turn, sum over sum."""
+    """Returns verdicts on the linears of a layer together, where all were timed: turn by turn, sum over sum."""
     who = f"engine ({chosen.name})"
     linears = layer_linears([read_shapes(name)[0] for name, _ in timed])
     verdicts = []
@@ -217,12 +223,12 @@ def _layer_verdicts(timed: dict[tuple[str, float], Timed], chosen: Kernels, targ
 
 
 def _together(samples: Iterable[Sequence[float]]) -> list[float]:
-    """Seconds of several cases, added up turn by turn."""
+    """Returns the seconds of several cases, added up turn by turn."""
     return [sum(turn) for turn in zip(*samples, strict=True)]
 
 
 def _verdicts(where: str, chosen: Kernels, timed: Timed, target: float) -> list[str]:
-    """A verdict on the engine as a model takes it, and whether another of its kernels would be faster."""
+    """Returns a verdict on the engine as a model takes it, and whether another of its kernels would be faster."""
     if not timed.samples:
         return []
     base = timed.seconds(_faster_frozen(timed))

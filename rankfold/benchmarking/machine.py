@@ -1,4 +1,4 @@
-"""Which machine and which versions a figure belongs to."""
+"""Describes the machine and the versions that a figure belongs to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.telemetry.processors import available_processors
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device that `--device` names.
+    """Returns the device that `--device` names.
 
     Raises:
         UserError: "cuda" where torch sees no GPU.
@@ -27,7 +27,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def describe(device: torch.device, packages: tuple[str, ...]) -> dict[str, str]:
-    """Name -> value, in reading order.
+    """Returns name -> value, in reading order.
 
     Args:
         device: where the work runs.

@@ -1,4 +1,4 @@
-"""Section `memory`: the peak of a LoRA step, and what a layer keeps for backward, beside what it should keep."""
+"""Section `memory`: the peak of a LoRA step, and what a layer keeps for backward, beside the design's figure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _UNSEEN = PEER_KINDS["peft-checkpointing"].name
 
 
 def run(options: MemoryOptions) -> Report:
-    """Measures both.
+    """Measures the peak and the kept bytes.
 
     Raises:
-        UserError: a device that is not there.
+        UserError: a missing device.
     """
     device = set_up(options)
     kinds, peers = find_sides(options, device)
@@ -53,7 +53,7 @@ def _say(what: str) -> None:
 
 def _peak_table(peaks: dict[str, int | None], device: torch.device) -> Table:
     what = "allocated on the GPU" if device.type == "cuda" else "resident, libraries' buffers included"
-    findings = [f"Optimizer, gradients, activations and buffers over three steps; {what}; a process for each."]
+    findings = [f"Optimizer, gradients, activations and buffers over three steps; {what}; a separate process for each."]
     if peaks[ENGINE] is None:
         findings = ["Not measured: on a CPU it needs Linux and a writable /proc/self/clear_refs."]
     peft = peaks.get(PEER)
@@ -83,8 +83,8 @@ def _kept_table(
     design = designed_bytes(options, bits=kernels.name != "reference")
     each = {**{name: count / options.tokens for name, count in kept.items()}, PLAIN: plain, DESIGN: design}
     findings = [
-        "Every storage that autograd keeps of one layer more, each once, parameters left out.",
-        f"{PLAIN}: 6h + 2h_kv + 3f numbers a token, h {options.hidden}, h_kv {options.kv_width}, f "
+        "Every storage that autograd keeps for one additional layer, each once, without parameters.",
+        f"{PLAIN}: 6h + 2h_kv + 3f numbers per token, h {options.hidden}, h_kv {options.kv_width}, f "
         f"{options.intermediate}.",
         f"{DESIGN}: 4h + 2h_kv + 2f + 7r numbers, statistics in float32, and with dropout four masks.",
         f"Measured over designed: {each[ENGINE] / design:.3f}.",
@@ -92,7 +92,7 @@ def _kept_table(
     if _UNSEEN in kinds:
         findings.append(f"{_UNSEEN}: keeps layer inputs where autograd's hooks do not see them; not counted.")
     return Table(
-        title="Kept for backward, a token and layer",
+        title="Kept for backward, per token and layer",
         columns=("", "bytes", "numbers", "of the plain layer"),
         rows=tuple(
             (name, f"{count:,.0f}", f"{count / itemsize:,.0f}", f"{count / plain:.3f}") for name, count in each.items()

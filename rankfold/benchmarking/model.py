@@ -1,6 +1,7 @@
-"""The random model that all sides of the step and memory sections compute with.
+"""The random model of all sides of the step and memory sections.
 
-Every tensor is drawn from its Hugging Face name, so that two models built apart start equal without a copy in between.
+Every tensor is drawn from its Hugging Face name, so that two models built separately start equal without a copy in
+between.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class Outcome(NamedTuple):
-    """What a step gives: 0-dim tensors, loss before the update and gradient norm before clipping."""
+    """The outcome of a step: 0-dim tensors, loss before the update and gradient norm before clipping."""
 
     loss: Tensor
     grad_norm: Tensor
 
 
 class Side(Protocol):
-    """One implementation of the step. The constructor builds the model with its weights and nothing else."""
+    """An implementation of the step. The constructor builds the model with its weights and nothing else."""
 
     def prepare(self) -> None:
         """Builds the optimizer and what else a step needs; called once."""
 
     def step(self, ids_BS: Tensor) -> Outcome:
-        """Forward, backward, clip and update on int64 token ids, without waiting for the device."""
+        """Runs forward, backward, clip and update on int64 token ids, without waiting for the device."""
 
     def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
-        """The loss alone, with its autograd graph; `dropout` False turns dropout off."""
+        """Returns the loss alone, with its autograd graph; `dropout` False turns dropout off."""
 
 
 def hf_config(options: ModelOptions) -> dict[str, Any]:
-    """The model as a Hugging Face `config.json` says it."""
+    """Returns the model's Hugging Face `config.json`."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -86,16 +87,16 @@ def draw(name: str, out: Tensor) -> None:
 
 
 def draw_batches(options: ModelOptions, device: torch.device, count: int) -> list[Tensor]:
-    """`count` batches of token ids [rows, length]."""
+    """Returns `count` batches of token ids [rows, length]."""
     generator = torch.Generator().manual_seed(0)
     shape = (options.rows, options.length)
     return [torch.randint(options.vocab, shape, generator=generator).to(device) for _ in range(count)]
 
 
 def step_operations(options: ModelOptions) -> int:
-    """Floating-point operations of a LoRA step: what any implementation multiplies, adapters left out.
+    """Returns the floating-point operations of a LoRA step: what any implementation multiplies, without adapters.
 
-    4 a weight and token (forward and input gradient; no weight gradient) over all linears and the head, and causal
+    4 per weight and token (forward and input gradient; no weight gradient) over all linears and the head, and causal
     attention's 6 L s h a token, forward and backward. That nothing is needed below the first layer is not subtracted,
     as it is not in published figures.
     """
@@ -106,7 +107,7 @@ def step_operations(options: ModelOptions) -> int:
 
 
 def attention_kernel(loss: Tensor) -> str:
-    """Names of the attention nodes in a loss's autograd graph, without their decoration."""
+    """Returns the names of the attention nodes in a loss's autograd graph, without their decoration."""
     found, seen, waiting = set(), set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()

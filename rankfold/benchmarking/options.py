@@ -1,4 +1,4 @@
-"""What each section can be asked, as frozen records; the command line is made from them. Does not import torch.
+"""The options of each section, as frozen records from which the command line is made. Does not import torch.
 
 An option without a default of its own takes one by the device it runs on (`for_device`): a GPU gets the sizes that the
 targets are stated for, a CPU sizes that a laptop finishes.
@@ -14,7 +14,7 @@ from engine.config.model import KERNELS, DType
 from engine.errors import UserError
 
 DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
-"""The engine's dtypes without float16, which wants a loss scale that the peers' sides do not have."""
+"""The engine's dtypes without float16, which needs a loss scale that the peers' sides do not have."""
 DEVICES = ("auto", "cpu", "cuda")
 PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -35,12 +35,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A field with the same default on every device; `text` is its help."""
+    """Returns a field with the same default on every device; `text` is its help."""
     return field(default=default, metadata={"help": f"{text} (default {default})", "choices": choices})
 
 
 def by_device(cpu: Any, cuda: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A field that stays None until `for_device` gives it the default of the device."""
+    """Returns a field that stays None until `for_device` gives it the default of the device."""
     text = f"{text} (default {cpu} on a CPU, {cuda} on a GPU)"
     return field(default=None, metadata={"help": text, "choices": choices, "cpu": cpu, "cuda": cuda})
 
@@ -64,7 +64,7 @@ def _check_heads(record: Any) -> None:
 
 
 def check_common(record: Any) -> None:
-    """Dropout, choices and peers: every section has them."""
+    """Checks dropout, choices and peers, which every section has."""
     if not 0.0 <= record.dropout < 1.0:
         raise UserError(f"--dropout is {record.dropout}: give a probability of at least 0 and below 1.")
     for item in fields(record):
@@ -112,7 +112,7 @@ class ModelOptions:
     dropout: float = option(0.0, "dropout on the adapters' input")
     dtype: str = option("float32", "of weights and activations", DTYPES)
     kernels: str = option("auto", "the engine's kernels", KERNELS)
-    peers: str = option("all", "who the engine is compared with: all, none, or a list")
+    peers: str = option("all", "peers to compare the engine with: all, none, or a list")
     threads: int = option(0, "CPU threads; 0 leaves torch's choice")
     device: str = option("auto", "auto takes a GPU where there is one", DEVICES)
 
@@ -126,7 +126,7 @@ class ModelOptions:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a batch."""
+        """The number of tokens of a batch."""
         return self.rows * self.length
 
     @property
@@ -159,7 +159,7 @@ class StepOptions(ModelOptions):
 class MemoryOptions(ModelOptions):
     """Memory of a LoRA step: its peak, and what each layer keeps for backward.
 
-    The peak is that above the loaded model, each side in a process of its own. What a layer keeps is counted tensor by
+    The peak is that above the loaded model, each side in its own process. What a layer keeps is counted tensor by
     tensor, and compared with the arithmetic of a plain implementation and of the engine's design.
 
     Raises:
@@ -174,7 +174,7 @@ class MemoryOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelOptions:
-    """Each op of a step alone: the engine's backends, its peers, and what the machine could do at most.
+    """Each op of a step alone: the engine's backends, its peers, and the machine's limits.
 
     Every contestant's result is compared with one in float64 before anything is timed.
 
@@ -200,7 +200,7 @@ class KernelOptions:
     dropout: float = option(0.1, "dropout on the adapters' input, where an op is measured with it")
     dtype: str | None = by_device("float32", "bfloat16", "of weights and activations", DTYPES)
     only: str = option("all", f"which ops: all, or a list of {','.join(GROUPS)}")
-    peers: str = option("all", "who the engine is compared with: all, none, or a list")
+    peers: str = option("all", "peers to compare the engine with: all, none, or a list")
     compile: bool = option(False, "torch.compile as a peer on a CPU too")
     copy_mib: int | None = by_device(128, 1024, "MiB of the copy that measures memory's speed")
     ceiling: int | None = by_device(2048, 8192, "size of the square product that measures the speed of arithmetic")
@@ -237,7 +237,7 @@ _TAX_ON_GPU = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """One linear.
+    """The shape of one linear.
 
     Args:
         kind: "column" and "row" take their input as it is, "norm-column" makes it by a norm, "swiglu-row" by SwiGLU.
@@ -297,9 +297,9 @@ class TaxOptions:
 
     shapes: str | None = by_device(_TAX_ON_CPU, _TAX_ON_GPU, "which linears: KIND:TOKENSxINPUTSxOUTPUTS[+...],...")
     rank: int = option(16, "rank of the adapters")
-    dropout: float = option(0.1, "dropout of the second measurement of each shape; 0 leaves it out")
+    dropout: float = option(0.1, "dropout of the second measurement of each shape; 0 skips it")
     dtype: str | None = by_device("float32", "bfloat16", "of weights and activations", DTYPES)
-    peers: str = option("all", "who the engine is compared with: all, none, or a list")
+    peers: str = option("all", "peers to compare the engine with: all, none, or a list")
     ceiling: int | None = by_device(2048, 8192, "size of the square product that measures the speed of arithmetic")
     repeats: int | None = by_device(15, 30, "timed runs of each contestant; 0 checks the results and times nothing")
     warmup: int = option(2, "untimed runs of each contestant, after the one that is checked")
@@ -318,16 +318,16 @@ T = TypeVar("T")
 
 
 def _plain_type(hint: Any) -> type:
-    """`int` of `int | None`."""
+    """Returns `int` of `int | None`."""
     return next((kind for kind in get_args(hint) if kind is not type(None)), hint)
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
-    """One `--name-of-field` for each field of the record."""
+    """Adds one `--name-of-field` for each field of the record."""
     hints = get_type_hints(kind)
     for item in fields(kind):
         name, plain = f"--{item.name.replace('_', '-')}", _plain_type(hints[item.name])
-        # only what was typed is in the namespace, so that a preset can tell
+        # only options that were typed are in the namespace, so that a preset sets the others
         common = {"default": argparse.SUPPRESS, "help": item.metadata["help"]}
         if plain is bool:
             parser.add_argument(name, action="store_true", **common)
@@ -338,7 +338,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
 
 
 def read_options(arguments: argparse.Namespace, kind: type[T]) -> T:
-    """The record that the parsed command line describes.
+    """Returns the record that the parsed command line describes.
 
     Raises:
         UserError: see the record.
@@ -348,7 +348,7 @@ def read_options(arguments: argparse.Namespace, kind: type[T]) -> T:
 
 
 def for_device(options: T, device_type: str) -> T:
-    """The record with every option that was left open set for "cpu" or "cuda".
+    """Returns the record with every unset option set for "cpu" or "cuda".
 
     Raises:
         UserError: see the record.

@@ -1,8 +1,8 @@
-"""Peak memory of a piece of work.
+"""Measures the peak memory of a piece of work.
 
 On a GPU it is torch's count of allocated bytes; on Linux without one the high-water mark of the process's resident set,
-which the kernel lets a process reset. Elsewhere it is not measured. The process should be one of its own
-(`processes.in_new_process`): what an allocator kept from earlier work would be used again, unseen.
+which the kernel lets a process reset. Elsewhere it is not measured. The process should be a new one
+(`processes.in_new_process`): memory that an allocator kept from earlier work would be reused without being counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _RESET_HIGH_WATER_MARK = "5"
 
 
 def peak_above_now(work: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes by which `work` raises this process's memory above where it is now; None where that cannot be measured."""
+    """Returns the bytes by which `work` raises this process's memory above where it is now; None where that cannot
+    be measured.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -31,7 +33,7 @@ def peak_above_now(work: Callable[[], object], device: torch.device) -> int | No
         return torch.cuda.max_memory_allocated(device) - before
     if not sys.platform.startswith("linux"):
         return None
-    # what the allocator keeps from building the model would otherwise be used by the work, unseen
+    # memory that the allocator keeps from building the model would otherwise be reused without being counted
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
     try:

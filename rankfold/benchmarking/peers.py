@@ -1,4 +1,4 @@
-"""Which peers can run here; of the others, why not. Nobody is left out in silence."""
+"""Finds the peers that can run here, and reports why the others cannot."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ON_GPU_ONLY = ("liger", "quack", "flash-attn", "flash-attn-4")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peers:
-    """Who takes part.
+    """The peers of a section.
 
     Args:
-        present: names that can run here.
+        present: names of those that can run here.
         absent: name -> why it cannot, or that it was not asked for.
     """
 
@@ -35,7 +35,7 @@ class Peers:
         return name in self.present
 
     def sentences(self) -> tuple[str, ...]:
-        """One for each that is absent."""
+        """Returns a sentence for each absent peer."""
         return tuple(f"Not measured: {name} ({why})." for name, why in self.absent.items())
 
 

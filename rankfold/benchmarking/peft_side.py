@@ -1,4 +1,4 @@
-"""The step as transformers and PEFT take it, with the settings that serve them best: plain, with gradient
+"""The step of transformers and PEFT, with their fastest settings: plain, with gradient
 checkpointing, and with Liger's kernels in the model."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ except ImportError as error:
 
 
 class PeftSide:
-    """See `model.Side`.
+    """The training step of transformers and PEFT; see `model.Side`.
 
     With bfloat16 the adapters are fp32 and the forward runs under autocast, as transformers' Trainer does it.
     """
@@ -64,7 +64,7 @@ class PeftSide:
         self.model.train()
 
     def _change_base(self, base: PreTrainedModel) -> None:
-        """Changes the base before the adapters are put in; nothing here."""
+        """Changes the base before the adapters are added; does nothing here."""
 
     def prepare(self) -> None:
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -96,7 +96,7 @@ class PeftSide:
 
 
 class CheckpointingSide(PeftSide):
-    """Each layer keeps its input alone and is computed again in backward."""
+    """PEFT with gradient checkpointing: each layer keeps only its input and is recomputed in backward."""
 
     def _change_base(self, base: PreTrainedModel) -> None:
         with warnings.catch_warnings():
@@ -105,14 +105,14 @@ class CheckpointingSide(PeftSide):
 
 
 _REPLACED = ("LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb")
-"""What Liger replaces in transformers' Llama for the whole process."""
+"""The names that Liger replaces in transformers' Llama for the whole process."""
 
 
 class LigerSide(PeftSide):
     """PEFT with `apply_liger_kernel_to_llama`: norms, SwiGLU, rotary embedding, and head and loss in one.
 
-    It replaces names in transformers' module, where plain PEFT would meet them too. So the module is put back, and what
-    is looked up there at each forward, the rotary embedding, is Liger's only while this side computes.
+    It replaces names in transformers' module, which would affect plain PEFT too. So the module is restored, and the
+    rotary embedding, which is looked up there at each forward, is Liger's only while this side computes.
     """
 
     def _change_base(self, base: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""Section `preprocess`: tokens a second of tokenising records into a store, beside plain loops over the same tokenizer.
+"""Section `preprocess`: speed of tokenising records into a store, beside plain loops over the same tokenizer.
 
 The plain loops parse each line, encode its texts and add the ids to an array file: one record at a time, as a script
 does it and as Megatron's tool does in each worker, and in batches of a thousand.
@@ -55,7 +55,7 @@ def run(options: PreprocessOptions) -> Table:
 
 
 def _grown(source: Path, target: Path, size: int) -> Path:
-    """The records as text only, repeated until there is `size` of them."""
+    """Returns the records as text only, repeated until there is `size` of them."""
     texts = []
     for _, record in read_records(source)[1]:
         values = [value for value in record.values() if isinstance(value, str) and value]
@@ -99,12 +99,12 @@ def _table(options: PreprocessOptions, seconds: dict[str, list[float]], tokens: 
         rows.append((kind, f"{middle:.2f}", f"{tokens[kind] / middle / 1e3:,.0f}", f"{ratio:.2f}"))
     return Table(
         title=f"Tokenising {options.mb} MB of records",
-        columns=("", "seconds", "thousand tokens a second", "over one record at a time"),
+        columns=("", "seconds", "thousand tokens per second", "over one record at a time"),
         rows=tuple(rows),
         findings=(
             f"Stores hold the end token of each record too: {tokens[STORE]:,} tokens beside {tokens[ONE]:,}. Start-up "
-            "of processes and tokenizers is counted. What a store takes longer than a batched loop is its targets, "
-            "lengths, checksums, and files that outlive a kill.",
+            "of processes and tokenizers is counted. A store takes longer than a batched loop for its targets, "
+            "lengths, checksums, and durable files.",
         ),
         machine=describe(torch.device("cpu"), ("tokenizers", "transformers")),
         data={"seconds": seconds, "tokens": tokens},

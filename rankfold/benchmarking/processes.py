@@ -1,4 +1,4 @@
-"""Work in a process of its own, whose allocator, caches and imports have no past. Does not import torch."""
+"""Runs work in a new process, with a fresh allocator, caches and imports. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def in_new_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) 
 def in_new_process_with(
     environment: Mapping[str, str], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """The same, with some variables of the environment set before the function is called."""
+    """Calls a module-level function in a fresh interpreter with additional environment variables."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         max_workers=1, mp_context=context, initializer=_set_environment, initargs=(dict(environment),)
@@ -30,7 +30,7 @@ def in_new_process_with(
 
 
 def caches_in(folder: Path) -> dict[str, str]:
-    """The environment in which Triton and torch.compile keep what they compile in `folder`."""
+    """Returns the environment in which Triton and torch.compile keep what they compile in `folder`."""
     return {name: str(folder / name.lower()) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
 
 

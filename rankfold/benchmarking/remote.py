@@ -1,4 +1,4 @@
-"""A side of the step section in a process of its own, in which it runs as its users run it."""
+"""A side of the step section in its own process, in which it runs as its users run it."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ _CEILING = {"cpu": 2048, "cuda": 8192}
 
 
 class RemoteSide:
-    """Looks like a `model.Side`, but for results that have left the device."""
+    """A `model.Side` in another process, whose results are on the host."""
 
     def __init__(self, name: str, options: ModelOptions) -> None:
         self._worker = Worker(_offer, name, options)
 
     def prepare(self) -> None:
-        """See `model.Side`."""
+        """Prepares the side; see `model.Side`."""
         self._worker.ask("prepare")
 
     def step(self, ids_BS: Tensor) -> tuple[float, float]:
-        """Loss and gradient norm; see `model.Side`."""
+        """Returns loss and gradient norm; see `model.Side`."""
         return self._worker.ask("step", ids_BS.tolist())
 
     def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> float:
-        """See `model.Side`."""
+        """Returns the loss; see `model.Side`."""
         return self._worker.ask("loss", ids_BS.tolist(), dropout)
 
     def attention_kernel(self) -> str:
-        """Which kernel its attention ran."""
+        """Returns the names of its attention kernels."""
         return self._worker.ask("attention")
 
     def engine_kernels(self) -> str:
-        """The engine alone: the sentence that says which backend it took."""
+        """Returns the sentence about the backend that was chosen; for the engine's side only."""
         return self._worker.ask("kernels")
 
     def operations(self, what: str) -> int:
-        """The engine alone: of the floor, or of the square product."""
+        """Returns the operations of the floor, or of the square product; for the engine's side only."""
         return self._worker.ask(f"operations of {what}")
 
     def timed(self, what: str) -> Callable[[], Sample]:
-        """What runs "a step" on the next batch, or (the engine alone) the floor or the square product, once."""
+        """Returns what runs "a step" on the next batch, or (the engine alone) the floor or the square product, once."""
         return partial(self._worker.ask, what)
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class RemoteSide:
 
 
 def _offer(name: str, options: ModelOptions) -> Offer:
-    """What the process of a side can be asked for."""
+    """Returns the functions that the process of a side offers, by name."""
     device = choose_device(options.device)
     kind = find_sides(options, device)[0][name]
     set_up(options, keeps_freed_memory=kind.keeps_freed_memory)

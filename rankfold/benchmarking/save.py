@@ -1,7 +1,7 @@
-"""Section `save`: how long training stands still for a checkpoint, and how much slower it is while one is written.
+"""Section `save`: how long a checkpoint pauses training, and how much slower steps are while one is written.
 
-Three kinds of turns alternate: steps alone, steps after a save that is waited for, and steps after a save that a thread
-writes meanwhile. The pause is the time until the next step may begin. A step beside the writer is compared with a step
+Three kinds of turns alternate: steps alone, steps after a synchronous save, and steps beside a save that a thread
+writes. The pause is the time until the next step may begin. A step beside the writer is compared with a step
 of the same turn when nothing is written.
 """
 
@@ -94,10 +94,10 @@ class _Run:
 
 
 def run(options: SaveOptions) -> Table:
-    """Measures all three.
+    """Measures all three kinds of turns.
 
     Raises:
-        UserError: a device that is not there, or a disk that does not take the checkpoints.
+        UserError: a missing device, or a disk that does not take the checkpoints.
     """
     device = set_up(options)
     kinds = {QUIET: _Figures(), WAITING: _Figures(), BESIDE: _Figures()}
@@ -116,12 +116,12 @@ def run(options: SaveOptions) -> Table:
     return Table(
         title=f"A training checkpoint of {work.num_bytes / 2**20:,.1f} MiB: hidden {options.hidden}, {options.layers} "
         f"layers, rank {options.rank}, {options.rows}x{options.length} tokens, {options.dtype}",
-        columns=("", "training stands still, ms", "until whole and durable, ms", "a step meanwhile, ms"),
+        columns=("", "training paused, ms", "until complete and durable, ms", "a step meanwhile, ms"),
         rows=tuple((name, *map(_shown, (one.pauses, one.written, one.steps))) for name, one in kinds.items()),
         findings=(
             f"The pause waited for over the pause beside: {_ratio(waiting.pauses, beside.pauses)}.",
             f"A step beside the writer over a step with nothing written: {_ratio(beside.steps, quiet.steps)}.",
-            f"{work.kernels[0].upper()}{work.kernels[1:]}. What was written was read back and equals what was there.",
+            f"{work.kernels[0].upper()}{work.kernels[1:]}. It was read back and equals the saved state.",
         ),
         machine=describe(device, ()),
         data={

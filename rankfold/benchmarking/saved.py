@@ -1,4 +1,4 @@
-"""What a forward pass keeps for backward, counted storage by storage; and what it should be by arithmetic.
+"""Bytes that a forward pass keeps for backward, counted storage by storage, and computed from the design.
 
 Legend: h width of the residual stream and of the queries, h_kv of keys (and of values), f of the MLP, r rank.
 """
@@ -21,7 +21,7 @@ _LAYERS = 2
 
 
 def saved_bytes(side: Side, ids_BS: Tensor, own: Iterable[Tensor]) -> int:
-    """Bytes of all storages that the graph of a loss keeps, each counted once, without those of `own`.
+    """Returns the bytes of all storages that the graph of a loss keeps, each counted once, without those of `own`.
 
     Sees what is saved through autograd, which is everything but the closures of non-reentrant checkpointing.
     """
@@ -32,7 +32,7 @@ def saved_bytes(side: Side, ids_BS: Tensor, own: Iterable[Tensor]) -> int:
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in storages:
-            alive.append(tensor)  # an address stands for one storage only while it cannot be given out again
+            alive.append(tensor)  # an address identifies one storage only while it is not reused
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -42,7 +42,7 @@ def saved_bytes(side: Side, ids_BS: Tensor, own: Iterable[Tensor]) -> int:
 
 
 def layer_bytes(kind: SideKind, options: ModelOptions, device: torch.device) -> int:
-    """What one layer more makes a model keep."""
+    """Returns the bytes that a model keeps for one additional layer."""
     counts = []
     for layers in (_LAYERS, _LAYERS + 1):
         sized = replace(options, layers=layers)
@@ -54,7 +54,7 @@ def layer_bytes(kind: SideKind, options: ModelOptions, device: torch.device) -> 
 
 
 def plain_bytes(options: ModelOptions) -> int:
-    """A token's and layer's bytes of a LoRA layer that keeps what each of its ops asks for: 6h + 2h_kv + 3f numbers.
+    """Returns bytes per token and layer where each op of a LoRA layer keeps what it needs: 6h + 2h_kv + 3f numbers.
 
     The inputs of two norms and of four products (norms' outputs, attention's output, SwiGLU's output), queries, keys
     and values, gate and up.
@@ -64,14 +64,15 @@ def plain_bytes(options: ModelOptions) -> int:
 
 
 def designed_bytes(options: ModelOptions, *, bits: bool) -> float:
-    """The same of this engine's design: norms and SwiGLU are recomputed, H and statistics are kept.
+    """Returns bytes per token and layer of this engine's design: norms and SwiGLU are recomputed, H and statistics are
+    kept.
 
     The residual stream twice, q, attention's output, k, v, [gate | up], H of seven adapters; in fp32 two reciprocal
     norms and attention's logarithm of sums; with dropout a mask for each of four inputs.
 
     Args:
         options: sizes.
-        bits: masks are bits; else a byte an element.
+        bits: masks are bits; else a byte per element.
     """
     numbers = 4 * options.hidden + 2 * options.kv_width + 2 * options.intermediate + 7 * options.rank
     statistics = 4 * (2 + options.heads)

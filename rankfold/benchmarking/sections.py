@@ -1,4 +1,4 @@
-"""The sections there are, and the options of those that measure one capability each."""
+"""The sections by name, and the options of those that measure one capability each."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GraphOptions(ModelOptions):
             )
 
     def row_lengths(self) -> tuple[int, ...]:
-        """One a measurement."""
+        """The row lengths, one for each measurement."""
         try:
             return tuple(int(part) for part in self.lengths.split(","))
         except ValueError:
@@ -61,7 +61,7 @@ class PreprocessOptions:
     """Tokenising a file of records into a store beside plain loops over the same tokenizer.
 
     Raises:
-        UserError: a file that is not there.
+        UserError: a missing file.
     """
 
     PEERS: ClassVar[tuple[str, ...]] = ()
@@ -177,7 +177,7 @@ class GenerateOptions(ModelOptions):
             raise UserError(f"--batches is {self.batches!r}: give numbers of at least 1.")
 
     def row_counts(self) -> tuple[int, ...]:
-        """One a measurement."""
+        """The numbers of rows, one for each measurement."""
         try:
             return tuple(int(part) for part in self.batches.split(","))
         except ValueError:

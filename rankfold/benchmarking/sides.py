@@ -1,4 +1,4 @@
-"""Who takes the step: the engine and its peers, by the names that tables show and that `--peers` knows."""
+"""The sides of the step: the engine and its peers, by their names in tables and in `--peers`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PEER_KINDS = {
 
 
 def find_sides(options: ModelOptions, device: torch.device) -> tuple[dict[str, SideKind], Peers]:
-    """The engine and the peers of this section that can run here, by name in tables; and who cannot."""
+    """Returns the engine and the peers of this section that can run here, by name in tables; and those that cannot."""
     peers = find_peers(options.PEERS, chosen_names(options.peers, options.PEERS, "peers"), device)
     engine = SideKind(ENGINE, EngineSide, keeps_freed_memory=True)
     kinds = [engine, *(PEER_KINDS[name] for name in options.PEERS if name in peers)]
@@ -52,7 +52,7 @@ def find_sides(options: ModelOptions, device: torch.device) -> tuple[dict[str, S
 
 
 def set_up(options: ModelOptions, *, keeps_freed_memory: bool = True) -> torch.device:
-    """Threads, allocator and device."""
+    """Sets up threads and allocator, and returns the device."""
     if options.threads:
         torch.set_num_threads(options.threads)
     device = choose_device(options.device)
@@ -62,7 +62,7 @@ def set_up(options: ModelOptions, *, keeps_freed_memory: bool = True) -> torch.d
 
 
 class Alone(NamedTuple):
-    """A side's first steps in a process of its own.
+    """The figures of a side's first steps in its own process.
 
     Args:
         peak: bytes above the loaded model: optimizer, gradients, activations, buffers; None where not measured.

@@ -1,8 +1,8 @@
 """Section `step`: a training step of this engine against transformers + PEFT and against its matrix products alone.
 
-Each side has a process of its own and they take turns, all alive at once where there is room for that. All start from
+Each side has its own process and they take turns, all alive at once where there is room for that. All start from
 equal weights and see the same batches. Before a side is timed, its losses and gradient norms over the first steps must
-agree with the engine's: timing different computations would say nothing.
+agree with the engine's: timing different computations would be meaningless.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["ENGINE", "FLOOR", "PEER", "check", "run"]
 
 _CHECKED_STEPS = 3
 _LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-"""Relative. A bfloat16 number carries 2^-9 = 2e-3 of rounding, and the two sides round in different places."""
+"""Relative limits. A bfloat16 number has a rounding error of 2^-9 = 2e-3, and the sides round in different places."""
 _NORM_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
@@ -39,7 +39,7 @@ Outcomes = list[tuple[float, float | None]]
 
 
 class Checked(Protocol):
-    """What is compared of a side; numbers or 0-dim tensors."""
+    """The compared figures of a side; numbers or 0-dim tensors."""
 
     def step(self, ids_BS: Tensor) -> tuple: ...
 
@@ -50,14 +50,14 @@ def run(options: StepOptions) -> Table:
     """Measures memory, checks that all sides agree, times them.
 
     Raises:
-        UserError: a device that is not there.
+        UserError: a missing device.
         RuntimeError: two sides compute different things.
     """
     device = choose_device(options.device)
     if options.threads:
-        torch.set_num_threads(options.threads)  # what the table says of this machine
+        torch.set_num_threads(options.threads)  # the number in the table
     kinds, peers = find_sides(options, device)
-    _say("memory and first step, each side in a process of its own")
+    _say("memory and first step, each side in its own process")
     alone = {name: steps_alone(name, options) for name in kinds}
     arrangement = arrange({name: found.share for name, found in alone.items()}, options.repeats)
     _say(arrangement.sentence)
@@ -80,7 +80,7 @@ def run(options: StepOptions) -> Table:
 
 
 class _Timed:
-    """What the sides gave so far, block by block. The floor and the square product run in the engine's process."""
+    """The samples of the sides so far, block by block. The floor and the square product run in the engine's process."""
 
     def __init__(self, options: StepOptions) -> None:
         self._options = options
@@ -141,7 +141,7 @@ def check(options: StepOptions, sides: Mapping[str, Checked], batches: list[Tens
 
 
 def first_outcomes(options: StepOptions, side: Checked, batches: list[Tensor]) -> Outcomes:
-    """Loss and gradient norm of a side's first steps.
+    """Returns loss and gradient norm of a side's first steps.
 
     With dropout the sides draw different masks, so it is the loss of the first forward without it, and no norm.
     """
@@ -155,7 +155,7 @@ def compare(options: StepOptions, outcomes: Mapping[str, Outcomes]) -> tuple[str
     """Compares each peer's first outcomes with the engine's, as far as both are there.
 
     Returns:
-        Sentences that say how well they agree.
+        Sentences about how well they agree.
 
     Raises:
         RuntimeError: they do not.
@@ -172,7 +172,7 @@ def compare(options: StepOptions, outcomes: Mapping[str, Outcomes]) -> tuple[str
 
 
 def _agreement(options: StepOptions, name: str, loss: float, norm: float | None) -> str:
-    """The sentence; `norm` None where gradients could not be compared.
+    """Returns the sentence about an agreement; `norm` is None where gradients could not be compared.
 
     Raises:
         RuntimeError: an error is above its limit.

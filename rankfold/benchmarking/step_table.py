@@ -1,4 +1,4 @@
-"""The table of section `step`, from what was measured."""
+"""The table of section `step`, from its measurements."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMeasurement:
-    """Everything that the table is made of.
+    """The measurements that the table shows.
 
     Args:
-        samples: of each side, of the floor and of the square product, one a turn.
+        samples: of each side, of the floor and of the square product, one per turn.
         memory: bytes above the loaded model; None where not measured.
         first_seconds: of each side's first step.
         attention: kernel that each side's attention ran.
@@ -58,7 +58,7 @@ class StepMeasurement:
 
 
 def step_table(options: StepOptions, device: torch.device, measured: StepMeasurement) -> Table:
-    """One row a side, the floor and the square product last."""
+    """Returns a table with a row per side, the floor and the square product last."""
     size = f"hidden {options.hidden}, {options.layers} layers, {options.heads}/{options.kv_heads} heads"
     clock = measured.seconds
     return Table(
@@ -129,10 +129,10 @@ def _findings(options: StepOptions, device: torch.device, measured: StepMeasurem
     rate = measured.floor_operations / summarise(clock[FLOOR]).median
     findings.append(
         f"The floor is {measured.floor_operations / 1e9:.1f} GFLOP of frozen products, forward and input gradient, at "
-        f"{rate / 1e9:,.0f} GFLOP/s; attention, adapters and all the rest come on top."
+        f"{rate / 1e9:,.0f} GFLOP/s; attention, adapters and everything else come on top."
     )
     findings.append(
-        f"A step is {step_operations(options) / 1e9:,.1f} GFLOP (4 a weight and token, 6 L s h a token for causal "
+        f"A step is {step_operations(options) / 1e9:,.1f} GFLOP (4 per weight and token, 6 L s h per token for causal "
         "attention); the ceiling is the square product, timed in the same turns."
     )
     findings.append(f"The engine's {measured.engine_kernels}.")

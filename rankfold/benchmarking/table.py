@@ -1,4 +1,4 @@
-"""A section's result: tables, sentences about them, and everything that was measured."""
+"""The result of a section: tables, sentences about them, and all measurements."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from engine.telemetry.format import format_columns
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """One table. A section that needs no more returns it; one that does returns a `Report`.
+    """One table, the result of most sections; others return a `Report`.
 
     Args:
         title: of the table.
         columns: headings; the first column names the row.
-        rows: cells as they are to be read, one row each.
+        rows: formatted cells, one row each.
         findings: sentences below the table: ratios, what was checked, what was not measured and why.
-        machine: where and with what it was measured; empty inside a report, which says it once.
+        machine: where and with what it was measured; empty inside a report, which has it once.
         data: settings and raw samples, for the JSON file.
     """
 
@@ -33,14 +33,14 @@ class Table:
         assert all(len(row) == len(self.columns) for row in self.rows), (self.columns, self.rows)
 
     def text(self) -> str:
-        """The text for a terminal: aligned columns, names left, figures right."""
+        """Returns the text for a terminal: aligned columns, names left, figures right."""
         aligned = [line.rstrip() for line in format_columns((self.columns, *self.rows))]
         rule = "-" * max(len(line) for line in aligned)
         head = (self.title, _in_line(self.machine)) if self.machine else (self.title,)
         return "\n".join((*head, "", aligned[0], rule, *aligned[1:], "", *self.findings))
 
     def markdown(self, command: str) -> str:
-        """The same as a Markdown section."""
+        """Returns a Markdown section."""
         parts = [f"### {self.title}", f"`{command}`", _in_list(self.machine), self._grid(), _sentences(self.findings)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -50,12 +50,12 @@ class Table:
         return "\n".join([head, rule, *("| " + " | ".join(row) + " |" for row in self.rows)])
 
     def inner_markdown(self) -> str:
-        """The table as a part of a report's Markdown section."""
+        """Returns the table as a part of a report's Markdown section."""
         parts = [f"#### {self.title}", self._grid(), _sentences(self.findings)]
         return "\n\n".join(part for part in parts if part)
 
     def record(self) -> dict[str, Any]:
-        """The table for JSON, without machine and command."""
+        """Returns the table for JSON, without machine and command."""
         return {
             "title": self.title,
             "columns": self.columns,
@@ -65,7 +65,7 @@ class Table:
         }
 
     def json(self, command: str) -> str:
-        """Everything, for programs."""
+        """Returns all data, for programs."""
         return json.dumps({"command": command, "machine": self.machine, **self.record()}, indent=2) + "\n"
 
 
@@ -87,20 +87,23 @@ class Report:
     data: dict[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
-        """The text for a terminal."""
+        """Returns the text for a terminal."""
         return "\n\n".join(
-            (f"{self.title}\n{_in_line(self.machine)}", *(table.text().rstrip() for table in self.tables),
-             "\n".join(self.findings))
-        )  # fmt: skip
+            (
+                f"{self.title}\n{_in_line(self.machine)}",
+                *(table.text().rstrip() for table in self.tables),
+                "\n".join(self.findings),
+            )
+        )
 
     def markdown(self, command: str) -> str:
-        """The same as a Markdown section with one subsection a table."""
+        """Returns a Markdown section with one subsection a table."""
         tables = [table.inner_markdown() for table in self.tables]
         parts = [f"### {self.title}", f"`{command}`", _in_list(self.machine), _sentences(self.findings), *tables]
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def json(self, command: str) -> str:
-        """Everything, for programs."""
+        """Returns all data, for programs."""
         record = {
             "title": self.title,
             "command": command,

@@ -1,7 +1,7 @@
-"""Timing of several contestants in turn, so that what disturbs the machine disturbs all of them alike.
+"""Times several contestants in turn, so that disturbances of the machine affect all of them alike.
 
-Figures are medians; a comparison is the median of the ratios within each turn, which a slow spell of the machine leaves
-as it is.
+Figures are medians; a comparison is the median of the ratios within each turn, which a slow phase of the machine does
+not change.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Work = Callable[[], object]
 
 
 class Sample(NamedTuple):
-    """One run.
+    """The times of one run.
 
     Args:
         seconds: by the clock (on a GPU, between events on its stream).
-        cpu_seconds: of all threads of this process; 0 on a GPU, where they say nothing.
+        cpu_seconds: of all threads of this process; 0 on a GPU, where they mean nothing.
     """
 
     seconds: float
@@ -55,7 +55,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def measure(work: Work, device: torch.device, before: Work | None = None) -> Sample:
-    """One run of `work`, with nothing else running.
+    """Times one run of `work`, with nothing else running.
 
     Args:
         work: what is measured.
@@ -89,8 +89,8 @@ def interleave(
     turn: Callable[[int], None],
     before: Mapping[str, Work] | None = None,
 ) -> dict[str, list[Sample]]:
-    """Runs all contestants once per turn, each turn in another order: what one leaves in the caches and in the
-    allocator is not always met by the same one.
+    """Runs all contestants once per turn, each turn in another order, so that the caches and allocator that
+    one leaves do not always affect the same other one.
 
     Args:
         contestants: name -> what to run.
@@ -101,7 +101,7 @@ def interleave(
         before: name -> what to run before each of its runs, not measured; see `measure`.
 
     Returns:
-        name -> one sample a turn.
+        name -> one sample per turn.
     """
     runs = {name: partial(measure, work, device, (before or {}).get(name)) for name, work in contestants.items()}
     return take_turns(runs, repeats=repeats, warmup=warmup, turn=turn)
@@ -110,7 +110,7 @@ def interleave(
 def take_turns(
     runs: Mapping[str, Callable[[], Sample]], *, repeats: int, warmup: int, turn: Callable[[int], None]
 ) -> dict[str, list[Sample]]:
-    """As `interleave`, for contestants that measure themselves.
+    """Does what `interleave` does, for contestants that measure themselves.
 
     Args:
         runs: name -> one measured run.

@@ -1,4 +1,4 @@
-"""Contestants in processes of their own, which take turns.
+"""Runs contestants in their own processes, which take turns.
 
 What one side does to its process (allocator settings, threads left behind, caches) does not reach the other: each runs
 as its users run it. While one works the others wait for a message and use no processor.
@@ -13,14 +13,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Offer = Mapping[str, Callable[..., Any]]
-"""What a process can be asked for, by name."""
+"""The functions that a process offers, by name."""
 
 
 class Worker:
-    """A process that builds its contestants once and then does as it is told.
+    """A process that builds its contestants once and then runs them on request.
 
     Args:
-        build: module-level function that gives what can be asked for; called in the process.
+        build: module-level function that returns the functions on offer; called in the process.
         args: of `build`.
     """
 
@@ -62,6 +62,6 @@ def _serve(connection: Connection, build: Callable[..., Offer], args: Sequence[o
         try:
             offer = build(*args) if offer is None else offer
             reply = True, offer[name](*given)
-        except BaseException:  # whatever it is, it belongs to who asked
+        except BaseException:  # whatever it is, it is raised in the parent
             reply = False, traceback.format_exc()
         connection.send(reply)

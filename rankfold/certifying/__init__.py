@@ -1,1 +1,1 @@
-"""Whether two layouts compute the same: `rankfold plan certify`."""
+"""Certifies that two layouts compute the same: `rankfold plan certify`."""

@@ -1,10 +1,10 @@
-"""What one layout computes in a few steps, written down piece by piece, so that another layout can be compared with it.
+"""Records what one layout computes in a few steps, piece by piece, for comparison with another layout.
 
-`record_run` is one rank's side: it trains and writes the pieces it holds, whoever else holds them too. `Recording` is
-the other side, in one process without ranks: it makes whole tensors of all ranks' pieces, and looks whether ranks that
-should hold the same numbers do. No tolerance is known here.
+`record_run` is one rank's side: it trains and writes the pieces it holds, replicated or not. `Recording` is the other
+side, in one process without ranks: it assembles whole tensors from all ranks' pieces, and checks whether ranks that
+should hold the same numbers do. Tolerances are not its concern.
 
-The run is the configured one, from its base, but for what would prove nothing or hide it in rounding: see
+The run is the configured one, from its base, except for what would prove nothing or hide differences in rounding: see
 `certificate_config`, and factors of adapters that start at zero, which are drawn, because the gradient of the other
 factor would vanish.
 """
@@ -40,16 +40,18 @@ LOSS, NORM = "loss", "gradient norm"
 """Figures of each step: mean loss over the target tokens of the global batch; norm of the gradient before clipping."""
 MAX_LR = 2e-4
 DRAWN_STD = 0.02
-"""Standard deviation of factors that would be zero: an adapter's output is then below the base's, but not lost."""
+"""Standard deviation of factors that would be zero: adapters' outputs are then smaller than the base's, but not
+lost.
+"""
 
 
 def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_steps: int) -> None:
-    """Trains `num_steps` steps on this rank and writes what it saw. Collective.
+    """Trains `num_steps` steps on this rank and records gradients and parameters. Collective.
 
     Args:
         config: of the run, in the layout that `launch` has the ranks for.
         launch: this rank.
-        log: says which step is done.
+        log: reports each finished step.
         folder: gets this rank's files; a `Recording` reads them.
         num_steps: optimizer steps, 1 or more.
 
@@ -74,7 +76,7 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
     starts = loader.order.starts(0, num_steps)
     for step, (start, batches) in enumerate(zip(starts, loader.stream(0, num_steps), strict=True), 1):
         targets = loader.target_count(start)
-        # the phases of engine.training.step, taken apart to look at the gradient between them
+        # the phases of engine.training.step, separated to read the gradient between them
         losses.append(float(training.step.gradients(batches, targets)))
         _write_pieces(_pieces_file(folder, launch.rank, GRADIENT, step), flat.gradient_shards())
         norms.append(float(optimizer.step(config.optim.lr)))
@@ -86,7 +88,7 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
 
 
 def _know_references(config: RunConfig, training: Training, dataset: TokenDataset, log: Log) -> None:
-    """What an objective compares with where that is the model as it starts: before factors are drawn."""
+    """Computes the reference of an objective that compares with the initial model, before factors are drawn."""
     if not (config.objective.has_reference and config.objective.reference == "initial"):
         return
     for name, one in (("training", dataset), ("mismatched", dataset.mismatched)):
@@ -95,18 +97,18 @@ def _know_references(config: RunConfig, training: Training, dataset: TokenDatase
 
 
 def draws_factors(config: RunConfig) -> bool:
-    """Whether the run has adapters that start with a factor of zeros, which a certificate draws."""
+    """Returns whether the run has adapters that start with a factor of zeros, which a certificate draws."""
     return config.lora.rank > 0 and config.lora.init_from is None
 
 
 def certificate_config(config: RunConfig, num_trained: int) -> RunConfig:
-    """The run that is certified.
+    """Returns the configuration of the run that is certified.
 
     Its learning rate is constant from the first step on, at most MAX_LR: a higher one lets rounding grow from step to
     step. Adam's eps is at least a hundredth of an element's size where the gradient's norm is 1. Adam divides each
-    element by its own size, so that without this the rounding of one that should be zero decides the sign of a whole
-    step; with it, rounding of 1e-6 of an element's usual size moves none by more than 1e-4 of a step. Validation data
-    is not read, and no CUDA graph is recorded: nobody could look at a gradient in the middle of a replayed step.
+    element by its own size, so without this the rounding of an element that should be zero would decide the sign of a
+    whole step; with it, rounding of 1e-6 of an element's usual size moves none by more than 1e-4 of a step. Validation
+    data is not read, and no CUDA graph is captured: gradients cannot be read in the middle of a replayed step.
 
     Args:
         config: of the run.
@@ -145,7 +147,7 @@ def _figures_file(folder: Path, rank: int) -> Path:
 
 
 def _write_pieces(path: Path, shards: list[NamedShard]) -> None:
-    """One tensor per box of each shard; the header says which box it is. Padding is left out."""
+    """Writes one tensor per box of each shard, without padding; the header says which box it is."""
     tensors: dict[str, Tensor] = {}
     places: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {}
     for name, tensor, spec in shards:
@@ -164,7 +166,7 @@ class Difference(NamedTuple):
 
     Args:
         first, second: the ranks.
-        relative: norm of the difference over the norm of what the first one holds; infinite or NaN where that is.
+        relative: norm of the difference over the norm of the first one's tensor; infinite or NaN where that is.
     """
 
     first: int
@@ -173,13 +175,13 @@ class Difference(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A tensor put together.
+    """A tensor assembled from the ranks' pieces.
 
     Args:
         tensor: fp32, global shape; NaN where no rank holds a part.
         is_complete: whether the ranks' pieces cover all of it.
-        copies: pieces of which another rank holds something too, each counted once a further rank.
-        differences: copies that do not have the bits of those before them.
+        copies: pieces that other ranks hold too, in whole or in part, counted once per further rank.
+        differences: copies whose bits differ from those before them.
     """
 
     tensor: Tensor
@@ -197,10 +199,10 @@ class _Piece(NamedTuple):
 
 
 class Recording:
-    """What the ranks of one layout wrote.
+    """The recording of one layout: the files of its ranks.
 
     Args:
-        folder: they wrote into.
+        folder: of the files.
         num_ranks: of them.
     """
 
@@ -211,7 +213,7 @@ class Recording:
         self._held: dict[str, list[_Piece]] = {}
 
     def figures(self, name: str) -> list[list[float]]:
-        """LOSS or NORM: of each step, what each rank said."""
+        """Returns LOSS or NORM of each step, as each rank recorded it."""
         ranks = [
             json.loads(_figures_file(self._folder, rank).read_text(encoding="utf-8"))[name]
             for rank in range(self._num_ranks)
@@ -219,12 +221,12 @@ class Recording:
         return [list(step) for step in zip(*ranks, strict=True)]
 
     def names(self, kind: str, step: int) -> set[str]:
-        """Tensors of which some rank holds a part; see `whole`."""
+        """Returns the tensors of which some rank holds a part; see `whole`."""
         self._open(kind, step)
         return set(self._held)
 
     def whole(self, kind: str, step: int, name: str, shape: tuple[int, ...]) -> Whole:
-        """A tensor from all ranks' pieces.
+        """Assembles a tensor from all ranks' pieces.
 
         Args:
             kind: GRADIENT or PARAMETER.
@@ -249,7 +251,7 @@ class Recording:
         return Whole(tensor, bool((holder >= 0).all()), copies, tuple(differences))
 
     def _open(self, kind: str, step: int) -> None:
-        """Maps the ranks' files of this moment; those of the moment before are let go."""
+        """Maps the ranks' files of this moment; those of the previous moment are closed."""
         if self._opened == (kind, step):
             return
         self._opened, self._held = (kind, step), {}
@@ -263,7 +265,7 @@ class Recording:
 
 
 def relative_deviation(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of `expected`, in fp64.
+    """Returns the norm of the difference over the norm of `expected`, in fp64.
 
     0 where both are zero, infinite where only `expected` is, NaN where a number of either is not finite.
     """

@@ -1,15 +1,15 @@
-"""Trains a few steps under two layouts and says whether they compute the same.
+"""Trains a few steps under two layouts and reports whether they compute the same.
 
 Compares a run's own layout with others: the loss, each gradient after its reduction and before clipping, and each
 trained parameter, put together from all ranks' pieces under their logical names; and copies of one tensor on several
-ranks with each other. Says how far they are apart, and which tensor is the first beyond the limit, in the order of the
+ranks with each other. Reports how far they deviate, and which tensor is the first beyond the limit, in the order of the
 forward pass at the first step at which there is one. Ends with status 0 when all is within the limit, 1 when not.
 
 The command starts the ranks itself: on GPUs where there is one for each, else on the CPU. The run starts from the
 base, whatever checkpoints there are; its learning rate is constant, at most 2e-4, and Adam's eps is raised, so that
 rounding does not grow from step to step. Factors of fresh adapters that start at zero are drawn, because the gradient
-of the other factor would vanish. CUDA graphs are left out. Each rank's gradients and fp32 masters lie in the temporary
-folder until the command ends. bfloat16 hides small faults in its rounding: --dtype float32 shows them.
+of the other factor would vanish. CUDA graphs are switched off. Each rank's gradients and fp32 masters are in the
+temporary folder until the command ends. bfloat16 hides small faults in its rounding: --dtype float32 shows them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ keys, which are small differences of large numbers. For comparison: one product 
 gradient that lacked the sum over two ranks was off by 0.8."""
 
 STANDS_FOR: dict[str, str] = {}
-"""Its errors speak of the configuration that it reads."""
+"""The command's errors name the configuration that it reads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CertifyOptions:
-    """What is asked; see `add_arguments`.
+    """The options of this command; see `add_arguments`.
 
     Raises:
         UserError: a number out of its range, or a file that cannot be written.
@@ -66,14 +66,14 @@ class CertifyOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this command."""
+    """Adds the options of this command."""
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run, as for training")
     parser.add_argument(
         "--against",
         action="append",
         default=[],
         metavar="KEY=VALUE,..",
-        help="the other layout: what it has different from the run's, a key being section.option, an option of "
+        help="the other layout: its differences from the run's, a key being section.option, an option of "
         "parallel, or data for the number of data-parallel copies; may be given several times (default: one process)",
     )
     parser.add_argument(
@@ -111,7 +111,7 @@ def certify(options: CertifyOptions, worker: Path | None = None) -> Certificate:
     """Runs the layouts one after the other and compares them.
 
     Args:
-        options: what is asked.
+        options: of the command.
         worker: what each rank runs, instead of certify_worker.py.
 
     Raises:

@@ -1,4 +1,6 @@
-"""Compares what layouts recorded: whole tensors by name, figures by step, copies with each other. Prints nothing."""
+"""Compares the recordings of layouts: whole tensors by name, figures by step, copies with each other. Prints
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,21 @@ from rankfold.certifying.layouts import Layout
 
 
 class Recorded(NamedTuple):
-    """A layout and what its ranks wrote."""
+    """A layout and its recording."""
 
     layout: Layout
     recording: Recording
 
 
 class Deviation(NamedTuple):
-    """How far a quantity of the run's layout is from that of the other.
+    """The deviation of a quantity of the run's layout from that of the other.
 
     Args:
         kind: GRADIENT, PARAMETER, LOSS or NORM.
         name: of the tensor; empty for figures.
         step: from 1; a parameter at step 0 is one before the first step.
         relative: difference over the size of the other's, by L2 norms; NaN where a part is missing or not finite.
-        note: what else there is to say.
+        note: a further remark.
     """
 
     kind: str
@@ -50,7 +52,7 @@ class Copies(NamedTuple):
     """A tensor of which ranks of one layout hold different copies.
 
     Args:
-        kind, name, step: as of a `Deviation`.
+        kind, name, step: as for a `Deviation`.
         ranks: two of them.
         relative: how far they are apart.
     """
@@ -64,7 +66,7 @@ class Copies(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Replicas:
-    """Copies within one layout: how many were looked at, over all moments, and those that differ."""
+    """Copies within one layout: how many were compared, over all moments, and those that differ."""
 
     layout: Layout
     looked_at: int = 0
@@ -97,7 +99,7 @@ class Comparison:
     nonzero: set[str] = field(default_factory=set)
 
     def beyond(self, deviation: Deviation) -> bool:
-        """Whether it counts; NaN does."""
+        """Returns whether a deviation is beyond the limit; NaN is."""
         return not deviation.relative <= self.limit
 
     @property
@@ -128,13 +130,13 @@ class Comparison:
 def compare(
     own: Recorded, others: Sequence[Recorded], trained: Mapping[str, tuple[int, ...]], *, steps: int, limit: float
 ) -> list[Comparison]:
-    """Everything that was recorded, one tensor in memory at a time.
+    """Compares everything that was recorded, with one tensor in memory at a time.
 
     Args:
         own: the run's layout.
-        others: what it is compared with; one result each.
+        others: the layouts to compare with; one result each.
         trained: names and global shapes of what is trained, in forward order.
-        steps: that were taken.
+        steps: number of steps taken.
         limit: of relative deviations.
     """
     everybody = (own, *others)

@@ -1,4 +1,4 @@
-"""The layouts that are compared: from a run file and `--against` to configurations, numbers of ranks and names."""
+"""The layouts to compare: turns a run file and `--against` into configurations, numbers of ranks and names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.errors import UserError
 from engine.training.start_model import check_model, model_source
 
 _COMMA = re.compile(r",(?![^\[]*\])")
-"""Not one inside a list."""
+"""A comma, but not inside a list."""
 _SIZES = ("tensor", "pipeline", "context")
 _SHOWN_APART = (*(f"parallel.{name}" for name in (*_SIZES, "sequence")), "data")
 
@@ -27,8 +27,8 @@ class Layout:
     Args:
         config: of the run.
         data: data-parallel copies of the model.
-        label: what the report calls it.
-        source: what asked for it, as the user wrote it.
+        label: its name in the report.
+        source: the option that asked for it, as the user wrote it.
     """
 
     config: RunConfig
@@ -41,11 +41,11 @@ class Layout:
         return self.config.parallel.model_parallel_size * self.data
 
     def sizes(self) -> dict[str, object]:
-        """The whole layout, for programs."""
+        """Returns the whole layout, for programs."""
         return {"label": self.label, "ranks": self.num_ranks, "data": self.data, **asdict(self.config.parallel)}
 
     def trained_tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Logical names of what is trained and their global shapes, in forward order; needs no ranks.
+        """Returns the logical names and global shapes of what is trained, in forward order; needs no ranks.
 
         Raises:
             UserError: the model, the batch or the ranks do not fit the layout.
@@ -60,12 +60,12 @@ class Layout:
 
 
 def own_layout(path: Path, data: int, dtype: str | None = None) -> Layout:
-    """The layout of a run file.
+    """Returns the layout of a run file.
 
     Args:
         path: the run file.
         data: data-parallel copies of the model.
-        dtype: takes the place of model.dtype; None leaves it.
+        dtype: replaces model.dtype; None leaves it.
 
     Raises:
         UserError: the file is no sound configuration.
@@ -75,19 +75,19 @@ def own_layout(path: Path, data: int, dtype: str | None = None) -> Layout:
 
 
 def one_process(layout: Layout) -> Layout:
-    """The same run on one process."""
+    """Returns the same run on one process."""
     config = replace(layout.config, parallel=ParallelOptions())
     return Layout(config=config, data=1, label=_label(config, 1, {}), source="one process")
 
 
 def other_layout(path: Path, data: int, text: str, dtype: str | None = None) -> Layout:
-    """The layout of a run file with overrides.
+    """Returns the layout of a run file with overrides.
 
     Args:
         path: the run file.
         data: data-parallel copies, unless the overrides say otherwise.
         text: `key=value,..`, a key being section.option, an option of `parallel`, or `data` for the copies.
-        dtype: takes the place of model.dtype, unless the overrides say otherwise; None leaves it.
+        dtype: replaces model.dtype, unless the overrides say otherwise; None leaves it.
 
     Raises:
         UserError: an override that is not one, or a value that does not fit.
@@ -106,7 +106,7 @@ def other_layout(path: Path, data: int, text: str, dtype: str | None = None) -> 
 
 
 def check_comparable(own: Layout, others: Sequence[Layout]) -> dict[str, tuple[int, ...]]:
-    """What all of them train, by name in forward order.
+    """Returns the tensors that all layouts train, by name in forward order.
 
     Raises:
         UserError: a layout does not fit the run, is the run's own, trains other tensors, or computes in float16.
@@ -139,7 +139,7 @@ def _dtype(dtype: str | None) -> list[str]:
 
 
 def _changes(text: str, source: str) -> dict[str, str]:
-    """Full option name, or "data" -> value."""
+    """Parses overrides: full option name, or "data" -> value."""
     changes: dict[str, str] = {}
     for item in _COMMA.split(text):
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -156,7 +156,7 @@ def _changes(text: str, source: str) -> dict[str, str]:
 
 
 def _label(config: RunConfig, data: int, changes: dict[str, str]) -> str:
-    """Such as "tensor 2, pipeline 2" and what else was changed."""
+    """Returns a label such as "tensor 2, pipeline 2", with other changes."""
     parallel = config.parallel
     counts = {name: getattr(parallel, name) for name in _SIZES} | {"data": data}
     parts = [f"{name} {count}" for name, count in counts.items() if count > 1]

@@ -1,4 +1,4 @@
-"""Runs a layout on processes of its own: GPUs where there are enough of them, else CPU ranks that talk by Gloo."""
+"""Runs a layout on its own processes: on GPUs where there are enough of them, else on CPU ranks with Gloo."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ WORKER = Path(__file__).with_name("certify_worker.py")
 
 
 def choose_device(num_ranks: int) -> str:
-    """ "cuda" where every rank of the largest layout gets a GPU of its own, else "cpu"."""
+    """Returns "cuda" where every rank of the largest layout gets its own GPU, else "cpu"."""
     return "cuda" if torch.cuda.device_count() >= num_ranks else "cpu"
 
 
 def run_layout(
     layout: Layout, folder: Path, *, steps: int, device: str, say: Callable[[str], None], worker: Path = WORKER
 ) -> Recording:
-    """Trains and records.
+    """Starts the ranks of a layout, which train and record.
 
     Args:
-        layout: which.
+        layout: the layout.
         folder: an empty one for what the ranks write.
         steps: to take.
         device: "cuda" or "cpu", the same for all layouts of a comparison.
-        say: gets each line that rank 0 prints.
+        say: called with each line that rank 0 prints.
         worker: what each rank runs.
 
     Raises:
@@ -60,7 +60,7 @@ def run_layout(
                 say(f"[{layout.label}] {line.rstrip()}")
             status = process.wait()
         finally:
-            # whoever leaves early, by Ctrl-C or a closed pipe, takes the ranks along; torchrun ends its own
+            # leaving early, by Ctrl-C or a closed pipe, ends the ranks too; torchrun ends its own
             if process.poll() is None:
                 process.terminate()
                 process.wait()
@@ -77,18 +77,18 @@ def _launcher(num_ranks: int) -> list[str]:
 
 def _environment(num_ranks: int, device: str) -> dict[str, str]:
     environment = dict(os.environ)
-    # without it torchrun takes one thread a rank, and says so
+    # without it torchrun uses one thread per rank, and prints a warning
     environment.setdefault("OMP_NUM_THREADS", str(max(1, available_processors() // num_ranks)))
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     else:
-        # cuBLAS gives the same bits each time only with a workspace of its own for each stream
+        # cuBLAS is deterministic only with a separate workspace for each stream
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return environment
 
 
 def _fail(layout: Layout, folder: Path, complaints: str, status: int) -> None:
-    """Says why: one sentence where a rank refused, else all that they printed."""
+    """Raises the reason: one sentence where a rank refused, else everything that they printed."""
     sentences = [path.read_text(encoding="utf-8") for path in sorted(folder.glob(REFUSED.format("*")))]
     # a rank that was ended while it wrote leaves an empty file
     if said := next(filter(None, sentences), None):

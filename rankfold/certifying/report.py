@@ -1,4 +1,4 @@
-"""What is reported of a comparison of layouts: a table, one verdict each, and everything for programs."""
+"""The report on a comparison of layouts: a table, a verdict each, and everything for programs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rankfold.certifying.compare import Comparison, Copies, Deviation, Replicas
 from rankfold.certifying.layouts import Layout
 
 _SHOWN = 3
-"""Worst tensors in the table."""
+"""Maximum number of worst tensors in the table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """The result.
+    """The certificate: the result of the comparisons.
 
     Args:
         layout: the run's.
-        steps: that were taken.
+        steps: number of steps taken.
         limit: of relative deviations.
         device: "cuda" or "cpu".
         trained: what is trained, in forward order.
@@ -49,7 +49,7 @@ class Certificate:
         return all(comparison.certified for comparison in self.comparisons)
 
     def text(self) -> str:
-        """The text for a terminal."""
+        """Returns the text for a terminal."""
         rows = [("against", "quantity", "deviation", "step")]
         for comparison in self.comparisons:
             rows += _rows(comparison)
@@ -59,11 +59,11 @@ class Certificate:
         return "\n\n".join(filter(None, blocks))
 
     def verdicts(self) -> list[str]:
-        """One sentence for each comparison."""
+        """Returns one sentence for each comparison."""
         return [_verdict(self.layout, comparison) for comparison in self.comparisons]
 
     def record(self) -> dict[str, Any]:
-        """The record for programs; deviations that are no finite number are text."""
+        """Returns the record for programs; deviations that are no finite number are text."""
         return {
             "certified": self.certified,
             "steps": self.steps,
@@ -137,13 +137,13 @@ def _rows(comparison: Comparison) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _worst(comparison: Comparison, kind: str) -> list[Deviation]:
-    """Tensors to show: some of those that deviate at all, or one that does not."""
+    """Returns the tensors to show: some of those that deviate at all, or one that does not."""
     tensors = comparison.worst_of(kind)
     return [item for item in tensors[:_SHOWN] if item.relative] or tensors[:1]
 
 
 def _copies(replicas: Replicas) -> str:
-    """The cell of the table."""
+    """Returns the cell of the table."""
     if not replicas.looked_at:
         return "none"
     if not replicas.differing:
@@ -167,7 +167,7 @@ def _verdict(own: Layout, comparison: Comparison) -> str:
 
 
 def _reasons(comparison: Comparison) -> Iterator[str]:
-    """Why not: the first tensor, or else the first figure, and copies that differ."""
+    """Yields the reasons against: the first tensor, or else the first figure, and copies that differ."""
     first = comparison.first
     if first is not None:
         alike = [item for item in comparison.tensors if (item.kind, item.step) == (first.kind, first.step)]
@@ -204,14 +204,14 @@ def _at(step: int) -> str:
 
 
 def _size(relative: float) -> str:
-    """Such as 3.1e-07."""
+    """Returns a deviation such as 3.1e-07."""
     if not math.isfinite(relative):
         return "not finite"
     return f"{relative:.1e}" if relative else "0"
 
 
 def _within(relative: float) -> str:
-    """Such as "within 4e-07": one digit, rounded up, so that it is true."""
+    """Returns a bound such as "within 4e-07": one digit, rounded up, so that it is true."""
     if relative == 0:
         return "equal"
     unit = 10.0 ** math.floor(math.log10(relative))
@@ -223,11 +223,11 @@ def _plain(item: Deviation) -> dict[str, Any]:
 
 
 def _number(relative: float) -> float | str:
-    """JSON has no infinity and no NaN."""
+    """Returns a number for JSON, with infinity and NaN as text."""
     return relative if math.isfinite(relative) else str(relative)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned columns: words left, the last two right."""
+    """Returns aligned columns: words left, the last two right."""
     lines = [line.rstrip() for line in format_columns(rows, names=len(rows[0]) - 2)]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

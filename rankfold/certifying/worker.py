@@ -1,4 +1,4 @@
-"""One rank of a layout that is being certified: rankfold/certifying/ranks.py starts it, nobody else.
+"""One rank of a layout that is being certified, started by rankfold/certifying/ranks.py alone.
 
 It reads the configuration from the folder that is its only argument, and writes what it computed into it.
 """
@@ -18,7 +18,7 @@ from rankfold.certifying.certificate import record_run
 
 RECIPE = "recipe.json"
 REFUSED = "refused_{}.txt"
-"""Where a rank leaves the sentence of a UserError, for its starter to print."""
+"""The file in which a rank leaves the sentence of a UserError, for its starter to print."""
 
 
 def main(folder: Path) -> None:
@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
     recipe = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
     launch = start()
     try:
-        # what rank 0 says on stdout is shown, with the layout in front; stderr is kept for the case of a failure
+        # rank 0's stdout is shown, with the layout as prefix; stderr is kept for failures
         record_run(from_yaml(recipe["config"]), launch, Log(launch.rank, sys.stdout), folder, recipe["steps"])
     except UserError as error:
         (folder / REFUSED.format(launch.rank)).write_text(str(error), encoding="utf-8")

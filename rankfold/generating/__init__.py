@@ -1,1 +1,1 @@
-"""What rankfold generate is made of."""
+"""The parts of `rankfold generate`."""

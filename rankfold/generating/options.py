@@ -19,11 +19,11 @@ STANDS_FOR = {
     "parallel.pipeline": "--pipeline", "lora.init_from": "--adapter", "--base": "--model",
     "data.chat_template": "--chat-template",
 }  # fmt: skip
-"""What a run, or `rankfold convert`, calls it -> the flag; see `engine.config.command_line`."""
+"""Option of a run, or of rankfold convert -> the flag; see `engine.config.command_line`."""
 
 
 def build_parser(description: str | None) -> CommandLine:
-    """All options."""
+    """Returns the parser with all options."""
     parser = CommandLine(description=description, stands_for=STANDS_FOR)
     model = parser.add_argument_group("model")
     model.add_argument("--model", type=Path, help="Hugging Face folder, or a partitioned base")
@@ -36,7 +36,7 @@ def build_parser(description: str | None) -> CommandLine:
     model.add_argument("--base-dtype", choices=BASE_DTYPES, help="store the linears of the layers in fewer bits")
     model.add_argument("--kernels", choices=KERNELS, default="auto", help="of the ops")
     layout = parser.add_argument_group("layout, under torchrun")
-    layout.add_argument("--tensor", type=int, help="ranks that share each layer (default: all that are left)")
+    layout.add_argument("--tensor", type=int, help="ranks that share each layer (default: all remaining)")
     layout.add_argument("--pipeline", type=int, default=1, help="ranks that hold the layers one after the other")
     _add_prompts(parser)
     _add_choice(parser)
@@ -45,12 +45,12 @@ def build_parser(description: str | None) -> CommandLine:
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    prompts = parser.add_argument_group("prompts; without any, they are asked for one by one")
+    prompts = parser.add_argument_group("prompts; without any, they are read at the terminal")
     prompts.add_argument("--prompt", action="append", help="a text; may be given several times")
     prompts.add_argument("--prompts", type=Path, help='JSONL file of {"prompt": ...} or {"messages": [...]}')
     prompts.add_argument("--out", type=Path, help="JSONL file for the answers to --prompts (default: stdout)")
     prompts.add_argument("--ids", action="store_true", help="token ids in the answers too")
-    prompts.add_argument("--chat", action="store_true", help="a text is what a user says, in the chat template")
+    prompts.add_argument("--chat", action="store_true", help="a text is a user's message, in the chat template")
     prompts.add_argument(
         "--chat-template", type=path_text, metavar="T", help="name or file, as of --data.chat_template in training"
     )
@@ -63,7 +63,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         "--prefill-tokens",
         type=read_length,
         default=4096,
-        help="tokens of prompts that begin together, at most (default 4096)",
+        help="maximum tokens of prompts that are prefilled together (default 4096)",
     )
 
 
@@ -77,12 +77,14 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     choice.add_argument("--repetition-penalty", type=float, default=1.0, help="on tokens that the row has (default 1)")
     choice.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers on every layout")
     choice.add_argument("--stop", action="append", default=[], help="a text that ends an answer; several times")
-    choice.add_argument("--stop-token", action="append", type=int, default=[], help="a token id that does; the same")
+    choice.add_argument(
+        "--stop-token", action="append", type=int, default=[], help="a token id that ends an answer; several times"
+    )
     choice.add_argument("--ignore-eos", action="store_true", help="the model's end tokens do not end an answer")
 
 
 def model_choice(arguments: argparse.Namespace) -> ModelChoice:
-    """The options about the model."""
+    """Returns the options about the model."""
     return ModelChoice(
         path=arguments.model,
         adapter=arguments.adapter,
@@ -97,7 +99,7 @@ def model_choice(arguments: argparse.Namespace) -> ModelChoice:
 
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
-    """The options about how tokens are chosen."""
+    """Returns the options about how tokens are chosen."""
     return Sampling(
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -109,7 +111,7 @@ def sampling(arguments: argparse.Namespace) -> Sampling:
 
 
 def limits(arguments: argparse.Namespace) -> Limits:
-    """The options about when answers end; the model's end tokens are not known yet."""
+    """Returns the options about when answers end; the model's end tokens are not known yet."""
     return Limits(
         max_new_tokens=arguments.max_new_tokens,
         stop_ids=frozenset(arguments.stop_token),
@@ -120,7 +122,7 @@ def limits(arguments: argparse.Namespace) -> Limits:
 
 
 def check_prompts(arguments: argparse.Namespace) -> None:
-    """Whether the options about prompts go together.
+    """Refuses options about prompts that do not go together.
 
     Raises:
         UserError: they do not.

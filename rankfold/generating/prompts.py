@@ -1,4 +1,4 @@
-"""Where prompts come from and where answers go: texts, files of records, and their tokens."""
+"""Prompts and answers: texts, files of records, and their tokens."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from engine.inference.generate import Answer, Request
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Writer:
-    """What makes tokens of texts and conversations.
+    """Tokenises texts and conversations.
 
     Args:
         tokenizer: of the model.
-        chat: whether a plain text is what a user says.
+        chat: whether a plain text is a user's message.
         system: in front of each conversation that has no system message of its own; None for nothing.
     """
 
@@ -39,20 +39,20 @@ class Writer:
             )
 
     def text(self, text: str) -> tuple[int, ...]:
-        """Tokens of a prompt."""
+        """Returns the tokens of a prompt."""
         if self.chat:
             return self.conversation([{"role": "user", "content": text}])
         return tuple(self.tokenizer.encode(text, bos=self.tokenizer.adds_bos))
 
     def conversation(self, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-        """Tokens of a conversation, up to where the assistant speaks next."""
+        """Returns the tokens of a conversation, up to the beginning of the assistant's next turn."""
         if self.system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         return tuple(self.tokenizer.chat_prompt(messages))
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file of prompts, each of which has a prompt or messages.
+    """Returns the records of a JSONL file of prompts, each of which has a prompt or messages.
 
     Raises:
         UserError: the file cannot be read, or a line is something else; names the line.
@@ -78,12 +78,12 @@ def _record(line: str, place: str) -> dict[str, Any]:
 
 
 def record_ids(record: dict[str, Any], writer: Writer) -> tuple[int, ...]:
-    """Tokens of a record."""
+    """Returns the tokens of a record."""
     return writer.text(record["prompt"]) if "prompt" in record else writer.conversation(record["messages"])
 
 
 class RecordsOut:
-    """Writes each record with its answer, in the order of the prompts, as soon as all before it are there.
+    """Writes each record with its answer, in the order of the prompts, as soon as all before it are done.
 
     Args:
         records: as they were read.
@@ -114,13 +114,13 @@ class RecordsOut:
             self._next += 1
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         if self._path is not None:
             with self._writing():
                 self._file.close()
 
     def _writing(self) -> AbstractContextManager[None]:
-        """A reader of stdout that is gone is told apart by who runs the command."""
+        """Returns a context that turns errors of a file into sentences; a closed stdout is left to `run_command`."""
         return nullcontext() if self._path is None else writing(self._path, "give another --out")
 
     def _fields(self, answer: Answer) -> dict[str, Any]:
@@ -134,5 +134,5 @@ class RecordsOut:
 
 
 def requests_of(prompts: Sequence[tuple[int, ...]]) -> list[Request]:
-    """Prompts as requests, numbered in their order."""
+    """Returns prompts as requests, numbered in order."""
     return [Request(row=row, ids=ids) for row, ids in enumerate(prompts)]

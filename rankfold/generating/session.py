@@ -1,4 +1,4 @@
-"""The three ways to use a model: prompts on the command line, a file of them, or one after the other at a terminal."""
+"""A generation session: prompts on the command line, a file of them, or one after the other at a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HELP = "a line is a prompt; /reset forgets the conversation, /exit or the end o
 
 
 class Session:
-    """A model that is open, and what it is asked.
+    """An open model and its prompts.
 
     Args:
         arguments: the command line.
@@ -49,7 +49,9 @@ class Session:
         self._generator: Generator | None = None
 
     def _open_tokenizer(self) -> Tokenizer:
-        """That of the command line, else the one trained with, else the model's; so too the chat template."""
+        """Opens the tokenizer of the command line, else the trained one, else the model's; likewise the chat
+        template.
+        """
         arguments, trained = self._arguments, self._model.tokenizer
         path, own = arguments.tokenizer or trained.path or self._model.folder, arguments.chat_template is None
         if path == trained.path and not path.exists():
@@ -67,7 +69,7 @@ class Session:
         return load_tokenizer(path, chat)
 
     def run(self) -> None:
-        """Answers everything that was asked. Collective."""
+        """Answers all prompts. Collective."""
         if self._records is not None:
             self._answer_file(self._records)
         elif self._arguments.prompt:
@@ -102,7 +104,7 @@ class Session:
             show(answer)
 
     def _talk(self) -> None:
-        """Lines at the terminal of rank 0, until it ends."""
+        """Answers lines at the terminal of rank 0, until its end."""
         self._log.info(_HELP)
         messages: list[dict[str, Any]] = []
         row = 0
@@ -116,7 +118,7 @@ class Session:
             row += 1
             try:
                 generator = self._make_generator([request], replace(self._limits, slots=1))
-            except UserError as error:  # said, and the next line may fit; the same on all ranks
+            except UserError as error:  # reported, and the next line may fit; the same on all ranks
                 self._log.info(f"error: {error}")
                 continue
             (answer,) = generator.run([request], on_text=self._show())
@@ -124,7 +126,7 @@ class Session:
             messages = [*asked, {"role": "assistant", "content": answer.text}]
 
     def _ask(self) -> str | None:
-        """The next line that is not empty, the same on all ranks; None at the end."""
+        """Returns the next line that is not empty, the same on all ranks; None at the end."""
         line: str | None = ""
         while line == "":
             if self._launch.rank == 0:
@@ -136,14 +138,14 @@ class Session:
         return None if line == "/exit" else line
 
     def _make_generator(self, requests: list[Request], limits: Limits) -> Generator:
-        """One with a cache for these requests; a cache that is large enough is used again."""
+        """Makes a generator with a cache for these requests; a cache that is large enough is reused."""
         model = self._model
         check_requests(requests, model.config, limits.max_new_tokens)
         slots = min(limits.slots, len(requests))
         length = max(len(request.ids) for request in requests) + limits.max_new_tokens
         if self._generator is not None and self._generator.stage.cache.length >= length:
             return self._generator
-        if self._records is None and not self._arguments.prompt:  # more lines follow, and mostly longer ones
+        if self._records is None and not self._arguments.prompt:  # more lines follow, and most are longer
             length = min(context_limit(model.config), max(2 * length, 1024))
         speed = Speed() if self._generator is None else self._generator.speed
         stage = InferenceStage(
@@ -160,7 +162,7 @@ class Session:
         return self._generator
 
     def _show(self) -> Callable[[Request, str], None] | None:
-        """What shows text as it comes, on the rank that does."""
+        """Returns the function that shows text as it comes, on the rank that shows it."""
         return (lambda _, text: self._say(text)) if self._log.enabled else None
 
     def _say(self, text: str) -> None:

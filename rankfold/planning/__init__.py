@@ -1,1 +1,1 @@
-"""Commands of rankfold plan, one module each."""
+"""The commands of `rankfold plan`, one module each."""

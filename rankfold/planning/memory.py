@@ -1,4 +1,4 @@
-"""What a rank will hold, which layouts of the GPUs fit, and which of them is fastest.
+"""Predicts the memory of a rank, which layouts of the GPUs fit, and which of them is fastest.
 
 Predicts the peak memory of a rank by part (weights, adapters, fp32 masters, gradients and optimizer state, activations
 under each recompute policy, logits, buffers of collectives, temporary tensors) and the time of a step, for every layout
@@ -26,11 +26,11 @@ STANDS_FOR = {
     "lora.targets": "--targets", "trainable": "--trainable", "objective.name": "--objective",
     "memory.recompute": "--recompute", "memory.activation_dtype": "--activation-dtype",
 }  # fmt: skip
-"""What a run calls it -> the flag; see `engine.config.command_line`."""
+"""Option of a run -> the flag; see `engine.config.command_line`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this command."""
+    """Adds the options of this command."""
     parser.add_argument(
         "--model", type=path_text, metavar="PATH", help="folder of a model, or its config.json under any name"
     )
@@ -45,11 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a machine, which up to 8 GPUs share; what --offload may fill (default: this machine's)",
     )
     parser.add_argument(
-        "--reserve", type=float, default=6.0, metavar="PERCENT",
+        "--reserve",
+        type=float,
+        default=6.0,
+        metavar="PERCENT",
         help="of the memory that stays free for the device's context, communicators and fragments (default 6)",
-    )  # fmt: skip
-    parser.add_argument("--machine", metavar="NAME", help="speeds to assume: h100-80, h200-141, a100-80, a100-40, "
-                        "rtx4090-24, or cpu, which is measured (default: by --gpu-memory)")  # fmt: skip
+    )
+    parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="speeds to assume: h100-80, h200-141, a100-80, a100-40, rtx4090-24, or cpu, which is measured "
+        "(default: by --gpu-memory)",
+    )
     work = parser.add_argument_group("what is trained")
     work.add_argument(
         "--seq-length", type=read_length, default=2048, metavar="TOKENS", help="of a row, as 8192 or 8k (default 2048)"
@@ -68,9 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     work.add_argument("--objective", default="language_modeling", metavar="NAME", help="as objective.name")
     work.add_argument(
-        "--beside", type=read_count, default=0, metavar="N",
+        "--beside",
+        type=read_count,
+        default=0,
+        metavar="N",
         help="frozen parameters of other parts, such as a vision tower of 427M, divided like the layers' (default 0)",
-    )  # fmt: skip
+    )
     work.add_argument("--kernels", default="auto", help="backend of the ops, as model.kernels (default auto)")
     work.add_argument(
         "--recompute", metavar="LEVEL,..", help=f"policies to try: {', '.join(RECOMPUTE_LEVELS)} (default: all of them)"
@@ -78,12 +88,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--offload",
         metavar="NAME,..",
-        help="what may wait in host memory: weights, optimizer, activations (default none)",
+        help="what may be offloaded to host memory: weights, optimizer, activations (default none)",
     )
     work.add_argument(
-        "--activation-dtype", metavar="NAME,..",
-        help="what activations may be kept in beside their own dtype: bfloat16, float8 (default none)",
-    )  # fmt: skip
+        "--activation-dtype",
+        metavar="NAME,..",
+        help="dtypes to keep activations in, beside their own: bfloat16, float8 (default none)",
+    )
     parser.add_argument(
         "--config", type=path_text, metavar="FILE", help="predict for this configuration, on --gpus ranks, not search"
     )

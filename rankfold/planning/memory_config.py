@@ -1,6 +1,6 @@
-"""One configuration as it is: what a rank will hold and how long a step takes; and, measured, what it does.
+"""Predicts memory and step time of one configuration as it is, and measures them on request.
 
-Measuring takes the configuration's steps on this device with drawn weights and drawn tokens, on one rank.
+Measuring takes the configuration's steps on this device with random weights and random tokens, on one rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STEPS = 4
 
 
 def report(arguments: argparse.Namespace) -> str:
-    """The table, and beside it what was measured where that is asked for.
+    """Returns the table, with measured figures where they are asked for.
 
     Raises:
         UserError: the configuration does not fit the model or the ranks, or it cannot be measured here.
@@ -70,7 +70,7 @@ def _read(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _predicted(config: RunConfig, arguments: argparse.Namespace) -> tuple[Candidate, Machine]:
-    """Predicts a step on the GPU that is asked about, or on this machine's CPU."""
+    """Predicts a step on the chosen GPU, or on this machine's CPU."""
     on_cpu = arguments.machine == "cpu" or (arguments.measure and not torch.cuda.is_available())
     device_type = "cpu" if on_cpu else "cuda"
     machine = measured_cpu(arguments.gpu_memory) if on_cpu else machine_for(arguments.machine, arguments.gpu_memory)

@@ -1,4 +1,4 @@
-"""Answers for well known models and machines: `rankfold plan memory --examples`."""
+"""Answers for well-known models and machines: `rankfold plan memory --examples`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RESERVE = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A model on some GPUs, LoRA of rank 16 on all linears, bf16, 8 rows a step."""
+    """A model on some GPUs, LoRA of rank 16 on all linears, bf16, 8 rows per step."""
 
     name: str
     hf_config: dict[str, Any]
@@ -36,7 +36,7 @@ class Example:
     seq_length: int = 8192
 
     def answer(self) -> Answer:
-        """The search."""
+        """Searches, and returns the answer."""
         config = RunConfig(
             model=ModelOptions(path=self.name, dtype="bfloat16"),
             lora=LoraOptions(rank=16),
@@ -56,7 +56,7 @@ EXAMPLES = (
 
 
 def report() -> str:
-    """A table of predictions."""
+    """Returns a table of predictions."""
     rows, layouts = [("model", "tokens", "GPUs", "GiB", "tokens/s a GPU")], ["layout"]
     for example in EXAMPLES:
         gpus = f"{example.devices} x {example.gpu_memory:g}"

@@ -1,4 +1,4 @@
-"""The bytes and seconds of real steps of a configuration on this device, with drawn weights and drawn tokens.
+"""Measures bytes and seconds of real steps of a configuration on this device, with random weights and tokens.
 
 On a GPU the bytes are torch's count of what is allocated. On a CPU every storage that an operation makes is counted
 until it is freed; what an operation allocates within itself, as a compiled kernel may, is not seen.
@@ -28,11 +28,11 @@ from engine.training.start_model import check_model, model_source
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of all storages that operations have made and that still live.
+    """Counts the bytes of all storages that operations have made and that are still alive.
 
     Attributes:
-        live: now.
-        peak: the most since `reset`.
+        live: bytes now.
+        peak: most bytes since `reset`.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class LiveStorages(TorchDispatchMode):
         self._lasting: tuple[int, ...] = ()
 
     def reset(self) -> None:
-        """The most is counted from now on. Storages that are there now may change their size from then on."""
+        """Starts a new peak. Storages that exist now may change their size from now on."""
         self._look_again(self._known)
         self._lasting = tuple(self._known)
         self.peak = self.live
@@ -56,7 +56,7 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def _look_again(self, keys: Iterable[int]) -> None:
-        """Counts storages that were given memory, or gave it up, while they live: no operation does that."""
+        """Counts storages again that were resized while alive, which no operation reports."""
         for key in tuple(keys):
             reference, before = self._known.get(key, (_nothing, 0))
             storage = reference()
@@ -80,7 +80,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _nothing() -> None:
-    """Stands in for a reference to what is gone."""
+    """Stands in for a reference to a dead object."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ class Measured:
 
     Args:
         static: bytes held between steps, batches included.
-        load: the most bytes while the model was made.
+        load: the most bytes while the model was built.
         step: the most bytes in the last step.
         seconds: of a step.
     """
@@ -103,7 +103,7 @@ class Measured:
 def measure(config: RunConfig, launch: Launch, *, steps: int = 2) -> Measured:
     """Builds the configuration's model on this rank and takes steps on rows of data.seq_length tokens.
 
-    The first step makes what later ones find made, so the last one counts. On a CPU one more is timed.
+    The first step allocates what later ones reuse, so the last one counts. On a CPU one more is timed.
 
     Raises:
         UserError: the configuration does not fit the model or the ranks.
@@ -140,7 +140,7 @@ def _measure_cuda(config: RunConfig, launch: Launch, steps: int) -> Measured:
 
 
 def build(config: RunConfig, launch: Launch) -> Training:
-    """The configuration's model on this rank, with drawn weights where model.init says so.
+    """Builds the configuration's model on this rank, with random weights where model.init says so.
 
     Raises:
         UserError: the configuration does not fit the model or the ranks.
@@ -158,8 +158,8 @@ def _step(training: Training, batches: list[Batch]) -> float:
 
 
 def draw_batches(config: RunConfig, training: Training, launch: Launch) -> list[Batch]:
-    """This rank's micro-batches of a step: full rows of one document each, or of two answers that are compared; every
-    token a target."""
+    """Draws this rank's micro-batches of a step: full rows of one document each, or of two answers to compare; every
+    token is a target."""
     rows, length = config.train.micro_batch_size, config.row_length
     count = gradient_accumulation_steps(config, launch.world_size)
     assert count * rows * data_parallel_size(config, launch.world_size) == config.train.global_batch_size
@@ -185,7 +185,7 @@ def draw_batches(config: RunConfig, training: Training, launch: Launch) -> list[
 
 
 def _pairs(config: RunConfig, rows: int) -> Answers:
-    """Two answers a row, of which the first was preferred."""
+    """Returns two answers per row, of which the first was preferred."""
     length, count = config.data.seq_length, 2 * rows
     known = config.objective.has_reference and config.objective.reference == "initial"
     return Answers(

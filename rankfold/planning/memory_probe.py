@@ -1,6 +1,6 @@
-"""Real steps of a model with two and with four layers on this device, beside their predictions.
+"""Takes real steps of a model with two and with four layers on this device, and compares them with predictions.
 
-The difference of the two is what a layer takes. It calibrates the prediction for one device; nothing is said of links.
+The difference of the two is what a layer takes. It calibrates the prediction for one device; links are not probed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rankfold.planning.memory_question import Answer, measured_cpu
 from rankfold.planning.memory_report import memory_options, table
 
 LAYERS = (2, 4)
-"""Layers of the two models: the difference of both is that of whole layers, first and last ones apart."""
+"""Layers of the two models: their difference is that of whole layers, without the first and the last."""
 _STEPS = 2
-"""The first makes what the other finds made."""
+"""Steps of a probe: the first allocates what the second reuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """One model."""
+    """The predicted and the measured figures of one model."""
 
     layers: int
     predicted: PeakEstimate
@@ -46,7 +46,7 @@ class _Probe:
 
 
 def report(answer: Answer) -> str:
-    """The table, and the factors between what was measured and what was predicted.
+    """Returns the table, and the ratios of measured to predicted figures.
 
     Raises:
         UserError: the small model is too large for this device.
@@ -61,10 +61,12 @@ def report(answer: Answer) -> str:
     per_layer = [
         (one(many) - one(few)) / count
         for one in (
-            lambda probe: probe.predicted.step, lambda probe: probe.measured.step,
-            lambda probe: probe.seconds, lambda probe: probe.measured.seconds,
+            lambda probe: probe.predicted.step,
+            lambda probe: probe.measured.step,
+            lambda probe: probe.seconds,
+            lambda probe: probe.measured.seconds,
         )
-    ]  # fmt: skip
+    ]
     rows.append(_row("a layer", *per_layer))
     kernels = _kernels(answer, device)
     lines = [
@@ -84,9 +86,14 @@ def report(answer: Answer) -> str:
 
 def _row(name: str, predicted: float, measured: float, seconds: float, real: float) -> tuple[str, ...]:
     return (
-        name, format_bytes(predicted), format_bytes(measured), f"{measured / predicted:.3f}", f"{seconds:.3g}",
-        f"{real:.3g}", f"{real / seconds:.3f}",
-    )  # fmt: skip
+        name,
+        format_bytes(predicted),
+        format_bytes(measured),
+        f"{measured / predicted:.3f}",
+        f"{seconds:.3g}",
+        f"{real:.3g}",
+        f"{real / seconds:.3f}",
+    )
 
 
 def _kernels(answer: Answer, device: torch.device) -> str:
@@ -107,19 +114,21 @@ def _probe(answer: Answer, layers: int, device: torch.device, machine: Machine) 
         workload = workload_of(config, decoder, plan, device_type=device.type)
         seconds = predict_time(workload, Layout(), memory_plan_of(config), machine).step
         measured = measure(config, Launch(rank=0, world_size=1, device=device), steps=_STEPS)
-        if device.type == "cpu":  # whose memory is the host's
+        if device.type == "cpu":  # a CPU's memory is the host's
             measured = replace(measured, step=measured.step - predicted.host)
     return _Probe(layers, predicted, seconds, measured)
 
 
 def _config(answer: Answer, folder: str, device: torch.device) -> RunConfig:
-    """One micro-batch on one process, with the recomputation of the chosen layout on as many layers as there are."""
+    """Returns the configuration of one micro-batch on one process, with the chosen layout's recomputation on all
+    layers.
+    """
     config, train = answer.config, answer.config.train
     memory = config.memory
     if answer.found.fitting:
         best = answer.found.fitting[0]
         memory = replace(memory_options(best), recompute_layers=None)
-        if device.type == "cpu":  # whose memory is the host's
+        if device.type == "cpu":  # a CPU's memory is the host's
             memory = replace(memory, offload_activations=False)
     return replace(
         config,

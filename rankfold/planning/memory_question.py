@@ -1,4 +1,4 @@
-"""From the options of `rankfold plan memory` to what is searched, and the search."""
+"""Turns the options of `rankfold plan memory` into a search, and searches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLACES = ("weights", "optimizer", "activations")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What was asked and what was found.
+    """The question and the layouts found.
 
     Args:
         hf_config: the model's config.json.
@@ -64,7 +64,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allowed:
-    """What a search may try to make room.
+    """The means that a search may use to make room.
 
     Args:
         recompute: levels.
@@ -122,19 +122,19 @@ EASIER = (
     {"offload": "weights,optimizer,activations", "activation_dtype": "float8"},
     {"base_dtype": "nf4", "offload": "weights,optimizer,activations", "activation_dtype": "float8"},
 )
-"""What to add to a question whose answer is no, by how much it changes: fewer bits first, then host memory."""
+"""Options to add to a question whose answer is no, in order of their effect: fewer bits first, then host memory."""
 _ENOUGH = 3
 
 
 def easier(arguments: argparse.Namespace) -> list[tuple[dict[str, str], Answer]]:
-    """What could be added to the question so that something fits, and the answers then: the first few."""
+    """Returns options that make something fit, with the answers under them: the first few."""
     found: list[tuple[dict[str, str], Answer]] = []
     for added in EASIER:
         if any(getattr(arguments, name) for name in added):
             continue
         try:
             answer = ask(argparse.Namespace(**{**vars(arguments), **added}))
-        except UserError:  # the machine or what is trained does not allow it
+        except UserError:  # the machine or the trained parameters do not allow it
             continue
         if answer.found.fitting:
             found.append((added, answer))
@@ -160,9 +160,9 @@ def answer_for(
 
     Args:
         hf_config: the model's config.json.
-        config: what is trained; its layout is not read.
+        config: the run; its layout is not read.
         gpu_memory: GiB of a device.
-        reserve: percent of it that stay free.
+        reserve: percent of it that stays free.
         host_memory: GiB of a machine, shared by the devices in it; None for no limit.
         allowed: what may be tried to make room.
         beside: frozen parameters of other parts than the decoder.
@@ -180,20 +180,32 @@ def answer_for(
     capacity = gpu_memory * usable
     allowed = allowed or Allowed()
     wanted = SearchRequest(
-        config=config, devices=devices, capacity=capacity,
+        config=config,
+        devices=devices,
+        capacity=capacity,
         host_capacity=inf if host_memory is None else host_memory * usable / min(devices, chosen.node_size),
-        recompute=allowed.recompute, offload=allowed.offload,
+        recompute=allowed.recompute,
+        offload=allowed.offload,
         stored=(None, *(STORED_DTYPES[name] for name in allowed.stored)),
-    )  # fmt: skip
+    )
     return Answer(
-        hf_config=hf_config, folder=folder, decoder=decoder, config=config, plan=plan, workload=workload,
-        machine=chosen, devices=devices, gpu_memory=gpu_memory, capacity=capacity, host_memory=host_memory,
+        hf_config=hf_config,
+        folder=folder,
+        decoder=decoder,
+        config=config,
+        plan=plan,
+        workload=workload,
+        machine=chosen,
+        devices=devices,
+        gpu_memory=gpu_memory,
+        capacity=capacity,
+        host_memory=host_memory,
         found=search(wanted, workload, chosen),
-    )  # fmt: skip
+    )
 
 
 def read_config(path: str) -> tuple[dict[str, Any], str | None]:
-    """A model's config.json, and its folder where one was given.
+    """Returns a model's config.json, and its folder where one was given.
 
     Raises:
         UserError: there is none.
@@ -208,7 +220,7 @@ def read_config(path: str) -> tuple[dict[str, Any], str | None]:
 
 
 def config_of(arguments: argparse.Namespace, path: str) -> RunConfig:
-    """The run that the options describe, on one rank.
+    """Returns the configuration that the options describe, on one rank.
 
     Raises:
         UserError: a value out of its range.
@@ -258,17 +270,24 @@ def _levels(text: str | None) -> tuple[Level, ...]:
 
 
 def measured_cpu(memory: float) -> Machine:
-    """This machine's CPU by one product of 1024 x 1024 matrices and one copy of 64 MiB, the best of three each."""
+    """Measures this machine's CPU by a product of 1024 x 1024 matrices and a copy of 64 MiB, the best of three each."""
     a, source = torch.ones(1024, 1024), torch.ones(2**24)
     target = torch.empty_like(source)
     product = min(_seconds(lambda: a @ a) for _ in range(3))
     copy = min(_seconds(lambda: target.copy_(source)) for _ in range(3))
     copies = 2 * source.nbytes / copy / 1e9
-    fastest = MACHINES["h100-80"]  # whose links are not read on one device
+    fastest = MACHINES["h100-80"]  # its links are not used on one device
     return replace(
-        fastest, name="cpu", memory=memory, products=2 * 1024**3 / product / 1e12, copies=copies, link=copies / 2,
-        network=copies / 2, products_fp8=2 * 1024**3 / product / 1e12, host=copies / 2,
-    )  # fmt: skip
+        fastest,
+        name="cpu",
+        memory=memory,
+        products=2 * 1024**3 / product / 1e12,
+        copies=copies,
+        link=copies / 2,
+        network=copies / 2,
+        products_fp8=2 * 1024**3 / product / 1e12,
+        host=copies / 2,
+    )
 
 
 def _seconds(work: Any) -> float:

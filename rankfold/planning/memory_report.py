@@ -1,4 +1,4 @@
-"""What `rankfold plan memory` prints: the chosen layout, the next ones, what does not fit, and the YAML."""
+"""The report of `rankfold plan memory`: the chosen layout part by part, the next ones, what does not fit, the YAML."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from engine.telemetry.format import format_columns, format_parameters
 from rankfold.planning.memory_question import GIB, Answer
 
 _SHOWN_GIB = 0.005
-"""What is not 0.00 in a table."""
+"""The smallest number that a table does not show as 0.00."""
 _PER_LAYER_LIMIT = 8
-"""Pipeline ranks that get a column of their own."""
+"""Maximum number of pipeline ranks with a column each."""
 
 
 def report(answer: Answer, *, top: int) -> str:
-    """All of it.
+    """Returns the whole report.
 
     Args:
         top: how many alternatives to show.
@@ -86,7 +86,7 @@ def _chosen(answer: Answer, best: Candidate) -> str:
 
 
 def _host(answer: Answer, best: Candidate) -> str:
-    """What a machine must have beside its devices."""
+    """Returns the host memory that a machine needs."""
     if not best.host:
         return ""
     ranks = min(answer.devices, answer.machine.node_size)
@@ -96,7 +96,7 @@ def _host(answer: Answer, best: Candidate) -> str:
 
 
 def alternatives(found: Sequence[tuple[dict[str, str], Answer]]) -> str:
-    """What to add to a command under which nothing fits."""
+    """Returns the options that make a command fit under which nothing fits."""
     if not found:
         return "Neither a smaller base, nor host memory, nor more recomputation makes room: take more or larger GPUs."
     rows = []
@@ -110,7 +110,7 @@ def alternatives(found: Sequence[tuple[dict[str, str], Answer]]) -> str:
 
 
 def part_table(candidate: Candidate) -> str:
-    """GiB by part at the fullest moment, a column for each pipeline rank."""
+    """Returns a table of GiB by part at the peak, with a column for each pipeline rank."""
     shown = candidate.estimates if len(candidate.estimates) <= _PER_LAYER_LIMIT else (candidate.estimate,)
     rows = [("GiB at the peak", *(f"rank {one.pipeline_rank}" if len(shown) > 1 else "a rank" for one in shown))]
     for part in PARTS:
@@ -142,7 +142,7 @@ def _ranking(answer: Answer, candidates: Sequence[Candidate]) -> str:
 
 
 def _nothing_fits(answer: Answer) -> str:
-    """Says that nothing fits, and what the smallest lacks."""
+    """Returns the text where nothing fits, with what the smallest layout lacks."""
     if not answer.found.too_large:
         return "No layout is possible."
     smallest = answer.found.too_large[0]
@@ -153,7 +153,7 @@ def _nothing_fits(answer: Answer) -> str:
 
 
 def _too_large(answer: Answer, top: int) -> str:
-    """What no recomputation makes room for."""
+    """Returns the layouts that fit under no recomputation."""
     large = answer.found.too_large
     rows = [("does not fit", "GiB", "largest part", "GiB")]
     for one in large[:top]:
@@ -169,7 +169,7 @@ def _too_large(answer: Answer, top: int) -> str:
 
 
 def _refused(answer: Answer) -> str:
-    """Each reason once, in the words of the rule for the first layout that it refuses."""
+    """Returns each reason for refused layouts once, in the words for the first layout that it refuses."""
     reasons: dict[str, list[str]] = {}
     for one in answer.found.refused:
         kind = "".join(letter for letter in one.reason if not letter.isdigit())
@@ -183,7 +183,7 @@ def _yaml(answer: Answer, best: Candidate) -> str:
 
 
 def winning_yaml(answer: Answer, best: Candidate) -> str:
-    """The sections that differ from the defaults, as rankfold train reads them."""
+    """Returns the sections that differ from the defaults, as rankfold train reads them."""
     config = answer.config
     sections: dict[str, Any] = {
         "model": {"path": answer.folder, "dtype": config.model.dtype, "base_dtype": config.model.base_dtype},
@@ -206,7 +206,7 @@ def winning_yaml(answer: Answer, best: Candidate) -> str:
 
 
 def memory_options(best: Candidate) -> MemoryOptions:
-    """The section of a configuration."""
+    """Returns the memory section of a configuration."""
     memory = best.memory
     stored = None if memory.stored_dtype is None else "float8" if memory.stored_dtype == FLOAT8 else "bfloat16"
     return MemoryOptions(
@@ -220,12 +220,12 @@ def memory_options(best: Candidate) -> MemoryOptions:
 
 
 def _changed(options: Any, defaults: Any, always: tuple[str, ...]) -> dict[str, Any]:
-    """Fields that are not the default, and those that are always shown."""
+    """Returns fields that differ from the default, and those that are always shown."""
     values, plain = asdict(options), asdict(defaults)
     names = [field.name for field in fields(options)]
     return {name: values[name] for name in names if name in always or values[name] != plain[name]}
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned columns: the first to the left, figures to the right."""
+    """Returns aligned columns: the first to the left, figures to the right."""
     return "\n".join(format_columns(rows))

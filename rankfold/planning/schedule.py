@@ -1,8 +1,8 @@
-"""Pipeline schedules on paper: who computes what when, how long ranks are idle, and how much they keep.
+"""Simulates pipeline schedules: what each rank computes when, how long it is idle, and how much it keeps.
 
 Prints the schedule as a grid, then each rank's idle time and peak of kept activations, then all schedules side by
 side. Nothing is measured: the times are those given. The defaults are those of LoRA on a frozen base: backward as long
-as forward, and no weight gradients to speak of; for training in full give --weight-grad 1.
+as forward, and negligible weight gradients; for full training give --weight-grad 1.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ STANDS_FOR = {
     "parallel.pipeline": "--pipeline", "parallel.virtual": "--virtual", "parallel.schedule": "--schedule",
     "parallel.layers_per_stage": "--split",
 }  # fmt: skip
-"""What a run calls it -> the flag; see `engine.config.command_line`."""
+"""Option of a run -> the flag; see `engine.config.command_line`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleOptions:
-    """What is asked; see `add_arguments`.
+    """The options of this command; see `add_arguments`.
 
     Raises:
         UserError: options that do not fit together.
@@ -79,7 +79,7 @@ class ScheduleOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A schedule with the costs of its stages and what the simulator says of it."""
+    """A schedule with the costs of its stages and its simulation."""
 
     schedule: Schedule
     layers: tuple[int, ...] | None
@@ -88,7 +88,7 @@ class Plan:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this command."""
+    """Adds the options of this command."""
     parser.add_argument("--pipeline", type=int, required=True, metavar="P", help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches in a step")
     parser.add_argument(
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def report(options: ScheduleOptions) -> str:
-    """All that the command prints.
+    """Returns the command's whole output.
 
     Raises:
         UserError: numbers that do not go together.
@@ -145,7 +145,7 @@ def report(options: ScheduleOptions) -> str:
 
 
 def make_plan(options: ScheduleOptions, name: str, virtual: int, split: str | None) -> Plan:
-    """The schedule `name`, checked and simulated.
+    """Returns the schedule `name`, checked and simulated.
 
     Args:
         options: sizes and times.
@@ -156,7 +156,7 @@ def make_plan(options: ScheduleOptions, name: str, virtual: int, split: str | No
     Raises:
         UserError: it is not possible with these numbers.
     """
-    # numbers that make no schedule are refused before layers are split over its stages
+    # impossible numbers are refused before layers are split over stages
     schedule = make_schedule(name, options.pipeline, virtual, options.microbatches)
     if options.layers is None:
         layers, costs = None, _even(options, schedule.num_stages, virtual)
@@ -193,7 +193,7 @@ def _split(
         layers = split_layers(num_layers, num_stages, weights)
     else:
         layers = parse_layers(split, num_layers, num_stages)
-    share = options.pipeline / num_layers  # of the layers of a rank, on the average
+    share = options.pipeline / num_layers  # of an average rank's layers
     return layers, layer_costs(
         layers,
         forward=options.forward * share,
@@ -209,7 +209,7 @@ def _split(
 
 
 def _ranks(plan: Plan) -> str:
-    """The chosen schedule, rank by rank."""
+    """Returns the chosen schedule, rank by rank."""
     schedule, simulation = plan.schedule, plan.simulation
     rows = [("rank", "stages", "layers", "busy", "bubble", "waits inside", "peak activations")]
     for rank in range(schedule.num_ranks):
@@ -229,7 +229,7 @@ def _ranks(plan: Plan) -> str:
 
 
 def _comparison(options: ScheduleOptions, virtual: int) -> str:
-    """All schedules with these numbers; those that take another number of stages a rank have their own."""
+    """Returns all schedules with these numbers; those that need another number of stages per rank use their own."""
     rows = [("schedule", "stages a rank", "time", "bubble", "waits inside", "peak activations")]
     impossible = []
     for name in SCHEDULES:
@@ -258,7 +258,7 @@ def _comparison(options: ScheduleOptions, virtual: int) -> str:
 
 
 def _takes(name: str, virtual: int) -> bool:
-    """Whether the schedule can have this many stages on each rank."""
+    """Returns whether the schedule can have this many stages on each rank."""
     try:
         make_schedule(name, 1, virtual, 1)
     except UserError:

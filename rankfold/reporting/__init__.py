@@ -1,1 +1,1 @@
-"""A page about one run, or several beside each other."""
+"""The report page of one run, or of several beside each other."""

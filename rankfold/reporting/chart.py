@@ -1,4 +1,4 @@
-"""Drawings: lines in an SVG that stretches with the page, bars as boxes.
+"""Charts: lines in an SVG that stretches with the page, bars as boxes.
 
 Labels are text of the page beside them, so that they keep their size on a narrow screen. Colours are CSS variables:
 light and dark are one drawing.
@@ -25,15 +25,15 @@ _FEW_POINTS = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """A line.
+    """A line of a chart.
 
     Args:
         name: in the legend and on hovering.
-        points: by rising x.
+        points: by ascending x.
         colour: number of the palette.
-        dashed: a dashed line whose points are seen, as of evaluations.
-        joined: points with a line.
-        faint: in the background, as what another line is the mean of.
+        dashed: a dashed line with visible points, as for evaluations.
+        joined: points are connected by a line.
+        faint: in the background, as for the raw data of a smoothed line.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Frame:
-    """Which values lie where in the SVG."""
+    """The mapping of values to coordinates in the SVG."""
 
     x_low: float
     x_high: float
@@ -72,10 +72,10 @@ def line_chart(
     show: Callable[[float], str] = format_count,
     from_zero: bool = False,
 ) -> Markup:
-    """A chart with axes; empty where there is not a point.
+    """Returns a chart with axes; empty where there is not a point.
 
     Args:
-        series: lines; those without points are left out.
+        series: lines; those without points are skipped.
         title: read out by screen readers.
         unit: of y, above the axis.
         x_title: under the axis.
@@ -135,7 +135,7 @@ def _across(kind: str, y: float) -> Markup:
 
 
 def _line(frame: _Frame, one: Series, show: Callable[[float], str]) -> list[Markup]:
-    """A line, and at its points what is shown on hovering."""
+    """Returns a line, and at its points the texts that are shown on hovering."""
     parts = []
     thin = thinned(one.points)
     spots = [frame.place(point) for point in thin]
@@ -150,13 +150,13 @@ def _line(frame: _Frame, one: Series, show: Callable[[float], str]) -> list[Mark
     kind = f"point s{one.colour}" if seen else f"point clear s{one.colour}"
     for (x, y), (step, value) in zip(spots, thin, strict=True):
         tip = element("title", f"{one.name}: {show(value)} at {step:g}")
-        # a stroke of no length with round ends is a dot that the stretched drawing leaves round
+        # a zero-length stroke with round ends is a dot that stays round in a stretched drawing
         parts.append(element("path", tip, class_=kind, d=f"M{x:.1f} {y:.1f}h0"))
     return parts
 
 
 def bars(rows: Sequence[tuple[str, float, str]], *, title: str, colour: int, longest: float | None = None) -> Markup:
-    """Horizontal bars: a name, a value above 0 and its text each.
+    """Returns horizontal bars: a name, a value above 0 and its text each.
 
     Args:
         longest: value of a full bar, the same in drawings that are compared.
@@ -180,7 +180,7 @@ def bars(rows: Sequence[tuple[str, float, str]], *, title: str, colour: int, lon
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, int]], *, title: str, show: Callable[[float], str]) -> Markup:
-    """One bar of several parts, which add up to its length."""
+    """Returns one bar of several parts, which add up to its length."""
     total = sum(value for _, value, _ in parts)
     if total <= 0:
         return EMPTY
@@ -198,7 +198,7 @@ def stacked_bar(parts: Sequence[tuple[str, float, int]], *, title: str, show: Ca
 
 
 def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Round values from below `low` to above `high`, four to eight of them."""
+    """Returns round values from below `low` to above `high`, four to eight of them."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         pad = abs(low) * 0.05 or 1.0
         low, high = low - pad, high + pad

@@ -1,4 +1,4 @@
-"""What changes from step to step, and the speed of several runs against their devices."""
+"""Charts of figures by step, and of the speed of several runs by number of devices."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rankfold.reporting.markup import EMPTY, element, together
 from rankfold.reporting.reading import Run, points
 
 _SMOOTHED_FROM = 20
-"""Steps from which on the loss is drawn as a moving mean before the single steps."""
+"""Minimum steps for a moving mean of the loss in front of the raw values."""
 _LINE_FROM = 3
-"""Evaluations from which on a line joins them: through two points it would look like a trend."""
+"""Minimum evaluations that are joined by a line: through two points it would look like a trend."""
 _SAME = (
     "model.path",
     "model.dtype",
@@ -27,11 +27,11 @@ _SAME = (
     "trainable",
     "objective.name",
 )
-"""Options that must agree before the speeds of two runs say anything about their numbers of devices."""
+"""Options that must be equal for the speeds of two runs to be comparable across numbers of devices."""
 
 
 def loss(runs: Sequence[Run]) -> Markup:
-    """Training loss, smoothed before the single steps, and evaluations."""
+    """Returns a chart of the training loss, smoothed in front of the raw values, and of evaluations."""
     series, entries = [], []
     for place, run in enumerate(runs):
         colour = place % COLOURS
@@ -54,7 +54,7 @@ def loss(runs: Sequence[Run]) -> Markup:
 def over_steps(
     runs: Sequence[Run], key: str, unit: str, *, zero: bool = True, show: Callable[[float], str] = format_count
 ) -> Markup:
-    """One figure of all runs by step."""
+    """Returns a chart of one figure of all runs by step."""
     series = [Series(name=run.name, points=run.series(key), colour=place % COLOURS) for place, run in enumerate(runs)]
     drawn = line_chart(series, title=f"{unit} by step", unit=unit, show=show, from_zero=zero)
     names = [(one.name, one.colour) for one in series if one.points]
@@ -62,7 +62,7 @@ def over_steps(
 
 
 def course(runs: Sequence[Run]) -> Markup:
-    """Gradient norm and learning rate beside each other."""
+    """Returns charts of gradient norm and learning rate beside each other."""
     norms = over_steps(runs, "grad_norm", "gradient norm before clipping")
     rates = over_steps(runs, "lr", "learning rate", show=lambda value: f"{value:.3g}")
     if not norms and not rates:
@@ -71,12 +71,14 @@ def course(runs: Sequence[Run]) -> Markup:
 
 
 def different_work(runs: Sequence[Run]) -> list[str]:
-    """Options in which the runs differ so that their speeds cannot be compared."""
+    """Returns the options in which the runs differ so that their speeds cannot be compared."""
     return [name for name in _SAME if len({repr(run.option(name)) for run in runs}) > 1]
 
 
 def scaling(runs: Sequence[Run]) -> Markup:
-    """Tokens a second by devices, and what the smallest run would give in proportion; empty for different work."""
+    """Returns a chart of tokens per second by devices, with the smallest run's in proportion; empty for
+    different work.
+    """
     known = sorted((float(run.devices), run.speed, run.name) for run in runs if run.devices and run.speed)
     if len({devices for devices, *_ in known}) < 2:
         return EMPTY

@@ -1,4 +1,4 @@
-"""Pieces that sections of the page are put together from: cards, tables, legends, runs beside each other."""
+"""Layout elements of the page: cards, tables, legends, runs beside each other."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ COLOURS = 6
 
 
 def section(title: str, content: Content) -> Markup:
-    """A card; empty where there is nothing in it."""
+    """Returns a card with a section; empty where there is nothing in it."""
     return element("section", element("h2", title), content) if content else EMPTY
 
 
 def key(place: int) -> Markup:
-    """The coloured square of the run at a place."""
+    """Returns the coloured square of the run at a place."""
     return element("span", class_=f"key b{place % COLOURS}")
 
 
 def legend(entries: Sequence[tuple[str, int]]) -> Markup:
-    """Names with their colours."""
+    """Returns the names with their colours."""
     return element("ul", [element("li", key(colour), name) for name, colour in entries], class_="legend")
 
 
@@ -35,7 +35,7 @@ def table(
     even: bool = False,
     figures: bool = False,
 ) -> Markup:
-    """A table with names at the left.
+    """Returns a table with names at the left.
 
     Args:
         rows: name and cells.
@@ -50,7 +50,7 @@ def table(
 
 
 def beside(runs: Sequence[Run], draw: Callable[[Run, Sequence[Run]], Markup]) -> Markup:
-    """The drawings of all runs beside each other; empty where none has one."""
+    """Returns the drawings of all runs beside each other; empty where none has one."""
     drawn = [(run, draw(run, runs)) for run in runs]
     if not any(content for _, content in drawn):
         return EMPTY
@@ -65,7 +65,7 @@ def beside(runs: Sequence[Run], draw: Callable[[Run, Sequence[Run]], Markup]) ->
 
 
 def stacked(runs: Sequence[Run], draw: Callable[[Run], Markup]) -> Markup:
-    """The drawings of all runs below each other, for those that need all of the width."""
+    """Returns the drawings of all runs below each other, for those that need all of the width."""
     drawn = [(place, run, draw(run)) for place, run in enumerate(runs)]
     titled = len(runs) > 1
     return EMPTY.join(

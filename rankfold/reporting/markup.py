@@ -1,6 +1,6 @@
 """HTML and SVG elements whose text and attributes are escaped because there is no other way to make them.
 
-Everything of the page is an `element`: what is not markup already is text, whoever wrote it and whatever its type.
+Everything on the page is an `element`: what is not markup already is text, whatever its origin and type.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def element(tag: str, *content: Content, **attributes: object) -> Markup:
     Args:
         tag: its name, such as "td".
         content: what is in it.
-        attributes: `class_` is class, `stroke_width` is stroke-width; None leaves one out. viewBox and
+        attributes: `class_` is class, `stroke_width` is stroke-width; None omits one. viewBox and
             preserveAspectRatio keep their capitals.
     """
     given = EMPTY.join(
@@ -36,7 +36,7 @@ def element(tag: str, *content: Content, **attributes: object) -> Markup:
 
 
 def together(*content: Content) -> Markup:
-    """Several pieces of content, one behind the other."""
+    """Returns several pieces of content, one after the other."""
     return EMPTY.join(_pieces(content))
 
 

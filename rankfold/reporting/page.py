@@ -1,4 +1,4 @@
-"""The page: HTML in one file, no script, no address outside of it; light or dark as the browser wants."""
+"""The page: HTML in one file, without scripts or external links; light or dark as the browser prefers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HINTS = {"Bandwidth": "log.communication true measures it"}
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The report of one run or several."""
+    """Returns the report of one run or several."""
     options = ("Configuration", configuration(runs))
     sections = [
         *([options] if len(runs) > 1 else []),
@@ -48,7 +48,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _missing(sections: Sequence[tuple[str, Markup]]) -> Markup | None:
-    """One line that names what was not recorded, among what every run can record."""
+    """Returns one line that names what was not recorded, among what every run can record."""
     optional = ("Speed against devices", "Pipeline")
     absent = [title for title, content in sections if not content and title not in optional]
     if not absent:

@@ -1,4 +1,4 @@
-"""Where time and memory went: parts of a step, memory of each rank, bandwidth, the pipeline's timeline."""
+"""Sections on time and memory: parts of a step, memory of each rank, bandwidth, the pipeline's timeline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_RANKS = 64
 
 
 def breakdown(run: Run, runs: Sequence[Run]) -> Markup:
-    """Mean of a step: rank 0's phases, and what of the step's time is none of them."""
+    """Shows the phases of rank 0's mean step, and the rest of its time."""
     totals: dict[str, float] = {}
     for record in run.ranks.get(0, []):
         for phase, seconds in record.phases.items():
@@ -48,7 +48,7 @@ def _seconds(value: float) -> str:
 
 
 def memory(run: Run, runs: Sequence[Run]) -> Markup:
-    """The most bytes that each rank held."""
+    """Shows the peak bytes of each rank."""
     found = peaks(run)
     if not found:
         return EMPTY
@@ -58,7 +58,7 @@ def memory(run: Run, runs: Sequence[Run]) -> Markup:
     fullest = f" The {_MOST_RANKS} fullest of {len(rows)} ranks." if len(rows) > _MOST_RANKS else ""
     kinds = {"cuda": "allocated on the device", "cpu": "resident memory of the process"}
     kind = kinds.get(str(run.fact("backend")), "as the run reported it")
-    caption = element("p", f"Most bytes held at once: {kind}.{fullest}", class_="what")
+    caption = element("p", f"Peak bytes: {kind}.{fullest}", class_="what")
     colour = runs.index(run) % COLOURS
     return together(caption, bars(shown, title=f"Memory of {run.name}", colour=colour, longest=longest))
 
@@ -100,7 +100,7 @@ def bandwidth(run: Run, runs: Sequence[Run]) -> Markup:
 
 
 def pipeline(run: Run) -> Markup:
-    """The schedule's timeline."""
+    """Shows the schedule's timeline."""
     found = simulated(run)
     if found is None:
         return EMPTY
@@ -108,7 +108,7 @@ def pipeline(run: Run) -> Markup:
     part = f" The first {drawn} of {microbatches} micro-batches." if drawn < microbatches else ""
     caption = element(
         "p",
-        f"On paper, with equal layers and a backward as long as the forward: idle {simulation.bubble:.1%} of the "
+        f"Simulated, with equal layers and a backward as long as the forward: idle {simulation.bubble:.1%} of the "
         f"time.{part}",
         class_="what",
     )

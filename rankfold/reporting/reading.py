@@ -1,6 +1,6 @@
-"""What a run left in its folder. Anything may be missing or damaged; a run that was cut off still opens.
+"""Reads a run's folder. Anything may be missing or damaged; a run that was cut off still opens.
 
-Nothing in the files is trusted: a record keeps the finite numbers that stand where numbers belong, a count is a count,
+Nothing in the files is trusted: a record keeps finite numbers where numbers are expected, counts are validated,
 and what cannot be used becomes a note on the page.
 """
 
@@ -30,7 +30,7 @@ class Record:
     """One line of a log.
 
     Args:
-        step: it was written after.
+        step: after which it was written.
         figures: name -> finite number.
         phases: part of a step -> seconds.
         communication: axis and operation -> its figures.
@@ -53,8 +53,8 @@ class Run:
         evaluations: records of evaluations.
         ranks: rank -> its records.
         config: sections of options; empty where there is no such file.
-        environment: what was written of machine and layout; empty likewise.
-        notes: what could not be read.
+        environment: the recorded machine and layout; empty likewise.
+        notes: sentences about what could not be read.
     """
 
     path: Path
@@ -67,25 +67,25 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def option(self, name: str) -> Any:
-        """An option of the configuration as it was written; None where it is not known."""
+        """Returns an option of the configuration as it was written; None where it is not known."""
         return _at(self.config, name)
 
     def fact(self, name: str) -> Any:
-        """What the environment says, such as "layout.tensor"; None where it does not."""
+        """Returns a fact of the environment, such as "layout.tensor"; None where it is not recorded."""
         return _at(self.environment, name)
 
     def series(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of a figure of the training steps, where it is finite."""
+        """Returns (step, value) of a figure of the training steps, where it is finite."""
         return points(self.steps, key)
 
     @property
     def devices(self) -> int | None:
-        """Processes of the run."""
+        """The number of processes of the run."""
         return count(self.fact("world_size")) or (len(self.ranks) or None)
 
     @property
     def speed(self) -> float | None:
-        """Tokens a second over all reported steps but the first, which warms up; None without steps."""
+        """Tokens per second over all reported steps but the first, which warms up; None without steps."""
         counted = self.steps[1:] if len(self.steps) > 2 else self.steps
         seconds = sum(record.figures.get("seconds", 0.0) for record in counted)
         tokens = sum(record.figures.get("tokens", 0.0) for record in counted)
@@ -104,7 +104,7 @@ class Run:
 
 
 def read_runs(paths: list[Path]) -> list[Run]:
-    """The runs, each with a name of its own.
+    """Reads runs, and gives each a distinct name.
 
     Raises:
         UserError: a path is not the folder of a run.
@@ -113,20 +113,20 @@ def read_runs(paths: list[Path]) -> list[Run]:
 
 
 def number(value: object) -> float | None:
-    """A finite number of a size that can be drawn; None for anything else, as NaN is written as text."""
+    """Returns a finite number of a size that can be drawn; None for anything else, as NaN is written as text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) <= _LARGEST else None  # a NaN is not below anything
+    return float(value) if abs(value) <= _LARGEST else None  # NaN compares false
 
 
 def count(value: object) -> int | None:
-    """A whole number from 0 on; None for anything else."""
+    """Returns a whole number from 0 on; None for anything else."""
     found = number(value)
     return int(found) if found is not None and found == math.floor(found) and 0 <= found <= _LARGEST_COUNT else None
 
 
 def points(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
-    """(step, value) of a figure."""
+    """Returns (step, value) of a figure."""
     return [(float(record.step), record.figures[key]) for record in records if key in record.figures]
 
 
@@ -162,7 +162,7 @@ def _read(path: Path, name: str) -> Run:
 
 
 def _metrics_name(config: Mapping[str, Any], notes: list[str]) -> str:
-    """Name of the log in the run's folder, as the configuration has it."""
+    """Returns the name of the log in the run's folder, as the configuration has it."""
     given = _at(config, "log.metrics")
     if given is None:
         return _METRICS
@@ -173,7 +173,7 @@ def _metrics_name(config: Mapping[str, Any], notes: list[str]) -> str:
 
 
 def _text(file: Path, notes: list[str]) -> str | None:
-    """Content of a file; None, with a note, where there is none or it cannot be read."""
+    """Returns the content of a file; None, with a note, where there is none or it cannot be read."""
     if not file.is_file():
         notes.append(f"there is no {file.name}")
         return None
@@ -185,7 +185,7 @@ def _text(file: Path, notes: list[str]) -> str | None:
 
 
 def _tree(file: Path, parse: Any, notes: list[str]) -> dict[str, Any]:
-    """A JSON or YAML file that is one mapping; empty, with a note, where it is not."""
+    """Reads a JSON or YAML file that is one mapping; empty, with a note, where it is not."""
     text = _text(file, notes)
     if text is None:
         return {}
@@ -200,7 +200,9 @@ def _tree(file: Path, parse: Any, notes: list[str]) -> dict[str, Any]:
 
 
 def _records(file: Path, notes: list[str]) -> list[tuple[Record, frozenset[str]]]:
-    """Records of a JSON-lines file with the keys that each had; lines that are none are counted in a note."""
+    """Returns the records of a JSON-lines file with the keys that each had; lines that are none are counted in a
+    note.
+    """
     text = _text(file, notes)
     records, bad = [], 0
     for line in text.splitlines() if text else ():
@@ -237,12 +239,12 @@ def _numbers(raw: object) -> dict[str, float]:
 
 
 def _newest(records: list[Record]) -> list[Record]:
-    """The last record of each step, by step: a run that resumed from a checkpoint wrote some twice."""
+    """Returns the last record of each step, by step: a run that resumed from a checkpoint wrote some twice."""
     return [record for _, record in sorted({record.step: record for record in records}.items())]
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """The last part of each path that tells them apart."""
+    """Returns the last component of each path that distinguishes it."""
     whole = [path.resolve() for path in paths]
     for depth in range(1, 8):
         names = ["/".join(path.parts[-depth:]) for path in whole]

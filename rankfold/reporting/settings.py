@@ -1,4 +1,4 @@
-"""Configuration and environment: what differs first, between runs or from the defaults; all of it folded."""
+"""Sections on configuration and environment, folded; differences between runs or from the defaults come first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankfold.reporting.reading import Run
 
 
 class _Short(reprlib.Repr):
-    """Writes any value in bounded room: a small YAML file can refer to itself until its text is endless."""
+    """Writes any value in bounded space: a small YAML file can refer to itself, so that its text has no end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ _SHORT = _Short()
 
 
 def configuration(runs: Sequence[Run]) -> Markup:
-    """The options; of one run those that were chosen come first, of several those that differ."""
+    """Shows the options; of one run those that were set come first, of several those that differ."""
     flats = [_flat(run.config) for run in runs]
     names = list(dict.fromkeys(name for flat in flats for name in flat))
     if not names:
@@ -53,7 +53,7 @@ def configuration(runs: Sequence[Run]) -> Markup:
 
 
 def environment(runs: Sequence[Run]) -> Markup:
-    """Machine, versions and layout, folded."""
+    """Shows machine, versions and layout, folded."""
     flats = [_flat(run.environment) for run in runs]
     names = list(dict.fromkeys(name for flat in flats for name in flat))
     if not names:
@@ -84,7 +84,7 @@ def _written(value: Any) -> str:
 
 
 def _defaults() -> dict[str, str]:
-    """Option -> the default of its record, as it would stand on the page."""
+    """Returns option -> the default of its record, as the page would show it."""
     found: dict[str, str] = {}
     kinds = get_type_hints(RunConfig)
     for section in fields(RunConfig):

@@ -15,11 +15,11 @@ from rankfold.reporting.markup import element
 from rankfold.reporting.reading import Run, count, number, points
 
 _HEADLINE_STEPS = 20
-"""Steps whose mean stands for the loss at a run's beginning and end, where it has twice as many."""
+"""Steps over which the loss at a run's beginning and end is averaged, where it has twice as many."""
 
 
 def header(runs: Sequence[Run]) -> Markup:
-    """The page's title and, of each run, what was trained."""
+    """Returns the page's title and, of each run, what was trained."""
     if len(runs) == 1:
         run = runs[0]
         return element("header", element("h1", run.name), element("p", _told(run), class_="what"))
@@ -31,7 +31,7 @@ def header(runs: Sequence[Run]) -> Markup:
 
 
 def summary(runs: Sequence[Run]) -> Markup:
-    """The figures that are asked for first."""
+    """Returns the most important figures."""
     rows: list[tuple[str, list[Markup | str]]] = [
         ("state", [run.status for run in runs]),
         ("training loss", [_headline(run.series("loss")) for run in runs]),
@@ -50,7 +50,7 @@ def summary(runs: Sequence[Run]) -> Markup:
 
 
 def peaks(run: Run) -> dict[int, float]:
-    """Rank -> most bytes; rank 0's from the metrics where ranks wrote none."""
+    """Returns rank -> peak bytes; rank 0's from the metrics where ranks wrote none."""
     found = {
         rank: max((value for _, value in points(records, "memory")), default=0.0) for rank, records in run.ranks.items()
     }
@@ -60,7 +60,7 @@ def peaks(run: Run) -> dict[int, float]:
 
 
 def _told(run: Run) -> str:
-    """Model, what trains, batch, layout, machine and date, as far as they are known."""
+    """Returns model, what trains, batch, layout, machine and date, as far as they are known."""
     parts = [_model(run), _trained(run), _batch(run), _layout(run), _machine(run), run.fact("started")]
     return " · ".join(part for part in parts if isinstance(part, str) and part)
 
@@ -117,7 +117,7 @@ def _word(value: object) -> str:
 
 
 def _headline(values: Sequence[Point]) -> str:
-    """First and last loss; of a long run means of some steps, because one batch says little."""
+    """Returns first and last loss; of a long run means of some steps, because one batch is noisy."""
     window = min(_HEADLINE_STEPS, len(values) // 2)
     if window < 2:
         return _ends(values)

@@ -1,4 +1,4 @@
-"""A pipeline's timeline on paper: the schedule that a run followed, simulated with even layers."""
+"""A pipeline's simulated timeline: the schedule of a run, with layers of equal cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_RANKS = 1024
 
 
 def simulated(run: Run) -> tuple[Simulation, int, int] | None:
-    """The simulation, the micro-batches that are drawn and those of the run; None without a pipeline.
+    """Returns the simulation, the micro-batches that are drawn and those of the run; None without a pipeline.
 
     Layers count alike, backward as much as forward, as with a frozen base.
     """
@@ -46,7 +46,7 @@ def simulated(run: Run) -> tuple[Simulation, int, int] | None:
 
 
 def timeline_svg(simulation: Simulation, name: str) -> Markup:
-    """A row a rank, a box an action with its micro-batch in it where there is room."""
+    """Returns a row per rank, and a box per action, with its micro-batch where there is room."""
     scale = (_WIDTH - 70) / simulation.makespan
     parts = []
     for rank, actions in enumerate(simulation.timeline):

@@ -120,7 +120,7 @@ def test_a_loss_that_stays_at_chance_is_said_once(workspace: Path) -> None:
         ({"objective__name": "language_modeling", "objective__reference": "base"}, "set objective.name to dpo"),
         ({"objective__reference": "base"}, "set objective.reference to initial"),
         ({"data__format": "messages"}, "recognised by their fields"),
-        ({"data__packing": "concatenate"}, "would tear answers apart"),
+        ({"data__packing": "concatenate"}, "would split answers"),
     ],
 )
 def test_one_sentence(changes: dict[str, Any], sentence: str, workspace: Path) -> None:

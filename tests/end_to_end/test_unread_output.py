@@ -55,7 +55,7 @@ def test_a_run_goes_on(stories_dir: Path, data_dir: Path, tmp_path: Path) -> Non
         assert saved is not None and saved.name == f"step_{STEPS:08d}"
         assert not (folder / "run.lock").exists()
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        assert ["nobody reads stderr" in record["note"] for record in records if "note" in record] == [True]
+        assert ["stderr has no reader" in record["note"] for record in records if "note" in record] == [True]
 
 
 def test_text_that_nobody_reads_to_its_end(stories_dir: Path) -> None:

@@ -83,9 +83,9 @@ def test_records_are_not_skipped_one_by_one_for_a_template_that_hangs(
 def test_a_long_conversation_is_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "SECONDS", 1.0)
     chat = [{"role": "user", "content": "x" * 2**20}, {"role": "assistant", "content": "y" * 2**20}] * 4
-    text, spans = ChatTemplate("{% for m in messages %}{{ m.role + m.content + '\n' }}{% endfor %}", "x", {}).learnt(
-        chat
-    )
+    text, spans = ChatTemplate(
+        "{% for m in messages %}{{ m.role + m.content + '\n' }}{% endfor %}", "x", {}
+    ).render_with_targets(chat)
     assert len(text) > 2**23 and len(spans) == 4
 
 
@@ -103,4 +103,4 @@ def test_marks_cannot_be_forged() -> None:
     for mark in ("\ufdd0", "\ufdd1", "\ufdd2"):
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{mark}"}]
         with pytest.raises(UserError, match=f"U\\+{ord(mark):04X}"):
-            ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "x", {}).learnt(chat)
+            ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "x", {}).render_with_targets(chat)

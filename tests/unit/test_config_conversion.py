@@ -68,9 +68,9 @@ def test_every_key_has_a_line(tmp_path: Path) -> None:
     assert not {*nested, *flags, *(key for key in ACCELERATE if key != "deepspeed_config")} - set(said)
     assert _unknown(conversion) == ["fnord", "frobnicate"]
     text = report(conversion, 120)
-    assert "not known and left out: fnord, frobnicate" in text
+    assert "not known and skipped: fnord, frobnicate" in text
     assert all(key in text for key in said)
-    assert "still to say: model.path" in text
+    assert "still to set: model.path" in text
 
 
 def test_deepspeed_clips_by_its_own_value(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_two_keys_that_say_the_same_otherwise(tmp_path: Path) -> None:
     conversion = _convert(tmp_path, {"train_micro_batch_size_per_gpu": 4}, "--per_device_train_batch_size 2")
     assert conversion.options["train.micro_batch_size"] == 2
     row = next(row for row in conversion.rows if row.given.key == "train_micro_batch_size_per_gpu")
-    assert row.became == "dropped: per_device_train_batch_size of flags says otherwise and counts"
+    assert row.became == "dropped: per_device_train_batch_size of flags overrides it"
 
 
 @pytest.mark.parametrize(("stage", "shard"), [(0, "none"), (1, "optimizer"), (2, "gradients"), (3, "parameters")])

@@ -96,7 +96,7 @@ def test_a_stream_has_each_token_once(overlong: str, tmp_path: Path):
 def test_too_little_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="the data has 5 tokens in all, which do not fill one row of data.seq_length 6"):
         _build(tmp_path / "a.jsonl", [{"text": "abc"}], 6)
-    with pytest.raises(UserError, match="no row of data.seq_length 4 has a token to learn"):
+    with pytest.raises(UserError, match="no row of data.seq_length 4 has a token to train on"):
         _build(tmp_path / "a.jsonl", [{"prompt": "abcd", "completion": ""}], 4)
 
 
@@ -109,5 +109,5 @@ def test_the_option():
         assert from_yaml(to_yaml(config)) == config
     with pytest.raises(UserError, match="data.packing is 'yep', but true or false or concatenate is expected"):
         parse_config([*arguments, "yep"])
-    with pytest.raises(UserError, match="would tear answers apart"):
+    with pytest.raises(UserError, match="would split answers"):
         check_objective(parse_config([*arguments, "concatenate", "--objective.name", "dpo"]))

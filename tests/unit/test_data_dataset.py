@@ -143,7 +143,7 @@ def test_overlong_records_are_truncated_dropped_or_refused(tmp_path: Path, llama
     truncated, prompt = report.warnings()
     assert truncated == (
         f"1 of 3 documents is longer than data.seq_length 16 and truncated, {report.lost_tokens} tokens lost; "
-        f"data.seq_length {longest} would keep all of it"
+        f"data.seq_length {longest} would keep all tokens"
     )
     assert prompt.startswith("1 of 3 documents is dropped: the prompt alone fills data.seq_length 16")
     assert not TokenDataset.build(path, tokenizer=llama, seq_length=longest).report.warnings()
@@ -158,7 +158,7 @@ def test_nothing_to_learn_is_an_error(tmp_path: Path, llama: Tokenizer) -> None:
     path = write(tmp_path, [{"prompt": "word " * 50, "completion": "x"}])
     longest = len(documents(TokenDataset.build(path, tokenizer=llama, seq_length=LONG))[0][0])
     sentence = (
-        rf"leaves nothing to learn: of 1 document 1 has a prompt that alone fills data.seq_length 16; raise "
+        rf"leaves nothing to train on: of 1 document 1 has a prompt that alone fills data.seq_length 16; raise "
         rf"data.seq_length \(the longest document has {longest} tokens\)."
     )
     with pytest.raises(UserError, match=sentence):

@@ -303,7 +303,7 @@ def test_mismatched_answers_are_those_of_the_record_before(packing: bool, tmp_pa
 
 
 def test_one_answer_cannot_be_mismatched(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="leaves 1 answer to learn from, and at least 2 are expected"):
+    with pytest.raises(UserError, match="leaves 1 answer to train on, and at least 2 are expected"):
         build_judged(write(tmp_path, judged(1)), tokenizer=tokenizer, seq_length=40)
 
 

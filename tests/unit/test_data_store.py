@@ -216,7 +216,7 @@ def test_damaged_megatron_files(tmp_path: Path) -> None:
         (b"NOTINDEX\x00" + index[9:], "is not an index of Megatron's"),
         (index[:40], "is shorter than it says"),
         (index[:17] + b"\x07" + index[18:], "expected version 1 and whole numbers"),
-        (index[:34] + struct.pack("<2i", 1, 2) + index[42:], "do not lie end to end"),
+        (index[:34] + struct.pack("<2i", 1, 2) + index[42:], "are not contiguous"),
     ):
         (tmp_path / "a.idx").write_bytes(damaged)
         with pytest.raises(UserError, match=sentence):

@@ -168,7 +168,7 @@ def test_traces_of_chosen_steps(tmp_path: Path) -> None:
 
 def test_a_rank_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "telemetry").write_text("a file", encoding="utf-8")
-    with pytest.raises(UserError, match="where a rank writes what it sees"):
+    with pytest.raises(UserError, match="the telemetry file of a rank"):
         RankFile(tmp_path / "telemetry", 0)
 
 

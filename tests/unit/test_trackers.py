@@ -162,7 +162,7 @@ def test_a_tracker_that_fails_is_said_once_and_training_goes_on(
     path = tmp_path / "metrics.jsonl"
     write(MetricsWriter(path, open_trackers(TrackerChoice(wandb_project="p"), run_in(tmp_path / "run"), said.append)))
     assert said == [
-        "Weights & Biases gets no more figures of this run (the network is gone); training goes on, and log.metrics "
+        "Weights & Biases gets no more figures of this run (the network is gone); training continues, and log.metrics "
         "has them all"
     ]
     assert len([name for name, *_ in calls if name == "log"]) == 1

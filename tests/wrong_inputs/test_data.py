@@ -99,7 +99,8 @@ def test_rows_that_hold_nothing(place: Workplace, refused: Refused):
     place.records({"text": "ab" * 50})
     place.set(data__overlong="drop")
     refused(
-        "leaves nothing to learn: of 1 document 1 is longer than data.seq_length 16; raise data.seq_length (the longest"
+        "leaves nothing to train on: of 1 document 1 is longer than data.seq_length 16; raise data.seq_length (the "
+        "longest"
     )
     place.set(data__overlong="error")
     refused("line 1: the record has 103 tokens, more than data.seq_length 16")

@@ -54,7 +54,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"model.dtype": "fp64"}, "model.dtype is 'fp64', but one of float32, bfloat16, float16 is expected"),
     ({"checkpoint.resume": "nowhere"}, "checkpoint.resume is nowhere, which is not a folder"),
     ({"checkpoint.resume": "/"}, "has no complete checkpoint under checkpoints/"),
-    ({"data.packing": "concatenate", "objective.name": "dpo"}, "which would tear"),
+    ({"data.packing": "concatenate", "objective.name": "dpo"}, "which would split"),
     ({"config": "nowhere.yaml"}, "nowhere.yaml cannot be read (No such file or directory)"),
     ({"checkpoint.dir": ""}, "checkpoint.dir is empty"),
     ({"checkpoint.dir": "/proc/nowhere"}, "/proc/nowhere cannot be written (No such file or directory)"),

@@ -19,7 +19,7 @@ from engine.config.conversion.given import Given
 from engine.errors import UserError
 
 _RENDEZVOUS = "torchrun finds the other processes: --nnodes, --node-rank, --rdzv-endpoint"
-_EAGER = "nothing of the kind is needed: ranks read their own slices of the checkpoint"
+_EAGER = "not needed: ranks read their own slices of the checkpoint"
 
 
 @sets("model.dtype")
@@ -55,7 +55,7 @@ def _fsdp(conversion: Conversion, given: Given) -> None:
 
 @sets("parallel.shard")
 def _reshard(conversion: Conversion, given: Given) -> None:
-    """FSDP2 has true and false; FSDP1's names came with its first versions."""
+    """Translates the resharding key: FSDP2 has true and false, early versions have FSDP1's names."""
     kinds = {"true": "parameters", "false": "gradients", **{name.lower(): FSDP_SHARDS[name] for name in FSDP_SHARDS}}
     level = kinds.get(str(given.value).lower())
     if level is None:
@@ -107,7 +107,7 @@ RULES: dict[str, Rule] = {
     "gradient_accumulation_steps": auto_or(fact("accumulation", whole, "train.global_batch_size")),
 }
 
-_FSDP = "each layer is gathered by itself, and each rank reads its own part"
+_FSDP = "each layer is gathered separately, and each rank reads its own part"
 RULES |= {
     key: dropped(_FSDP)
     for key in (

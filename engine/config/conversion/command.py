@@ -1,4 +1,4 @@
-"""`rankfold convert config`: reads what was given, writes the run's YAML, and prints what became of each key."""
+"""`rankfold convert config`: reads the input, writes the run's YAML, and reports how each key was converted."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ from engine.printable import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this command."""
+    """Adds the options of this command."""
     parser.add_argument(
         "file", type=Path, nargs="?", help="another trainer's file (YAML or JSON), or its script .sh or .py"
     )
-    parser.add_argument("--flags", default="", help="a command line, in quotes: beside a file, or by itself")
+    parser.add_argument("--flags", default="", help="a command line, in quotes: beside a file, or alone")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="OPTION=VALUE", dest="values",
+        "--set",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        dest="values",
         help="an option of the run, such as data.train=train.jsonl; may be given several times, and wins",
-    )  # fmt: skip
+    )
     parser.add_argument("--ranks", type=int, help="processes of the run (default: what the file says)")
     parser.add_argument("--out", required=True, type=Path, help="YAML file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
@@ -67,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def convert(given: list[Given], *, values: list[str], ranks: int | None) -> tuple[Conversion, int]:
-    """Options from keys.
+    """Converts keys to options.
 
     Args:
         given: all keys, files before flags.
@@ -113,7 +117,7 @@ def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
     if rule is None and not one.idle:
         rule = _environment(one.key)
     if rule is None and not one.idle:
-        conversion.miss(one, "look whether it matters, and set what it means")
+        conversion.miss(one, "check whether it matters, and set the option that it means")
     elif rule is None:
         return
     elif one.open:
@@ -123,12 +127,12 @@ def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
 
 
 def _environment(key: str) -> Rule | None:
-    """Variables that a script exports, or sets in front of its command."""
+    """Returns the rule for variables that a script exports, or sets in front of its command."""
     return dropped("an environment variable: set it for torchrun as well") if key == key.upper() else None
 
 
 def to_text(options: dict[str, Any], *, title: str) -> str:
-    """The run's YAML, a section a block, in the order of the engine's options."""
+    """Returns the run's YAML, a section a block, in the order of the engine's options."""
     nested: dict[str, Any] = {}
     for name in sorted(options, key=lambda name: ("." in name, name)):
         section, _, leaf = name.rpartition(".")
@@ -140,7 +144,7 @@ def to_text(options: dict[str, Any], *, title: str) -> str:
 
 
 def report(conversion: Conversion, width: int) -> str:
-    """One line for each key, and what is left to do."""
+    """Returns the report: one line for each key, and what is left to do."""
     rows = conversion.rows
     keys = [row.given.key for row in rows]
     values = [_short(row.given.value) for row in rows]
@@ -158,9 +162,9 @@ def report(conversion: Conversion, width: int) -> str:
     lines += ["", f"read as {conversion.trainer}; {len(rows)} keys: {counts}"]
     unknown = [row.given.key for row in rows if row.kind == "unknown"]
     if unknown:
-        lines.append(f"warning: not known and left out: {', '.join(unknown)}")
+        lines.append(f"warning: not known and skipped: {', '.join(unknown)}")
     lines += [f"note: {sentence}" for sentence in dict.fromkeys(conversion.notes)]
-    lines += [f"still to say: {sentence}" for sentence in dict.fromkeys(conversion.to_fill)]
+    lines += [f"still to set: {sentence}" for sentence in dict.fromkeys(conversion.to_fill)]
     return "\n".join(_visible(line) for line in lines if line is not None)
 
 
@@ -174,7 +178,7 @@ def _line(key: str, value: str, became: str, first: int, second: int, width: int
 
 
 def _visible(line: str) -> str:
-    """A file of somebody else's may hold characters that move a terminal's cursor."""
+    """Escapes control characters, since a foreign file may hold some that move a terminal's cursor."""
     return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in line)
 
 

@@ -1,4 +1,4 @@
-"""What has been converted so far: the engine's options, and one row for each key of what it became."""
+"""The state of a conversion: the engine's options so far, and a report row for each key."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DTYPES = {
     "fp16": "float16", "float16": "float16", "half": "float16", "torch.float16": "float16",
     "fp32": "float32", "float32": "float32", "float": "float32", "torch.float32": "float32",
 }  # fmt: skip
-"""How other trainers write the arithmetic -> its name here."""
+"""Other trainers' names of dtypes -> the name here."""
 
 
 NOT_GIVEN = "not given"
-"""Shown as the value of what another trainer does by default."""
+"""The source shown for what another trainer does by default."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(slots=True)
 class Conversion:
-    """Options by their full name, and what is known beside them until all is read.
+    """Options by their full name, and facts that are collected until all keys are read.
 
     Args:
         trainer: whose keys are read, by name.
@@ -56,12 +56,12 @@ class Conversion:
     _owner: dict[str, Row] = field(default_factory=dict)
 
     def take(self, given: Given, option: str, value: Any, note: str = "") -> Row:
-        """`option` gets `value`; who gave it another before is told that it lost."""
+        """Sets `option` to `value`; the row of a key that set another value before is marked as dropped."""
         row = Row(given, f"{option}: {_text(value)}{f' ({note})' if note else ''}", "taken")
         earlier = self._owner.get(option)
         if earlier is not None and self.options[option] != value:
             earlier.became, earlier.kind = (
-                f"dropped: {given.key} of {given.source} says otherwise and counts",
+                f"dropped: {given.key} of {given.source} overrides it",
                 "dropped",
             )
         self.options[option] = value
@@ -70,12 +70,12 @@ class Conversion:
         return row
 
     def know(self, given: Given, fact: str, value: Any, became: str) -> None:
-        """Something that an option follows from, once all is read."""
+        """Records a fact that an option follows from once all keys are read."""
         row = Row(given, became, "taken")
         earlier = self._owner.get(f"({fact})")
         if earlier is not None and self.facts[fact] != value:
             earlier.became, earlier.kind = (
-                f"dropped: {given.key} of {given.source} says otherwise and counts",
+                f"dropped: {given.key} of {given.source} overrides it",
                 "dropped",
             )
         self.facts[fact] = value
@@ -86,44 +86,44 @@ class Conversion:
         self.rows.append(Row(given, f"dropped: {why}", "dropped"))
 
     def lack(self, given: Given, why: str) -> None:
-        """A key that changes what is trained and has no counterpart: the run will differ, and that is reported."""
+        """Reports a key that changes what is trained and has no counterpart: the run will differ."""
         self.drop(given, f"no counterpart, {why}")
         self.notes.append(f"{given.key} {_text(given.value)} has no counterpart, and the run will differ: {why}")
 
     def leave(self, given: Given, options: tuple[str, ...]) -> None:
-        """A key whose value is not in what was given."""
+        """Reports a key whose value is not in the input."""
         self.drop(given, "its value is only known when the script runs")
         if options:
             self.to_fill.append(f"{', '.join(options)}: {given.key} is {given.value}, which was not given")
 
     def withdraw(self, option: str, why: str) -> None:
-        """What was taken for `option` does not count after all."""
+        """Withdraws the value that `option` was given."""
         del self.options[option]
         row = self._owner.pop(option, None)
         if row is not None:
             row.became, row.kind = f"dropped: {why}", "dropped"
 
     def given(self, *keys: str) -> bool:
-        """Whether one of `keys` was among what was read."""
+        """Returns whether one of `keys` was among what was read."""
         return any(row.given.key in keys for row in self.rows)
 
     def miss(self, given: Given, why: str) -> None:
-        """A key that may matter and is not understood."""
+        """Reports a key that may matter and is not known."""
         self.rows.append(Row(given, f"not known: {why}", "unknown"))
 
     def imply(self, source: str, key: str, option: str, value: Any, note: str = "") -> None:
-        """An option that nobody wrote: what the other trainer does when it is left out."""
+        """Sets an option that is not in the input to what the other trainer does by default."""
         if option not in self.options:
             self.take(Given(source=source, key=key, value=NOT_GIVEN), option, value, note)
 
     def has(self, option: str) -> bool:
-        """Whether this engine has such an option."""
+        """Returns whether this engine has such an option."""
         return option in option_types()
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one key of another trainer becomes.
+    """The rule for one key of another trainer.
 
     Args:
         apply: writes it into the conversion.
@@ -140,7 +140,7 @@ def sets(*options: str) -> Callable[[Callable[[Conversion, Given], None]], Rule]
 
 
 def option(name: str, kind: Callable[[Given], Any], note: str = "") -> Rule:
-    """A key that is an option of this engine."""
+    """Returns the rule of a key that is an option of this engine."""
     return Rule(lambda conversion, given: _take(conversion, given, name, kind(given), note), (name,))
 
 
@@ -149,13 +149,15 @@ def _take(conversion: Conversion, given: Given, name: str, value: Any, note: str
 
 
 def fact(name: str, kind: Callable[[Given], Any], *options: str, became: str = "") -> Rule:
-    """A key that `options` follow from; `became` is its line in the report where that is not their names."""
+    """Returns the rule of a key that `options` follow from; `became` is its text in the report, by default their
+    names.
+    """
     said = became or ", ".join(options)
     return Rule(lambda conversion, given: conversion.know(given, name, kind(given), said), options)
 
 
 def dropped(why: str) -> Rule:
-    """A key without a counterpart."""
+    """Returns the rule of a key without a counterpart."""
     return Rule(lambda conversion, given: conversion.drop(given, why))
 
 
@@ -179,14 +181,14 @@ def whole(given: Given) -> int:
 
 
 def names(given: Given) -> list[str]:
-    """A list, or text with commas or spaces between its parts."""
+    """Returns the names in a list, or in text with commas or spaces between them."""
     if isinstance(given.value, list):
         return [str(name).strip() for name in given.value]
     return [name for name in str(given.value).replace(",", " ").split() if name]
 
 
 def whole_numbers(given: Given) -> list[int]:
-    """A list of whole numbers, or one of them.
+    """Returns the whole numbers in a list, or the only one.
 
     Raises:
         UserError: one of them is none.
@@ -196,7 +198,7 @@ def whole_numbers(given: Given) -> list[int]:
 
 
 def text(given: Given) -> str:
-    """Any value, as it was written.
+    """Returns a value as it was written.
 
     Raises:
         UserError: it is none.
@@ -234,11 +236,11 @@ def _text(value: Any) -> str:
 
 
 def set_dtype(conversion: Conversion, given: Given, dtype: str) -> None:
-    """The arithmetic, where this engine has it; a 16-bit dtype it does not have becomes bfloat16."""
+    """Sets model.dtype; a 16-bit dtype that this engine does not have becomes bfloat16."""
     try:
         ModelOptions(path="model", dtype=dtype)  # type: ignore[arg-type]
     except UserError:
-        conversion.take(given, "model.dtype", "bfloat16", f"{dtype} is not to be had here")
+        conversion.take(given, "model.dtype", "bfloat16", f"{dtype} is not available here")
         return
     conversion.take(given, "model.dtype", dtype)
 
@@ -256,11 +258,11 @@ def dtype_switch(dtype: str) -> Rule:
 
 
 def named_file(conversion: Conversion, given: Given) -> None:
-    """A file of DeepSpeed's or accelerate's that another one names."""
+    """Reports a file of DeepSpeed's or accelerate's that another one names."""
     if given.file_read:
         conversion.drop(given, "read, and converted key by key")
     elif given.value in (None, "", "null", "none"):
         conversion.drop(given, "none")
     else:
         conversion.drop(given, "no such file beside this one")
-        conversion.to_fill.append(f"what {given.value} says: it does not lie beside what was given; convert it too")
+        conversion.to_fill.append(f"what {given.value} says: it is not beside the input; convert it too")

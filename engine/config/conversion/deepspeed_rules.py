@@ -19,7 +19,7 @@ from engine.errors import UserError
 SHARDS = {0: "none", 1: "optimizer", 2: "gradients", 3: "parameters"}
 
 _BUCKETS = "one size for all buckets here, parallel.bucket_mb; its default is kept"
-_OVERLAP = "reductions always go on beside the backward pass"
+_OVERLAP = "reductions always overlap with the backward pass"
 
 
 def _dtype_or_auto(dtype: str) -> Rule:
@@ -27,7 +27,7 @@ def _dtype_or_auto(dtype: str) -> Rule:
 
     def rule(conversion: Conversion, given: Given) -> None:
         if given.value == "auto":
-            conversion.drop(given, "the command line says it")
+            conversion.drop(given, "the command line sets it")
         else:
             switch.apply(conversion, given)
 
@@ -58,18 +58,18 @@ def offload(option_name: str) -> Rule:
 @sets("optim.clip_grad_norm")
 def clipping(conversion: Conversion, given: Given) -> None:
     if given.value == "auto":
-        conversion.drop(given, "the command line says it")
+        conversion.drop(given, "the command line sets it")
         return
     conversion.facts["deepspeed_clipping"] = number(given)
     conversion.take(given, "optim.clip_grad_norm", number(given))
 
 
 def auto_or(rule: Rule) -> Rule:
-    """DeepSpeed's "auto" leaves a value to the trainer's flags."""
+    """Returns the rule that skips "auto", which leaves a value to the trainer's flags, and applies `rule` otherwise."""
 
     def either(conversion: Conversion, given: Given) -> None:
         if given.value == "auto":
-            conversion.drop(given, "auto, the command line says it")
+            conversion.drop(given, "auto: the command line sets it")
         else:
             rule.apply(conversion, given)
 
@@ -133,7 +133,7 @@ RULES: dict[str, Rule] = {
     "zero_optimization.offload_optimizer.pin_memory": dropped("copies are always pinned"),
     "zero_optimization.offload_param.pin_memory": dropped("copies are always pinned"),
     "zero_optimization.cpu_offload": option("memory.offload_optimizer", truth),
-    "zero_optimization.contiguous_gradients": dropped("gradients always lie in one buffer"),
+    "zero_optimization.contiguous_gradients": dropped("gradients are always in one buffer"),
     "zero_optimization.overlap_comm": dropped(_OVERLAP),
     "zero_optimization.reduce_scatter": dropped("parallel.shard gradients and parameters reduce-scatter"),
     "zero_optimization.round_robin_gradients": dropped("each rank owns an equal part of each bucket"),
@@ -143,7 +143,7 @@ RULES: dict[str, Rule] = {
     "bf16.enabled": _dtype_or_auto("bfloat16"),
     "bfloat16.enabled": _dtype_or_auto("bfloat16"),
     "fp16.enabled": _dtype_or_auto("float16"),
-    "amp.enabled": dropped("model.dtype says in which arithmetic"),
+    "amp.enabled": dropped("model.dtype sets the precision"),
     "optimizer.type": _optimizer_type,
     "optimizer.params.lr": auto_or(option("optim.lr", number)),
     "optimizer.params.betas": auto_or(_betas),
@@ -154,7 +154,7 @@ RULES: dict[str, Rule] = {
     "scheduler.type": _schedule_type,
     "scheduler.params.warmup_type": Rule(_warmup_type),
     "scheduler.params.warmup_ratio": auto_or(option("optim.warmup_ratio", number)),
-    "scheduler.params.last_batch_iteration": dropped("a run goes on where it stopped"),
+    "scheduler.params.last_batch_iteration": dropped("a run resumes where it stopped"),
     "scheduler.params.warmup_min_lr": dropped("the warm-up begins at 0"),
     "scheduler.params.warmup_max_lr": auto_or(option("optim.lr", number)),
     "scheduler.params.warmup_num_steps": auto_or(option("optim.warmup_steps", whole)),
@@ -223,7 +223,7 @@ RULES |= {
     "timers.*": dropped(_OBSERVED),
     "activation_checkpointing.*": dropped("memory.recompute says what is kept"),
     "aio.*": dropped("there is no NVMe"),
-    "elasticity.*": dropped("a run goes on with any number of ranks"),
+    "elasticity.*": dropped("a run resumes on any number of ranks"),
     "data_types.*": dropped("gradients are always summed in fp32"),
     "disable_allgather": dropped(_BUCKETS),
     "hybrid_engine.*": dropped("rankfold generate writes text"),

@@ -1,4 +1,4 @@
-"""What follows once all keys are read: whether adapters train, what the trainer does by default, and the batch."""
+"""Completes a conversion once all keys are read: whether adapters train, the trainer's defaults, and the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACES = {
     "data.train": "path/to/train.jsonl",
     "data.validation": "path/to/validation.jsonl",
 }
-"""Written where nobody said them."""
+"""Placeholders for options that the input does not set."""
 DERIVED = ("train.global_batch_size", "train.eval_every", "train.eval_samples", "checkpoint.every", "optim.betas")
 """Options with functions of their own below; the trainers' defaults go into these."""
 
@@ -42,7 +42,7 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
         raise UserError("a number of processes or of accumulated passes is below 1: correct it there.")
     if not (ranks or said) and processes > 1 and "train.global_batch_size" in conversion.options:
         conversion.to_fill.append(
-            f"--ranks: nothing says how many processes there are; {processes} hold one copy of the model"
+            f"--ranks: the number of processes is not given; {processes} hold one copy of the model"
         )
     trainer.finish(conversion)
     launcher_rules.follow(conversion)
@@ -65,7 +65,7 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
 
 
 def _train_everything(conversion: Conversion, trainer: Trainer) -> None:
-    """No adapters in what was given: none in the run."""
+    """Sets options for a run without adapters, where the input has none."""
     options = conversion.options
     for name in [name for name in options if name.startswith("lora.") and name != "lora.rank"]:
         conversion.withdraw(name, "no adapters train")
@@ -80,7 +80,7 @@ def _train_everything(conversion: Conversion, trainer: Trainer) -> None:
 
 
 def _defaults(conversion: Conversion, trainer: Trainer, *, adapters: bool) -> None:
-    """Each option that nobody gave becomes what the trainer does, where this engine would do something else."""
+    """Sets each option that was not given to the trainer's default, where this engine's own differs."""
     for name, default in trainer.defaults.items():
         if name in DERIVED or name in conversion.options or not isinstance(default, Default):
             continue
@@ -98,7 +98,7 @@ def _defaults(conversion: Conversion, trainer: Trainer, *, adapters: bool) -> No
 
 
 def _length(conversion: Conversion) -> None:
-    """A number of steps ends the run whatever the number of epochs; a row holds a question and its answer."""
+    """Sets the run's length, in steps where these are given, and the row length: of question and answer together."""
     options, facts = conversion.options, conversion.facts
     if "source_length" in facts and "target_length" in facts:
         both = facts["source_length"] + facts["target_length"]
@@ -136,7 +136,7 @@ def _lowest_rate(conversion: Conversion) -> None:
 
 
 def _model_ranks(conversion: Conversion) -> int:
-    """Ranks that hold one copy of the model.
+    """Returns the ranks that hold one copy of the model.
 
     Raises:
         UserError: one of the sizes is below 1.
@@ -172,7 +172,7 @@ def _batch(conversion: Conversion, trainer: Trainer, processes: int, *, said: bo
     if not known_batch and not said:
         rows = micro * accumulation
         conversion.to_fill.append(
-            "--ranks: nothing says how many processes there are, and the batch is "
+            "--ranks: the number of processes is not given, and the batch is "
             f"{rows} row{'' if rows == 1 else 's'} for each"
         )
     conversion.imply("derived", "rows of one update", "train.global_batch_size", micro * accumulation * copies, note)
@@ -217,7 +217,7 @@ def _evaluation(conversion: Conversion, processes: int) -> None:
 
 
 def _needs_evaluation(conversion: Conversion, *, known: bool) -> None:
-    """Early stopping and the best checkpoint are decided by evaluations."""
+    """Completes or withdraws early stopping and keep_best, which need evaluations."""
     options = conversion.options
     if options.get("train.early_stopping_patience") and not known:
         patience = options["train.early_stopping_patience"]
@@ -242,11 +242,11 @@ def _weights_in_host_memory(conversion: Conversion) -> None:
         conversion.withdraw("memory.offload_weights", "weights that train stay on the device, spread by parallel.shard")
     if options.get("memory.offload_weights") and options.get("parallel.shard") == "parameters":
         given = Given(source="derived", key="ZeRO-3 with parameters in host memory", value="both")
-        conversion.take(given, "parallel.shard", "gradients", "weights wait in host memory, and so on no other rank")
+        conversion.take(given, "parallel.shard", "gradients", "weights are kept in host memory, so not on other ranks")
 
 
 def _trackers(conversion: Conversion) -> None:
-    """Who gets the figures beside the run's folder."""
+    """Sets the trackers that get the figures beside the run's folder."""
     facts = conversion.facts
     trackers = facts.get("trackers", [])
     if "tensorboard" in trackers:
@@ -265,7 +265,7 @@ def _trackers(conversion: Conversion) -> None:
 
 
 def _places(conversion: Conversion) -> None:
-    """What has to be named and was not; and what a placeholder or this engine's own default stands for."""
+    """Adds placeholders for paths that were not given, and notes on these and on this engine's own defaults."""
     for name in ("model.path", "data.train"):
         _require_place(conversion, name)
     options = conversion.options
@@ -291,4 +291,4 @@ def _require_place(conversion: Conversion, name: str) -> None:
         conversion.options[name] = PLACES[name]
         known = any(line.startswith(name) for line in conversion.to_fill) or f"{name} of the hub" in conversion.facts
         if not known:
-            conversion.to_fill.append(f"{name}: nothing that was given says it; {PLACES[name]} stands there")
+            conversion.to_fill.append(f"{name}: not in the input; {PLACES[name]} is a placeholder")

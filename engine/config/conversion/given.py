@@ -1,4 +1,4 @@
-"""One key and its value, as somebody wrote them: what all readers make, and all rules are given."""
+"""One key and its value as they were written: what readers return and rules take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROGRAM_FILE = "(configuration)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """One key and its value.
+    """A key and its value, with where they came from.
 
     Args:
         source: name of the file, or "flags".

@@ -19,7 +19,7 @@ def rule_for(key: str) -> Rule | None:
 
 
 def follow(conversion: Conversion) -> None:
-    """What accelerate and DeepSpeed do where their files say nothing."""
+    """Applies what accelerate and DeepSpeed do by default."""
     facts, options = conversion.facts, conversion.options
     kind = facts.get("distributed_type")
     if kind == "FSDP":
@@ -43,6 +43,6 @@ def follow(conversion: Conversion) -> None:
             if options.get(name):
                 conversion.withdraw(name, "lr_scheduler_type constant has no warm-up; constant_with_warmup has")
     if options.get("optim.warmup_steps") and options.get("optim.warmup_ratio") is not None:
-        conversion.withdraw("optim.warmup_ratio", "a number of steps is given, and counts")
+        conversion.withdraw("optim.warmup_ratio", "a number of steps is given and takes precedence")
     elif options.get("optim.warmup_ratio") is not None and "optim.warmup_steps" in options:
         conversion.withdraw("optim.warmup_steps", "0, and a share is given")

@@ -13,7 +13,7 @@ _ARGUMENTS = {
     "TrainingArguments": "", "Seq2SeqTrainingArguments": "", "SFTConfig": "trl sft", "DPOConfig": "trl dpo",
     "KTOConfig": "trl kto", "ORPOConfig": "trl orpo", "CPOConfig": "trl cpo", "RewardConfig": "trl reward",
 }  # fmt: skip
-"""Class of a trainer's arguments -> the command that has the same."""
+"""Class of a trainer's arguments -> the command with the same arguments."""
 _TRAINERS = ("Trainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "Seq2SeqTrainer")
 FLAGS_OF_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
          "bias": "lora_bias", "task_type": "lora_task_type", "init_lora_weights": "lora_init_weights"}  # fmt: skip
@@ -23,7 +23,7 @@ _OBJECTS = ("model", "tokenizer", "args", "train_dataset", "eval_dataset", "data
 
 
 def read_python(text: str, source: str) -> list[Given]:
-    """The keywords of those calls, with plain values and names of plain values put in.
+    """Returns the keywords of those calls, with plain values and names of plain values resolved.
 
     Raises:
         UserError: it is not Python.
@@ -52,7 +52,7 @@ def read_python(text: str, source: str) -> list[Given]:
 
 
 def _keys(call: ast.Call, kind: str, owner: str) -> Iterator[tuple[str, ast.expr]]:
-    """Keys of a call that configures training, as the flag of that name would be called."""
+    """Yields the keys of a call that configures training, as the flag of that name would be called."""
     pairs = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
     if kind in _ARGUMENTS or kind in _TRAINERS:
         yield from ((key, value) for key, value in pairs if key not in _OBJECTS)
@@ -72,14 +72,14 @@ def _keys(call: ast.Call, kind: str, owner: str) -> Iterator[tuple[str, ast.expr
 
 
 def _name(function: ast.expr) -> tuple[str, str]:
-    """The name of what is called, and the name before its last point."""
+    """Returns the name of what is called, and the name before its last dot."""
     if isinstance(function, ast.Attribute):
         return function.attr, _name(function.value)[0]
     return (function.id, "") if isinstance(function, ast.Name) else ("", "")
 
 
 def _names(tree: ast.Module) -> dict[str, ast.expr]:
-    """Names that are given one value in the whole script, and parameters of functions with a default."""
+    """Returns the names assigned exactly once in the script, and parameters with a default, with their values."""
     found: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -93,7 +93,7 @@ def _names(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
-    """The value of a plain expression; text that begins with "<computed" for any other."""
+    """Returns the value of a plain expression; text that begins with "<computed" for any other."""
     if isinstance(node, ast.Name) and node.id in names and depth < 10:
         return _value(names[node.id], names, depth + 1)
     if isinstance(node, ast.Attribute) and _name(node)[1] == "torch":

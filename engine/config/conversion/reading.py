@@ -1,4 +1,4 @@
-"""Reads what was given: YAML and JSON files, shell and Python scripts, command lines; every value becomes one `Given`.
+"""Reads the input: YAML and JSON files, shell and Python scripts, command lines; every value becomes a `Given`.
 
 Nothing is interpreted here, and no script is run.
 """
@@ -23,7 +23,7 @@ _WHAT = "give another trainer's YAML or JSON file, or a script .sh or .py"
 
 
 def read_file(path: Path) -> list[Given]:
-    """All that a YAML or JSON file, or a script, says; files that it names beside itself are read too.
+    """Returns all keys of a YAML or JSON file or of a script; files that it names beside itself are read too.
 
     Raises:
         UserError: it cannot be read, or is none of them.
@@ -45,7 +45,7 @@ def read_file(path: Path) -> list[Given]:
 
 
 def read_flags(text: str, source: str, folder: Path) -> list[Given]:
-    """A command line as it would be typed: launcher, program and flags, or flags alone.
+    """Reads a command line as it would be typed: launcher, program and flags, or flags alone.
 
     Raises:
         UserError: a quote is not closed.
@@ -54,7 +54,7 @@ def read_flags(text: str, source: str, folder: Path) -> list[Given]:
 
 
 def with_files(given: list[Given], folder: Path) -> list[Given]:
-    """The same, with the content of each file that it names and that is there."""
+    """Returns the keys, with those of each existing file that one of them names."""
     result = []
     for one in given:
         leaf = one.key.rpartition(".")[2]
@@ -82,7 +82,7 @@ def _flat(content: Mapping[Any, Any], source: str, prefix: str = "") -> Iterator
 
 
 def _number(value: Any) -> Value:
-    """1e-5 without a point is text to YAML 1.1, and a number to everybody else."""
+    """Returns the number in a text such as 1e-5, which YAML 1.1 does not read as a number; other values unchanged."""
     if isinstance(value, str) and value[:1].isdigit() and "e" in value.lower():
         found = plain(value)
         return found if isinstance(found, float) else value

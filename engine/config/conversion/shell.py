@@ -1,6 +1,6 @@
 """Reads shell scripts and command lines without running them.
 
-Assignments of plain values and arrays are put in where they are used, and the command that has the most flags is taken
+Plain values and arrays are substituted where variables are used, and the command that has the most flags is taken
 apart. What only the shell can know ($1, $(nproc), a variable of the environment) stays as it is written.
 """
 
@@ -38,7 +38,7 @@ _REDIRECTION = re.compile(r"(?:\d|&)?>>?(&\d?)?(.*)|<", re.DOTALL)
 
 @dataclass(slots=True)
 class _Script:
-    """What has been read of a script so far."""
+    """The state of reading a script."""
 
     variables: dict[str, str] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
@@ -56,7 +56,7 @@ class _Script:
 
 
 def read_shell(text: str, source: str) -> list[Given]:
-    """Assignments of a script and the flags of its command.
+    """Reads the assignments of a script and the flags of its command.
 
     Raises:
         UserError: a quote is not closed.
@@ -70,7 +70,7 @@ def read_shell(text: str, source: str) -> list[Given]:
             continue
         joined = " ".join(map(_quoted, words))
         expanded = _words(_expand(joined, script.variables, script.used), source)
-        inner = [word for word in expanded if " --" in word and ".py" in word]  # what bash -c is given
+        inner = [word for word in expanded if " --" in word and ".py" in word]  # the argument of bash -c
         expanded = _words(inner[0], source) if inner else expanded
         if sum(word.startswith("--") for word in expanded) > sum(word.startswith("--") for word in best):
             best = expanded
@@ -96,7 +96,7 @@ def read_shell(text: str, source: str) -> list[Given]:
 
 
 def read_command(text: str, source: str) -> list[Given]:
-    """A command line as it would be typed: launcher, program and flags, or flags alone.
+    """Reads a command line as it would be typed: launcher, program and flags, or flags alone.
 
     Raises:
         UserError: a quote is not closed.
@@ -105,7 +105,7 @@ def read_command(text: str, source: str) -> list[Given]:
 
 
 def read_words(words: list[str], source: str) -> list[Given]:
-    """--key value, --key=value and --key; and the program among the words."""
+    """Reads --key value, --key=value and --key, and finds the program among the words."""
     given: list[Given] = []
     words, position = _without_redirections(words), 0
     while position < len(words):
@@ -130,7 +130,7 @@ def read_words(words: list[str], source: str) -> list[Given]:
         while not equals and position < len(words) and not _FLAG.match(words[position]):
             if words[position].endswith(".py") and (values or not name.startswith("train_script")):
                 break
-            if not (values and _VARIABLE.fullmatch(words[position])):  # flags that the script may have there
+            if not (values and _VARIABLE.fullmatch(words[position])):  # a variable may hold flags
                 values.append(words[position])
             position += 1
         found: Value = True if not values else plain(values[0]) if len(values) == 1 else [*map(plain, values)]
@@ -139,7 +139,7 @@ def read_words(words: list[str], source: str) -> list[Given]:
 
 
 def _without_redirections(words: list[str]) -> list[str]:
-    """The words without `> log.txt`, `2>&1` and the like."""
+    """Returns the words without `> log.txt`, `2>&1` and the like."""
     kept, position = [], 0
     while position < len(words):
         match = _REDIRECTION.fullmatch(words[position])
@@ -152,7 +152,7 @@ def _without_redirections(words: list[str]) -> list[str]:
 
 
 def plain(text: str) -> Value:
-    """A number or a truth value where it is one; YAML 1.1 does not read 4e-4 as a number."""
+    """Returns a number or a truth value where it is one; YAML 1.1 does not read 4e-4 as a number."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -164,14 +164,14 @@ def plain(text: str) -> Value:
 
 
 def _plain_text(text: str) -> str:
-    """The script with each command on one line and commands' outputs unknown."""
+    """Returns the script with each command on one line and commands' outputs unknown."""
     text = re.sub(r"\\[ \t]*(\r?\n|\Z)", " ", text)
     text = "\n".join(re.sub(r"(^|\s)#.*$", "", line) for line in text.split("\n"))
     return _without_commands(text).replace("\\ ", " ")
 
 
 def _without_commands(text: str) -> str:
-    """$(command), `command` and >(command) are not known; $(( 1 + 2 )) becomes one word."""
+    """Replaces $(command), `command` and >(command) by a placeholder; $(( 1 + 2 )) becomes one word."""
     text = re.sub(r"`[^`]*`", lambda _: UNKNOWN, text)
     result, position = "", 0
     while (opening := re.compile(r"[$<>]\(").search(text, position)) is not None:
@@ -190,7 +190,7 @@ def _without_commands(text: str) -> str:
 
 
 def _without_arrays(text: str, script: _Script) -> str:
-    """`NAME=( ... )` taken out of the text; the words are the variable's value."""
+    """Takes `NAME=( ... )` out of the text; the words become the variable's value."""
     while match := _ARRAY.search(text):
         depth, end = 1, match.end()
         while end < len(text) and depth:
@@ -214,7 +214,7 @@ def _commands(text: str, source: str) -> list[list[str]]:
 
 
 def _after_assignments(command: list[str], script: _Script) -> list[str]:
-    """The words behind `export A=1 B=2`, whose assignments are kept."""
+    """Returns the words after `export A=1 B=2`, whose assignments are kept."""
     words, exported = list(command), False
     while words and (words[0] in _BEFORE or words[0] in _BRANCH or words[0] in _END):
         word = words.pop(0)
@@ -231,7 +231,7 @@ def _after_assignments(command: list[str], script: _Script) -> list[str]:
 
 
 def _words(text: str, source: str, *, keep_newlines: bool = False) -> list[str]:
-    """Words as a shell would split them; where asked for, ends of commands are words of their own."""
+    """Returns the words as a shell would split them; where asked for, ends of commands are words of their own."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n" if keep_newlines else False)
     lexer.whitespace = " \t\r" if keep_newlines else " \t\r\n"
     lexer.whitespace_split, lexer.commenters = True, ""
@@ -242,7 +242,9 @@ def _words(text: str, source: str, *, keep_newlines: bool = False) -> list[str]:
 
 
 def _expand(text: str, variables: Mapping[str, str], used: set[str], inside: frozenset[str] = frozenset()) -> str:
-    """`text` with the values of variables, and of variables in these; `inside` are those that it is the value of."""
+    """Returns `text` with the values of variables, and of variables in these; `inside` are those that it is the
+    value of.
+    """
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[3]
@@ -256,7 +258,7 @@ def _expand(text: str, variables: Mapping[str, str], used: set[str], inside: fro
 
 
 def _calculated(match: re.Match[str]) -> str:
-    """The value of $(( 8 * 2 )); what is no plain sum or product of whole numbers is not known."""
+    """Returns the value of $(( 8 * 2 )); unknown unless it is a plain sum or product of whole numbers."""
     operators: dict[type, Callable[[int, int], int]] = {
         ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     }  # fmt: skip

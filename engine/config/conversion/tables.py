@@ -1,4 +1,4 @@
-"""All tables of rules together: what other trainers' names for options and values are called here."""
+"""All tables of rules together: other trainers' names for options and values -> the names here."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ _VALUES: dict[str, str] = {
     "sft": "language_modeling", "pt": "language_modeling", "pretrain": "language_modeling", "sigmoid": "dpo",
     "scratch": "random", "true": "full", "false": "none", "chat": "messages", "chatml": "messages",
 }  # fmt: skip
-"""Word of another trainer -> what it may be here, whatever the option."""
+"""Word of another trainer -> what it may mean here, in any option."""
 
 
 def options_of(key: str) -> tuple[str, ...]:
-    """The options that a key of another trainer sets; none where no trainer has it, or it has no counterpart."""
+    """Returns the options that a key of another trainer sets; none where no trainer has it, or it has no
+    counterpart.
+    """
     rules = (launcher_rules.rule_for(key), *(trainer.rule(key) for trainer in TRAINERS))
     return next((rule.options for rule in rules if rule is not None and rule.options), ())
 
 
 def words_for_values(word: str) -> tuple[str, ...]:
-    """What a value of another trainer's option may be called here."""
+    """Returns the names that a value of another trainer's option may have here."""
     return (_VALUES[word],) if word in _VALUES else ()

@@ -1,4 +1,4 @@
-"""What another trainer is here: the rules for its keys, and what it does where no key says anything.
+"""The description of another trainer: the rules for its keys, and its defaults.
 
 An absent key means the other trainer's default, never this engine's. So each option that a trainer's keys can set has
 an entry in its `defaults`, which is written into the run's file where it differs from this engine's own default.
@@ -17,7 +17,7 @@ from engine.config.run import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """What a trainer does by default.
+    """A trainer's default for an option.
 
     Args:
         value: of the option here; or a function of what was read that gives it, None where nothing follows.
@@ -33,7 +33,8 @@ class Default:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """An option whose own default holds: the trainer has none that could be written, or it changes nothing computed.
+    """An option that keeps this engine's default: the trainer has none that could be written, or nothing computed
+    changes.
 
     Args:
         why: in one clause.
@@ -48,7 +49,7 @@ def _nothing(conversion: Conversion) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainer:
-    """Another trainer.
+    """A trainer whose configurations can be converted.
 
     Args:
         name: as the report calls it.
@@ -65,12 +66,12 @@ class Trainer:
     finish: Callable[[Conversion], None] = field(default=_nothing)
 
     def rule(self, key: str) -> Rule | None:
-        """The rule for `key`, or for all keys that begin as it does."""
+        """Returns the rule for `key`, or for all keys that begin as it does."""
         return find_rule(self.rules, key)
 
 
 def find_rule(rules: Mapping[str, Rule], key: str) -> Rule | None:
-    """The rule of `key`; else that of the longest beginning which stands in `rules` with a * behind it."""
+    """Returns the rule of `key`; else that of its longest prefix that is in `rules` with a * after it."""
     if key in rules:
         return rules[key]
     beginnings = (f"{key[:end]}*" for end in range(len(key), 0, -1) if key[end - 1] in "._")
@@ -78,7 +79,7 @@ def find_rule(rules: Mapping[str, Rule], key: str) -> Rule | None:
 
 
 def engine_default(option: str) -> Any:
-    """What this engine does where a run's file says nothing about `option`."""
+    """Returns this engine's default for `option`."""
     section, _, leaf = option.rpartition(".")
     owner = sections()[section] if section else RunConfig
     default = next(one.default for one in fields(owner) if one.name == leaf)

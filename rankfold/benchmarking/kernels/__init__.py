@@ -1,4 +1,4 @@
-"""Section `kernels`: one module a kind of op, each with CASES, and `section`, which checks and times them."""
+"""Section `kernels`: one module per kind of op, each with CASES, and `section`, which checks and times them."""
 
 from rankfold.benchmarking.kernels.section import run
 

@@ -26,7 +26,7 @@ _SDPA = {
 
 
 def _dense(length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's own choice of a kernel; [T, H, D] in and out."""
+    """Computes attention by torch's own choice of a kernel; [T, H, D] in and out."""
     num = q.shape[0] // length
     q4, k4, v4 = (x.unflatten(0, (num, -1)).transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(q4, k4, v4, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
@@ -78,7 +78,7 @@ def causal(setting: Setting) -> Case:
 
 
 def _answer(length: int, qkv: list[Tensor], dout: Tensor) -> Results:
-    """Computes the answer in float64 by plain products, a document at a time, for all its scores are kept."""
+    """Computes the answer in float64 by plain products, one document at a time, since all its scores are kept."""
     parts = []
     for start in range(0, dout.shape[0], length):
         document = slice(start, start + length)
@@ -90,8 +90,10 @@ def _answer(length: int, qkv: list[Tensor], dout: Tensor) -> Results:
 
 
 def _demand(setting: Setting) -> Demand:
-    """Half of the square is masked: 2 T S H D operations forward; backward makes the scores again and has 2.5 times as
-    many. Forward reads q, k, v and writes out; backward reads those and dout and writes three gradients."""
+    """Returns the demand. Half of the square is masked: 2 T S H D operations forward; backward recomputes scores and
+    has 2.5 times as many. Forward reads q, k, v and writes out; backward reads those and dout and writes three
+    gradients.
+    """
     options = setting.options
     query = options.tokens * options.heads * options.head_dim
     key = options.tokens * options.kv_heads * options.head_dim
@@ -102,7 +104,7 @@ def _demand(setting: Setting) -> Demand:
 
 
 def _usable(setting: Setting, leaves: list[Tensor]) -> list[tuple[str, SDPBackend]]:
-    """torch's kernels that take this problem; it has one on a CPU."""
+    """Returns torch's kernels that take this problem; it has one on a CPU."""
     if setting.device.type != "cuda":
         return []
     found = []
@@ -124,7 +126,7 @@ def _pinned(setting: Setting, backend: SDPBackend) -> Callable[..., Tensor]:
 
 
 def _flash(setting: Setting, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The packages' functions take [B, S, H, D]."""
+    """Adapts a package's function, which takes [B, S, H, D]."""
     num = setting.options.tokens // setting.options.length
 
     def attend(*qkv: Tensor) -> Tensor:

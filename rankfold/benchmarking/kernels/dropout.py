@@ -1,7 +1,7 @@
-"""Drawing a dropout mask.
+"""Cases that draw a dropout mask.
 
-The engine's is a function of coordinates and must agree to the bit; torch's is another mask, of which only the share
-that is kept can be checked. Memory is not what limits drawing, so the limit (one bit written an element) is far away.
+The engine's is a function of coordinates and must agree bit for bit; torch's is another mask, whose share of kept
+elements alone can be checked. Memory is not what limits drawing, so the limit (one bit written an element) is far away.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def draw(setting: Setting) -> Case:
         contestants[TORCH] = Contestant(
             run=lambda: (mask.bernoulli_(1.0 - options.dropout),),
             error=lambda results: _share_error(results[0], options.dropout),
-            note="torch draws another mask, a byte an element; of it only the share that is kept is checked.",
+            note="torch draws another mask, a byte per element, whose share of kept elements alone is checked.",
         )
     return Case(
         size=f"{shape[0]}x{shape[1]}, p = {options.dropout}",
@@ -47,7 +47,7 @@ def draw(setting: Setting) -> Case:
 
 
 def _as_numbers(setting: Setting, kernels: Kernels, mask: Tensor) -> Tensor:
-    """A mask of whatever form as booleans: where an update of ones reaches zeros."""
+    """Returns a mask of whatever form as booleans: where an update of ones reaches zeros."""
     options = setting.options
     update = InputUpdate(
         dh_TR=torch.ones(options.tokens, 1, dtype=setting.dtype, device=setting.device),
@@ -60,7 +60,7 @@ def _as_numbers(setting: Setting, kernels: Kernels, mask: Tensor) -> Tensor:
 
 
 def _share_error(mask: Tensor, probability: float) -> float:
-    """0 where the share that is kept lies within five standard deviations of what it should be."""
+    """Returns 0 where the share of kept elements is within five standard deviations of its expectation."""
     share, expected = float(mask.float().mean()), 1.0 - probability
     deviations = abs(share - expected) / max((probability * expected / mask.numel()) ** 0.5, 1e-30)
     return 0.0 if deviations <= 5.0 else float("inf")

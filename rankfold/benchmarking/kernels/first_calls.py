@@ -1,4 +1,4 @@
-"""What the first call of each kernel costs, and that a second process finds the first one's compiled kernels.
+"""Measures the first call of each kernel, and checks that a second process finds the first one's compiled kernels.
 
 On a GPU every contestant is called once in a process whose Triton and Inductor caches are empty, then in another one
 that finds them as the first left them. On a CPU nothing is compiled at run time; what there is instead is the loading
@@ -27,7 +27,7 @@ Seconds = dict[str, dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstCalls:
-    """First calls in a process of their own.
+    """Seconds of first calls in separate processes.
 
     Args:
         cold: with empty caches; empty on a CPU.
@@ -45,7 +45,7 @@ class FirstCalls:
 
     @staticmethod
     def on_cpu() -> FirstCalls:
-        """Only the library."""
+        """Describes a CPU's first calls: only the library is loaded."""
         seconds, what = in_new_process(_load_library)
         return FirstCalls(cold={}, warm={}, library_seconds=seconds, library=what)
 
@@ -67,14 +67,14 @@ class FirstCalls:
 
 
 def _load_library() -> tuple[float | None, str]:
-    """Runs in a process of its own."""
+    """Loads the compiled library; runs in a separate process."""
     start = time.perf_counter()
     status = native_status()
     return (time.perf_counter() - start if status.available else None), status.reason
 
 
 def measure_first_calls(options: KernelOptions) -> FirstCalls:
-    """A cold process, then a warm one, on caches in a folder of their own."""
+    """Measures a cold process, then a warm one, on caches in a separate folder."""
     with tempfile.TemporaryDirectory() as folder:
         caches = caches_in(Path(folder))
         triton, calls, files = Path(caches["TRITON_CACHE_DIR"]), [], []
@@ -86,13 +86,13 @@ def measure_first_calls(options: KernelOptions) -> FirstCalls:
 
 
 def _first_calls(options: KernelOptions) -> Seconds:
-    """Runs in a process of its own. Imports late: `section` imports this module."""
+    """Times first calls; runs in a separate process. Imports late: `section` imports this module."""
     from rankfold.benchmarking.kernels.section import GROUPS, make_setting
 
     device = choose_device(options.device)
     setting, _ = make_setting(options, device)
     square = torch.randn(1024, 1024, device=device, dtype=setting.dtype)
-    square @ square  # the library's own start is nobody's first call
+    square @ square  # the library's own start is not part of a first call
     seconds: Seconds = {}
     for group in chosen_names(options.only, options.GROUPS, "only"):
         for name, build in GROUPS[group][1].items():

@@ -23,7 +23,9 @@ _Multiply = Callable[..., Tensor]
 
 
 def _ways(setting: Setting) -> dict[str, tuple[_Multiply, str]]:
-    """Name -> product and note, of those that run here; none on a GPU, where the engine's product is torch's."""
+    """Returns name -> product and note, of those that run here; none on a GPU, where the engine's product is
+    torch's.
+    """
     if setting.device.type != "cpu":
         return {}
     ways: dict[str, tuple[_Multiply, str]] = {TORCH: (torch.mm, "")}
@@ -39,7 +41,7 @@ def _ways(setting: Setting) -> dict[str, tuple[_Multiply, str]]:
 
 
 def _widths(setting: Setting) -> dict[str, tuple[int, int]]:
-    """Name -> input and output width."""
+    """Returns name -> input and output width."""
     options = setting.options
     return {
         "qkv": (options.hidden, options.hidden + 2 * options.kv_heads * options.head_dim),
@@ -66,12 +68,9 @@ def _case(setting: Setting, *, name: str, backward: bool) -> Case:
     return Case(
         size=f"{tokens}x{right.shape[0]}x{right.shape[1]}",
         demand=Demand(moved=moved, operations=2 * left.numel() * right.shape[1]),
-        contestants={
-            who: Contestant(run=partial(run, multiply), note=note)
-            for who, (multiply, note) in ways.items()
-        },
+        contestants={who: Contestant(run=partial(run, multiply), note=note) for who, (multiply, note) in ways.items()},
         answer=(lambda: (left.double() @ right.double(),)) if ways else list,
-    )  # fmt: skip
+    )
 
 
 CASES = {

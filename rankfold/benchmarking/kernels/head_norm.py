@@ -25,7 +25,7 @@ Split = Callable[[Tensor], Results]
 
 
 def _inputs(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
-    """The product [T, (H + 2K) D], and the weights of the query and of the key norm."""
+    """Returns the product [T, (H + 2K) D], and the weights of the query and of the key norm."""
     draws, options = setting.draws("head norm"), setting.options
     qkv = draws.normal(options.tokens, (options.heads + 2 * options.kv_heads) * options.head_dim)
     q_weight, k_weight = (draws.normal(options.head_dim, mean=1.0, scale=0.1) for _ in range(2))
@@ -33,7 +33,7 @@ def _inputs(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _plain(setting: Setting, dtype: torch.dtype, q_weight: Tensor, k_weight: Tensor) -> Split:
-    """torch's norm of each head, then transformers' rotation."""
+    """Computes torch's norm of each head, then transformers' rotation."""
     options = setting.options
     sizes = [options.heads, options.kv_heads, options.kv_heads]
     weights = (q_weight.to(dtype), k_weight.to(dtype))
@@ -57,7 +57,7 @@ def _engine(setting: Setting, kernels: Kernels, q_weight: Tensor, k_weight: Tens
 
 
 def _splits(setting: Setting, q_weight: Tensor, k_weight: Tensor) -> dict[str, Split]:
-    """Who takes part."""
+    """Returns the contestants' functions, by name."""
     splits = {name: _engine(setting, kernels, q_weight, k_weight) for name, kernels in setting.backends.items()}
     plain = _plain(setting, setting.dtype, q_weight, k_weight)
     if TORCH in setting.peers:
@@ -81,7 +81,7 @@ def _size(setting: Setting) -> str:
 
 
 def forward(setting: Setting) -> Case:
-    """v is left where it is."""
+    """Returns the case of the forward pass, which leaves v in place."""
     qkv, *weights = _inputs(setting)
     return Case(
         size=_size(setting),
@@ -94,7 +94,7 @@ def forward(setting: Setting) -> Case:
 
 
 def backward(setting: Setting) -> Case:
-    """One gradient of the whole product."""
+    """Returns the case of the backward pass, to one gradient of the whole product."""
     options = setting.options
     qkv, *weights = _inputs(setting)
     draws = setting.draws("head norm, gradients")

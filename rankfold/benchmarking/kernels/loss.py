@@ -29,7 +29,7 @@ _CHUNK = 1024
 
 
 def _labels(setting: Setting, name: str) -> Tensor:
-    """int64 [T]; every eighth token has none."""
+    """Returns labels, int64 [T]; every eighth token has none."""
     labels = setting.draws(name).ids(setting.options.tokens, setting.options.vocab)
     labels[::8] = IGNORE_LABEL
     return labels
@@ -40,19 +40,19 @@ def _mean(losses_T: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def _with_gradient(leaf: Tensor, loss: Callable[[Tensor], Tensor]) -> Results:
-    """Loss and its gradient with respect to `leaf`."""
+    """Returns the loss and its gradient with respect to `leaf`."""
     value = loss(leaf)
     return value.detach(), torch.autograd.grad(value, leaf)[0]
 
 
 def logits_loss(setting: Setting) -> Case:
-    """The mean loss over the tokens that have a label, and the logits' gradient."""
+    """Returns the case of the mean loss over tokens with a label, and the logits' gradient."""
     options = setting.options
     logits = setting.draws("loss").normal(options.tokens, options.vocab, scale=2.0)
     labels = _labels(setting, "loss, labels")
 
     def contestant(loss: Callable[[Tensor], Tensor], note: str = "") -> Contestant:
-        # many overwrite the logits: each has a copy of its own, put back before each run
+        # many overwrite the logits: each has its own copy, restored before each run
         leaf = logits.clone().requires_grad_()
         return Contestant(run=lambda: _with_gradient(leaf, loss), reset=lambda: leaf.data.copy_(logits), note=note)
 
@@ -110,7 +110,7 @@ def _logits_answer(logits: Tensor, labels: Tensor) -> Results:
 
 
 def _engine_head(setting: Setting, kernels: Kernels, weight: Tensor) -> ColumnParallelLinear:
-    """The head as the decoder builds it, without adapters."""
+    """Returns the head as the decoder builds it, without adapters."""
     spec = split_spec(tuple(weight.shape), 0, rank=0, size=1, what="vocabulary")
     head = ColumnParallelLinear(
         [Section(name="lm_head", spec=spec)],
@@ -125,7 +125,7 @@ def _engine_head(setting: Setting, kernels: Kernels, weight: Tensor) -> ColumnPa
 
 
 def head_loss(setting: Setting) -> Case:
-    """The mean loss under a frozen head, and the gradient of its input."""
+    """Returns the case of the mean loss under a frozen head, and the gradient of its input."""
     options, draws = setting.options, setting.draws("head")
     x = draws.normal(options.tokens, options.hidden)
     weight = draws.normal(options.vocab, options.hidden, scale=options.hidden**-0.5)
@@ -159,7 +159,7 @@ def head_loss(setting: Setting) -> Case:
 
         contestants["liger"] = contestant(
             lambda leaf: LigerFusedLinearCrossEntropyFunction.apply(leaf, weight, labels)[0],
-            note="liger waits for the host once a call.",
+            note="liger waits for the host once per call.",
         )
     return Case(
         size=f"{options.tokens}x{options.hidden}x{options.vocab}",

@@ -1,4 +1,4 @@
-"""The skinny products of adapters: H, dA, dB, and what they add to the gradient of their input.
+"""Cases of the skinny products of adapters: H, dA, dB, and the update of the gradient of their input.
 
 As the MLP's first linear has them: two adapters, gate and up, on one input.
 
@@ -25,7 +25,7 @@ SECTIONS = 2
 
 
 class _Inputs(NamedTuple):
-    """x [T, I], a [R, I], h and dh [T, R], dy [T, O], b [O, r]."""
+    """The operands: x [T, I], a [R, I], h and dh [T, R], dy [T, O], b [O, r]."""
 
     x: Tensor
     a: Tensor
@@ -72,14 +72,16 @@ def _wide_mask(setting: Setting, dropped: bool) -> Tensor | float:
 
 
 def _plain_mask(setting: Setting, dropped: bool) -> Tensor | None:
-    """The mask for plain torch: 0 or 1 / (1 - p), made beforehand, so that it pays for one multiplication only."""
+    """Returns the mask for plain torch: 0 or 1 / (1 - p), made beforehand, so that it pays for one multiplication
+    only.
+    """
     return setting.scaled_mask(setting.options.hidden).to(setting.dtype) if dropped else None
 
 
 def _with_torch(
     setting: Setting, contestants: dict[str, Contestant], plain: Callable[..., Results], *arguments: Tensor | None
 ) -> dict[str, Contestant]:
-    """Plain torch and torch.compile of the same function."""
+    """Returns plain torch and torch.compile of the same function as contestants."""
     if TORCH in setting.peers:
         contestants[TORCH] = Contestant(run=lambda: plain(*arguments))
     if "compile" in setting.peers:
@@ -89,7 +91,7 @@ def _with_torch(
 
 
 def project(setting: Setting, *, dropped: bool) -> Case:
-    """H = drop(x) A^T."""
+    """Returns the case H = drop(x) A^T."""
     given = _inputs(setting, "project")
 
     def engine(kernels: Kernels) -> Contestant:
@@ -115,7 +117,7 @@ def project(setting: Setting, *, dropped: bool) -> Case:
 
 
 def a_gradient(setting: Setting, *, dropped: bool) -> Case:
-    """dA += dH^T drop(x), into fp32."""
+    """Returns the case dA += dH^T drop(x), into fp32."""
     given, rank = _inputs(setting, "a gradient"), setting.options.rank
 
     def engine(kernels: Kernels) -> Contestant:
@@ -154,24 +156,27 @@ def _clear(buffers: list[Tensor]) -> None:
 
 
 def _by_section(dy: Tensor, h: Tensor) -> Results:
-    """dB of each section."""
+    """Returns dB of each section."""
     pairs = zip(dy.chunk(SECTIONS, dim=1), h.chunk(SECTIONS, dim=1), strict=True)
     return [part.t() @ low for part, low in pairs]
 
 
 def b_gradient(setting: Setting) -> Case:
-    """dB += dY^T H, into fp32; the limit is one read of dY."""
+    """Returns the case dB += dY^T H, into fp32; the limit is one read of dY."""
     given, options = _inputs(setting, "b gradient"), setting.options
 
     def engine(kernels: Kernels) -> Contestant:
         buffers = [torch.zeros(options.intermediate, options.rank, device=setting.device) for _ in range(SECTIONS)]
         sections = [
             AdapterSection(
-                first_column=index * options.intermediate, num_columns=options.intermediate,
-                first_row=index * options.rank, num_ranks=options.rank, db=buffer,
+                first_column=index * options.intermediate,
+                num_columns=options.intermediate,
+                first_row=index * options.rank,
+                num_ranks=options.rank,
+                db=buffer,
             )
             for index, buffer in enumerate(buffers)
-        ]  # fmt: skip
+        ]
 
         def run() -> Results:
             kernels.b_gradient(given.dy, given.h, sections)
@@ -189,13 +194,14 @@ def b_gradient(setting: Setting) -> Case:
 
 
 def _qkv(setting: Setting) -> list[int]:
-    """Columns of queries, keys and values."""
+    """Returns the columns of queries, keys and values."""
     shared = setting.options.kv_heads * setting.options.head_dim
     return [setting.options.heads * setting.options.head_dim, shared, shared]
 
 
 def output_gradients(setting: Setting, *, widths: Callable[[Setting], Sequence[int]]) -> Case:
-    """dH = dY B and dB += dY^T H together: what an adapter that is not folded computes of dY beside the base's product.
+    """Returns the case dH = dY B and dB += dY^T H together: what an adapter that is not folded computes of dY beside
+    the base's product.
 
     The limit is one read of dY. A backend without a kernel for both has two products, as in a step.
     """
@@ -225,10 +231,14 @@ def _output_gradients_of(kernels: Kernels, dy: Tensor, h: Tensor, parts: Sequenc
     for number, (b, buffer) in enumerate(zip(parts, buffers, strict=True)):
         sections.append(
             AdapterSection(
-                first_column=column, num_columns=b.shape[0], first_row=number * rank, num_ranks=rank, b=b,
+                first_column=column,
+                num_columns=b.shape[0],
+                first_row=number * rank,
+                num_ranks=rank,
+                b=b,
                 db=buffer,
             )
-        )  # fmt: skip
+        )
         column += b.shape[0]
     dh = torch.empty_like(h)
 
@@ -245,7 +255,7 @@ def _output_gradients_of(kernels: Kernels, dy: Tensor, h: Tensor, parts: Sequenc
 
 
 def apply_update(setting: Setting, *, dropped: bool) -> Case:
-    """dX += drop'(dH A) in a pass of its own, as under attention's output projection."""
+    """Returns the case dX += drop'(dH A) in a separate pass, as under attention's output projection."""
     given = _inputs(setting, "update")
     dx = setting.draws("update, dx").normal(*given.x.shape)
     scaled = _plain_mask(setting, dropped)

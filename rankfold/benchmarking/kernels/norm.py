@@ -1,4 +1,4 @@
-"""RMSNorm: forward, backward without the weight's gradient, backward of a norm whose output feeds adapters.
+"""Cases of RMSNorm: forward, backward without the weight's gradient, backward of a norm whose output feeds adapters.
 
 Legend: T tokens, F features, R rows of the stacked A.
 """
@@ -22,7 +22,7 @@ EPS = 1e-5
 
 
 def _inputs(setting: Setting, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, F], weight [F], dy [T, F]."""
+    """Returns x [T, F], weight [F], dy [T, F]."""
     draws, options = setting.draws(name), setting.options
     return (
         draws.normal(options.tokens, options.hidden),
@@ -36,7 +36,7 @@ def _plain(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _statistics(x: Tensor) -> Tensor:
-    """1 / rms, fp32 [T, 1]."""
+    """Returns 1 / rms, fp32 [T, 1]."""
     return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
 
 
@@ -84,7 +84,7 @@ def forward(setting: Setting) -> Case:
 
 
 def _gradient(x: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
-    """dx by autograd, in float64."""
+    """Returns dx by autograd, in float64."""
     wide = x.double().requires_grad_()
     return torch.autograd.grad(_plain(wide, weight.double()), wide, dy.double())[0]
 
@@ -116,7 +116,7 @@ def backward(setting: Setting) -> Case:
 
 
 def _liger_backward(x: Tensor, weight: Tensor, dy: Tensor) -> Contestant:
-    """Liger's backward, in place over dy, which is its default."""
+    """Runs Liger's backward, in place over dy, which is its default."""
     from liger_kernel.ops import LigerRMSNormFunction
 
     leaf, consumed = x.clone().requires_grad_(), dy.clone()
@@ -136,7 +136,7 @@ def _quack_backward(x: Tensor, weight: Tensor, dy: Tensor) -> Contestant:
 
 
 def backward_with_update(setting: Setting, *, dropped: bool) -> Case:
-    """dy still lacks what the adapters on y add to it."""
+    """Returns the case of a dy without the adapters' share, which is added on the way."""
     options = setting.options
     x, weight, dy = _inputs(setting, "norm update")
     draws = setting.draws("norm update, adapters")

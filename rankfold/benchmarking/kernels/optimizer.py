@@ -1,4 +1,5 @@
-"""AdamW: the update alone, and everything that a step does after backward (norm, clip, update, publish, clear).
+"""Cases of AdamW: the update alone, and everything that a step does after backward (norm, clip, update, publish,
+clear).
 
 The parameters are those of adapters: pairs of [r, h] and [h, r].
 """
@@ -26,13 +27,13 @@ from rankfold.benchmarking.kernels.setting import Setting
 from rankfold.benchmarking.model import BETAS, CLIP_GRAD_NORM, EPS, LEARNING_RATE, WEIGHT_DECAY
 
 _FIRST_MOMENT, _SECOND_MOMENT = -1e-3, 1e-6
-"""Moments before the step over the gradient (its square). With moments of 0 a wrong clip factor would hardly show."""
+"""Moments before the step over the gradient (its square). With zero moments a wrong clip factor would hardly show."""
 _STATE_BYTES = 7 * 4
 """Bytes per parameter of an fp32 update: weight, gradient and two moments read, weight and moments written."""
 
 
 class _State:
-    """fp32 weight, gradient and moments of one contestant, and how to put them back."""
+    """The fp32 weight, gradient and moments of one contestant, which can be reset."""
 
     def __init__(self, setting: Setting) -> None:
         draws, count = setting.draws("adamw"), setting.options.trained
@@ -52,7 +53,7 @@ class _State:
 
 
 def _torch_update(setting: Setting, **how: bool) -> Contestant:
-    """torch.optim's functional AdamW on one flat tensor."""
+    """Returns torch.optim's functional AdamW on one flat tensor as a contestant."""
     from torch.optim.adamw import adamw
 
     state = _State(setting)
@@ -60,9 +61,18 @@ def _torch_update(setting: Setting, **how: bool) -> Contestant:
 
     def run() -> Results:
         adamw(
-            *([tensor] for tensor in state.all()), [], [step], amsgrad=False, beta1=BETAS[0], beta2=BETAS[1],
-            lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=EPS, maximize=False, **how,
-        )  # fmt: skip
+            *([tensor] for tensor in state.all()),
+            [],
+            [step],
+            amsgrad=False,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            eps=EPS,
+            maximize=False,
+            **how,
+        )
         return state.results()
 
     return Contestant(run=run, reset=partial(_reset_all, state.reset, step.zero_))
@@ -106,7 +116,7 @@ def update(setting: Setting) -> Case:
 
 
 def _first_update(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Results:
-    """AdamW's formula at t = 1: weight and both moments."""
+    """Computes AdamW's formula at t = 1: weight and both moments."""
     exp_avg = BETAS[0] * exp_avg + (1 - BETAS[0]) * gradient
     exp_avg_sq = BETAS[1] * exp_avg_sq + (1 - BETAS[1]) * gradient.square()
     denominator = (exp_avg_sq / (1 - BETAS[1])).sqrt() + EPS
@@ -115,7 +125,7 @@ def _first_update(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq:
 
 
 class _Adapters(ShardedModule):
-    """Pairs of factors, together about as many parameters as are asked for."""
+    """Pairs of factors, with about the requested number of parameters in all."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
@@ -129,9 +139,14 @@ class _Adapters(ShardedModule):
 def _engine_after(setting: Setting, backend: OptimizerBackend) -> Contestant:
     flat = FlatParameters(_Adapters(setting).entries, setting.device)
     optimizer = FlatAdamW(
-        flat, single_process_mesh(), betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad_norm=CLIP_GRAD_NORM,
+        flat,
+        single_process_mesh(),
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=WEIGHT_DECAY,
+        clip_grad_norm=CLIP_GRAD_NORM,
         backend=backend,
-    )  # fmt: skip
+    )
     masters = flat.master.clone()
     gradients = _gradients(setting, [slot.entry.parameter.shape for slot in reversed(flat.slots)])
 
@@ -156,7 +171,7 @@ def _gradients(setting: Setting, shapes: list[torch.Size]) -> list[Tensor]:
 
 
 def _torch_after(setting: Setting) -> Contestant:
-    """clip_grad_norm_, fused AdamW and zero_grad over fp32 parameters, one tensor each."""
+    """Returns clip_grad_norm_, fused AdamW and zero_grad over fp32 parameters, one tensor each, as a contestant."""
     first = [entry.parameter.detach().float() for entry in _Adapters(setting).entries]
     gradients = _gradients(setting, [tensor.shape for tensor in first])
     weights = [tensor.clone().requires_grad_() for tensor in first]

@@ -1,10 +1,12 @@
-"""A frozen linear with adapters: one product of extended operands, or several. This table decides which to take.
+"""Cases of a frozen linear with adapters: one product of extended operands, or several. Their table decides which to
+use.
 
     fold        [x | H] [W | B]^T;       dY [W | B] = [dX | dH], then dX += dH A
     separate    x W^T, then += H B^T;    dY B = dH, dY W, then += dH A
 
-H lies beside x already, where the op that makes x writes it there; where x comes from elsewhere (attention's output)
-the fold has to copy it, which is a contestant of its own. The scale of the adapters sits on H and dH and is left out.
+H is beside x already, where the op that makes x writes it there; where x comes from elsewhere (attention's output)
+the fold has to copy it, which is a contestant of its own. The scale of the adapters is applied to H and dH and omitted
+here.
 
 Legend: T tokens, I input features, O output features of all sections, R rows of the stacked A, r of each section.
 """
@@ -52,7 +54,7 @@ class _Linear:
         return self.rank * len(self.spans)
 
     def sections(self) -> list[tuple[slice, slice, Tensor]]:
-        """Output columns, columns of H and B [o, r] of each."""
+        """Returns output columns, columns of H and B [o, r] of each section."""
         found = []
         for index, (start, stop) in enumerate(self.spans):
             ranks = slice(index * self.rank, (index + 1) * self.rank)
@@ -62,7 +64,7 @@ class _Linear:
 
 
 def _widths(setting: Setting) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Name -> input width and output widths of the four linears of a block."""
+    """Returns name -> input width and output widths of the four linears of a block."""
     options = setting.options
     kv = options.kv_heads * options.head_dim
     return {
@@ -98,7 +100,7 @@ def _size(setting: Setting, linear: _Linear) -> str:
 
 
 def _demand(setting: Setting, linear: _Linear) -> Demand:
-    """The demand of the product with the base and of the low-rank one, without the zeros beside B."""
+    """Returns the demand of the base's product and the low-rank one, without the zeros beside B."""
     tokens, outputs = setting.options.tokens, linear.extended.shape[0]
     both = linear.num_ranks + linear.inputs
     moved = tokens * (both + outputs) + outputs * (linear.inputs + linear.rank)
@@ -106,7 +108,7 @@ def _demand(setting: Setting, linear: _Linear) -> Demand:
 
 
 def forward(setting: Setting, *, name: str) -> Case:
-    """Y from x and H."""
+    """Returns the case Y from x and H."""
     linear, draws = _linear(setting, name), setting.draws(f"product {name}, x")
     tokens, outputs = setting.options.tokens, linear.extended.shape[0]
     buffer = setting.empty(tokens, linear.extended.shape[1]).zero_()
@@ -137,11 +139,13 @@ def forward(setting: Setting, *, name: str) -> Case:
         return (wide,)
 
     contestants = {
-        FOLD: Contestant(run=fold), COPIED: Contestant(run=copied), SEPARATE: Contestant(run=separate),
+        FOLD: Contestant(run=fold),
+        COPIED: Contestant(run=copied),
+        SEPARATE: Contestant(run=separate),
         FROZEN: Contestant(
             run=frozen, error=lambda found: deviation(found, (x.double() @ linear.weight.double().t(),))
         ),
-    }  # fmt: skip
+    }
     return Case(
         size=_size(setting, linear),
         demand=_demand(setting, linear),
@@ -153,7 +157,7 @@ def forward(setting: Setting, *, name: str) -> Case:
 
 
 def backward(setting: Setting, *, name: str) -> Case:
-    """dH and the whole dX from dY."""
+    """Returns the case dH and the whole dX from dY."""
     linear, draws = _linear(setting, name), setting.draws(f"product {name}, dy")
     tokens, outputs = setting.options.tokens, linear.extended.shape[0]
     dy = draws.normal(tokens, outputs)
@@ -182,11 +186,10 @@ def backward(setting: Setting, *, name: str) -> Case:
         return dy.double() @ linear.weight.double() + low @ linear.a.double(), low
 
     contestants = {
-        FOLD: Contestant(run=fold), SEPARATE: Contestant(run=separate),
-        FROZEN: Contestant(
-            run=frozen, error=lambda found: deviation(found, (dy.double() @ linear.weight.double(),))
-        ),
-    }  # fmt: skip
+        FOLD: Contestant(run=fold),
+        SEPARATE: Contestant(run=separate),
+        FROZEN: Contestant(run=frozen, error=lambda found: deviation(found, (dy.double() @ linear.weight.double(),))),
+    }
     return Case(
         size=_size(setting, linear),
         demand=_demand(setting, linear),

@@ -1,4 +1,4 @@
-"""Frozen weights in fewer bytes: decoding them for a product, and the operands of FP8 products.
+"""Cases of quantized weights: decoding them for a product, and the operands of FP8 products.
 
 The weight is the MLP's, [intermediate, hidden]; activations are [tokens, hidden].
 """
@@ -22,7 +22,7 @@ from rankfold.benchmarking.kernels.setting import Setting
 
 
 def _backends(setting: Setting) -> dict[str, QuantizedBackend]:
-    """Plain torch under that name, and the backends of this place that have loops of their own."""
+    """Returns plain torch, and the backends that have their own loops for this."""
     found = {TORCH: choose_quantized("reference", setting.device)}
     for name in setting.backends:
         backend = choose_quantized(name, setting.device)
@@ -76,7 +76,7 @@ def operand(setting: Setting, *, by_row: bool) -> Case:
     }
     return Case(
         size=f"{options.tokens}x{options.hidden}",
-        # one scale for all is known only when all was read
+        # a scale for the whole tensor is known only after reading all of it
         demand=Demand(moved=x.nbytes * (1 if by_row else 2) + x.numel()),
         contestants={
             who: contestant(each.operands.quantize_rows if by_row else each.operands.quantize_matrix)
@@ -104,7 +104,9 @@ def transpose(setting: Setting) -> Case:
 
 
 def made(setting: Setting, *, by_norm: bool) -> Case:
-    """An input of an FP8 product made and quantised by row; the limit is one pass over what it is made from."""
+    """Returns the case of an FP8 operand made by norm or SwiGLU and quantised by row; the limit is one pass over its
+    input.
+    """
     options = setting.options
     features = options.hidden if by_norm else options.intermediate
     draws = setting.draws("FP8 input")
@@ -142,7 +144,7 @@ def made(setting: Setting, *, by_norm: bool) -> Case:
         demand=Demand(moved=moved),
         contestants=contestants,
         answer=lambda: tuple(part.double() for part in plain.run()),
-        limit=0.08,  # a last bit of a number may turn its code into the next one, 32 of 448 at the top
+        limit=0.08,  # a last bit of a number may change its code to the next one, 32 of 448 at the top
     )
 
 

@@ -1,4 +1,4 @@
-"""Rotary embedding: the fused product split into rotated q, k and v, and the three gradients merged again.
+"""Cases of rotary embedding: the fused product split into rotated q, k and v, and the three gradients merged again.
 
 Legend: T tokens, H query heads, K key/value heads, D head dimension.
 """
@@ -23,12 +23,12 @@ def tables_of(setting: Setting) -> tuple[Tensor, Tensor]:
 
 
 def halves_twice(table: Tensor, like: Tensor) -> Tensor:
-    """[1, T, D] in the dtype of what is rotated, as transformers lays cos and sin out."""
+    """Returns [1, T, D] in the dtype of q and k, with cos and sin in transformers' layout."""
     return torch.cat((table, table), dim=-1)[None].to(like.dtype)
 
 
 def _plain_split(setting: Setting, qkv: Tensor, cos: Tensor, sin: Tensor) -> Results:
-    """transformers' rotation, on tables of its layout."""
+    """Computes transformers' rotation, on tables of its layout."""
     options = setting.options
     heads = qkv.view(1, options.tokens, -1, options.head_dim)
     q, k, v = heads.split([options.heads, options.kv_heads, options.kv_heads], dim=2)
@@ -82,7 +82,7 @@ def _answer(setting: Setting, qkv: Tensor, cos: Tensor, sin: Tensor) -> Results:
 
 
 def _liger_split(setting: Setting, qkv: Tensor, cos: Tensor, sin: Tensor) -> Contestant:
-    """Rotates q and k where they lie; v is left alone."""
+    """Rotates q and k in place; v is unchanged."""
     from liger_kernel.ops import LigerRopeFunction
 
     options = setting.options

@@ -63,7 +63,7 @@ def run(options: KernelOptions) -> Report:
     """Measures the groups asked for.
 
     Raises:
-        UserError: a device that is not there.
+        UserError: a missing device.
         Wrong: a contestant computes something else.
     """
     if options.threads:
@@ -75,7 +75,7 @@ def run(options: KernelOptions) -> Report:
     cases = {name: build for _, members in groups.values() for name, build in members.items()}
     first_calls = measure_first_calls(options) if device.type == "cuda" and options.repeats else FirstCalls.on_cpu()
     ceilings = Ceilings(device, setting.dtype, copy_mib=options.copy_mib, size=options.ceiling)
-    ceilings.product()  # what the first product sets up is not part of anybody's first call
+    ceilings.product()  # the first product's setup is not part of a first call
     checked, traces = check_all(setting, cases)
     speeds: dict[str, list[float]] = {COPY: [], PRODUCT: []}
     tables = []
@@ -97,7 +97,7 @@ def run(options: KernelOptions) -> Report:
 
 
 def make_setting(options: KernelOptions, device: torch.device) -> tuple[Setting, tuple[str, ...]]:
-    """Who takes part, and sentences about who does not."""
+    """Returns the setting with the contestants, and sentences about those that are absent."""
     dtype = TORCH_DTYPES[options.dtype]
     backends, absent = find_backends(device, dtype, timed=options.repeats > 0)
     wanted = chosen_names(options.peers, options.PEERS, "peers")
@@ -109,7 +109,7 @@ def make_setting(options: KernelOptions, device: torch.device) -> tuple[Setting,
 def check_all(
     setting: Setting, cases: dict[str, Build]
 ) -> tuple[dict[str, dict[str, Checked]], dict[str, dict[str, tuple[str, ...]]]]:
-    """Runs everybody once: case -> contestant -> error and seconds; and the names of the kernels that ran.
+    """Runs every contestant once: case -> contestant -> error and seconds; and the names of the kernels that ran.
 
     Raises:
         Wrong: the first contestant that computes something else.
@@ -129,16 +129,20 @@ def _say(what: str) -> None:
 
 
 def _report(
-    options: KernelOptions, setting: Setting, tables: tuple[Table, ...], speeds: tuple[str, ...],
-    absent: tuple[str, ...], first_calls: FirstCalls,
-) -> Report:  # fmt: skip
+    options: KernelOptions,
+    setting: Setting,
+    tables: tuple[Table, ...],
+    speeds: tuple[str, ...],
+    absent: tuple[str, ...],
+    first_calls: FirstCalls,
+) -> Report:
     checked = "Every contestant's result was compared with one in float64 before anything was timed (column error)."
     if not options.repeats:
         checked = "Every contestant's result was compared with one in float64; nothing was timed."
     if setting.device.type == "cpu":
         speeds = (
             *speeds,
-            "On a CPU an op's operands may lie in its caches; then it exceeds the limit, which is memory's.",
+            "On a CPU an op's operands may be in its caches; then it exceeds the limit, which is memory's.",
         )
     packages = ("triton", "liger-kernel", "quack-kernels", "flash-attn", "flash-attn-4", "transformers")
     return Report(

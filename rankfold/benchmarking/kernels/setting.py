@@ -1,4 +1,4 @@
-"""What every case is made from: sizes, device, who takes part, and random inputs that are the same at each build."""
+"""The setting of all cases: sizes, device, contestants, and random inputs that are the same at each build."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class Draws:
         return values.mul_(scale).add_(mean).to(dtype or self._dtype)
 
     def ids(self, count: int, below: int) -> Tensor:
-        """int64 [count]."""
+        """Draws token ids, int64 [count]."""
         return torch.randint(below, (count,), generator=self._generator, device=self._device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """See the module.
+    """The setting of all cases.
 
     Args:
-        options: with nothing left open.
+        options: with all values set.
         device, dtype: of weights and activations.
         backends: the engine's, by name.
-        peers: who else takes part.
+        peers: of the engine.
     """
 
     options: KernelOptions
@@ -69,11 +69,11 @@ class Setting:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def compiled(self, function: Callable) -> Callable:
-        """torch.compile for the sizes at hand."""
+        """Compiles a function by torch.compile for fixed sizes."""
         return torch.compile(function, dynamic=False)
 
     def dropout_key(self, num_features: int) -> DropoutKey:
-        """Coordinates of a mask over `num_features` of all tokens."""
+        """Returns coordinates of a mask over `num_features` of all tokens."""
         return DropoutKey(
             token_index=torch.arange(self.options.tokens, device=self.device),
             step=torch.zeros((), dtype=torch.int64, device=self.device),
@@ -85,20 +85,20 @@ class Setting:
 
     @property
     def keep_scale(self) -> float:
-        """1 / (1 - p)."""
+        """The scale of kept elements, 1 / (1 - p)."""
         return dropout_scale(self.options.dropout)
 
     def scaled_mask(self, num_features: int) -> Tensor:
-        """fp64 [T, F]: 0 where dropped, 1 / (1 - p) where kept, by the plain specification."""
+        """Returns fp64 [T, F]: 0 where dropped, 1 / (1 - p) where kept, by the plain specification."""
         return dropout_mask(self.dropout_key(num_features)).double().mul_(self.keep_scale)
 
     def drawn(self, kernels: Kernels, num_features: int) -> Tensor:
-        """The same mask in the backend's own form."""
+        """Returns the same mask in the backend's own form."""
         return kernels.draw_mask(self.dropout_key(num_features))
 
     def update(
         self, kernels: Kernels, dh_TR: Tensor, a_RI: Tensor, *, dropped: bool, h_TR: Tensor | None = None
     ) -> InputUpdate:
-        """What adapters of scale 1 add to the gradient of their input."""
+        """Returns the update that adapters of scale 1 add to the gradient of their input."""
         mask = self.drawn(kernels, a_RI.shape[1]) if dropped else None
         return InputUpdate(dh_TR=dh_TR, a_RI=a_RI, mask=mask, scale=self.keep_scale if dropped else 1.0, h_TR=h_TR)

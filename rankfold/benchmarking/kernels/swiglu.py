@@ -1,4 +1,4 @@
-"""SwiGLU: forward, backward, and backward where its output feeds an adapter.
+"""Cases of SwiGLU: forward, backward, and backward where its output feeds an adapter.
 
 Legend: T tokens, F features, R rank.
 """
@@ -35,7 +35,7 @@ def _size(setting: Setting) -> str:
 
 
 def _inputs(setting: Setting, name: str) -> tuple[Tensor, Tensor]:
-    """[gate | up] [T, 2F], dy [T, F]."""
+    """Returns [gate | up] [T, 2F], dy [T, F]."""
     draws, options = setting.draws(name), setting.options
     return (
         draws.normal(options.tokens, 2 * options.intermediate),
@@ -76,7 +76,7 @@ def forward(setting: Setting) -> Case:
 
 
 def _gradient(gate_up: Tensor, dy: Tensor) -> Tensor:
-    """[dgate | dup] by autograd, in float64."""
+    """Returns [dgate | dup] by autograd, in float64."""
     wide = gate_up.double().requires_grad_()
     return torch.autograd.grad(_plain(wide), wide, dy.double())[0]
 
@@ -105,7 +105,7 @@ def backward(setting: Setting) -> Case:
 
 
 def _liger_backward(gate_up: Tensor, dy: Tensor) -> Contestant:
-    """Liger's backward, in place over gate and up, the only way it has."""
+    """Runs Liger's backward, which is always in place over gate and up."""
     from liger_kernel.ops import LigerSiLUMulFunction
 
     gate, up = (half.contiguous() for half in gate_up.chunk(2, dim=-1))
@@ -113,7 +113,7 @@ def _liger_backward(gate_up: Tensor, dy: Tensor) -> Contestant:
     y = LigerSiLUMulFunction.apply(*leaves)
 
     def reset() -> None:
-        # past the version counter, as the kernel itself writes
+        # bypasses the version counter, as the kernel itself does
         leaves[0].data.copy_(gate)
         leaves[1].data.copy_(up)
 
@@ -128,7 +128,7 @@ def _liger_backward(gate_up: Tensor, dy: Tensor) -> Contestant:
 
 
 def backward_with_update(setting: Setting, *, dropped: bool) -> Case:
-    """dy still lacks what the adapter on y adds to it."""
+    """Returns the case of a dy without the adapter's share, which is added on the way."""
     options = setting.options
     gate_up, dy = _inputs(setting, "swiglu update")
     draws = setting.draws("swiglu update, adapter")

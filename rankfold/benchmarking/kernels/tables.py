@@ -1,4 +1,4 @@
-"""The tables of section `kernels`, from what was checked and timed."""
+"""The tables of section `kernels`, from checked and timed cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def group_table(
     first_calls: FirstCalls,
     traces: dict[str, dict[str, tuple[str, ...]]],
 ) -> Table:
-    """One row a case and contestant; notes and verdicts below."""
+    """Returns a table with a row per case and contestant; notes and verdicts below."""
     rows, findings = [], []
     for name, case in cases.items():
         for who in case.contestants:
@@ -49,7 +49,7 @@ def _columns(baseline: str, first_calls: FirstCalls, timed: bool) -> tuple[str, 
 
 
 def _figures(timed: Timed, who: str, baseline: str) -> tuple[str, ...]:
-    """Median, least, limit, share of the limit, speed over the baseline."""
+    """Returns median, least, limit, share of the limit, speed over the baseline."""
     if not timed.samples:
         return ()
     seconds = timed.seconds(who)
@@ -67,14 +67,14 @@ def _figures(timed: Timed, who: str, baseline: str) -> tuple[str, ...]:
 
 
 def _first_calls(first_calls: FirstCalls, name: str, who: str, checked: Checked) -> tuple[str, ...]:
-    """Times with empty caches, or of this process; where it was measured, with warm caches."""
+    """Returns times with empty caches, or of this process, and where measured, with warm caches."""
     cold = first_calls.cold.get(name, {}).get(who, checked.first_seconds)
     warm = first_calls.warm.get(name, {}).get(who)
     return f"{cold * 1e3:,.1f}", *((f"{warm * 1e3:,.1f}",) if warm is not None else ())
 
 
 def _verdicts(name: str, case: Case, timed: Timed) -> list[str]:
-    """Who wins each question of the case, and by how much over the next."""
+    """Returns the winner of each question of the case, and its lead over the next."""
     if not timed.samples:
         return []
     sentences = []

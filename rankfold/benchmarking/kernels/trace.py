@@ -1,4 +1,4 @@
-"""Which kernels a contestant ran, by the names that the device (on a CPU: torch) gives them."""
+"""Traces the kernels of a contestant, by the names that the device (on a CPU: torch) gives them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MINOR = ("aten::empty", "aten::view", "aten::transpose", "aten::as_strided", "a
 
 
 def kernel_names(contestant: Contestant, device: torch.device) -> tuple[str, ...]:
-    """Returns the names of the few kernels of one run that take the time, longest first."""
+    """Returns the names of the kernels that take most of one run's time, longest first."""
     contestant.restore()
     wait_for(device)
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU

@@ -1,4 +1,4 @@
-"""The trainers that are known: which one wrote what was given, and the rules of each."""
+"""The known trainers: recognises which one the input is for, and has the rules of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.config.conversion.trainers.trl import TRL
 TRAINERS: tuple[Trainer, ...] = (
     TRL, LLAMA_FACTORY, AXOLOTL, MEGATRON, MINIMIND, SAT, MLPERF, MINICPM, HUGGING_FACE, LAUNCHERS,
 )  # fmt: skip
-"""The trainers in the order in which a key that several of them have is looked up for a hint."""
+"""The trainers, in the order in which a key is looked up for a hint."""
 
 _PROGRAMS = (
     ("trl ", TRL), ("llamafactory-cli", LLAMA_FACTORY), ("lmf ", LLAMA_FACTORY), ("llamafactory", LLAMA_FACTORY),
@@ -29,7 +29,7 @@ _PROGRAMS = (
     ("kto.py", TRL), ("orpo.py", TRL), ("cpo.py", TRL), ("run_sft.py", TRL), ("run_dpo.py", TRL),
     ("run_orpo.py", TRL), ("run_simpo.py", TRL),
 )  # fmt: skip
-"""How a program's name begins -> whose it is; keys that only another trainer has count more."""
+"""Prefix of a program's name -> its trainer; keys that only another trainer has count more."""
 _KEYS: tuple[tuple[Trainer, frozenset[str]], ...] = (
     (AXOLOTL, frozenset({"base_model"})),
     (LLAMA_FACTORY, frozenset({"finetuning_type", "cutoff_len", "lora_target", "dataset_dir", "template"})),
@@ -46,11 +46,11 @@ _KEYS: tuple[tuple[Trainer, frozenset[str]], ...] = (
     (HUGGING_FACE, frozenset({"per_device_train_batch_size", "num_train_epochs", "output_dir", "model_name_or_path",
                               "learning_rate", "lora_r", "lora_target_modules", "max_steps"})),
 )  # fmt: skip
-"""Keys by which a trainer is recognised, the most telling first."""
+"""Keys by which a trainer is recognised, the most specific first."""
 
 
 def recognise(given: Iterable[Given]) -> Trainer:
-    """Returns the trainer whose files and flags these are; LAUNCHERS where no trainer's are among them."""
+    """Returns the trainer whose files and flags these are; LAUNCHERS where there are only launchers' keys."""
     everything = list(given)
     keys = {part for one in everything for part in (one.key, one.key.partition(".")[0]) if not one.idle}
     programs = [str(one.value) for one in everything if one.key == PROGRAM]

@@ -1,4 +1,4 @@
-"""Axolotl's files."""
+"""Rules for Axolotl's files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def adapter(conversion: Conversion, given: Given) -> None:
 
 
 def as_list(given: Given) -> list[Any]:
-    """The values of a key that has one or several."""
+    """Returns the values of a key that has one or several."""
     if isinstance(given.value, list):
         return given.value
     return [] if given.value in (None, "") else [given.value]
@@ -62,7 +62,7 @@ def as_list(given: Given) -> list[Any]:
 
 @sets("data.train", "data.mix", "data.validation", "data.format")
 def datasets(conversion: Conversion, given: Given) -> None:
-    """A list of datasets; files become data.train and data.mix, names of the hub are told."""
+    """Converts a list of datasets: files become data.train and data.mix, names on the hub are reported."""
     entries = [one if isinstance(one, dict) else {"path": str(one)} for one in as_list(given)]
     which = "data.validation" if given.key == "test_datasets" else "data.train"
     files: list[str] = []
@@ -127,7 +127,7 @@ def unfrozen(conversion: Conversion, given: Given) -> None:
 
 
 def _maybe(rule: Rule) -> Rule:
-    """A key that Axolotl's files often leave empty."""
+    """Returns the rule of a key that Axolotl's files often leave empty."""
 
     def apply(conversion: Conversion, given: Given) -> None:
         if given.value in (None, ""):
@@ -383,12 +383,14 @@ DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
 
 
 def _adapters(conversion: Conversion) -> bool:
-    """LoraConfig.adapter is None by default: without it everything trains, whatever lora_r says."""
+    """Returns whether adapters train: LoraConfig.adapter is None by default, and then everything does, whatever lora_r
+    is.
+    """
     return bool(conversion.facts.get("lora", False))
 
 
 def _finish(conversion: Conversion) -> None:
-    """An epoch's number of steps is only known with the data."""
+    """Lists options that depend on an epoch's steps, and adds facts that other keys imply."""
     facts = conversion.facts
     for key, became in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "train.eval_every")):
         if facts.get(key):

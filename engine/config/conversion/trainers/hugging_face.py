@@ -144,7 +144,7 @@ RULES: dict[str, Rule] = {
     "neftune_noise_alpha": shared.off_or_lack("no noise is added to embeddings"),
     "label_smoothing_factor": shared.off_or_lack("labels are not smoothed"),
     "label_smoothing": shared.off_or_lack("labels are not smoothed"),
-    "ignore_data_skip": shared.off_or_lack("a resumed run goes on at its next sample"),
+    "ignore_data_skip": shared.off_or_lack("a resumed run continues at its next sample"),
     "val_set_size": shared.holdout,
     "validation_split_percentage": shared.holdout_percentage,
     "early_stopping_patience": shared.patience,
@@ -169,7 +169,7 @@ DEFAULTS: dict[str, Default | Ours] = {
     "data.seq_length": Ours("each script has a length of its own, and which one is not in what was given"),
     "data.packing": Default(False, "Trainer: one sample a row"),
     "data.mask_prompt": Ours("each script has labels of its own, and which ones is not in what was given"),
-    "data.num_workers": Ours("changes how fast it goes, not what is computed"),
+    "data.num_workers": Ours("changes the speed, not what is computed"),
     "optim.lr": Default(5e-5, "TrainingArguments.learning_rate"),
     "optim.schedule": Default("linear", "TrainingArguments.lr_scheduler_type"),
     "optim.min_lr": Default(0.0, "get_linear_schedule_with_warmup"),
@@ -192,11 +192,11 @@ DEFAULTS: dict[str, Default | Ours] = {
     "parallel.tensor": Default(1, "TrainingArguments.parallelism_config = None"),
     "parallel.pipeline": Default(1, "TrainingArguments.parallelism_config = None"),
     "parallel.context": Default(1, "TrainingArguments.parallelism_config = None"),
-    "parallel.sequence": Ours("changes how fast it goes, not what is computed"),
+    "parallel.sequence": Ours("changes the speed, not what is computed"),
     "checkpoint.dir": Ours("the run's folder has to be named"),
     "checkpoint.every": Default(500, "TrainingArguments.save_steps"),
     "checkpoint.keep": Default(0, "TrainingArguments.save_total_limit = None"),
-    "checkpoint.resume": Ours("a folder that holds a run goes on with it, and a fresh one starts afresh"),
+    "checkpoint.resume": Ours("a folder that holds a run is resumed, and a new one starts from the beginning"),
     "log.every": Ours("what is reported changes nothing that is computed"),
     "log.wandb_project": Default(None, "TrainingArguments.report_to = none"),
     "log.mlflow_experiment": Default(None, "TrainingArguments.report_to = none"),
@@ -215,7 +215,7 @@ DEFAULTS: dict[str, Default | Ours] = {
     "lora.rslora": Default(False, "LoraConfig.use_rslora"),
     "lora.dora": Default(False, "LoraConfig.use_dora"),
 }
-"""What transformers' TrainingArguments and PEFT's LoraConfig have; a script's own arguments may have other defaults."""
+"""Defaults of transformers' TrainingArguments and PEFT's LoraConfig; a script's own arguments may have others."""
 
 _ADAPTER_KEYS = (
     "lora_r",
@@ -235,12 +235,12 @@ _ADAPTER_KEYS = (
 
 
 def adapters(conversion: Conversion) -> bool:
-    """A script trains adapters where it is told so, or given their size."""
+    """Returns whether a script trains adapters: where a key says so, or gives their size."""
     return bool(conversion.facts.get("lora", conversion.given(*_ADAPTER_KEYS)))
 
 
 def _finish(conversion: Conversion) -> None:
-    """A script may have arguments of its own, whose defaults only the script has."""
+    """Adds notes on options that depend on a script's own arguments, whose defaults only the script has."""
     if "data.mask_prompt" not in conversion.options:
         conversion.notes.append(
             "what the loss is taken on is the script's: data.mask_prompt true, the default, takes it on answers alone"

@@ -1,4 +1,6 @@
-"""accelerate's and DeepSpeed's files alone: what trains is in the script that they start, which was not given."""
+"""Rules for accelerate's and DeepSpeed's files alone: what trains is in the script that they start, which is
+missing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's files and flags."""
+"""Rules for LLaMA-Factory's files and flags."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ RULES: dict[str, Rule] = hf.RULES | {
     "lora_target": shared.targets,
     "additional_target": shared.modules_to_save,
     "adapter_name_or_path": option("lora.init_from", text),
-    "create_new_adapter": shared.off_or_lack("the adapter that is named goes on"),
+    "create_new_adapter": shared.off_or_lack("the adapter that is named continues training"),
     "quantization_bit": shared.quantization_bits,
     "quantization_type": shared.only("nf4", "4 bits are nf4"),
     "quantization_method": shared.only("bnb", "model.base_dtype encodes the weights as they are read"),
@@ -84,7 +84,7 @@ RULES: dict[str, Rule] = hf.RULES | {
     "disable_gradient_checkpointing": option("memory.recompute", lambda given: "selective" if truth(given) else "full"),
     "packing": Rule(packing, ("data.packing",)),
     "neat_packing": neat_packing,
-    "mask_history": shared.off_or_lack("every answer of a conversation is learnt"),
+    "mask_history": shared.off_or_lack("every answer of a conversation is trained on"),
     "freeze_trainable_layers": fact("freeze_layers", whole, "trainable"),
     "freeze_trainable_modules": fact("freeze_modules", names, "trainable"),
     "freeze_extra_modules": fact("freeze_extra", names, "trainable"),
@@ -226,7 +226,7 @@ DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
 
 
 def _adapters(conversion: Conversion) -> bool:
-    """FinetuningArguments.finetuning_type is lora by default."""
+    """Returns whether adapters train: FinetuningArguments.finetuning_type is lora by default."""
     return bool(conversion.facts.get("finetuning_type", "lora") == "lora")
 
 
@@ -249,7 +249,7 @@ def _finish(conversion: Conversion) -> None:
 
 
 def _freeze(conversion: Conversion) -> None:
-    """The layers that train: the first ones have numbers, the last ones only once the model is known."""
+    """Sets the layers that train; the last ones have numbers only once the model is known."""
     layers, modules = facts_of(conversion)
     source = "FinetuningArguments.finetuning_type = freeze"
     inside = [f".{name}" for name in modules] or [""]
@@ -266,7 +266,7 @@ def _freeze(conversion: Conversion) -> None:
 
 
 def facts_of(conversion: Conversion) -> tuple[int, list[str]]:
-    """Layers and modules of freeze training; FreezeArguments has 2 and all."""
+    """Returns layers and modules of freeze training; FreezeArguments has 2 and all by default."""
     modules = conversion.facts.get("freeze_modules", ["all"])
     return conversion.facts.get("freeze_layers", 2), [] if modules == ["all"] else modules
 

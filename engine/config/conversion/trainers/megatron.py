@@ -1,4 +1,4 @@
-"""Megatron-LM's flags."""
+"""Rules for Megatron-LM's flags."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _shape(conversion: Conversion, given: Given) -> None:
 
 @sets("data.train", "data.mix", "data.validation")
 def data_path(conversion: Conversion, given: Given) -> None:
-    """One prefix, several, or weights and prefixes in turn; the data of a prefix is the file .bin."""
+    """Converts a data path: one prefix, several, or weights and prefixes in turn; a prefix's data is the .bin file."""
     words = given.value if isinstance(given.value, list) else str(given.value).split()
     which = "data.validation" if given.key.startswith(("valid", "test")) else "data.train"
     weighted = len(words) > 1 and len(words) % 2 == 0 and all(_is_number(word) for word in words[::2])
@@ -76,15 +76,15 @@ def _bin(prefix: str) -> str:
 
 
 def split(conversion: Conversion, given: Given) -> None:
-    """Shares of the documents for training, validation and test."""
+    """Converts the shares of documents for training, validation and test."""
     shares = [float(part) for part in str(given.value).split(",") if _is_number(part)]
     if len(shares) < 2 or not shares[1] > 0 or not sum(shares) < float("inf"):
-        conversion.drop(given, "all of the data is learnt")
+        conversion.drop(given, "all of the data is trained on")
         return
     conversion.take(given, "data.validation_split", float(f"{shares[1] / sum(shares):.6g}"), "rows, not documents")
     if len(shares) > 2 and shares[2] > 0:
         conversion.notes.append(
-            f"split leaves {shares[2] / sum(shares):.2%} of the documents for a test; here they are learnt"
+            f"split leaves {shares[2] / sum(shares):.2%} of the documents for a test; here they are trained on"
         )
 
 
@@ -120,7 +120,7 @@ def peft(conversion: Conversion, given: Given) -> None:
 
 
 def _samples(name: str) -> Rule:
-    """A number of samples that is a number of steps of the global batch."""
+    """Returns the rule of a number of samples, which becomes steps of the global batch."""
     options = {"steps": ("train.steps",), "warmup": ("optim.warmup_steps",), "decay": ()}[name]
     return fact(
         f"{name}_samples", whole, *options, became=f"{' '.join(options) or 'the schedule'}: over the global batch"
@@ -174,13 +174,13 @@ RULES: dict[str, Rule] = {
     "valid_data_path_list": data_path,
     "split": Rule(split, ("data.validation_split",)),
     "wandb_project": option("log.wandb_project", text),
-    "mock_data": shared.off_or_lack("train.synthetic_steps warms up; data.train names what is learnt"),
+    "mock_data": shared.off_or_lack("train.synthetic_steps warms up; data.train names the training data"),
     "num_workers": option("data.num_workers", whole),
     "tokenizer_model": tokenizer_model,
     "vocab_file": shared.off_or_lack("data.tokenizer is a folder or a .model file"),
     "reset_position_ids": fact("documents_apart", truth, "data.packing"),
     "reset_attention_mask": fact("documents_apart", truth, "data.packing"),
-    "eod_mask_loss": shared.off_or_lack("the end of a document is learnt"),
+    "eod_mask_loss": shared.off_or_lack("the end of a document is trained on"),
     "save": option("checkpoint.dir", text),
     "save_interval": option("checkpoint.every", whole),
     "load": load,
@@ -211,7 +211,7 @@ RULES: dict[str, Rule] = {
     "recompute_granularity": recompute,
     "checkpoint_activations": recompute,
     "deepspeed_activation_checkpointing": recompute,
-    "activations_checkpoint_method": dropped("each layer is recomputed by itself"),
+    "activations_checkpoint_method": dropped("each layer is recomputed separately"),
     "recompute_num_layers": fact("recompute_layers", whole, "memory.recompute_layers"),
     "recompute_method": fact("recompute_method", text, "memory.recompute_layers"),
     "optimizer_cpu_offload": option("memory.offload_optimizer", truth),
@@ -256,7 +256,7 @@ def _random(conversion: Conversion) -> str:
 
 
 def _split(conversion: Conversion) -> float | None:
-    """Where data_path is given and split is not."""
+    """Returns Megatron's default share of validation data, where data_path is given and split is not."""
     return 0.03 if conversion.given("data_path") and not conversion.given("split", "valid_data_path") else None
 
 
@@ -270,7 +270,7 @@ DEFAULTS: dict[str, Default | Ours] = {
     "data.tokenizer": Ours("the data is tokenised already"),
     "data.seq_length": Ours("Megatron refuses a run without seq_length"),
     "data.packing": Default("concatenate", "GPTDataset: documents end to end, cut into rows"),
-    "data.num_workers": Ours("changes how fast it goes, not what is computed"),
+    "data.num_workers": Ours("changes the speed, not what is computed"),
     "optim.lr": Ours("Megatron refuses a run without lr"),
     "optim.schedule": Default("linear", "SchedulerConfig.lr_decay_style"),
     "optim.min_lr": Default(0.0, "OptimizerConfig.min_lr"),
@@ -311,7 +311,7 @@ DEFAULTS: dict[str, Default | Ours] = {
     "log.every": Ours("what is reported changes nothing that is computed"),
     "log.wandb_project": Default(None, "LoggerConfig.wandb_project"),
     "data.validation_split": Default(_split, "arguments.py: legacy_default_split_value = 969, 30, 1"),
-    "train.last_batch": Default("full", "GPTDataset: rows go on over the ends of epochs"),
+    "train.last_batch": Default("full", "GPTDataset: rows continue over the ends of epochs"),
     "log.tensorboard": Default(False, "LoggerConfig.tensorboard_dir = None"),
     "trainable": Ours("without adapters everything trains"),
     "lora.rank": Ours("forks of Megatron that have adapters name their size"),
@@ -372,7 +372,7 @@ def _finish(conversion: Conversion) -> None:
 
 
 def _model(conversion: Conversion) -> None:
-    """What model.path has to be: Megatron's own checkpoints are not read."""
+    """Reports what model.path must be, since Megatron's own checkpoints are not read."""
     facts = conversion.facts
     if _random(conversion) == "random":
         shape = {key.removeprefix("shape "): value for key, value in facts.items() if key.startswith("shape ")}

@@ -90,7 +90,7 @@ NO_COUNTERPART |= shared.every(
     non_persistent_save_interval ckpt_convert_format mmap_warmup data_impl exit_interval checkpoint_in_cpu
     transfer_hf_to_mg no_initialization checkpoint_store_legacy
     """,
-    why="checkpoints are this engine's own; a run goes on from its newest",
+    why="checkpoints are this engine's own; a run resumes from its newest",
 )
 NO_COUNTERPART |= shared.every(
     """
@@ -113,7 +113,7 @@ NO_COUNTERPART |= shared.every(
     target_seq_len input_len out_seq_length text_generate_output_file top_p top_k temperature repetition_penalty
     flash skip_train epochs_as_samples max_padding_length generation_length text_generate_input_file
     """,
-    why="data.format and data.mask_prompt say what records have and what is learnt of them",
+    why="data.format and data.mask_prompt say what records have and what of them is trained on",
 )
 NO_COUNTERPART |= shared.every(
     """
@@ -155,7 +155,7 @@ NO_COUNTERPART |= shared.every(
 )
 NO_COUNTERPART |= shared.every(
     "ckpt_drop_redundant_extra_state dist_ckpt_workers override_ckpt_iteration",
-    why="checkpoints are this engine's own; a run goes on from its newest",
+    why="checkpoints are this engine's own; a run resumes from its newest",
 )
 NO_COUNTERPART |= shared.every("allow_ambiguous_pad_tokens sft_tokenizer_prompt_format", why="data.chat_template")
 NO_COUNTERPART |= shared.every("check_for_large_grads", why="guards.spike_policy")

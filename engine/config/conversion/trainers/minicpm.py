@@ -33,7 +33,8 @@ _TARGETS = [r".*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj)"]
 MINICPM = Trainer(
     name="MiniCPM-V's script",
     rules=_MINICPM_RULES,
-    defaults=hf.DEFAULTS | {
+    defaults=hf.DEFAULTS
+    | {
         "data.seq_length": Default(2048, "TrainingArguments.model_max_length"),
         "data.mask_prompt": Default(True, "SupervisedDataset: the loss is taken on answers"),
         "lora.rank": Default(64, "LoraArguments.lora_r"),
@@ -42,11 +43,11 @@ MINICPM = Trainer(
         "lora.targets": Default(_TARGETS, "LoraArguments.lora_target_modules"),
     },
     adapters=lambda conversion: bool(conversion.facts.get("lora", False)),
-)  # fmt: skip
+)
 
 
 def _evaluate(conversion: Conversion) -> None:
-    """The reference evaluates whatever the strategy is called."""
+    """Adds the reference's evaluations, which run whatever the strategy is called."""
     conversion.facts.setdefault("eval_strategy", "steps")
     conversion.facts.setdefault("eval_steps", 48)
 
@@ -54,7 +55,8 @@ def _evaluate(conversion: Conversion) -> None:
 MLPERF = Trainer(
     name="MLPerf's reference",
     rules=hf.RULES | {"target_eval_loss": target_loss},
-    defaults=hf.DEFAULTS | {
+    defaults=hf.DEFAULTS
+    | {
         "data.packing": Default("concatenate", "blocks of samples end to end"),
         "data.overlong": Default("drop", "samples over a block"),
         "data.mask_prompt": Default(False, "labels of training are all tokens"),
@@ -63,4 +65,4 @@ MLPERF = Trainer(
     },
     adapters=hf.adapters,
     finish=_evaluate,
-)  # fmt: skip
+)

@@ -1,4 +1,4 @@
-"""MiniMind's scripts, each with defaults of its own."""
+"""Rules for MiniMind's scripts, each with its own defaults."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ RULES: dict[str, Rule] = hf.RULES | {
     "from_resume": shared.resume,
     "beta": option("objective.beta", number),
     "use_compile": dropped("no compiler is used; kernels are chosen by model.kernels"),
-}  # fmt: skip
+}
 RULES |= shared.every(
     """
     hidden_size num_hidden_layers num_attention_heads num_key_value_heads use_moe vocab_size dim n_layers
@@ -69,7 +69,7 @@ RULES |= shared.every("temperature top_p top_k max_new_tokens", why="for generat
 
 
 def script(conversion: Conversion) -> str:
-    """The script that was started: dpo, full_sft, pretrain or lora."""
+    """Returns the script that was started: dpo, full_sft, pretrain or lora."""
     programs = [str(row.given.value) for row in conversion.rows if row.given.key == PROGRAM]
     return programs[-1].removeprefix("train_").removesuffix(".py") if programs else "full_sft"
 

@@ -1,4 +1,4 @@
-"""Scripts of SwissArmyTransformer, with DeepSpeed's file beside them."""
+"""Rules for scripts of SwissArmyTransformer, with DeepSpeed's file beside them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RULES: dict[str, Rule] = hf.RULES | MEGATRON_RULES | {
     "split": dropped("data.train and data.validation are files of their own"),
     "gradient_accumulation_steps": fact("accumulation", whole, "train.global_batch_size"),
     "lr_decay_iters": dropped("the schedule ends with the run"),
-    "checkpoint_num_layers": dropped("each layer is recomputed by itself"),
+    "checkpoint_num_layers": dropped("each layer is recomputed separately"),
     "strict_eval": dropped("evaluations go through all of data.validation, or train.eval_samples of it"),
     "ignore_pad_token_for_loss": dropped(shared.ALWAYS),
 }  # fmt: skip
@@ -33,7 +33,7 @@ RULES |= shared.every(
     """
     experiment_name mode resume_dataloader skip_init SAT_HOME
     """,
-    why="a run goes on at its next sample; checkpoint.dir names it",
+    why="a run resumes at its next sample; checkpoint.dir names it",
 )
 RULES |= shared.every("version", why="the model's own chat template is used")
 RULES |= shared.every("vit_checkpoint_activations vit_no_grad image_length eva_args", why=_VISION)
@@ -44,7 +44,7 @@ def _adapters(conversion: Conversion) -> bool:
 
 
 def _min_lr(conversion: Conversion) -> float:
-    """AnnealingLR: a cosine ends at lr_decay_ratio of the highest, a line at 0."""
+    """Returns AnnealingLR's lowest rate: a cosine ends at lr_decay_ratio of the highest, a line at 0."""
     cosine = conversion.options.get("optim.schedule") == "cosine"
     return 0.1 * float(conversion.options["optim.lr"]) if cosine else 0.0
 

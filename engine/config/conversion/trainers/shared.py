@@ -23,9 +23,9 @@ HUB = "nothing is uploaded"
 LOCAL = "models and data are local files"
 ALWAYS = "always so"
 EVAL = "the evaluation takes train.micro_batch_size rows"
-ATTENTION = "the fastest attention that can run is taken, and said in the log"
+ATTENTION = "the fastest attention that can run is used and logged"
 KERNELS = "model.kernels chooses kernels"
-SPEED = "changes how fast it goes, not what is computed"
+SPEED = "changes the speed, not what is computed"
 REPORT = "what is reported changes nothing that is computed"
 FILES = (".jsonl", ".json", ".txt", ".bin", ".parquet")
 
@@ -47,7 +47,7 @@ FUSED = {
     "query_key_value": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Modules of one matrix -> the targets that they are here."""
+"""Other trainers' names of fused modules -> the targets here."""
 
 
 @sets("lora.targets", "lora.fused")
@@ -117,11 +117,13 @@ def report_to(conversion: Conversion, given: Given) -> None:
     found = [name for name in names(given) if name not in ("none", "None")]
     known = [name for name in found if name in ("tensorboard", "wandb", "mlflow")]
     if "all" in found:
-        conversion.take(given, "log.tensorboard", True, "of all that may be installed, the one without an account")
+        conversion.take(
+            given, "log.tensorboard", True, "of all trackers that may be installed, the one that needs no account"
+        )
     elif known:
         conversion.know(given, "trackers", known, f"figures go to {' and '.join(known)}")
     else:
-        conversion.drop(given, CLIENT if found else "nothing is reported by itself")
+        conversion.drop(given, CLIENT if found else "nothing is reported by default")
 
 
 @sets("log.wandb_project")
@@ -131,7 +133,7 @@ def use_wandb(conversion: Conversion, given: Given) -> None:
 
 @sets("log.wandb_project")
 def wandb_project(conversion: Conversion, given: Given) -> None:
-    """Counts where Weights & Biases is reported to."""
+    """Records the project, which counts where Weights & Biases is reported to."""
     conversion.know(given, "wandb_project", str(given.value), "log.wandb_project, where it is reported to")
 
 
@@ -158,7 +160,7 @@ def max_grad_norm(conversion: Conversion, given: Given) -> None:
     value = number(given)
     configured = conversion.facts.get("deepspeed_clipping")
     if configured is not None and configured != value:
-        conversion.drop(given, f"DeepSpeed clips at its own gradient_clipping, {configured:g}, whatever this says")
+        conversion.drop(given, f"DeepSpeed clips at its own gradient_clipping, {configured:g}, whatever this key is")
         return
     ignored = conversion.facts.get("distributed_type") == "DEEPSPEED" and configured is None
     note = "applied here; DeepSpeed without gradient_clipping ignored it" if ignored else ""
@@ -236,7 +238,7 @@ def template(conversion: Conversion, given: Given) -> None:
 
 @sets("data.validation_split")
 def holdout(conversion: Conversion, given: Given) -> None:
-    """A part of the training data that is evaluated, as a share or a number of samples."""
+    """Converts the part of the training data that is evaluated, a share or a number of samples."""
     value = number(given)
     if 0 < value < 1:
         conversion.take(given, "data.validation_split", value)
@@ -244,22 +246,22 @@ def holdout(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, "a number of samples; data.validation_split is a share")
         conversion.to_fill.append(f"data.validation_split: {given.key} is {value:g} samples; write their share")
     else:
-        conversion.drop(given, "all of the data is learnt")
+        conversion.drop(given, "all of the data is trained on")
 
 
 @sets("data.validation_split")
 def holdout_percentage(conversion: Conversion, given: Given) -> None:
-    """The same in percent."""
+    """Converts the part of the training data that is evaluated, in percent."""
     share = number(given) / 100
     if share > 0:
         conversion.take(given, "data.validation_split", share)
     else:
-        conversion.drop(given, "all of the data is learnt")
+        conversion.drop(given, "all of the data is trained on")
 
 
 @sets("data.train", "data.validation")
 def dataset(conversion: Conversion, given: Given) -> None:
-    """A file is taken; the name of a dataset on the hub is not read."""
+    """Converts a path of data; the name of a dataset on the hub is reported, not read."""
     found = given.value if isinstance(given.value, list) else [given.value]
     names_only = [str(one) for one in found]
     which = "data.validation" if given.key.startswith(("eval", "valid", "test")) else "data.train"
@@ -270,7 +272,7 @@ def dataset(conversion: Conversion, given: Given) -> None:
 
 
 def quantize(base: str) -> Rule:
-    """A key that stores the frozen base in fewer bits."""
+    """Returns the rule of a key that quantizes the frozen base."""
 
     def rule(conversion: Conversion, given: Given) -> None:
         if truth(given):
@@ -317,7 +319,7 @@ def fsdp(conversion: Conversion, given: Given) -> None:
 
 
 def off_or_lack(why: str) -> Rule:
-    """A key that has no counterpart; nothing is lost where it is switched off."""
+    """Returns the rule of a key that has no counterpart; nothing is lost where it is switched off."""
 
     def rule(conversion: Conversion, given: Given) -> None:
         if given.value in (None, False, 0, 0.0, "", "false", "none", "None", "no", []):
@@ -333,7 +335,7 @@ def full_finetune(conversion: Conversion, given: Given) -> None:
 
 
 def only(expected: object, why: str) -> Rule:
-    """A key that has one value here."""
+    """Returns the rule of a key that can have only one value here."""
 
     def rule(conversion: Conversion, given: Given) -> None:
         if str(given.value).lower() == str(expected).lower() or given.value is None:
@@ -345,5 +347,5 @@ def only(expected: object, why: str) -> Rule:
 
 
 def every(keys: str, *, why: str) -> dict[str, Rule]:
-    """The same reason for several keys without a counterpart, with spaces between them."""
+    """Returns rules for several keys without a counterpart, separated by spaces, with one reason."""
     return {key: dropped(why) for key in keys.split()}

@@ -1,4 +1,4 @@
-"""TRL's commands and scripts, and the recipes written for them."""
+"""Rules for TRL's commands and scripts, and the recipes written for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TASKS = ("orpo", "simpo", "kto", "cpo", "dpo", "reward", "sft")
 
 
 def task(conversion: Conversion) -> str:
-    """ "sft", "dpo", ...: the command, or the script that was started; without either what its keys are for."""
+    """Returns "sft", "dpo", ...: the command, or the script that was started; without either what its keys are for."""
     programs = [str(row.given.value) for row in conversion.rows if row.given.key == PROGRAM]
     name = " ".join([*programs, *(row.given.source for row in conversion.rows[:1])]).lower()
     found = next((one for one in _TASKS if one in name), None)
@@ -139,7 +139,7 @@ RULES["max_length"] = option("data.seq_length", whole)
 
 
 def _of(**values: Any) -> Any:
-    """A default that each command has of its own."""
+    """Returns a default that differs between commands."""
     return lambda conversion: values.get(task(conversion), values["other"])
 
 
@@ -148,7 +148,7 @@ def _reference(conversion: Conversion) -> str:
 
 
 def reference(conversion: Conversion, adapters: bool) -> str:
-    """The base without its adapters where these are all that trains; else the model as it starts."""
+    """Returns the reference: the base without adapters where only adapters train; else the initial model."""
     return "base" if adapters and not conversion.options.get("trainable") else "initial"
 
 
@@ -185,7 +185,7 @@ DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
 
 
 def _peft(conversion: Conversion) -> bool:
-    """ModelConfig.use_peft is false by default, whatever lora_r says."""
+    """Returns whether adapters train: ModelConfig.use_peft is false by default, whatever lora_r is."""
     return bool(conversion.facts.get("lora", False))
 
 

@@ -1,5 +1,5 @@
 """Keys of transformers' TrainingArguments, of PEFT's LoraConfig and of scripts around them that set no option here:
-they change nothing, or what they ask for is not there, and that is reported."""
+they change nothing, or ask for something that is not available, which is reported."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ RULES |= shared.every(
     why=shared.ALWAYS,
 )
 RULES |= shared.every("data_seed", why="train.seed is that of the data too")
-RULES |= shared.every("overwrite_output_dir", why="a folder that holds a run goes on with it")
-RULES |= shared.every("logging_dir", why="TensorBoard's files lie in the run's folder")
+RULES |= shared.every("overwrite_output_dir", why="a folder that holds a run is resumed")
+RULES |= shared.every("logging_dir", why="TensorBoard's files are in the run's folder")
 RULES |= shared.every(
     """
     remove_unused_columns dataset_text_field text_column label_names lazy_preprocess preprocessing_num_workers
@@ -174,7 +174,7 @@ RULES |= shared.every(
     """
     fsdp_config fsdp_config.* fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params
     """,
-    why="each layer is gathered by itself",
+    why="each layer is gathered separately",
 )
 RULES |= {
     key: shared.off_or_lack("data.train is read as it is: shorten the file")
@@ -188,7 +188,7 @@ RULES |= shared.every(
 )
 RULES |= shared.every(
     "enable_jit_checkpoint restore_callback_states_from_checkpoint",
-    why="a stop signal saves, and a run goes on from there",
+    why="a stop signal saves, and a run resumes from there",
 )
 RULES |= {
     "optim_target_modules": shared.off_or_lack("the optimizer is AdamW for all that trains"),

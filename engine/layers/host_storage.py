@@ -72,22 +72,22 @@ class HostStorage:
         return NamedShard(entry.name, there, entry.spec)
 
 
-class Fetch:
-    """The storages of a stop, fetched together (a `Coming`, see `stops.py`)."""
+class HostFetch:
+    """The storages of a unit, fetched together (an `AsyncTransfer`, see `prefetch.py`)."""
 
     def __init__(self, storages: Sequence[HostStorage], memory: HostMemory) -> None:
         self._storages, self._memory = tuple(storages), memory
         self._views = [view for one in storages for view in one.views]
         self._trained = [tensor for one in storages for tensor in one.trained.values()]
         self._users = 0
-        self._coming: Any = None
+        self._copies: Any = None
 
     def start(self) -> None:
         """Starts the copies to the device, unless that was done."""
-        if self._coming is None:
+        if self._copies is None:
             for one in self._storages:
                 one.make()
-            self._coming = self._memory.fetch(
+            self._copies = self._memory.fetch(
                 [one.whole for one in self._storages], [one.host for one in self._storages]
             )
 
@@ -98,7 +98,7 @@ class Fetch:
         self._users += 1
         if self._users > 1:
             return
-        self._memory.wait(self._coming)
+        self._memory.wait(self._copies)
         if self._views:
             torch._foreach_copy_(self._views, self._trained)
 
@@ -109,8 +109,8 @@ class Fetch:
 
     def drop(self) -> None:
         """Gives up the memory, whether it is used, has come or is still coming."""
-        if self._coming is not None:
-            self._memory.wait(self._coming)
-        self._users, self._coming = 0, None
+        if self._copies is not None:
+            self._memory.wait(self._copies)
+        self._users, self._copies = 0, None
         for one in self._storages:
             one.free()

@@ -6,7 +6,7 @@ Built from a DecoderConfig alone; families differ in configuration, not in code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,8 +29,7 @@ from engine.layers.module import ShardEntry
 from engine.layers.norm import RMSNorm
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, made_again
 from engine.layers.saved import ActivationShapes, SavedTensors
-from engine.layers.sharded_storage import SpreadWeights
-from engine.layers.stops import Stop
+from engine.layers.storage import SpreadWeights, StorageUser
 from engine.models.decoder_config import DecoderConfig, Rope
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.capped_loss import capped_loss
@@ -211,45 +210,52 @@ class Decoder(nn.Module):
         self.config, self.layout, self.dtype = config, layout, dtype
         self.part = part or Part(first=0, last=config.num_layers)
         build = LayerContext(layout=layout, plan=plan, device=device, dtype=dtype)
+        self.embedding: VocabParallelEmbedding | None = None
+        self.norm: RMSNorm | None = None
+        self.head: ColumnParallelLinear | None = None
         weights = weights or SpreadWeights(Axis("dp_cp"))
-        self.embedding = stop = None
-        if self.part.embedding:
-            self.embedding = VocabParallelEmbedding(
-                config.vocab_size,
-                config.hidden,
-                tied_to="lm_head" if config.tied_embeddings else None,
-                copied=config.tied_embeddings and layout.pp_ends.size > 1,
-                build=build,
-            )
-            adapted = self.embedding.operands.a_RV is not None
-            self._embedding_stop = stop = weights.stop(self.embedding, before=None, again=adapted)
-        self.layers = nn.ModuleList()
-        self._layer_stops: list[Stop] = []
-        for index in range(self.part.first, self.part.last):
-            self.layers.append(DecoderLayer(index, config, memory=memory, build=build))
-            stop = weights.stop(self.layers[-1], before=stop, again=True)  # before the next layer takes memory
-            self._layer_stops.append(stop)
+        self._units = weights.attach_storage(self._build(build, memory, embedding_weight))
         narrowest = min(config.hidden, config.num_heads // layout.tp.size * config.head_dim)
         shapes = ActivationShapes(dtype=dtype, head_dim=config.head_dim, min_width=narrowest)
         self.saved = SavedTensors(memory, device, shapes)
         # where memory comes and goes, an activation may be given an address that a weight had
-        self._resident = [parameter for parameter in self.layers.parameters() if weights.stays(parameter)]
-        self.norm = self.head = None
-        if self.part.head:
-            self.norm = RMSNorm("norm", config.hidden, config.norm_eps, offset=config.norm_offset, build=build)
-            shared = self._shared_head_weight(build, embedding_weight) if config.tied_embeddings else None
-            self.head = self._build_head(build, shared)
-            also = () if shared is None else (shared,)
-            trains = not self._head_is_frozen
-            self._head_stop = weights.stop(
-                self.head, before=stop, also=also, whole=self.norm.entries, again=trains, is_end=True
-            )
+        self._resident = [parameter for parameter in self.layers.parameters() if weights.is_resident(parameter)]
         # of the multiplier as the compute dtype has it, which is what the models that have one were trained with
         self.embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self.inverse_frequencies = tuple(
             _frequencies(rope, config.rotary_dim or config.head_dim).to("cpu" if device.type == "meta" else device)
             for rope in config.ropes
         )
+
+    def _build(
+        self, build: LayerContext, memory: MemoryPlan, embedding_weight: ShardEntry | None
+    ) -> Iterator[StorageUser]:
+        """Builds this part in forward order; each piece's storage has its place before the next one takes memory."""
+        config = self.config
+        if self.part.embedding:
+            self.embedding = VocabParallelEmbedding(
+                config.vocab_size,
+                config.hidden,
+                tied_to="lm_head" if config.tied_embeddings else None,
+                copied=config.tied_embeddings and self.layout.pp_ends.size > 1,
+                build=build,
+            )
+            yield StorageUser(module=self.embedding, needs_backward=self.embedding.operands.a_RV is not None)
+        self.layers = nn.ModuleList()
+        for index in range(self.part.first, self.part.last):
+            self.layers.append(DecoderLayer(index, config, memory=memory, build=build))
+            yield StorageUser(module=self.layers[-1])
+        if self.part.head:
+            self.norm = RMSNorm("norm", config.hidden, config.norm_eps, offset=config.norm_offset, build=build)
+            shared = self._shared_head_weight(build, embedding_weight) if config.tied_embeddings else None
+            self.head = self._build_head(build, shared)
+            yield StorageUser(
+                module=self.head,
+                borrowed=() if shared is None else (shared,),
+                resident=tuple(self.norm.entries),
+                needs_backward=not self._head_is_frozen,
+                is_last=True,
+            )
 
     def _shared_head_weight(self, build: LayerContext, embedding_weight: ShardEntry | None) -> ShardEntry:
         shared = self.embedding.weight if self.embedding is not None else embedding_weight
@@ -331,7 +337,7 @@ class Decoder(nn.Module):
         """The residual stream that enters the first layer. Embeddings that are handed in are it already."""
         if batch.embeddings_TH is None:
             assert self.embedding is not None
-            x = self._embedding_stop.run(partial(self.embedding, adapters=adapters), batch.tokens_BS.flatten())
+            x = self._units[0].run(partial(self.embedding, adapters=adapters), batch.tokens_BS.flatten())
             return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
         x = batch.embeddings_TH
         return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x
@@ -339,14 +345,15 @@ class Decoder(nn.Module):
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
         """Through this part's layers."""
         saved = self.saved.layers(len(self.layers), context, self._resident)
-        for layer, stop, kept in zip(self.layers, self._layer_stops, saved, strict=True):
+        units = self._units[int(self.part.embedding) :][: len(self.layers)]
+        for layer, unit, kept in zip(self.layers, units, saved, strict=True):
             with kept:
-                x = stop.run(partial(layer, context=context), x)
+                x = unit.run(partial(layer, context=context), x)
         return x
 
     def logits(self, x: Tensor, context: TokenContext) -> Tensor:
         """[T, V / tp] logits of this rank's vocabulary rows (with padding columns)."""
-        logits = self._head_stop.run(partial(self._uncapped_logits, context=context), x)
+        logits = self._units[-1].run(partial(self._uncapped_logits, context=context), x)
         cap = self.config.logits_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -356,7 +363,7 @@ class Decoder(nn.Module):
 
     def token_losses(self, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
         """fp32 [T] negative log-likelihood of each label; equal on all tensor-parallel ranks."""
-        return self._head_stop.run(partial(self._token_losses, batch=batch, context=context), x)
+        return self._units[-1].run(partial(self._token_losses, batch=batch, context=context), x)
 
     @property
     def _head_is_frozen(self) -> bool:

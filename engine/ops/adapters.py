@@ -17,51 +17,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.records import AdapterSection, InputUpdate
+from engine.kernels.records import AdapterPlace, AdapterSection, InputUpdate
 from engine.ops.dropout import DropoutSite
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import Kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Adapter:
-    """One adapter's place in a linear, as its layer knows it; kernels get an `AdapterSection` of it.
+class Adapter(AdapterPlace):
+    """One adapter as its layer knows it; kernels get an `AdapterSection` of it.
 
     Args:
-        b_OR: [o, r], this rank's rows of B; rows may have any stride.
-        first_column: of the o output columns of the linear that it adds to.
-        first_row: where its r rows start in the stacked A.
-        scale: alpha / r, or alpha / sqrt(r).
-        sink_a, sink_b: gradients of A (its r rows) and of B; None where frozen.
+        b_OR: [num_columns, num_ranks], this rank's rows of B; rows may have any stride.
+        sink_a, sink_b: gradients of A (its rows) and of B; None where frozen.
     """
 
     b_OR: Tensor
-    first_column: int
-    first_row: int
-    scale: float
     sink_a: GradientSink | None
     sink_b: GradientSink | None
+
+    def __post_init__(self) -> None:
+        assert self.b_OR.shape == (self.num_columns, self.num_ranks), (self.b_OR.shape, self.num_columns)
 
     def section(self, *, da: bool = False, db: bool = False) -> AdapterSection:
         """Returns what a kernel is given; with the gradients' buffers where it adds to them now."""
         return AdapterSection(
             first_column=self.first_column,
-            num_columns=self.b_OR.shape[0],
+            num_columns=self.num_columns,
             first_row=self.first_row,
-            num_ranks=self.b_OR.shape[1],
+            num_ranks=self.num_ranks,
             scale=self.scale,
             b=self.b_OR,
             da=self.sink_a.buffer if da and self.sink_a is not None else None,
             db=self.sink_b.buffer if db and self.sink_b is not None else None,
         )
-
-    def columns(self, y_TO: Tensor) -> Tensor:
-        """Returns the output columns it adds to, a view."""
-        return y_TO.narrow(1, self.first_column, self.b_OR.shape[0])
-
-    def ranks(self, h_TR: Tensor) -> Tensor:
-        """Returns its columns of a [T, R] product, a view."""
-        return h_TR.narrow(1, self.first_row, self.b_OR.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

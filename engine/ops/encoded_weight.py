@@ -110,6 +110,6 @@ class EncodedWeight:
             beside = out[:, weight.in_features :]
             beside.zero_()  # another matrix was here before
             for adapter in low_rank.adapters:
-                rows = beside.narrow(0, adapter.first_column, adapter.b_OR.shape[0])
+                rows = beside.narrow(0, adapter.first_column, adapter.num_columns)
                 adapter.ranks(rows).copy_(adapter.b_OR)
         return out

@@ -18,7 +18,6 @@ from engine.kernels.linear_cross_entropy import LossKernels
 from engine.kernels.philox import dropout_mask
 from engine.kernels.records import AdapterSection, Documents, DropoutKey, InputUpdate
 from engine.ops.attention.packed import attention_by_document
-from engine.ops.gradients import add_product
 
 
 class NormForward(Protocol):
@@ -222,16 +221,6 @@ class Kernels:
     swiglu_backward_adapted: SwiGLUBackwardAdapted | None = None
 
 
-def _dropped(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    return x if mask is None else (x * mask).mul_(scale)
-
-
-def _apply_update(dx: Tensor, update: InputUpdate) -> Tensor:
-    if update.mask is None:
-        return dx.addmm_(update.dh_TR, update.a_RI, alpha=update.scale)
-    return dx.addcmul_(update.dh_TR @ update.a_RI, update.mask.to(dx.dtype), value=update.scale)
-
-
 def _norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     y, rstd = reference.rmsnorm_forward(x, weight, eps)
     out.copy_(y)
@@ -242,7 +231,7 @@ def _norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None, weight_gradient: Tensor | None
 ) -> Tensor:
     if update is not None:
-        dy = _apply_update(dy, update)
+        dy = reference.apply_update(dy, update)
     if weight_gradient is not None:
         weight_gradient.add_(reference.rmsnorm_weight_gradient(dy, x, rstd))
     return reference.rmsnorm_backward(dy, x, weight, rstd)
@@ -255,26 +244,7 @@ def _swiglu_forward(gate_up: Tensor, out: Tensor) -> None:
 def _swiglu_backward(dy: Tensor, gate_up: Tensor, update: InputUpdate | None, y: Tensor | None = None) -> Tensor:
     if y is not None:
         _swiglu_forward(gate_up, y)
-    return reference.swiglu_backward(dy if update is None else _apply_update(dy, update), gate_up)
-
-
-def _project(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Tensor) -> None:
-    torch.mm(_dropped(x, mask, scale), a_RI.t(), out=out)
-
-
-def _a_gradient(
-    dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, sections: Sequence[AdapterSection]
-) -> None:
-    dropped = _dropped(x, mask, scale)
-    for one in sections:
-        if one.da is not None:
-            add_product(one.da, one.ranks(dh_TR).t(), dropped)
-
-
-def _b_gradient(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]) -> None:
-    for one in sections:
-        if one.db is not None:
-            add_product(one.db, one.columns(dy_TO).t(), one.ranks(h_TR))
+    return reference.swiglu_backward(dy if update is None else reference.apply_update(dy, update), gate_up)
 
 
 def _output_gradients(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection], *, dh_out: Tensor) -> None:
@@ -311,11 +281,11 @@ REFERENCE = Kernels(
     norm_backward=_norm_backward,
     swiglu_forward=_swiglu_forward,
     swiglu_backward=_swiglu_backward,
-    project=_project,
-    a_gradient=_a_gradient,
-    b_gradient=_b_gradient,
+    project=reference.project,
+    a_gradient=reference.a_gradient,
+    b_gradient=reference.b_gradient,
     output_gradients=_output_gradients,
-    apply_update=_apply_update,
+    apply_update=reference.apply_update,
     split_rotate=_split_rotate,
     split_rotate_backward=_split_rotate_backward,
     attention=attention_by_document,

@@ -106,7 +106,9 @@ class LinearOperands:
         """The same linear with no output features, on an axis of its own. H has the same bits as that of the whole."""
         low_rank = self.low_rank
         if low_rank is not None:
-            adapters = tuple(replace(one, b_OR=one.b_OR[:0], first_column=0) for one in low_rank.adapters)
+            adapters = tuple(
+                replace(one, b_OR=one.b_OR[:0], first_column=0, num_columns=0) for one in low_rank.adapters
+            )
             low_rank = replace(low_rank, adapters=adapters)
         extended = self.extended_OE[:0]
         if self.encoded is not None:

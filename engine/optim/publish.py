@@ -16,7 +16,7 @@ from engine.distributed.boxes import part_shards
 from engine.distributed.collectives import Handle, all_gather_async, all_to_all
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import ShardSpec
-from engine.layers.sharded_storage import SpreadWeights
+from engine.layers.storage import SpreadWeights
 from engine.optim.flat_layout import Bucket, Slot, own_runs
 
 AHEAD = 2
@@ -96,7 +96,7 @@ class GatherParts:
         buckets: all of them; the axis's ranks have one part of each.
         master: this rank's own masters, or what they have been rounded to.
         axis: the ranks.
-        weights: their stops wait for what they read, so that it travels while those before them compute; None gathers
+        weights: their units wait for what they read, so that it travels while those before them compute; None gathers
             all at once.
     """
 
@@ -106,7 +106,7 @@ class GatherParts:
         self._arrivals = [_Arrival(bucket, master, axis, weights) for bucket in reversed(buckets)]
         if weights is not None:
             for bucket, arrival in zip(reversed(buckets), self._arrivals, strict=True):
-                weights.attach([slot.entry.parameter for slot in bucket.slots], arrival)
+                weights.attach_arrival([slot.entry.parameter for slot in bucket.slots], arrival)
 
     def start(self) -> None:
         for arrival in self._arrivals:
@@ -114,7 +114,7 @@ class GatherParts:
         if self._weights is None:
             self.finish()
         else:
-            self._weights.start_first()
+            self._weights.prefetch_first()
 
     def finish(self) -> None:
         for place, arrival in enumerate(self._arrivals):
@@ -180,7 +180,7 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def home(slot: Slot, weights: SpreadWeights | None) -> Tensor:
     """Where this rank writes a parameter's new weights, all of them."""
     parameter = slot.entry.parameter
-    return parameter.data if weights is None else weights.home(parameter)
+    return parameter.data if weights is None else weights.target(parameter)
 
 
 def runs_of(view: Tensor, first: int, last: int) -> list[Tensor]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from engine.config.parallel import ShardLevel
 from engine.distributed.mesh import Axis
-from engine.layers.sharded_storage import SpreadWeights
+from engine.layers.storage import SpreadWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Sharding:
             size 1 there is nothing to spread.
         bucket_elements: elements that leave together, at least; each bucket is divided evenly over the ranks.
         weights: of the model. At level "parameters" they are spread over the same ranks; at the levels below, their
-            stops wait for updated weights, which all arrive at once where there are none.
+            units wait for updated weights, which all arrive at once where there are none.
     """
 
     level: ShardLevel = "none"

@@ -81,7 +81,7 @@ class _Linear:
         site = DropoutSite(probability=probability, seed=5, site=6) if probability else None
         adapters = tuple(
             Adapter(
-                b_OR=self.b[place], first_column=8 * place, first_row=RANK * place,
+                b_OR=self.b[place], first_column=8 * place, num_columns=ROWS[place], first_row=RANK * place, num_ranks=RANK,
                 scale=SCALES[place], sink_a=self.sinks_a[place], sink_b=self.sinks_b[place],
             )
             for place in range(2)

@@ -196,4 +196,4 @@ class SpreadWeights:
 
 def _key(tensor: Tensor) -> int:
     """The same for all views of a storage, whether or not it has memory."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

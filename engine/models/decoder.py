@@ -336,8 +336,9 @@ class Decoder(nn.Module):
     def embed(self, batch: Batch, *, adapters: bool = True) -> Tensor:
         """The residual stream that enters the first layer. Embeddings that are handed in are it already."""
         if batch.embeddings_TH is None:
-            assert self.embedding is not None
-            x = self._units[0].run(partial(self.embedding, adapters=adapters), batch.tokens_BS.flatten())
+            embedding = self.embedding
+            assert embedding is not None
+            x = self._units[0].run(lambda ids: embedding(ids, adapters=adapters), batch.tokens_BS.flatten())
             return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
         x = batch.embeddings_TH
         return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x

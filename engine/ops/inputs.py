@@ -39,27 +39,33 @@ class LinearInput(Protocol):
     def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
         """As `make` in forward, and x quantised by row where the backend does that in the same pass."""
 
-    def gives_a(self, kernels: Kernels) -> bool:
+    def computes_da_from_u(self, kernels: Kernels) -> bool:
         """Whether `accumulate_a` makes dA without x."""
 
     def accumulate_a(
         self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels
     ) -> None:
-        """dA = dH^T drop(x) into the adapters' sinks, from u; only where it `gives_a`."""
+        """dA = dH^T drop(x) into the adapters' sinks, from u; only where it `computes_da_from_u`."""
 
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
     ) -> Tensor:
         """du for the gradient dx + update of x; weight gradients go to their sinks. May overwrite dx."""
 
-    def joins_a(self, kernels: Kernels) -> bool:
-        """Whether `gradient_and_a` takes less than making x, dA and `gradient`."""
+    def fuses_da(self, kernels: Kernels) -> bool:
+        """Whether `gradient_and_da` takes less than making x, dA and `gradient`."""
 
-    def gradient_and_a(
-        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Tensor | None, low_rank: LowRank,
+    def gradient_and_da(
+        self,
+        dx: Tensor,
+        u: Tensor,
+        update: InputUpdate | None,
+        dh: Tensor,
+        mask: Tensor | None,
+        low_rank: LowRank,
         kernels: Kernels,
-    ) -> Tensor:  # fmt: skip
-        """As `gradient`, and dA = dH^T drop(x) into the adapters' sinks; only where it `joins_a`."""
+    ) -> Tensor:
+        """As `gradient`, and dA = dH^T drop(x) into the adapters' sinks; only where it `fuses_da`."""
 
 
 class _MadeFirst:
@@ -67,7 +73,7 @@ class _MadeFirst:
 
     __slots__ = ()
 
-    def gives_a(self, kernels: Kernels) -> bool:
+    def computes_da_from_u(self, kernels: Kernels) -> bool:
         return False
 
     def accumulate_a(
@@ -75,13 +81,19 @@ class _MadeFirst:
     ) -> None:
         raise AssertionError("dA is made from x")
 
-    def joins_a(self, kernels: Kernels) -> bool:
+    def fuses_da(self, kernels: Kernels) -> bool:
         return False
 
-    def gradient_and_a(
-        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Tensor | None, low_rank: LowRank,
+    def gradient_and_da(
+        self,
+        dx: Tensor,
+        u: Tensor,
+        update: InputUpdate | None,
+        dh: Tensor,
+        mask: Tensor | None,
+        low_rank: LowRank,
         kernels: Kernels,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         raise AssertionError("dA is made from x")
 
 
@@ -145,7 +157,7 @@ class NormInput(_MadeFirst):
         statistics, codes, scale = kernels.row_codes.norm(u, weight, self.eps, x)
         return x, statistics, RowCodes(codes, scale)
 
-    def gives_a(self, kernels: Kernels) -> bool:
+    def computes_da_from_u(self, kernels: Kernels) -> bool:
         return kernels.norm_a_gradient is not None
 
     def accumulate_a(
@@ -198,13 +210,19 @@ class SwiGLUInput(_MadeFirst):
     ) -> Tensor:
         return kernels.swiglu_backward(dx, u, update)
 
-    def joins_a(self, kernels: Kernels) -> bool:
+    def fuses_da(self, kernels: Kernels) -> bool:
         return True
 
-    def gradient_and_a(
-        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Tensor | None, low_rank: LowRank,
+    def gradient_and_da(
+        self,
+        dx: Tensor,
+        u: Tensor,
+        update: InputUpdate | None,
+        dh: Tensor,
+        mask: Tensor | None,
+        low_rank: LowRank,
         kernels: Kernels,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if kernels.swiglu_backward_adapted is not None:
             sections = low_rank.sections(da=True)
             du = kernels.swiglu_backward_adapted(dx, u, update, dh, mask, low_rank.scale_of(mask), sections)
@@ -305,9 +323,9 @@ class KeptInput(_MadeFirst):
         self._held = _Keep.apply(torch.empty(0, requires_grad=True), self._x)
         self._making, self._x = False, None
 
-    def gives_a(self, kernels: Kernels) -> bool:
+    def computes_da_from_u(self, kernels: Kernels) -> bool:
         """As the source: dA has the same bits whether x is kept or not."""
-        return self._source.gives_a(kernels)
+        return self._source.computes_da_from_u(kernels)
 
     def accumulate_a(
         self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels
@@ -320,13 +338,19 @@ class KeptInput(_MadeFirst):
     ) -> Tensor:
         return self._source.gradient(dx, u, statistics, update, kernels)
 
-    def joins_a(self, kernels: Kernels) -> bool:
+    def fuses_da(self, kernels: Kernels) -> bool:
         """As the source, where that makes dA in another order than from x."""
-        return kernels.swiglu_backward_adapted is not None and self._source.joins_a(kernels)
+        return kernels.swiglu_backward_adapted is not None and self._source.fuses_da(kernels)
 
-    def gradient_and_a(
-        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Tensor | None, low_rank: LowRank,
+    def gradient_and_da(
+        self,
+        dx: Tensor,
+        u: Tensor,
+        update: InputUpdate | None,
+        dh: Tensor,
+        mask: Tensor | None,
+        low_rank: LowRank,
         kernels: Kernels,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         self._held = None
-        return self._source.gradient_and_a(dx, u, update, dh, mask, low_rank, kernels)
+        return self._source.gradient_and_da(dx, u, update, dh, mask, low_rank, kernels)

@@ -24,7 +24,7 @@ STAYS_BELOW = 1 << 15
 
 
 def is_kept_in_host_memory(entries: Sequence[ShardEntry]) -> bool:
-    """Whether the storage that these parameters share waits in host memory: it is large, and not all of it trains."""
+    """Returns whether the storage of these parameters waits in host memory: it is large, and not all of it trains."""
     parameter = entries[0].parameter
     elements = parameter.untyped_storage().nbytes() // parameter.element_size()
     return any(entry.sink is None for entry in entries) and elements >= STAYS_BELOW
@@ -64,7 +64,7 @@ class HostStorage:
         self._storage.resize_(0)
 
     def shard(self, entry: ShardEntry) -> NamedShard:
-        """A parameter's numbers: in host memory, or, where it trains, on the device."""
+        """Returns a parameter's numbers: in host memory, or, where it trains, on the device."""
         if entry.sink is not None:
             return NamedShard(entry.name, self.trained[id(entry.parameter)], entry.spec)
         view = entry.parameter.data
@@ -93,7 +93,7 @@ class HostFetch:
 
     @torch.no_grad()
     def take(self) -> None:
-        """What is computed from now on reads the weights; each call is answered by a `release`."""
+        """Has what is computed from now on read the weights; each call is answered by a `release`."""
         self.start()
         self._users += 1
         if self._users > 1:

@@ -135,7 +135,7 @@ class _ParallelLinear(ShardedModule):
         )
 
     def _ways(self, rows: int, *, adapted: bool, may_fold: bool) -> tuple[Way, Way]:
-        """How base and adapters are multiplied, forward and backward."""
+        """Returns how base and adapters are multiplied, forward and backward."""
         if not adapted:
             return SEPARATE, SEPARATE
         kernels = self.build.layout.kernels
@@ -146,29 +146,29 @@ class _ParallelLinear(ShardedModule):
         return FOLDED if forward else other, FOLDED if backward else other
 
     def weight_view(self) -> Tensor:
-        """The base weight [O, I] of all sections, without anything else the storage holds; on the meta device where
-        it is encoded."""
+        """Returns the base weight [O, I] of all sections without anything else the storage holds; on the meta device
+        where it is encoded."""
         return self.storage[:, : self.in_features]
 
     def leaves(self, source: LinearInput) -> tuple[Tensor, ...]:
-        """Every trainable tensor that the output depends on."""
+        """Returns every trainable tensor that the output depends on."""
         return (*self._leaves, *source.leaves())
 
     def _bias_spec(self, spec: ShardSpec) -> ShardSpec:
-        """The shard of what has one number for each row of a weight with `spec`."""
+        """Returns the shard of what has one number for each row of a weight with `spec`."""
         raise NotImplementedError
 
     def _factor_specs(self, spec: ShardSpec, rank: int) -> tuple[ShardSpec, ShardSpec]:
-        """The shards of A and of B, of an adapter over the rows of a weight with `spec`."""
+        """Returns the shards of A and of B, of an adapter over the rows of a weight with `spec`."""
         raise NotImplementedError
 
     def _own_rows(self, section: Section, leaf: str) -> ShardEntry:
-        """A trained number for each output row of an adapter."""
+        """Makes a trained number for each output row of an adapter."""
         storage = self.build.empty((section.rows,))
         return self.own(f"{section.name}.{leaf}", storage, self._bias_spec(section.spec), trainable=True)
 
     def _build_magnitudes(self, adapted: list[_Adapted], adapters: tuple[Adapter, ...]) -> tuple[Magnitude, ...]:
-        """The trained lengths of output rows, of the adapters that have them."""
+        """Makes the trained lengths of output rows, of the adapters that have them."""
         magnitudes = []
         for (section, settings, _), adapter in zip(adapted, adapters, strict=True):
             if settings.dora:
@@ -183,7 +183,7 @@ class _ParallelLinear(ShardedModule):
         return tuple(magnitudes)
 
     def _build_adapter_biases(self, adapted: list[_Adapted], adapters: tuple[Adapter, ...]) -> tuple[AdapterBias, ...]:
-        """The trained biases of adapters, of those that have them."""
+        """Makes the trained biases of adapters, of those that have them."""
         biases = []
         for (section, settings, _), adapter in zip(adapted, adapters, strict=True):
             if settings.bias:
@@ -193,7 +193,7 @@ class _ParallelLinear(ShardedModule):
         return tuple(biases)
 
     def _finish(self, y_TO: Tensor, context: TokenContext, *, split_inputs: bool) -> Tensor:
-        """The output, for what the product gave: a linear with magnitudes adds its bias after them."""
+        """Returns the output, for what the product gave: a linear with magnitudes adds its bias after them."""
         if self._adapter_biases:
             return biased_output(y_TO, self._adapter_biases, context, tuple(self._bias_leaves))
         if not self.magnitudes:
@@ -226,7 +226,7 @@ class _ParallelLinear(ShardedModule):
     def _build_adapters(
         self, adapted: list[_Adapted], total_rank: int, site: int, first_feature: int, *, folded: bool
     ) -> LowRank | None:
-        """A as rows of one stacked tensor; B as columns of the storage where folded, if there is one."""
+        """Makes A as rows of one stacked tensor; B as columns of the storage where folded, if there is one."""
         if not adapted:
             return None
         stacked = self.build.empty((total_rank, self.in_features))
@@ -263,7 +263,7 @@ class _ParallelLinear(ShardedModule):
 
 
 def _adapted(sections: list[Section], plan: TrainingPlan) -> list[_Adapted]:
-    """The sections that have an adapter, which take their output rows one after the other."""
+    """Returns the sections that have an adapter, which take their output rows one after the other."""
     found, first = [], 0
     for section in sections:
         if (settings := plan.adapter(section.name)) is not None:
@@ -273,12 +273,12 @@ def _adapted(sections: list[Section], plan: TrainingPlan) -> list[_Adapted]:
 
 
 def _with_columns(spec: ShardSpec, columns: int) -> ShardSpec:
-    """The spec of [O, columns] whose rows lie as those of `spec`."""
+    """Returns the spec of [O, columns] whose rows lie as those of `spec`."""
     return replace(spec, global_shape=(spec.global_shape[0], columns), local_shape=(spec.local_shape[0], columns))
 
 
 def _concatenated(sections: list[Section], name: str) -> Section:
-    """The rows of row-split sections, one after the other, as one: its spec has one piece for each section."""
+    """Joins the rows of row-split sections, one after the other, as one: its spec has one piece for each section."""
     pieces: tuple[Piece, ...] = ()
     global_rows = local_rows = 0
     for spec in (section.spec for section in sections):

@@ -27,7 +27,7 @@ from engine.layers.linear import ColumnParallelLinear, Section
 from engine.layers.mlp import MLP
 from engine.layers.module import ShardEntry
 from engine.layers.norm import RMSNorm
-from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, made_again
+from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomputed
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.storage import SpreadWeights, StorageUser
 from engine.models.decoder_config import DecoderConfig, Rope
@@ -44,7 +44,7 @@ SITES_PER_LAYER = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Which part of the model a rank holds: layers [first, last), and whether it has the two ends."""
+    """The part of the model that a rank holds: layers [first, last), and whether it has the two ends."""
 
     first: int
     last: int
@@ -53,7 +53,7 @@ class Part:
 
 
 def split_parts(layers: Sequence[int]) -> list[Part]:
-    """The parts of the whole model, in order, with so many layers each."""
+    """Returns the parts of the whole model, in order, with so many layers each."""
     ends = [sum(layers[: index + 1]) for index in range(len(layers))]
     return [
         Part(first=end - count, last=end, embedding=index == 0, head=index == len(layers) - 1)
@@ -80,7 +80,7 @@ def _input(norm: RMSNorm | None) -> LinearInput:
 
 
 def _frequencies(rope: Rope, rotary_dim: int) -> Tensor:
-    """fp32 [rotary_dim / 2]; zeros, which turn nothing, for a rope without a base."""
+    """Returns fp32 [rotary_dim / 2]; zeros, which turn nothing, for a rope without a base."""
     if rope.theta is None:
         return torch.zeros(rotary_dim // 2)
     scaling = rope.scaling
@@ -155,9 +155,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         if self.level == "full":
-            return made_again(self._whole, x, context)
+            return recomputed(self._whole, x, context)
         if self.level == "attention":
-            return self._with_mlp(made_again(self._with_attention, x, context), context)
+            return self._with_mlp(recomputed(self._with_attention, x, context), context)
         return self._whole(x, context)
 
     def _with_attention(self, x: Tensor, context: TokenContext) -> Tensor:
@@ -281,7 +281,7 @@ class Decoder(nn.Module):
         )
 
     def context(self, batch: Batch, step: Tensor, *, training: bool, adapters: bool = True) -> TokenContext:
-        """Token coordinates of a batch, shared by all layers.
+        """Returns the token coordinates of a batch, shared by all layers.
 
         Raises:
             UserError: the tokens do not divide over the ranks of sequence parallelism, or rows are longer than the
@@ -321,7 +321,7 @@ class Decoder(nn.Module):
             )
 
     def _rope_tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [ropes * T, rotary_dim / 2], the tables of all ropes one after the other."""
+        """Makes cos and sin [ropes * T, rotary_dim / 2], the tables of all ropes one after the other."""
         tables = []
         for rope, frequencies in zip(self.config.ropes, self.inverse_frequencies, strict=True):
             pair = rope_tables(positions_T, frequencies)
@@ -334,7 +334,7 @@ class Decoder(nn.Module):
         return torch.cat(cos), torch.cat(sin)
 
     def embed(self, batch: Batch, *, adapters: bool = True) -> Tensor:
-        """The residual stream that enters the first layer. Embeddings that are handed in are it already."""
+        """Returns the residual stream that enters the first layer. Embeddings that are handed in are it already."""
         if batch.embeddings_TH is None:
             embedding = self.embedding
             assert embedding is not None
@@ -344,7 +344,7 @@ class Decoder(nn.Module):
         return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x
 
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
-        """Through this part's layers."""
+        """Runs this part's layers."""
         saved = self.saved.layers(len(self.layers), context, self._resident)
         units = self._units[int(self.part.embedding) :][: len(self.layers)]
         for layer, unit, kept in zip(self.layers, units, saved, strict=True):
@@ -353,7 +353,7 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, x: Tensor, context: TokenContext) -> Tensor:
-        """[T, V / tp] logits of this rank's vocabulary rows (with padding columns)."""
+        """Returns [T, V / tp] logits of this rank's vocabulary rows (with padding columns)."""
         logits = self._units[-1].run(partial(self._uncapped_logits, context=context), x)
         cap = self.config.logits_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -363,7 +363,7 @@ class Decoder(nn.Module):
         return self.head(x, self.norm.as_input(self.config.logits_divisor), context)
 
     def token_losses(self, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
-        """fp32 [T] negative log-likelihood of each label; equal on all tensor-parallel ranks."""
+        """Returns fp32 [T] negative log-likelihood of each label; equal on all tensor-parallel ranks."""
         return self._units[-1].run(partial(self._token_losses, batch=batch, context=context), x)
 
     @property
@@ -392,6 +392,6 @@ class Decoder(nn.Module):
         )
 
     def forward(self, batch: Batch, step: Tensor, *, training: bool = True) -> Tensor:
-        """Token losses of the whole model. See `token_losses`."""
+        """Returns the token losses of the whole model. See `token_losses`."""
         context = self.context(batch, step, training=training)
         return self.token_losses(self.run_layers(self.embed(batch), context), batch, context)

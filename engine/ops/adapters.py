@@ -74,11 +74,11 @@ class LowRank:
 
     @property
     def keep_scale(self) -> float:
-        """What kept inputs are multiplied by: 1 / (1 - p)."""
+        """The factor of kept inputs, 1 / (1 - p)."""
         return self.dropout.scale if self.dropout is not None else 1.0
 
     def input_update(self, dh_TR: Tensor, mask: Tensor | None, h_TR: Tensor | None = None) -> InputUpdate:
-        """What these adapters add to the gradient of their input.
+        """Returns what these adapters add to the gradient of their input.
 
         Args:
             dh_TR: gradient of H, complete.
@@ -128,7 +128,7 @@ class LowRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormFactors:
-    """What a norm multiplies its input's rows and columns by: rstd [T, 1] and weight [I]."""
+    """The factors by which a norm multiplies its input's rows and columns: rstd [T, 1] and weight [I]."""
 
     rstd: Tensor
     weight: Tensor
@@ -155,7 +155,7 @@ def projection_gradient(dy_TO: Tensor, low_rank: LowRank) -> Tensor:
 
 
 def output_gradients(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank, kernels: Kernels) -> Tensor:
-    """As `projection_gradient` and then `accumulate_b`; from one read of dY where the backend has a kernel for it."""
+    """Makes dH and adds dB, by one read of dY where the backend can; else as the functions for each."""
     if kernels.output_gradients is None:
         dh = projection_gradient(dy_TO, low_rank)
         accumulate_b(dy_TO, h_TR, low_rank, kernels)

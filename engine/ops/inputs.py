@@ -1,4 +1,4 @@
-"""What a linear's input is made from, so that backward can make it again instead of keeping it.
+"""The sources of a linear's input, from which backward can recompute it instead of keeping it.
 
 A frozen weight has no weight gradient, and an adapter needs its input again only for dA. So the linear keeps what its
 input was computed from (the residual stream, [gate | up]), which is kept or cheap anyway, and the input itself is
@@ -25,35 +25,35 @@ from engine.ops.quantized_products import RowCodes
 
 
 class LinearInput(Protocol):
-    """How x is made from `u`."""
+    """A way to make x from `u`."""
 
     def features(self, u: Tensor) -> int:
-        """I."""
+        """Returns I."""
 
     def leaves(self) -> tuple[Tensor, ...]:
-        """Trainable tensors among what x is made with."""
+        """Returns the trainable tensors among what x is made with."""
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
-        """x, in `out` where given, and the statistics that `gradient` needs. Called again in backward."""
+        """Makes x, in `out` where given, and the statistics that `gradient` needs. Called again in backward."""
 
     def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
-        """As `make` in forward, and x quantised by row where the backend does that in the same pass."""
+        """Makes x as in forward, and quantises it by row where the backend does that in the same pass."""
 
     def computes_da_from_u(self, kernels: Kernels) -> bool:
-        """Whether `accumulate_a` makes dA without x."""
+        """Returns whether `accumulate_a` makes dA without x."""
 
     def accumulate_a(
         self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels
     ) -> None:
-        """dA = dH^T drop(x) into the adapters' sinks, from u; only where it `computes_da_from_u`."""
+        """Adds dA = dH^T drop(x) to the adapters' sinks, from u; only where it `computes_da_from_u`."""
 
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
     ) -> Tensor:
-        """du for the gradient dx + update of x; weight gradients go to their sinks. May overwrite dx."""
+        """Returns du for the gradient dx + update of x; weight gradients go to their sinks. May overwrite dx."""
 
     def fuses_da(self, kernels: Kernels) -> bool:
-        """Whether `gradient_and_da` takes less than making x, dA and `gradient`."""
+        """Returns whether `gradient_and_da` takes less than making x, dA and `gradient`."""
 
     def gradient_and_da(
         self,
@@ -65,11 +65,11 @@ class LinearInput(Protocol):
         low_rank: LowRank,
         kernels: Kernels,
     ) -> Tensor:
-        """As `gradient`, and dA = dH^T drop(x) into the adapters' sinks; only where it `fuses_da`."""
+        """Returns `gradient`, and adds dA = dH^T drop(x) to the adapters' sinks; only where it `fuses_da`."""
 
 
 class _MadeFirst:
-    """An input that `make` makes again before dA."""
+    """An input that is recomputed before dA."""
 
     __slots__ = ()
 
@@ -324,7 +324,7 @@ class KeptInput(_MadeFirst):
         self._making, self._x = False, None
 
     def computes_da_from_u(self, kernels: Kernels) -> bool:
-        """As the source: dA has the same bits whether x is kept or not."""
+        """Follows the source: dA has the same bits whether x is kept or not."""
         return self._source.computes_da_from_u(kernels)
 
     def accumulate_a(
@@ -339,7 +339,7 @@ class KeptInput(_MadeFirst):
         return self._source.gradient(dx, u, statistics, update, kernels)
 
     def fuses_da(self, kernels: Kernels) -> bool:
-        """As the source, where that makes dA in another order than from x."""
+        """Follows the source, where that makes dA in another order than from x."""
         return kernels.swiglu_backward_adapted is not None and self._source.fuses_da(kernels)
 
     def gradient_and_da(

@@ -30,26 +30,43 @@ class NormBackward(Protocol):
     """dx, for a gradient dy that still lacks `update`. Adds the weight's gradient to `weight_gradient` if given."""
 
     def __call__(
-        self, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None,
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        rstd: Tensor,
+        update: InputUpdate | None,
         weight_gradient: Tensor | None,
-    ) -> Tensor: ...  # fmt: skip
+    ) -> Tensor: ...
 
 
 class OutputGradients(Protocol):
     """dH = s dY B into `dh_out` [T, R] and dB = dY^T H added to the sections' `db`, from one read of dY."""
 
     def __call__(
-        self, dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection], *, dh_out: Tensor
-    ) -> None: ...  # fmt: skip
+        self,
+        dy_TO: Tensor,
+        h_TR: Tensor,
+        sections: Sequence[AdapterSection],
+        *,
+        dh_out: Tensor,
+    ) -> None: ...
 
 
 class AdaptedForward(Protocol):
     """y = x W^T + H B^T, [T, O], and H = s keep_scale drop(x) A^T, [T, R]. An H that is given is not recomputed."""
 
     def __call__(
-        self, x: Tensor, weight_OI: Tensor, a_RI: Tensor, sections: Sequence[AdapterSection], *, mask: Tensor | None,
-        keep_scale: float, h_TR: Tensor | None,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        self,
+        x: Tensor,
+        weight_OI: Tensor,
+        a_RI: Tensor,
+        sections: Sequence[AdapterSection],
+        *,
+        mask: Tensor | None,
+        keep_scale: float,
+        h_TR: Tensor | None,
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class AdaptedBackward(Protocol):
@@ -57,9 +74,17 @@ class AdaptedBackward(Protocol):
     gets what the adapters add to it, keep_scale * mask * (dH A)."""
 
     def __call__(
-        self, dy: Tensor, weight_OI: Tensor, a_RI: Tensor, sections: Sequence[AdapterSection], *, h_TR: Tensor,
-        mask: Tensor | None, keep_scale: float, updates: bool,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        self,
+        dy: Tensor,
+        weight_OI: Tensor,
+        a_RI: Tensor,
+        sections: Sequence[AdapterSection],
+        *,
+        h_TR: Tensor,
+        mask: Tensor | None,
+        keep_scale: float,
+        updates: bool,
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +105,15 @@ class NormAGradient(Protocol):
     """dA = dH^T drop(x) for x = u * rstd * weight, from u, into the sections' `da`."""
 
     def __call__(
-        self, dh_TR: Tensor, u: Tensor, rstd: Tensor, weight: Tensor, mask: Tensor | None, scale: float,
+        self,
+        dh_TR: Tensor,
+        u: Tensor,
+        rstd: Tensor,
+        weight: Tensor,
+        mask: Tensor | None,
+        scale: float,
         sections: Sequence[AdapterSection],
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
 
 
 class SwiGLUBackward(Protocol):
@@ -92,12 +123,18 @@ class SwiGLUBackward(Protocol):
 
 
 class SwiGLUBackwardAdapted(Protocol):
-    """As SwiGLUBackward, and dA = dH^T drop(y) into the sections' `da`, without writing y."""
+    """The result of SwiGLUBackward, and dA = dH^T drop(y) into the sections' `da`, without writing y."""
 
     def __call__(
-        self, dy: Tensor, gate_up: Tensor, update: InputUpdate | None, dh_TR: Tensor, mask: Tensor | None, scale: float,
+        self,
+        dy: Tensor,
+        gate_up: Tensor,
+        update: InputUpdate | None,
+        dh_TR: Tensor,
+        mask: Tensor | None,
+        scale: float,
         sections: Sequence[AdapterSection],
-    ) -> Tensor: ...  # fmt: skip
+    ) -> Tensor: ...
 
 
 class SplitRotate(Protocol):
@@ -112,18 +149,32 @@ class HeadNormForward(Protocol):
     """Fused [T, (H + 2K) D] -> normalised and rotated q [T, H, D] and k [T, K, D], and their statistics."""
 
     def __call__(
-        self, qkv: Tensor, weights: tuple[Tensor, Tensor], eps: float, cos: Tensor, sin: Tensor, num_heads: int,
-        num_kv_heads: int, head_dim: int,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+        self,
+        qkv: Tensor,
+        weights: tuple[Tensor, Tensor],
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class HeadNormBackward(Protocol):
     """dq, dk, dv -> the gradient of the fused product. Adds the weights' gradients where given."""
 
     def __call__(
-        self, gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, weights: tuple[Tensor, Tensor],
-        statistics: Tensor, cos: Tensor, sin: Tensor, *, weight_gradients: tuple[Tensor | None, Tensor | None],
-    ) -> Tensor: ...  # fmt: skip
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        qkv: Tensor,
+        weights: tuple[Tensor, Tensor],
+        statistics: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        weight_gradients: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +208,7 @@ class Attention(Protocol):
 
 
 class Folds(NamedTuple):
-    """Whether a linear's forward and its backward multiply with [W | B] (see ops.products)."""
+    """The directions, of a linear's forward and its backward, that multiply with [W | B] (see ops.products)."""
 
     forward: bool
     backward: bool

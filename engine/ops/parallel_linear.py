@@ -80,7 +80,7 @@ class _ColumnLinear(torch.autograd.Function):
         del made  # the whole dX is free as soon as its reduction is over
         if h is not None and low_rank is not None and not added_db:
             accumulate_b(dy, h, low_rank, operands.kernels)  # hides the collective
-        x = _input_again(operands, source, u)
+        x = _recomputed_input(operands, source, u)
         full, full_handle = x, Handle()
         if operands.trains_weight and x is not None and gathers:
             full, full_handle = all_gather_async(x, axis)
@@ -114,8 +114,8 @@ def _start_gradients(
     return tuple(done), Handle.all(handles)
 
 
-def _input_again(operands: LinearOperands, source: LinearInput, u: Tensor) -> Tensor | None:
-    """x, where dW needs it or dA cannot do without it."""
+def _recomputed_input(operands: LinearOperands, source: LinearInput, u: Tensor) -> Tensor | None:
+    """Recomputes x, where dW needs it or dA cannot do without it."""
     wants_a = operands.low_rank is not None and not source.computes_da_from_u(operands.kernels)
     return source.make(u, None, operands.kernels)[0] if wants_a or operands.trains_weight else None
 
@@ -129,7 +129,7 @@ def _accumulate_a(
     dh: Tensor | None,
     mask: Tensor | None,
 ) -> None:
-    """dA from x, or from u where there is no x."""
+    """Adds dA to its sinks, from x, or from u where there is no x."""
     assert operands.low_rank is not None and dh is not None
     if x is None:
         source.accumulate_a(dh, u, statistics, mask, operands.low_rank, operands.kernels)
@@ -138,14 +138,14 @@ def _accumulate_a(
 
 
 def _local_rows(operands: LinearOperands, h: Tensor | None, dh: Tensor) -> Tensor | None:
-    """H of the tokens that dH is of: with sequence parallelism H was gathered, and dH is that of this rank's."""
+    """Returns H of the tokens that dH is of: with sequence parallelism H was gathered, and dH is of this rank's."""
     if h is None or h.shape[0] == dh.shape[0]:
         return h
     return h.narrow(0, operands.axis.rank * dh.shape[0], dh.shape[0])
 
 
 def _gather_inputs(operands: LinearOperands, made: Inputs) -> Inputs:
-    """All tokens' x and H; one collective where both lie in one buffer."""
+    """Gathers all tokens' x and H; one collective where both lie in one buffer."""
     if isinstance(made.x, RowCodes):
         return _gather_rows(operands, made.x, made)
     full, handle = all_gather_async(made.x, operands.axis)
@@ -162,7 +162,7 @@ def _gather_inputs(operands: LinearOperands, made: Inputs) -> Inputs:
 
 
 def _gather_rows(operands: LinearOperands, x: RowCodes, made: Inputs) -> Inputs:
-    """Codes travel in place of numbers: each row has its own scale, so they are those of all tokens' x."""
+    """Gathers codes in place of numbers: each row has its own scale, so they are those of all tokens' x."""
     codes, handle = all_gather_async(x.codes.view(torch.uint8), operands.axis)
     scale, scale_handle = all_gather_async(x.scale, operands.axis)
     full_h, h_handle = (None, Handle()) if made.h is None else all_gather_async(made.h, operands.axis)
@@ -205,7 +205,7 @@ class _RowLinear(torch.autograd.Function):
             and not (operands.gathers or operands.trains_weight)
             and source.fuses_da(operands.kernels)
         )
-        x = None if fuses_da else _input_again(operands, source, u)
+        x = None if fuses_da else _recomputed_input(operands, source, u)
         handle.wait()
         way = operands.backward_way if needs_du else SEPARATE
         made = way.gradients(operands, OutputGradient(dy, h, mask, needs_du, "any time"))
@@ -230,7 +230,7 @@ class _RowLinear(torch.autograd.Function):
 def column_linear(
     u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, leaves: tuple[Tensor, ...]
 ) -> Tensor:
-    """Column-parallel linear.
+    """Computes a column-parallel linear.
 
     Args:
         u: what the input is made from: [T, ...], or [T / tp, ...] with sequence parallelism.
@@ -248,5 +248,5 @@ def column_linear(
 def row_linear(
     u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, leaves: tuple[Tensor, ...]
 ) -> Tensor:
-    """Row-parallel linear: x [T, I / tp] -> [T, O], or [T / tp, O] with sequence parallelism. See `column_linear`."""
+    """Computes a row-parallel linear, [T, I / tp] -> [T, O], or [T / tp, O] with sequence parallelism; see above."""
     return _RowLinear.apply(u, source, operands, context, *leaves)

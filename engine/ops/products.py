@@ -36,7 +36,7 @@ the collective, since dH is still a partial sum. "any time": whichever is cheape
 
 
 class Inputs(NamedTuple):
-    """What `outputs` multiplies.
+    """The factors that `outputs` multiplies.
 
     Args:
         x: [T, I]; [T, I + E] with H and padding beside it where folded; or codes, where the base's products take those.
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
 
 
 class OutputGradient(NamedTuple):
-    """What `gradients` starts from.
+    """The output's gradient, and what else `gradients` starts from.
 
     Args:
         dy_TO: gradient of the output, of all tokens that were multiplied.

@@ -346,7 +346,8 @@ class Decoder(nn.Module):
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
         """Runs this part's layers."""
         saved = self.saved.layers(len(self.layers), context, self._resident)
-        units = self._units[int(self.part.embedding) :][: len(self.layers)]
+        first = int(self.part.embedding)
+        units = self._units[first : first + len(self.layers)]
         for layer, unit, kept in zip(self.layers, units, saved, strict=True):
             with kept:
                 x = unit.run(partial(layer, context=context), x)

@@ -32,16 +32,13 @@ class DropoutKey:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterSection:
-    """One adapter as a kernel sees it.
+class AdapterPlace:
+    """Where one adapter lies in a linear.
 
     Args:
         first_column, num_columns: its columns of the linear's output.
         first_row, num_ranks: its rows of the stacked A, which are its columns of H and of dH.
         scale: s, of H and of dH.
-        b: [num_columns, num_ranks], rows any distance apart; None where no product with B is asked for.
-        da: fp32 [num_ranks, I], to which dA is added; None where A is frozen or not asked for.
-        db: fp32 [num_columns, num_ranks], to which dB is added; None where B is frozen or not asked for.
     """
 
     first_column: int
@@ -49,9 +46,6 @@ class AdapterSection:
     first_row: int
     num_ranks: int
     scale: float = 1.0
-    b: Tensor | None = None
-    da: Tensor | None = None
-    db: Tensor | None = None
 
     def columns(self, y_TO: Tensor) -> Tensor:
         """Returns the output columns that the adapter adds to, a view."""
@@ -60,6 +54,21 @@ class AdapterSection:
     def ranks(self, h_TR: Tensor) -> Tensor:
         """Returns the adapter's columns of a [T, R] product, a view."""
         return h_TR.narrow(1, self.first_row, self.num_ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterSection(AdapterPlace):
+    """One adapter as a kernel sees it.
+
+    Args:
+        b: [num_columns, num_ranks], rows any distance apart; None where no product with B is asked for.
+        da: fp32 [num_ranks, I], to which dA is added; None where A is frozen or not asked for.
+        db: fp32 [num_columns, num_ranks], to which dB is added; None where B is frozen or not asked for.
+    """
+
+    b: Tensor | None = None
+    da: Tensor | None = None
+    db: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

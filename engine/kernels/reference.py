@@ -3,13 +3,18 @@
 Faster backends are compared with these, and the CPU path starts from them. Statistics and reductions are fp32 (or
 fp64 for fp64 inputs); results have the input's dtype.
 
-Legend: T tokens, F features, H heads, D head dimension, V vocabulary rows held here.
+Legend: T tokens, F features, H heads, D head dimension, V vocabulary rows held here, I input and O output features of a
+linear, R rows of its stacked A.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from engine.kernels.records import AdapterSection, InputUpdate
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -105,3 +110,49 @@ def cross_entropy_backward(exponentials_TV: Tensor, targets_T: Tensor, total_T: 
     index = torch.where(here, targets_T, 0)[:, None]
     exponentials_TV.mul_((scale_T / total_T)[:, None])
     return exponentials_TV.scatter_add_(1, index, torch.where(here, -scale_T, 0.0)[:, None])
+
+
+def add_product(buffer: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """buffer += scale * left right, rounded to fp32 once where the operands are fp32."""
+    if left.dtype == torch.float32:
+        buffer.addmm_(left, right, alpha=scale)
+    else:
+        buffer.add_(left @ right, alpha=scale)
+
+
+def _dropped(x_TI: Tensor, mask_TI: Tensor | None, keep_scale: float) -> Tensor:
+    return x_TI if mask_TI is None else (x_TI * mask_TI).mul_(keep_scale)
+
+
+def project(x_TI: Tensor, a_RI: Tensor, mask_TI: Tensor | None, keep_scale: float, out_TR: Tensor) -> None:
+    """drop(x) A^T into `out`, without the adapters' scales (Hu et al., arXiv 2106.09685).
+
+    Args:
+        mask_TI: bool, what dropout keeps; None without dropout.
+        keep_scale: of what is kept, 1 / (1 - p).
+    """
+    torch.mm(_dropped(x_TI, mask_TI, keep_scale), a_RI.t(), out=out_TR)
+
+
+def a_gradient(
+    dh_TR: Tensor, x_TI: Tensor, mask_TI: Tensor | None, keep_scale: float, sections: Sequence[AdapterSection]
+) -> None:
+    """dA = dH^T drop(x), added to each section's `da`."""
+    dropped = _dropped(x_TI, mask_TI, keep_scale)
+    for one in sections:
+        if one.da is not None:
+            add_product(one.da, one.ranks(dh_TR).t(), dropped)
+
+
+def b_gradient(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]) -> None:
+    """dB = dY^T H, added to each section's `db`."""
+    for one in sections:
+        if one.db is not None:
+            add_product(one.db, one.columns(dy_TO).t(), one.ranks(h_TR))
+
+
+def apply_update(dx_TI: Tensor, update: InputUpdate) -> Tensor:
+    """dx + scale * mask * (dH A), in place."""
+    if update.mask is None:
+        return dx_TI.addmm_(update.dh_TR, update.a_RI, alpha=update.scale)
+    return dx_TI.addcmul_(update.dh_TR @ update.a_RI, update.mask.to(dx_TI.dtype), value=update.scale)

@@ -24,7 +24,7 @@ from engine.ops.rope import rotate, split_rotate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionKind:
-    """What sets a family's, or a layer's, attention apart.
+    """The switches that set a family's, or a layer's, attention apart.
 
     Args:
         window: a position sees itself and the window - 1 positions before it; None for all before it.
@@ -63,12 +63,12 @@ class _Heads:
         return self.queries * self.dim
 
     def q_spec(self, columns: tuple[int, ...], layout: TensorLayout) -> ShardSpec:
-        """Shard of a tensor [features of the queries, *columns]."""
+        """Returns the shard of a tensor [features of the queries, *columns]."""
         tp = layout.tp
         return split_spec((self.width, *columns), 0, rank=tp.rank, size=tp.size, what="the number of query features")
 
     def kv_spec(self, columns: tuple[int, ...], layout: TensorLayout) -> ShardSpec:
-        """The same for the keys or the values: split by heads, or one head on several ranks where heads are fewer."""
+        """Returns that of keys or values: split by heads, or one head on several ranks where heads are fewer."""
         tp, shape = layout.tp, (self.keys * self.dim, *columns)
         if self.keys % tp.size == 0:
             return split_spec(shape, 0, rank=tp.rank, size=tp.size, what="the number of key/value features")
@@ -85,7 +85,7 @@ class _Heads:
 
 
 def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused: bool) -> None:
-    """Whether the heads can be spread over `tensor_size` ranks.
+    """Checks that the heads can be spread over `tensor_size` ranks.
 
     Args:
         fused: one adapter stands over query, key and value.
@@ -121,7 +121,7 @@ def _check_method(kind: AttentionKind, layout: TensorLayout) -> None:
 
 
 def _attention_of(kind: AttentionKind, layout: TensorLayout) -> AttentionOp:
-    """The backend's attention, or the one that has windows and soft caps."""
+    """Returns the backend's attention, or the one that has windows and soft caps."""
     plain = layout.kernels.attention
     if kind.window is None and kind.softcap is None:
         return plain
@@ -243,6 +243,14 @@ class Attention(nn.Module):
         if context.context_plan is None:
             return self.attention(q, k, v, context.documents, scale=scale)
         return context_attention(
-            q, k, v, context.context_plan, layout.cp, method=layout.context_method, scale=scale,
-            blocks=layout.attention_blocks, attention=self.attention, documents=context.documents,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            context.context_plan,
+            layout.cp,
+            method=layout.context_method,
+            scale=scale,
+            blocks=layout.attention_blocks,
+            attention=self.attention,
+            documents=context.documents,
+        )

@@ -1,4 +1,4 @@
-"""What layers are built with: what trains, how tensors lie, and on which device."""
+"""The build context of layers: what trains, how tensors lie, and on which device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude", "lora_bias")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterSettings:
-    """One adapter.
+    """The hyperparameters of one adapter.
 
     Args:
         rank: r.
@@ -47,7 +47,7 @@ def _no_adapter(module: str) -> AdapterSettings | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
-    """Which modules train, and how.
+    """The modules that train, and how.
 
     Args:
         trains: engine module name -> whether its own weight and bias are trained in full.
@@ -65,7 +65,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorLayout:
-    """How tensors are spread over the tensor-parallel ranks.
+    """The way tensors are spread over the tensor-parallel ranks.
 
     Args:
         tp: the axis.
@@ -100,7 +100,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerContext:
-    """What every layer is built with.
+    """The arguments that every layer is built with.
 
     Args:
         layout: of tensors over ranks, and the backends of the ops.

@@ -58,7 +58,7 @@ class EncodedEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the parts."""
+        """The bytes of the parts."""
         return sum(part.nbytes for part in self.parts.values())
 
     @torch.no_grad()
@@ -85,13 +85,13 @@ class EncodedEntry:
                 self.parts[name][run].copy_(encoded)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """The numbers that the parts mean, [spec.local_shape]."""
+        """Returns the numbers that the parts mean, [spec.local_shape]."""
         out = torch.empty(self.spec.local_shape, dtype=dtype, device=self.memory.device)
         self.encoding.decode(self.parts, out)
         return out
 
     def _whole(self, here: Tensor) -> Whole:
-        """The whole matrix, from what this rank's cut of it adds to its scales."""
+        """Returns the whole matrix, from what this rank's cut of it adds to its scales."""
         dim = self.spec.dim
         if self.tp.size == 1 or dim is None:
             return Whole(absmax=here)
@@ -162,7 +162,7 @@ class EncodedStorage(nn.Module):
         self.entries = tuple(entries)
 
     def operand(self, dtype: torch.dtype, extra: int) -> EncodedWeight:
-        """What products read.
+        """Returns what products read.
 
         Args:
             dtype: of the decoded numbers.
@@ -189,14 +189,14 @@ def _check_columns(name: str, spec: ShardSpec, encoding: Encoding, tp: Axis) -> 
 
 
 def encoded_entries(module: nn.Module) -> Iterator[EncodedEntry]:
-    """Every encoded weight of the model on this rank, in forward order."""
+    """Yields every encoded weight of the model on this rank, in forward order."""
     for child in module.modules():
         if isinstance(child, EncodedStorage):
             yield from child.entries
 
 
 def encoded_memories(module: nn.Module) -> Iterator[ShardEntry]:
-    """The memory of every linear's encoded weights, in forward order."""
+    """Yields the memory of every linear's encoded weights, in forward order."""
     for child in module.modules():
         if isinstance(child, EncodedStorage):
             yield child.entry

@@ -18,7 +18,7 @@ class Transfer(Protocol):
         """Starts copying back what `send` returned."""
 
     def wait(self, fetched: Any) -> Tensor:
-        """The tensor, which whatever is computed from now on may read."""
+        """Returns the tensor, which whatever is computed from now on may read."""
 
 
 class _Copy(NamedTuple):
@@ -29,7 +29,7 @@ class _Copy(NamedTuple):
 
 
 class CudaTransfer:
-    """Through pinned host memory, on a stream for each direction.
+    """Copies through pinned host memory, on a stream for each direction.
 
     Pinned memory comes from torch's own allocator, which rounds sizes up to powers of two and gives a buffer out again
     only when the copies from and to it are done. Nothing here waits on the host.
@@ -71,7 +71,7 @@ class HostMemory(Protocol):
     is_pinned: bool
 
     def zeros(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """1-dimensional host memory."""
+        """Returns 1-dimensional host memory."""
 
     def fetch(self, targets: list[Tensor], sources: list[Tensor], after: tuple[Any, ...] = ()) -> Any:
         """Starts copying to the device: once everything launched so far has run, and the copies `after` are done."""
@@ -80,14 +80,14 @@ class HostMemory(Protocol):
         """Starts copying to the host, once everything launched so far has run."""
 
     def wait(self, copies: Any) -> None:
-        """Whatever is computed from now on sees the copies."""
+        """Has whatever is computed from now on see the copies."""
 
     def settle(self) -> None:
         """Returns when all copies are done, so that the host may read and write."""
 
 
 class PlainHostMemory:
-    """Where the device's memory is the host's: copies are made at once."""
+    """Copies at once, where the device's memory is the host's."""
 
     is_pinned = False
 

@@ -24,7 +24,7 @@ STAYS_BELOW = 1 << 15
 
 
 def is_kept_in_host_memory(entries: Sequence[ShardEntry]) -> bool:
-    """Whether the storage that these parameters share waits in host memory: it is large, and not all of it trains."""
+    """Returns whether the storage of these parameters waits in host memory: it is large, and not all of it trains."""
     parameter = entries[0].parameter
     elements = parameter.untyped_storage().nbytes() // parameter.element_size()
     return any(entry.sink is None for entry in entries) and elements >= STAYS_BELOW
@@ -64,7 +64,7 @@ class HostStorage:
         self._storage.resize_(0)
 
     def shard(self, entry: ShardEntry) -> NamedShard:
-        """A parameter's numbers: in host memory, or, where it trains, on the device."""
+        """Returns a parameter's numbers: in host memory, or, where it trains, on the device."""
         if entry.sink is not None:
             return NamedShard(entry.name, self.trained[id(entry.parameter)], entry.spec)
         view = entry.parameter.data
@@ -72,33 +72,33 @@ class HostStorage:
         return NamedShard(entry.name, there, entry.spec)
 
 
-class Fetch:
-    """The storages of a stop, fetched together (a `Coming`, see `stops.py`)."""
+class HostFetch:
+    """The storages of a unit, fetched together (an `AsyncTransfer`, see `prefetch.py`)."""
 
     def __init__(self, storages: Sequence[HostStorage], memory: HostMemory) -> None:
         self._storages, self._memory = tuple(storages), memory
         self._views = [view for one in storages for view in one.views]
         self._trained = [tensor for one in storages for tensor in one.trained.values()]
         self._users = 0
-        self._coming: Any = None
+        self._copies: Any = None
 
     def start(self) -> None:
         """Starts the copies to the device, unless that was done."""
-        if self._coming is None:
+        if self._copies is None:
             for one in self._storages:
                 one.make()
-            self._coming = self._memory.fetch(
+            self._copies = self._memory.fetch(
                 [one.whole for one in self._storages], [one.host for one in self._storages]
             )
 
     @torch.no_grad()
     def take(self) -> None:
-        """What is computed from now on reads the weights; each call is answered by a `release`."""
+        """Has what is computed from now on read the weights; each call is answered by a `release`."""
         self.start()
         self._users += 1
         if self._users > 1:
             return
-        self._memory.wait(self._coming)
+        self._memory.wait(self._copies)
         if self._views:
             torch._foreach_copy_(self._views, self._trained)
 
@@ -109,8 +109,8 @@ class Fetch:
 
     def drop(self) -> None:
         """Gives up the memory, whether it is used, has come or is still coming."""
-        if self._coming is not None:
-            self._memory.wait(self._coming)
-        self._users, self._coming = 0, None
+        if self._copies is not None:
+            self._memory.wait(self._copies)
+        self._users, self._copies = 0, None
         for one in self._storages:
             one.free()

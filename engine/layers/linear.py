@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.distributed.sharding import Piece, ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
-from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
+from engine.layers.context import AdapterSettings, LayerContext, TrainingPlan
 from engine.layers.encoded_storage import EncodedStorage
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.ops.adapters import Adapter, LowRank
@@ -53,29 +53,34 @@ class Section:
         return self.spec.local_shape[0]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _AdapterSlot:
-    """An adapter to be built: its name, settings, output rows here, and the specs of both factors."""
-
-    name: str
-    settings: AdapterSettings
-    first_row: int
-    spec_a: ShardSpec
-    spec_b: ShardSpec
+_Adapted = tuple[Section, AdapterSettings, int]
+"""A section that has an adapter, the adapter's settings, and the section's first output row here."""
 
 
 class _ParallelLinear(ShardedModule):
-    """Storage, bias and adapters common to both directions."""
+    """Storage, bias and adapters common to both directions.
+
+    Args:
+        sections: the logical linears, in output order.
+        adaptable: the same rows as adapters may stand over them: each section, or all of them as one.
+        bias: whether they have biases.
+        site: dropout site of the common input.
+        first_feature: the first of the input's features here.
+        joint: see LinearOperands.
+        may_fold: whether the layout allows that B lies beside W.
+        shared: take the weight from this entry instead of owning one.
+    """
 
     def __init__(
         self,
         sections: list[Section],
-        slots: list[_AdapterSlot],
         *,
+        adaptable: list[Section],
         bias: bool,
+        site: int,
+        first_feature: int = 0,
         joint: bool,
         may_fold: bool,
-        dropout: DropoutSite | None,
         build: LayerContext,
         shared: ShardEntry | None = None,
     ) -> None:
@@ -88,14 +93,15 @@ class _ParallelLinear(ShardedModule):
         self._magnitude_leaves: list[Tensor] = []
         self._bias_leaves: list[Tensor] = []
         rows = sum(section.rows for section in sections)
-        rank = sum(slot.settings.rank for slot in slots)
+        adapted = _adapted(adaptable, plan)
+        rank = sum(settings.rank for _, settings, _ in adapted)
         self.encoded = None
         if layout.base is not None and shared is None and not any(plan.trains(section.name) for section in sections):
             weights = [(section.name, section.spec) for section in sections]
             self.encoded = EncodedStorage(weights, layout.base, tp=layout.tp, device=device)
             may_fold = may_fold and self.encoded.weight.is_decoded
         may_fold = may_fold and layout.fold and shared is None
-        forward_way, backward_way = self._ways(rows, adapted=bool(slots), may_fold=may_fold)
+        forward_way, backward_way = self._ways(rows, adapted=bool(adapted), may_fold=may_fold)
         folded = FOLDED in (forward_way, backward_way)
         extra = -(-rank // FOLD_MULTIPLE) * FOLD_MULTIPLE if folded else 0
         if shared is None:
@@ -109,9 +115,10 @@ class _ParallelLinear(ShardedModule):
             if shared is None:
                 self._own_section(section, first)
             first += section.rows
-        low_rank = self._build_adapters(slots, rank, dropout, folded=folded)
-        self.magnitudes = self._build_magnitudes(slots, low_rank)
-        self._adapter_biases = self._build_adapter_biases(slots, low_rank)
+        low_rank = self._build_adapters(adapted, rank, site, first_feature, folded=folded)
+        adapters = () if low_rank is None else low_rank.adapters
+        self.magnitudes = self._build_magnitudes(adapted, adapters)
+        self._adapter_biases = self._build_adapter_biases(adapted, adapters)
         self.operands = LinearOperands(
             extended_OE=self.storage,
             in_features=self.in_features,
@@ -128,7 +135,7 @@ class _ParallelLinear(ShardedModule):
         )
 
     def _ways(self, rows: int, *, adapted: bool, may_fold: bool) -> tuple[Way, Way]:
-        """How base and adapters are multiplied, forward and backward."""
+        """Returns how base and adapters are multiplied, forward and backward."""
         if not adapted:
             return SEPARATE, SEPARATE
         kernels = self.build.layout.kernels
@@ -139,51 +146,54 @@ class _ParallelLinear(ShardedModule):
         return FOLDED if forward else other, FOLDED if backward else other
 
     def weight_view(self) -> Tensor:
-        """The base weight [O, I] of all sections, without anything else the storage holds; on the meta device where
-        it is encoded."""
+        """Returns the base weight [O, I] of all sections without anything else the storage holds; on the meta device
+        where it is encoded."""
         return self.storage[:, : self.in_features]
 
     def leaves(self, source: LinearInput) -> tuple[Tensor, ...]:
-        """Every trainable tensor that the output depends on."""
+        """Returns every trainable tensor that the output depends on."""
         return (*self._leaves, *source.leaves())
 
     def _bias_spec(self, spec: ShardSpec) -> ShardSpec:
+        """Returns the shard of what has one number for each row of a weight with `spec`."""
         raise NotImplementedError
 
-    def _build_magnitudes(self, slots: list[_AdapterSlot], low_rank: LowRank | None) -> tuple[Magnitude, ...]:
-        """The trained lengths of output rows, of the adapters that have them."""
-        if low_rank is None:
-            return ()
+    def _factor_specs(self, spec: ShardSpec, rank: int) -> tuple[ShardSpec, ShardSpec]:
+        """Returns the shards of A and of B, of an adapter over the rows of a weight with `spec`."""
+        raise NotImplementedError
+
+    def _own_rows(self, section: Section, leaf: str) -> ShardEntry:
+        """Makes a trained number for each output row of an adapter."""
+        storage = self.build.empty((section.rows,))
+        return self.own(f"{section.name}.{leaf}", storage, self._bias_spec(section.spec), trainable=True)
+
+    def _build_magnitudes(self, adapted: list[_Adapted], adapters: tuple[Adapter, ...]) -> tuple[Magnitude, ...]:
+        """Makes the trained lengths of output rows, of the adapters that have them."""
         magnitudes = []
-        for slot, adapter in zip(slots, low_rank.adapters, strict=True):
-            if slot.settings.dora:
+        for (section, settings, _), adapter in zip(adapted, adapters, strict=True):
+            if settings.dora:
                 if self.encoded is not None:
                     raise UserError(
-                        f"the adapter of {slot.name} is DoRA's, which needs the lengths of the base's rows, and these "
-                        "are not known of weights that are stored encoded: leave the base's encoding out."
+                        f"the adapter of {section.name} is DoRA's, which needs the lengths of the base's rows, and "
+                        "these are not known of weights that are stored encoded: leave the base's encoding out."
                     )
-                storage = self.build.empty(slot.spec_b.local_shape[:1])
-                spec = self._bias_spec(slot.spec_b)
-                entry = self.own(f"{slot.name}.lora_magnitude", storage, spec, trainable=True)
-                magnitudes.append(Magnitude(m_O=storage, adapter=adapter, sink=entry.sink))
+                entry = self._own_rows(section, "lora_magnitude")
+                magnitudes.append(Magnitude(m_O=entry.parameter.data, adapter=adapter, sink=entry.sink))
                 self._magnitude_leaves.append(entry.parameter)
         return tuple(magnitudes)
 
-    def _build_adapter_biases(self, slots: list[_AdapterSlot], low_rank: LowRank | None) -> tuple[AdapterBias, ...]:
-        """The trained biases of adapters, of those that have them."""
-        if low_rank is None:
-            return ()
+    def _build_adapter_biases(self, adapted: list[_Adapted], adapters: tuple[Adapter, ...]) -> tuple[AdapterBias, ...]:
+        """Makes the trained biases of adapters, of those that have them."""
         biases = []
-        for slot, adapter in zip(slots, low_rank.adapters, strict=True):
-            if slot.settings.bias:
-                storage = self.build.empty(slot.spec_b.local_shape[:1])
-                entry = self.own(f"{slot.name}.lora_bias", storage, self._bias_spec(slot.spec_b), trainable=True)
-                biases.append(AdapterBias(b_O=storage, adapter=adapter, sink=entry.sink))
+        for (section, settings, _), adapter in zip(adapted, adapters, strict=True):
+            if settings.bias:
+                entry = self._own_rows(section, "lora_bias")
+                biases.append(AdapterBias(b_O=entry.parameter.data, adapter=adapter, sink=entry.sink))
                 self._bias_leaves.append(entry.parameter)
         return tuple(biases)
 
     def _finish(self, y_TO: Tensor, context: TokenContext, *, split_inputs: bool) -> Tensor:
-        """The output, for what the product gave: a linear with magnitudes adds its bias after them."""
+        """Returns the output, for what the product gave: a linear with magnitudes adds its bias after them."""
         if self._adapter_biases:
             return biased_output(y_TO, self._adapter_biases, context, tuple(self._bias_leaves))
         if not self.magnitudes:
@@ -214,95 +224,71 @@ class _ParallelLinear(ShardedModule):
             self._leaves.extend(entry.parameter for entry in (weight, bias) if entry is not None)
 
     def _build_adapters(
-        self, slots: list[_AdapterSlot], total_rank: int, dropout: DropoutSite | None, *, folded: bool
+        self, adapted: list[_Adapted], total_rank: int, site: int, first_feature: int, *, folded: bool
     ) -> LowRank | None:
-        """A as rows of one stacked tensor; B as columns of the storage where folded, if there is one."""
-        if not slots:
+        """Makes A as rows of one stacked tensor; B as columns of the storage where folded, if there is one."""
+        if not adapted:
             return None
         stacked = self.build.empty((total_rank, self.in_features))
         adapters, first = [], 0
-        for slot in slots:
-            rank, rows = slot.settings.rank, slot.spec_b.local_shape[0]
+        for section, settings, first_column in adapted:
+            rank = settings.rank
+            spec_a, spec_b = self._factor_specs(section.spec, rank)
             if folded and self.encoded is None:
                 columns = slice(self.in_features + first, self.in_features + first + rank)
-                b_storage = self.storage[slot.first_row : slot.first_row + rows, columns]
+                b_storage = self.storage[first_column : first_column + section.rows, columns]
             else:
-                b_storage = self.build.empty(slot.spec_b.local_shape)
-            a = self.own(f"{slot.name}.lora_A", stacked[first : first + rank], slot.spec_a, trainable=True)
-            b = self.own(f"{slot.name}.lora_B", b_storage, slot.spec_b, trainable=True)
+                b_storage = self.build.empty(spec_b.local_shape)
+            a = self.own(f"{section.name}.lora_A", stacked[first : first + rank], spec_a, trainable=True)
+            b = self.own(f"{section.name}.lora_B", b_storage, spec_b, trainable=True)
             self._leaves.extend((a.parameter, b.parameter))
             adapters.append(
                 Adapter(
                     b_OR=b_storage,
-                    first_column=slot.first_row,
+                    first_column=first_column,
+                    num_columns=section.rows,
                     first_row=first,
-                    scale=slot.settings.scale,
+                    num_ranks=rank,
+                    scale=settings.scale,
                     sink_a=a.sink,
                     sink_b=b.sink,
                 )
             )
             first += rank
+        dropout = None
+        if (probability := adapted[0][1].dropout) > 0:  # all adapters on an input drop with one probability
+            seed = self.build.plan.seed
+            dropout = DropoutSite(probability=probability, seed=seed, site=site, feature_offset=first_feature)
         return LowRank(a_RI=stacked, adapters=tuple(adapters), dropout=dropout)
 
 
-def _dropout_site(slots: list[_AdapterSlot], plan: TrainingPlan, site: int, feature_offset: int) -> DropoutSite | None:
-    """The common input's mask; all adapters on an input drop with one probability."""
-    if not slots or slots[0].settings.dropout == 0:
-        return None
-    probability = slots[0].settings.dropout
-    return DropoutSite(probability=probability, seed=plan.seed, site=site, feature_offset=feature_offset)
+def _adapted(sections: list[Section], plan: TrainingPlan) -> list[_Adapted]:
+    """Returns the sections that have an adapter, which take their output rows one after the other."""
+    found, first = [], 0
+    for section in sections:
+        if (settings := plan.adapter(section.name)) is not None:
+            found.append((section, settings, first))
+        first += section.rows
+    return found
 
 
 def _with_columns(spec: ShardSpec, columns: int) -> ShardSpec:
-    """The spec of [O, columns] whose rows lie as those of `spec`."""
+    """Returns the spec of [O, columns] whose rows lie as those of `spec`."""
     return replace(spec, global_shape=(spec.global_shape[0], columns), local_shape=(spec.local_shape[0], columns))
 
 
-def _concatenated(sections: list[Section], columns: int) -> ShardSpec:
-    """The spec of [O_1 + O_2 + ..., columns] stacked from row-split sections: one piece per section."""
-    pieces, global_rows, local_rows = [], 0, 0
+def _concatenated(sections: list[Section], name: str) -> Section:
+    """Joins the rows of row-split sections, one after the other, as one: its spec has one piece for each section."""
+    pieces: tuple[Piece, ...] = ()
+    global_rows = local_rows = 0
     for spec in (section.spec for section in sections):
-        runs = spec.pieces if spec.dim is not None else (Piece(0, 0, spec.local_shape[0]),)
-        pieces += [Piece(global_rows + p.global_offset, local_rows + p.local_offset, p.length) for p in runs]
+        held = spec.pieces if spec.dim is not None else (Piece(0, 0, spec.local_shape[0]),)
+        pieces += tuple(Piece(global_rows + p.global_offset, local_rows + p.local_offset, p.length) for p in held)
         global_rows += spec.global_shape[0]
         local_rows += spec.local_shape[0]
-    return ShardSpec(
-        global_shape=(global_rows, columns), local_shape=(local_rows, columns), dim=0, pieces=tuple(pieces)
-    )
-
-
-def _spec_a(rank: int, in_features: int, layout: TensorLayout) -> ShardSpec:
-    """A of a column linear: whole on every rank; see the table in ops.parallel_linear."""
-    complete = layout.joint_reduce and not layout.splits_tokens
-    return replicated_spec(
-        (rank, in_features), rank=layout.tp.rank, size=layout.tp.size, grad_reduce=() if complete else ("tp",)
-    )
-
-
-def _column_slots(
-    sections: list[Section], fused: str | None, layout: TensorLayout, plan: TrainingPlan
-) -> list[_AdapterSlot]:
-    """An adapter for each section that the plan gives one, or the one named `fused` over all of them."""
-    in_features = sections[0].spec.local_shape[1]
-    if fused is not None and plan.fused(fused):
-        settings = plan.adapter(fused)
-        candidates = [] if settings is None else [(fused, settings, 0, _concatenated(sections, settings.rank))]
-    else:
-        candidates, first = [], 0
-        for section in sections:
-            if (settings := plan.adapter(section.name)) is not None:
-                candidates.append((section.name, settings, first, _with_columns(section.spec, settings.rank)))
-            first += section.rows
-    return [
-        _AdapterSlot(
-            name=name,
-            settings=settings,
-            first_row=first,
-            spec_a=_spec_a(settings.rank, in_features, layout),
-            spec_b=spec_b,
-        )
-        for name, settings, first, spec_b in candidates
-    ]
+    columns = sections[0].spec.local_shape[1]
+    spec = ShardSpec(global_shape=(global_rows, columns), local_shape=(local_rows, columns), dim=0, pieces=pieces)
+    return Section(name=name, spec=spec)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -317,25 +303,43 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     def __init__(
-        self, sections: list[Section], *, bias: bool, site: int, build: LayerContext,
-        fused_adapter: str | None = None, shared: ShardEntry | None = None,
-    ) -> None:  # fmt: skip
-        layout, plan = build.layout, build.plan
-        slots = _column_slots(sections, fused_adapter, layout, plan)
+        self,
+        sections: list[Section],
+        *,
+        bias: bool,
+        site: int,
+        build: LayerContext,
+        fused_adapter: str | None = None,
+        shared: ShardEntry | None = None,
+    ) -> None:
+        layout = build.layout
         joint = layout.joint_reduce and not layout.splits_tokens
+        whole = None if fused_adapter is None or not build.plan.fused(fused_adapter) else fused_adapter
         super().__init__(
             sections,
-            slots,
+            adaptable=sections if whole is None else [_concatenated(sections, whole)],
             bias=bias,
+            site=site,
             joint=joint,
             may_fold=joint or layout.splits_tokens or layout.tp.size == 1,
-            dropout=_dropout_site(slots, plan, site, 0),
             build=build,
             shared=shared,
         )
 
     def _bias_spec(self, spec: ShardSpec) -> ShardSpec:
         return replace(spec, global_shape=spec.global_shape[:1], local_shape=spec.local_shape[:1])
+
+    def _factor_specs(self, spec: ShardSpec, rank: int) -> tuple[ShardSpec, ShardSpec]:
+        """A is whole on every rank; see the table in ops.parallel_linear."""
+        layout = self.build.layout
+        complete = layout.joint_reduce and not layout.splits_tokens
+        spec_a = replicated_spec(
+            (rank, self.in_features),
+            rank=layout.tp.rank,
+            size=layout.tp.size,
+            grad_reduce=() if complete else ("tp",),
+        )
+        return spec_a, _with_columns(spec, rank)
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         y = column_linear(u, source, self.operands, context, self.leaves(source))
@@ -353,21 +357,18 @@ class RowParallelLinear(_ParallelLinear):
 
     def __init__(
         self, name: str, in_features: int, out_features: int, *, bias: bool, site: int, build: LayerContext
-    ) -> None:  # fmt: skip
-        tp, plan = build.layout.tp, build.plan
+    ) -> None:
+        tp = build.layout.tp
         spec = split_spec((out_features, in_features), 1, rank=tp.rank, size=tp.size, what=f"the input width of {name}")
-        slots = []
-        if (settings := plan.adapter(name)) is not None:
-            spec_a = split_spec((settings.rank, in_features), 1, rank=tp.rank, size=tp.size, what="lora_A")
-            spec_b = replicated_spec((out_features, settings.rank), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-            slots = [_AdapterSlot(name=name, settings=settings, first_row=0, spec_a=spec_a, spec_b=spec_b)]
+        sections = [Section(name=name, spec=spec)]
         super().__init__(
-            [Section(name=name, spec=spec)],
-            slots,
+            sections,
+            adaptable=sections,
             bias=bias,
+            site=site,
+            first_feature=tp.rank * spec.local_shape[1],
             joint=False,
             may_fold=True,
-            dropout=_dropout_site(slots, plan, site, tp.rank * spec.local_shape[1]),
             build=build,
         )
 
@@ -378,6 +379,12 @@ class RowParallelLinear(_ParallelLinear):
             size=self.build.layout.tp.size,
             grad_reduce=("tp",) if self.build.layout.splits_tokens else (),
         )
+
+    def _factor_specs(self, spec: ShardSpec, rank: int) -> tuple[ShardSpec, ShardSpec]:
+        tp, (out_features, in_features) = self.build.layout.tp, spec.global_shape
+        spec_a = split_spec((rank, in_features), 1, rank=tp.rank, size=tp.size, what="lora_A")
+        spec_b = replicated_spec((out_features, rank), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
+        return spec_a, spec_b
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         y = row_linear(u, source, self.operands, context, self.leaves(source))

@@ -43,7 +43,7 @@ class ShardedModule(nn.Module):
 
 
 def shard_entries(module: nn.Module) -> Iterator[ShardEntry]:
-    """Every parameter of the model on this rank, in forward order, once each."""
+    """Yields every parameter of the model on this rank, in forward order, once each."""
     for child in module.modules():
         if isinstance(child, ShardedModule):
             yield from child.entries

@@ -55,7 +55,7 @@ class RMSNorm(ShardedModule):
         self.weight = self.own(f"{name}.weight", storage, spec, trainable=build.plan.trains(name))
 
     def as_input(self, divisor: float = 1.0) -> NormInput:
-        """The norm as what a linear's input is made with, so that its output is never kept.
+        """Returns the norm as what a linear's input is made with, so that its output is never kept.
 
         Args:
             divisor: the output is divided by it.
@@ -65,7 +65,7 @@ class RMSNorm(ShardedModule):
         )
 
     def with_keys(self, keys: RMSNorm) -> HeadNorms:
-        """This norm, of queries, and that of keys, as one op takes them."""
+        """Returns this norm, of queries, and that of keys, as one op takes them."""
         return HeadNorms(
             q_weight=self.weight.parameter,
             k_weight=keys.weight.parameter,
@@ -79,7 +79,7 @@ class RMSNorm(ShardedModule):
         return rmsnorm(x, self.weight.parameter, self.eps, self.weight.sink, self.offset)
 
     def of_output(self, x_TF: Tensor) -> Tensor:
-        """The norm of a linear's output, by the backend's kernels."""
+        """Returns the norm of a linear's output, by the backend's kernels."""
         return output_rmsnorm(x_TF, self.weight.parameter, self.eps, self.weight.sink, self.offset, self._kernels)
 
 

@@ -1,4 +1,4 @@
-"""What a layer keeps for backward, and what backward recomputes.
+"""The choice of what a layer keeps for backward and what backward recomputes.
 
 | level     | recomputed in backward | kept of a layer, in numbers a token                                            |
 |-----------|------------------------|--------------------------------------------------------------------------------|
@@ -45,7 +45,7 @@ Level = Recompute
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """What is kept for backward, and how.
+    """The choice of what is kept for backward, and how.
 
     Args:
         recompute: see this module's table.
@@ -66,7 +66,7 @@ class MemoryPlan:
         return "selective" if beyond else self.recompute
 
     def check_layers(self, num_layers: int) -> None:
-        """Whether the model has as many layers as are to be recomputed.
+        """Checks that the model has as many layers as are to be recomputed.
 
         Raises:
             UserError: it has fewer.
@@ -79,7 +79,7 @@ class MemoryPlan:
 
 
 SELECTIVE = MemoryPlan()
-"""What is done where nothing else is asked for."""
+"""The plan where nothing else is asked for."""
 
 
 class SecondRun(TokenContext):
@@ -135,12 +135,12 @@ def apply_level(level: Level, attention: Attention, mlp: MLP) -> None:
 
 
 def _last(linear: RowParallelLinear) -> nn.Module:
-    """Magnitudes read the product in backward, so that it must be recomputed too."""
+    """Marks the last linear, unless it has magnitudes: these read the product in backward, so it is recomputed too."""
     return linear if linear.magnitudes else LastLinear(linear)
 
 
 def _keeping(linear: ColumnParallelLinear | RowParallelLinear) -> nn.Module:
-    """A linear that trains nothing does not read its input in backward, so there is nothing to keep."""
+    """Keeps the input, unless the linear trains nothing: then backward does not read it."""
     operands = linear.operands
     return KeepsInput(linear) if operands.low_rank is not None or operands.trains_weight else linear
 
@@ -161,8 +161,8 @@ class _Runs:
         return self._block(x, context)
 
 
-def made_again(block: Block, x: Tensor, context: TokenContext) -> Tensor:
-    """block(x, context), of which x alone is kept: backward runs it a second time.
+def recomputed(block: Block, x: Tensor, context: TokenContext) -> Tensor:
+    """Returns block(x, context), of which x alone is kept: backward runs it a second time.
 
     Args:
         block: a pure function of its arguments and of parameters, whose last linear is a `LastLinear` if it may be.

@@ -41,7 +41,7 @@ class Rounded:
 
 
 def round_rows(x: Tensor, dtype: torch.dtype) -> Rounded:
-    """`x`, [rows, width], in `dtype`: torch.bfloat16 or FLOAT8. A row that is not finite becomes NaN in float8."""
+    """Rounds `x`, [rows, width], to `dtype`: torch.bfloat16 or FLOAT8, where a row that is not finite becomes NaN."""
     if dtype != FLOAT8:
         return Rounded(x.to(dtype), None)
     largest = x.abs().amax(dim=1, keepdim=True).to(torch.float32)
@@ -53,7 +53,7 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> Rounded:
 
 
 def restored(rounded: Rounded, dtype: torch.dtype) -> Tensor:
-    """[rows, width] in `dtype`."""
+    """Returns the matrix [rows, width] in `dtype`."""
     x = rounded.codes.to(dtype)
     return x if rounded.scales is None else x.mul_(rounded.scales.to(dtype))
 
@@ -79,12 +79,12 @@ class RoundingReport:
             self._squares.append(torch.stack([part.square().sum(dtype=torch.float64) for part in (error, exact)]))
 
     def error(self) -> float:
-        """Root of the summed squared errors over the summed squares of all elements; waits for the device."""
+        """Returns the root of the squared errors' sum over that of all squared elements; waits for the device."""
         error, exact = torch.stack(self._squares).sum(0).tolist() if self._squares else (0.0, 0.0)
         return (error / exact) ** 0.5 if exact else 0.0
 
     def line(self) -> str:
-        """The line for the log; waits for the device."""
+        """Returns the line for the log; waits for the device."""
         name = str(self._dtype).removeprefix("torch.")
         return (
             f"activations kept as {name}: {format_bytes(self._after)} in place of {format_bytes(self._before)} a "

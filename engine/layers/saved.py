@@ -1,4 +1,4 @@
-"""Where and in which dtype the tensors that layers leave for backward are kept.
+"""The place and dtype in which tensors that layers leave for backward are kept.
 
 Hooks on saved tensors see everything that autograd keeps of a layer; under recomputation that is the input of the
 region alone. A storage is treated once, however many operations saved it or a view of it. Left alone are parameters,
@@ -37,7 +37,7 @@ MIN_MOVED_BYTES = 2**16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationShapes:
-    """How activations are told from H and from statistics, which may be of the same dtype.
+    """The sizes by which activations are told from H and from statistics, which may be of the same dtype.
 
     Args:
         dtype: of activations.
@@ -52,7 +52,7 @@ class ActivationShapes:
     min_width: int
 
     def is_activation(self, tensor: Tensor, num_tokens: int) -> bool:
-        """Whether `tensor`, saved by a layer that works on `num_tokens` tokens, is one, and is worth rounding."""
+        """Returns whether `tensor`, saved by a layer that works on `num_tokens` tokens, is one and worth rounding."""
         if tensor.dtype != self.dtype or tensor.numel() < MIN_ROUNDED_ELEMENTS:
             return False
         shape = tensor.shape
@@ -103,7 +103,7 @@ class _Stored:
             self._coming = self._transfer.fetch(self._away)
 
     def flat(self) -> Tensor:
-        """The elements, rounded where they were; made once, since several operations may ask for them."""
+        """Returns the elements, rounded where they were; made once, since several operations may ask for them."""
         if self._flat is None:
             held = self._here
             if held is None:
@@ -117,7 +117,7 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What an operation saved: a view of something stored. The stored tensor goes when its last view does."""
+    """A tensor that an operation saved: a view of something stored. The stored tensor goes when its last view does."""
 
     stored: _Stored
     shape: torch.Size
@@ -126,7 +126,7 @@ class _View:
 
 
 class _LayerTensors(AbstractContextManager[None]):
-    """What one layer leaves of one micro-batch: entered around the layer's forward."""
+    """The tensors that one layer leaves of one micro-batch: entered around the layer's forward."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class _LayerTensors(AbstractContextManager[None]):
 
 
 def check_offload(device: torch.device) -> None:
-    """Whether tensors can be moved off `device` into host memory.
+    """Checks whether tensors can be moved off `device` into host memory.
 
     Raises:
         UserError: its memory is the host's.
@@ -282,7 +282,7 @@ class SavedTensors:
         self._measured = True
 
     def take_report(self) -> RoundingReport | None:
-        """What rounding did in the first micro-batch, once that is known; None from then on, and without rounding."""
+        """Returns what rounding did in the first micro-batch, once that is known; None from then on, or without it."""
         if not self._measured or self._report is None:
             return None
         report, self._report = self._report, None
@@ -290,7 +290,7 @@ class SavedTensors:
 
 
 def _without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+    """Returns the strides of a contiguous tensor."""
     return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
 
 

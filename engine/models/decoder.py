@@ -6,7 +6,7 @@ Built from a DecoderConfig alone; families differ in configuration, not in code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,10 +27,9 @@ from engine.layers.linear import ColumnParallelLinear, Section
 from engine.layers.mlp import MLP
 from engine.layers.module import ShardEntry
 from engine.layers.norm import RMSNorm
-from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, made_again
+from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomputed
 from engine.layers.saved import ActivationShapes, SavedTensors
-from engine.layers.sharded_storage import SpreadWeights
-from engine.layers.stops import Stop
+from engine.layers.storage import SpreadWeights, StorageUser
 from engine.models.decoder_config import DecoderConfig, Rope
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.capped_loss import capped_loss
@@ -45,7 +44,7 @@ SITES_PER_LAYER = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Which part of the model a rank holds: layers [first, last), and whether it has the two ends."""
+    """The part of the model that a rank holds: layers [first, last), and whether it has the two ends."""
 
     first: int
     last: int
@@ -54,7 +53,7 @@ class Part:
 
 
 def split_parts(layers: Sequence[int]) -> list[Part]:
-    """The parts of the whole model, in order, with so many layers each."""
+    """Returns the parts of the whole model, in order, with so many layers each."""
     ends = [sum(layers[: index + 1]) for index in range(len(layers))]
     return [
         Part(first=end - count, last=end, embedding=index == 0, head=index == len(layers) - 1)
@@ -81,7 +80,7 @@ def _input(norm: RMSNorm | None) -> LinearInput:
 
 
 def _frequencies(rope: Rope, rotary_dim: int) -> Tensor:
-    """fp32 [rotary_dim / 2]; zeros, which turn nothing, for a rope without a base."""
+    """Returns fp32 [rotary_dim / 2]; zeros, which turn nothing, for a rope without a base."""
     if rope.theta is None:
         return torch.zeros(rotary_dim // 2)
     scaling = rope.scaling
@@ -156,9 +155,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         if self.level == "full":
-            return made_again(self._whole, x, context)
+            return recomputed(self._whole, x, context)
         if self.level == "attention":
-            return self._with_mlp(made_again(self._with_attention, x, context), context)
+            return self._with_mlp(recomputed(self._with_attention, x, context), context)
         return self._whole(x, context)
 
     def _with_attention(self, x: Tensor, context: TokenContext) -> Tensor:
@@ -211,45 +210,52 @@ class Decoder(nn.Module):
         self.config, self.layout, self.dtype = config, layout, dtype
         self.part = part or Part(first=0, last=config.num_layers)
         build = LayerContext(layout=layout, plan=plan, device=device, dtype=dtype)
+        self.embedding: VocabParallelEmbedding | None = None
+        self.norm: RMSNorm | None = None
+        self.head: ColumnParallelLinear | None = None
         weights = weights or SpreadWeights(Axis("dp_cp"))
-        self.embedding = stop = None
-        if self.part.embedding:
-            self.embedding = VocabParallelEmbedding(
-                config.vocab_size,
-                config.hidden,
-                tied_to="lm_head" if config.tied_embeddings else None,
-                copied=config.tied_embeddings and layout.pp_ends.size > 1,
-                build=build,
-            )
-            adapted = self.embedding.operands.a_RV is not None
-            self._embedding_stop = stop = weights.stop(self.embedding, before=None, again=adapted)
-        self.layers = nn.ModuleList()
-        self._layer_stops: list[Stop] = []
-        for index in range(self.part.first, self.part.last):
-            self.layers.append(DecoderLayer(index, config, memory=memory, build=build))
-            stop = weights.stop(self.layers[-1], before=stop, again=True)  # before the next layer takes memory
-            self._layer_stops.append(stop)
+        self._units = weights.attach_storage(self._build(build, memory, embedding_weight))
         narrowest = min(config.hidden, config.num_heads // layout.tp.size * config.head_dim)
         shapes = ActivationShapes(dtype=dtype, head_dim=config.head_dim, min_width=narrowest)
         self.saved = SavedTensors(memory, device, shapes)
         # where memory comes and goes, an activation may be given an address that a weight had
-        self._resident = [parameter for parameter in self.layers.parameters() if weights.stays(parameter)]
-        self.norm = self.head = None
-        if self.part.head:
-            self.norm = RMSNorm("norm", config.hidden, config.norm_eps, offset=config.norm_offset, build=build)
-            shared = self._shared_head_weight(build, embedding_weight) if config.tied_embeddings else None
-            self.head = self._build_head(build, shared)
-            also = () if shared is None else (shared,)
-            trains = not self._head_is_frozen
-            self._head_stop = weights.stop(
-                self.head, before=stop, also=also, whole=self.norm.entries, again=trains, is_end=True
-            )
+        self._resident = [parameter for parameter in self.layers.parameters() if weights.is_resident(parameter)]
         # of the multiplier as the compute dtype has it, which is what the models that have one were trained with
         self.embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self.inverse_frequencies = tuple(
             _frequencies(rope, config.rotary_dim or config.head_dim).to("cpu" if device.type == "meta" else device)
             for rope in config.ropes
         )
+
+    def _build(
+        self, build: LayerContext, memory: MemoryPlan, embedding_weight: ShardEntry | None
+    ) -> Iterator[StorageUser]:
+        """Builds this part in forward order; each piece's storage has its place before the next one takes memory."""
+        config = self.config
+        if self.part.embedding:
+            self.embedding = VocabParallelEmbedding(
+                config.vocab_size,
+                config.hidden,
+                tied_to="lm_head" if config.tied_embeddings else None,
+                copied=config.tied_embeddings and self.layout.pp_ends.size > 1,
+                build=build,
+            )
+            yield StorageUser(module=self.embedding, needs_backward=self.embedding.operands.a_RV is not None)
+        self.layers = nn.ModuleList()
+        for index in range(self.part.first, self.part.last):
+            self.layers.append(DecoderLayer(index, config, memory=memory, build=build))
+            yield StorageUser(module=self.layers[-1])
+        if self.part.head:
+            self.norm = RMSNorm("norm", config.hidden, config.norm_eps, offset=config.norm_offset, build=build)
+            shared = self._shared_head_weight(build, embedding_weight) if config.tied_embeddings else None
+            self.head = self._build_head(build, shared)
+            yield StorageUser(
+                module=self.head,
+                borrowed=() if shared is None else (shared,),
+                resident=tuple(self.norm.entries),
+                needs_backward=not self._head_is_frozen,
+                is_last=True,
+            )
 
     def _shared_head_weight(self, build: LayerContext, embedding_weight: ShardEntry | None) -> ShardEntry:
         shared = self.embedding.weight if self.embedding is not None else embedding_weight
@@ -275,7 +281,7 @@ class Decoder(nn.Module):
         )
 
     def context(self, batch: Batch, step: Tensor, *, training: bool, adapters: bool = True) -> TokenContext:
-        """Token coordinates of a batch, shared by all layers.
+        """Returns the token coordinates of a batch, shared by all layers.
 
         Raises:
             UserError: the tokens do not divide over the ranks of sequence parallelism, or rows are longer than the
@@ -315,7 +321,7 @@ class Decoder(nn.Module):
             )
 
     def _rope_tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [ropes * T, rotary_dim / 2], the tables of all ropes one after the other."""
+        """Makes cos and sin [ropes * T, rotary_dim / 2], the tables of all ropes one after the other."""
         tables = []
         for rope, frequencies in zip(self.config.ropes, self.inverse_frequencies, strict=True):
             pair = rope_tables(positions_T, frequencies)
@@ -328,25 +334,28 @@ class Decoder(nn.Module):
         return torch.cat(cos), torch.cat(sin)
 
     def embed(self, batch: Batch, *, adapters: bool = True) -> Tensor:
-        """The residual stream that enters the first layer. Embeddings that are handed in are it already."""
+        """Returns the residual stream that enters the first layer. Embeddings that are handed in are it already."""
         if batch.embeddings_TH is None:
-            assert self.embedding is not None
-            x = self._embedding_stop.run(partial(self.embedding, adapters=adapters), batch.tokens_BS.flatten())
+            embedding = self.embedding
+            assert embedding is not None
+            x = self._units[0].run(lambda ids: embedding(ids, adapters=adapters), batch.tokens_BS.flatten())
             return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
         x = batch.embeddings_TH
         return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x
 
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
-        """Through this part's layers."""
+        """Runs this part's layers."""
         saved = self.saved.layers(len(self.layers), context, self._resident)
-        for layer, stop, kept in zip(self.layers, self._layer_stops, saved, strict=True):
+        first = int(self.part.embedding)
+        units = self._units[first : first + len(self.layers)]
+        for layer, unit, kept in zip(self.layers, units, saved, strict=True):
             with kept:
-                x = stop.run(partial(layer, context=context), x)
+                x = unit.run(partial(layer, context=context), x)
         return x
 
     def logits(self, x: Tensor, context: TokenContext) -> Tensor:
-        """[T, V / tp] logits of this rank's vocabulary rows (with padding columns)."""
-        logits = self._head_stop.run(partial(self._uncapped_logits, context=context), x)
+        """Returns [T, V / tp] logits of this rank's vocabulary rows (with padding columns)."""
+        logits = self._units[-1].run(partial(self._uncapped_logits, context=context), x)
         cap = self.config.logits_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -355,8 +364,8 @@ class Decoder(nn.Module):
         return self.head(x, self.norm.as_input(self.config.logits_divisor), context)
 
     def token_losses(self, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
-        """fp32 [T] negative log-likelihood of each label; equal on all tensor-parallel ranks."""
-        return self._head_stop.run(partial(self._token_losses, batch=batch, context=context), x)
+        """Returns fp32 [T] negative log-likelihood of each label; equal on all tensor-parallel ranks."""
+        return self._units[-1].run(partial(self._token_losses, batch=batch, context=context), x)
 
     @property
     def _head_is_frozen(self) -> bool:
@@ -384,6 +393,6 @@ class Decoder(nn.Module):
         )
 
     def forward(self, batch: Batch, step: Tensor, *, training: bool = True) -> Tensor:
-        """Token losses of the whole model. See `token_losses`."""
+        """Returns the token losses of the whole model. See `token_losses`."""
         context = self.context(batch, step, training=training)
         return self.token_losses(self.run_layers(self.embed(batch), context), batch, context)

@@ -17,51 +17,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.records import AdapterSection, InputUpdate
+from engine.kernels.records import AdapterPlace, AdapterSection, InputUpdate
 from engine.ops.dropout import DropoutSite
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import Kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Adapter:
-    """One adapter's place in a linear, as its layer knows it; kernels get an `AdapterSection` of it.
+class Adapter(AdapterPlace):
+    """One adapter as its layer knows it; kernels get an `AdapterSection` of it.
 
     Args:
-        b_OR: [o, r], this rank's rows of B; rows may have any stride.
-        first_column: of the o output columns of the linear that it adds to.
-        first_row: where its r rows start in the stacked A.
-        scale: alpha / r, or alpha / sqrt(r).
-        sink_a, sink_b: gradients of A (its r rows) and of B; None where frozen.
+        b_OR: [num_columns, num_ranks], this rank's rows of B; rows may have any stride.
+        sink_a, sink_b: gradients of A (its rows) and of B; None where frozen.
     """
 
     b_OR: Tensor
-    first_column: int
-    first_row: int
-    scale: float
     sink_a: GradientSink | None
     sink_b: GradientSink | None
+
+    def __post_init__(self) -> None:
+        assert self.b_OR.shape == (self.num_columns, self.num_ranks), (self.b_OR.shape, self.num_columns)
 
     def section(self, *, da: bool = False, db: bool = False) -> AdapterSection:
         """Returns what a kernel is given; with the gradients' buffers where it adds to them now."""
         return AdapterSection(
             first_column=self.first_column,
-            num_columns=self.b_OR.shape[0],
+            num_columns=self.num_columns,
             first_row=self.first_row,
-            num_ranks=self.b_OR.shape[1],
+            num_ranks=self.num_ranks,
             scale=self.scale,
             b=self.b_OR,
             da=self.sink_a.buffer if da and self.sink_a is not None else None,
             db=self.sink_b.buffer if db and self.sink_b is not None else None,
         )
-
-    def columns(self, y_TO: Tensor) -> Tensor:
-        """Returns the output columns it adds to, a view."""
-        return y_TO.narrow(1, self.first_column, self.b_OR.shape[0])
-
-    def ranks(self, h_TR: Tensor) -> Tensor:
-        """Returns its columns of a [T, R] product, a view."""
-        return h_TR.narrow(1, self.first_row, self.b_OR.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,11 +74,11 @@ class LowRank:
 
     @property
     def keep_scale(self) -> float:
-        """What kept inputs are multiplied by: 1 / (1 - p)."""
+        """The factor of kept inputs, 1 / (1 - p)."""
         return self.dropout.scale if self.dropout is not None else 1.0
 
     def input_update(self, dh_TR: Tensor, mask: Tensor | None, h_TR: Tensor | None = None) -> InputUpdate:
-        """What these adapters add to the gradient of their input.
+        """Returns what these adapters add to the gradient of their input.
 
         Args:
             dh_TR: gradient of H, complete.
@@ -139,7 +128,7 @@ class LowRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormFactors:
-    """What a norm multiplies its input's rows and columns by: rstd [T, 1] and weight [I]."""
+    """The factors by which a norm multiplies its input's rows and columns: rstd [T, 1] and weight [I]."""
 
     rstd: Tensor
     weight: Tensor
@@ -166,7 +155,7 @@ def projection_gradient(dy_TO: Tensor, low_rank: LowRank) -> Tensor:
 
 
 def output_gradients(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank, kernels: Kernels) -> Tensor:
-    """As `projection_gradient` and then `accumulate_b`; from one read of dY where the backend has a kernel for it."""
+    """Makes dH and adds dB, by one read of dY where the backend can; else as the functions for each."""
     if kernels.output_gradients is None:
         dh = projection_gradient(dy_TO, low_rank)
         accumulate_b(dy_TO, h_TR, low_rank, kernels)

@@ -56,7 +56,9 @@ class EmbeddingOperands:
         adapter = Adapter(
             b_OR=self.b_HR,
             first_column=0,
+            num_columns=self.b_HR.shape[0],
             first_row=0,
+            num_ranks=self.b_HR.shape[1],
             scale=self.scale,
             sink_a=self.sink_a,
             sink_b=self.sink_b,

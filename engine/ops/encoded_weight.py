@@ -41,7 +41,7 @@ class Scratch:
         self._num_bytes = max(self._num_bytes, prod(shape) * dtype.itemsize)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory of an announced shape and dtype, valid until the next call."""
+        """Returns uninitialised memory of an announced shape and dtype, valid until the next call."""
         memory = self._memory.get(device)
         if memory is None or memory.numel() < self._num_bytes:
             memory = self._memory[device] = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
@@ -50,7 +50,7 @@ class Scratch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseEncoding:
-    """How a model's frozen weights are stored, where they are decoded to, and how FP8 operands are made."""
+    """The encoding of a model's frozen weights, the memory they are decoded to, and the makers of FP8 operands."""
 
     encoding: Encoding
     scratch: Scratch = field(default_factory=Scratch)
@@ -77,15 +77,15 @@ class EncodedWeight:
 
     @property
     def by_row(self) -> bool:
-        """Whether products take x as codes with a scale for each row."""
+        """Returns whether products take x as codes with a scale for each row."""
         return self.weight.by_row
 
     def rows(self, x: Tensor) -> RowCodes:
-        """x [T, I] as such codes."""
+        """Returns x [T, I] as such codes."""
         return quantized_rows(x, self.weight)
 
     def product(self, x: Tensor | RowCodes, low_rank: LowRank | None) -> Tensor:
-        """[T, O]: x W^T, or [x | H] [W | B]^T for an x [T, I + E].
+        """Returns x W^T, [T, O], or [x | H] [W | B]^T for an x [T, I + E].
 
         Args:
             x: in numbers; or in codes, where products take them.
@@ -96,11 +96,11 @@ class EncodedWeight:
         return product(x, self.weight, self._memory(low_rank, x.shape[1]))
 
     def input_gradient(self, dy_TO: Tensor, low_rank: LowRank | None, num_columns: int) -> Tensor:
-        """[T, num_columns]: dY W, or dY [W | B] for num_columns I + E."""
+        """Returns dY W, [T, num_columns], or dY [W | B] for num_columns I + E."""
         return input_gradient(dy_TO, self.weight, self._memory(low_rank, num_columns))
 
     def _memory(self, low_rank: LowRank | None, num_columns: int) -> Tensor | None:
-        """[O, num_columns] with B in its place, and W still to be decoded; None where products need no numbers."""
+        """Returns [O, num_columns] with B in place and W still to be decoded; None where products need no numbers."""
         weight = self.weight
         if not weight.is_decoded:
             return None
@@ -110,6 +110,6 @@ class EncodedWeight:
             beside = out[:, weight.in_features :]
             beside.zero_()  # another matrix was here before
             for adapter in low_rank.adapters:
-                rows = beside.narrow(0, adapter.first_column, adapter.b_OR.shape[0])
+                rows = beside.narrow(0, adapter.first_column, adapter.num_columns)
                 adapter.ranks(rows).copy_(adapter.b_OR)
         return out

@@ -13,13 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-
-def add_product(buffer: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-    """Adds scale * left right, rounded to fp32 once where the operands are fp32."""
-    if left.dtype == torch.float32:
-        buffer.addmm_(left, right, alpha=scale)
-    else:
-        buffer.add_(left @ right, alpha=scale)
+from engine.kernels.reference import add_product
 
 
 def add_one_by_one(buffer: Tensor, dim: int, index: Tensor, values: Tensor) -> None:

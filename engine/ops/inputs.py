@@ -1,4 +1,4 @@
-"""What a linear's input is made from, so that backward can make it again instead of keeping it.
+"""The sources of a linear's input, from which backward can recompute it instead of keeping it.
 
 A frozen weight has no weight gradient, and an adapter needs its input again only for dA. So the linear keeps what its
 input was computed from (the residual stream, [gate | up]), which is kept or cheap anyway, and the input itself is
@@ -25,49 +25,55 @@ from engine.ops.quantized_products import RowCodes
 
 
 class LinearInput(Protocol):
-    """How x is made from `u`."""
+    """A way to make x from `u`."""
 
     def features(self, u: Tensor) -> int:
-        """I."""
+        """Returns I."""
 
     def leaves(self) -> tuple[Tensor, ...]:
-        """Trainable tensors among what x is made with."""
+        """Returns the trainable tensors among what x is made with."""
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
-        """x, in `out` where given, and the statistics that `gradient` needs. Called again in backward."""
+        """Makes x, in `out` where given, and the statistics that `gradient` needs. Called again in backward."""
 
     def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
-        """As `make` in forward, and x quantised by row where the backend does that in the same pass."""
+        """Makes x as in forward, and quantises it by row where the backend does that in the same pass."""
 
-    def gives_a(self, kernels: Kernels) -> bool:
-        """Whether `accumulate_a` makes dA without x."""
+    def computes_da_from_u(self, kernels: Kernels) -> bool:
+        """Returns whether `accumulate_a` makes dA without x."""
 
     def accumulate_a(
         self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels
     ) -> None:
-        """dA = dH^T drop(x) into the adapters' sinks, from u; only where it `gives_a`."""
+        """Adds dA = dH^T drop(x) to the adapters' sinks, from u; only where it `computes_da_from_u`."""
 
     def gradient(
         self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
     ) -> Tensor:
-        """du for the gradient dx + update of x; weight gradients go to their sinks. May overwrite dx."""
+        """Returns du for the gradient dx + update of x; weight gradients go to their sinks. May overwrite dx."""
 
-    def joins_a(self, kernels: Kernels) -> bool:
-        """Whether `gradient_and_a` takes less than making x, dA and `gradient`."""
+    def fuses_da(self, kernels: Kernels) -> bool:
+        """Returns whether `gradient_and_da` takes less than making x, dA and `gradient`."""
 
-    def gradient_and_a(
-        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Tensor | None, low_rank: LowRank,
+    def gradient_and_da(
+        self,
+        dx: Tensor,
+        u: Tensor,
+        update: InputUpdate | None,
+        dh: Tensor,
+        mask: Tensor | None,
+        low_rank: LowRank,
         kernels: Kernels,
-    ) -> Tensor:  # fmt: skip
-        """As `gradient`, and dA = dH^T drop(x) into the adapters' sinks; only where it `joins_a`."""
+    ) -> Tensor:
+        """Returns `gradient`, and adds dA = dH^T drop(x) to the adapters' sinks; only where it `fuses_da`."""
 
 
 class _MadeFirst:
-    """An input that `make` makes again before dA."""
+    """An input that is recomputed before dA."""
 
     __slots__ = ()
 
-    def gives_a(self, kernels: Kernels) -> bool:
+    def computes_da_from_u(self, kernels: Kernels) -> bool:
         return False
 
     def accumulate_a(
@@ -75,13 +81,19 @@ class _MadeFirst:
     ) -> None:
         raise AssertionError("dA is made from x")
 
-    def joins_a(self, kernels: Kernels) -> bool:
+    def fuses_da(self, kernels: Kernels) -> bool:
         return False
 
-    def gradient_and_a(
-        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Tensor | None, low_rank: LowRank,
+    def gradient_and_da(
+        self,
+        dx: Tensor,
+        u: Tensor,
+        update: InputUpdate | None,
+        dh: Tensor,
+        mask: Tensor | None,
+        low_rank: LowRank,
         kernels: Kernels,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         raise AssertionError("dA is made from x")
 
 
@@ -145,7 +157,7 @@ class NormInput(_MadeFirst):
         statistics, codes, scale = kernels.row_codes.norm(u, weight, self.eps, x)
         return x, statistics, RowCodes(codes, scale)
 
-    def gives_a(self, kernels: Kernels) -> bool:
+    def computes_da_from_u(self, kernels: Kernels) -> bool:
         return kernels.norm_a_gradient is not None
 
     def accumulate_a(
@@ -198,13 +210,19 @@ class SwiGLUInput(_MadeFirst):
     ) -> Tensor:
         return kernels.swiglu_backward(dx, u, update)
 
-    def joins_a(self, kernels: Kernels) -> bool:
+    def fuses_da(self, kernels: Kernels) -> bool:
         return True
 
-    def gradient_and_a(
-        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Tensor | None, low_rank: LowRank,
+    def gradient_and_da(
+        self,
+        dx: Tensor,
+        u: Tensor,
+        update: InputUpdate | None,
+        dh: Tensor,
+        mask: Tensor | None,
+        low_rank: LowRank,
         kernels: Kernels,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if kernels.swiglu_backward_adapted is not None:
             sections = low_rank.sections(da=True)
             du = kernels.swiglu_backward_adapted(dx, u, update, dh, mask, low_rank.scale_of(mask), sections)
@@ -305,9 +323,9 @@ class KeptInput(_MadeFirst):
         self._held = _Keep.apply(torch.empty(0, requires_grad=True), self._x)
         self._making, self._x = False, None
 
-    def gives_a(self, kernels: Kernels) -> bool:
-        """As the source: dA has the same bits whether x is kept or not."""
-        return self._source.gives_a(kernels)
+    def computes_da_from_u(self, kernels: Kernels) -> bool:
+        """Follows the source: dA has the same bits whether x is kept or not."""
+        return self._source.computes_da_from_u(kernels)
 
     def accumulate_a(
         self, dh: Tensor, u: Tensor, statistics: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels
@@ -320,13 +338,19 @@ class KeptInput(_MadeFirst):
     ) -> Tensor:
         return self._source.gradient(dx, u, statistics, update, kernels)
 
-    def joins_a(self, kernels: Kernels) -> bool:
-        """As the source, where that makes dA in another order than from x."""
-        return kernels.swiglu_backward_adapted is not None and self._source.joins_a(kernels)
+    def fuses_da(self, kernels: Kernels) -> bool:
+        """Follows the source, where that makes dA in another order than from x."""
+        return kernels.swiglu_backward_adapted is not None and self._source.fuses_da(kernels)
 
-    def gradient_and_a(
-        self, dx: Tensor, u: Tensor, update: InputUpdate | None, dh: Tensor, mask: Tensor | None, low_rank: LowRank,
+    def gradient_and_da(
+        self,
+        dx: Tensor,
+        u: Tensor,
+        update: InputUpdate | None,
+        dh: Tensor,
+        mask: Tensor | None,
+        low_rank: LowRank,
         kernels: Kernels,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         self._held = None
-        return self._source.gradient_and_a(dx, u, update, dh, mask, low_rank, kernels)
+        return self._source.gradient_and_da(dx, u, update, dh, mask, low_rank, kernels)

@@ -18,7 +18,6 @@ from engine.kernels.linear_cross_entropy import LossKernels
 from engine.kernels.philox import dropout_mask
 from engine.kernels.records import AdapterSection, Documents, DropoutKey, InputUpdate
 from engine.ops.attention.packed import attention_by_document
-from engine.ops.gradients import add_product
 
 
 class NormForward(Protocol):
@@ -31,26 +30,43 @@ class NormBackward(Protocol):
     """dx, for a gradient dy that still lacks `update`. Adds the weight's gradient to `weight_gradient` if given."""
 
     def __call__(
-        self, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None,
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        rstd: Tensor,
+        update: InputUpdate | None,
         weight_gradient: Tensor | None,
-    ) -> Tensor: ...  # fmt: skip
+    ) -> Tensor: ...
 
 
 class OutputGradients(Protocol):
     """dH = s dY B into `dh_out` [T, R] and dB = dY^T H added to the sections' `db`, from one read of dY."""
 
     def __call__(
-        self, dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection], *, dh_out: Tensor
-    ) -> None: ...  # fmt: skip
+        self,
+        dy_TO: Tensor,
+        h_TR: Tensor,
+        sections: Sequence[AdapterSection],
+        *,
+        dh_out: Tensor,
+    ) -> None: ...
 
 
 class AdaptedForward(Protocol):
     """y = x W^T + H B^T, [T, O], and H = s keep_scale drop(x) A^T, [T, R]. An H that is given is not recomputed."""
 
     def __call__(
-        self, x: Tensor, weight_OI: Tensor, a_RI: Tensor, sections: Sequence[AdapterSection], *, mask: Tensor | None,
-        keep_scale: float, h_TR: Tensor | None,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        self,
+        x: Tensor,
+        weight_OI: Tensor,
+        a_RI: Tensor,
+        sections: Sequence[AdapterSection],
+        *,
+        mask: Tensor | None,
+        keep_scale: float,
+        h_TR: Tensor | None,
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class AdaptedBackward(Protocol):
@@ -58,9 +74,17 @@ class AdaptedBackward(Protocol):
     gets what the adapters add to it, keep_scale * mask * (dH A)."""
 
     def __call__(
-        self, dy: Tensor, weight_OI: Tensor, a_RI: Tensor, sections: Sequence[AdapterSection], *, h_TR: Tensor,
-        mask: Tensor | None, keep_scale: float, updates: bool,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        self,
+        dy: Tensor,
+        weight_OI: Tensor,
+        a_RI: Tensor,
+        sections: Sequence[AdapterSection],
+        *,
+        h_TR: Tensor,
+        mask: Tensor | None,
+        keep_scale: float,
+        updates: bool,
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +105,15 @@ class NormAGradient(Protocol):
     """dA = dH^T drop(x) for x = u * rstd * weight, from u, into the sections' `da`."""
 
     def __call__(
-        self, dh_TR: Tensor, u: Tensor, rstd: Tensor, weight: Tensor, mask: Tensor | None, scale: float,
+        self,
+        dh_TR: Tensor,
+        u: Tensor,
+        rstd: Tensor,
+        weight: Tensor,
+        mask: Tensor | None,
+        scale: float,
         sections: Sequence[AdapterSection],
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
 
 
 class SwiGLUBackward(Protocol):
@@ -93,12 +123,18 @@ class SwiGLUBackward(Protocol):
 
 
 class SwiGLUBackwardAdapted(Protocol):
-    """As SwiGLUBackward, and dA = dH^T drop(y) into the sections' `da`, without writing y."""
+    """The result of SwiGLUBackward, and dA = dH^T drop(y) into the sections' `da`, without writing y."""
 
     def __call__(
-        self, dy: Tensor, gate_up: Tensor, update: InputUpdate | None, dh_TR: Tensor, mask: Tensor | None, scale: float,
+        self,
+        dy: Tensor,
+        gate_up: Tensor,
+        update: InputUpdate | None,
+        dh_TR: Tensor,
+        mask: Tensor | None,
+        scale: float,
         sections: Sequence[AdapterSection],
-    ) -> Tensor: ...  # fmt: skip
+    ) -> Tensor: ...
 
 
 class SplitRotate(Protocol):
@@ -113,18 +149,32 @@ class HeadNormForward(Protocol):
     """Fused [T, (H + 2K) D] -> normalised and rotated q [T, H, D] and k [T, K, D], and their statistics."""
 
     def __call__(
-        self, qkv: Tensor, weights: tuple[Tensor, Tensor], eps: float, cos: Tensor, sin: Tensor, num_heads: int,
-        num_kv_heads: int, head_dim: int,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+        self,
+        qkv: Tensor,
+        weights: tuple[Tensor, Tensor],
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class HeadNormBackward(Protocol):
     """dq, dk, dv -> the gradient of the fused product. Adds the weights' gradients where given."""
 
     def __call__(
-        self, gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, weights: tuple[Tensor, Tensor],
-        statistics: Tensor, cos: Tensor, sin: Tensor, *, weight_gradients: tuple[Tensor | None, Tensor | None],
-    ) -> Tensor: ...  # fmt: skip
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        qkv: Tensor,
+        weights: tuple[Tensor, Tensor],
+        statistics: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        weight_gradients: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +208,7 @@ class Attention(Protocol):
 
 
 class Folds(NamedTuple):
-    """Whether a linear's forward and its backward multiply with [W | B] (see ops.products)."""
+    """The directions, of a linear's forward and its backward, that multiply with [W | B] (see ops.products)."""
 
     forward: bool
     backward: bool
@@ -222,16 +272,6 @@ class Kernels:
     swiglu_backward_adapted: SwiGLUBackwardAdapted | None = None
 
 
-def _dropped(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    return x if mask is None else (x * mask).mul_(scale)
-
-
-def _apply_update(dx: Tensor, update: InputUpdate) -> Tensor:
-    if update.mask is None:
-        return dx.addmm_(update.dh_TR, update.a_RI, alpha=update.scale)
-    return dx.addcmul_(update.dh_TR @ update.a_RI, update.mask.to(dx.dtype), value=update.scale)
-
-
 def _norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     y, rstd = reference.rmsnorm_forward(x, weight, eps)
     out.copy_(y)
@@ -242,7 +282,7 @@ def _norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None, weight_gradient: Tensor | None
 ) -> Tensor:
     if update is not None:
-        dy = _apply_update(dy, update)
+        dy = reference.apply_update(dy, update)
     if weight_gradient is not None:
         weight_gradient.add_(reference.rmsnorm_weight_gradient(dy, x, rstd))
     return reference.rmsnorm_backward(dy, x, weight, rstd)
@@ -255,26 +295,7 @@ def _swiglu_forward(gate_up: Tensor, out: Tensor) -> None:
 def _swiglu_backward(dy: Tensor, gate_up: Tensor, update: InputUpdate | None, y: Tensor | None = None) -> Tensor:
     if y is not None:
         _swiglu_forward(gate_up, y)
-    return reference.swiglu_backward(dy if update is None else _apply_update(dy, update), gate_up)
-
-
-def _project(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Tensor) -> None:
-    torch.mm(_dropped(x, mask, scale), a_RI.t(), out=out)
-
-
-def _a_gradient(
-    dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, sections: Sequence[AdapterSection]
-) -> None:
-    dropped = _dropped(x, mask, scale)
-    for one in sections:
-        if one.da is not None:
-            add_product(one.da, one.ranks(dh_TR).t(), dropped)
-
-
-def _b_gradient(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]) -> None:
-    for one in sections:
-        if one.db is not None:
-            add_product(one.db, one.columns(dy_TO).t(), one.ranks(h_TR))
+    return reference.swiglu_backward(dy if update is None else reference.apply_update(dy, update), gate_up)
 
 
 def _output_gradients(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection], *, dh_out: Tensor) -> None:
@@ -311,11 +332,11 @@ REFERENCE = Kernels(
     norm_backward=_norm_backward,
     swiglu_forward=_swiglu_forward,
     swiglu_backward=_swiglu_backward,
-    project=_project,
-    a_gradient=_a_gradient,
-    b_gradient=_b_gradient,
+    project=reference.project,
+    a_gradient=reference.a_gradient,
+    b_gradient=reference.b_gradient,
     output_gradients=_output_gradients,
-    apply_update=_apply_update,
+    apply_update=reference.apply_update,
     split_rotate=_split_rotate,
     split_rotate_backward=_split_rotate_backward,
     attention=attention_by_document,

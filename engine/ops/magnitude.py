@@ -51,8 +51,8 @@ def row_lengths(operands: LinearOperands, adapter: Adapter, *, split_inputs: boo
         split_inputs: the input features are split over `operands.axis`.
     """
     assert operands.low_rank is not None
-    weight_OI = operands.weight_OI.narrow(0, adapter.first_column, adapter.b_OR.shape[0])
-    a_RI = operands.low_rank.a_RI.narrow(0, adapter.first_row, adapter.b_OR.shape[1])
+    weight_OI = operands.weight_OI.narrow(0, adapter.first_column, adapter.num_columns)
+    a_RI = operands.low_rank.a_RI.narrow(0, adapter.first_row, adapter.num_ranks)
     b = adapter.b_OR.float()
     squares = torch.linalg.vector_norm(weight_OI, dim=1, dtype=torch.float32).square()
     squares.add_(((weight_OI @ a_RI.t()).float() * b).sum(1), alpha=2 * adapter.scale)

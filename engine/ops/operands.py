@@ -1,4 +1,4 @@
-"""What a parallel linear computes with on one rank."""
+"""The operands of a parallel linear on one rank."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LinearOperands:
 
     @property
     def gathers(self) -> bool:
-        """Whether the linear multiplies the tokens of all ranks, while outside it each rank holds its own."""
+        """Returns whether the linear multiplies the tokens of all ranks, while outside it each rank holds its own."""
         return self.sequence_parallel and self.axis.size > 1
 
     def base_product(self, x: Tensor | RowCodes, *, folded: bool) -> Tensor:
@@ -97,16 +97,18 @@ class LinearOperands:
         return buffer_TE[:, self.in_features : self.in_features + self.low_rank.rank]
 
     def in_context(self, context: TokenContext) -> LinearOperands:
-        """These, or without the adapters where `context` says so."""
+        """Returns these, or without the adapters where `context` says so."""
         if context.adapters or self.low_rank is None:
             return self
         return replace(self, low_rank=None, forward_way=SEPARATE, backward_way=SEPARATE)
 
     def without_rows(self) -> LinearOperands:
-        """The same linear with no output features, on an axis of its own. H has the same bits as that of the whole."""
+        """Returns the linear without output features, on an axis of its own; its H has the bits of the whole's."""
         low_rank = self.low_rank
         if low_rank is not None:
-            adapters = tuple(replace(one, b_OR=one.b_OR[:0], first_column=0) for one in low_rank.adapters)
+            adapters = tuple(
+                replace(one, b_OR=one.b_OR[:0], first_column=0, num_columns=0) for one in low_rank.adapters
+            )
             low_rank = replace(low_rank, adapters=adapters)
         extended = self.extended_OE[:0]
         if self.encoded is not None:
@@ -122,7 +124,7 @@ class LinearOperands:
         )
 
     def mask(self, context: TokenContext, token_index: Tensor) -> Tensor | None:
-        """The input's dropout mask, or None where nothing is dropped."""
+        """Draws the input's dropout mask, or gives None where nothing is dropped."""
         low_rank = self.low_rank
         if low_rank is None or low_rank.dropout is None or not context.training:
             return None

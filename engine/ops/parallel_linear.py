@@ -42,7 +42,7 @@ from engine.ops.adapters import accumulate_a, accumulate_b
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import LinearInput
 from engine.ops.operands import LinearOperands, accumulate_base
-from engine.ops.products import FOLDED, SEPARATE
+from engine.ops.products import FOLDED, SEPARATE, Inputs, OutputGradient, Update
 from engine.ops.quantized_products import RowCodes
 
 
@@ -56,13 +56,13 @@ class _ColumnLinear(torch.autograd.Function):
         operands = operands.in_context(context)
         way, gathers = operands.forward_way, operands.gathers
         mask = operands.mask(context, context.local_token_index if gathers else context.token_index)
-        x, h, statistics = way.inputs(operands, u, source, mask, gathers=gathers)
+        made = way.inputs(operands, u, source, mask, gathers=gathers)
         if gathers:
-            x, h = _gather_input(operands, x, h)
-        y, h = way.outputs(operands, x, h, mask)
+            made = _gather_inputs(operands, made)
+        y, h = way.outputs(operands, made, mask)
         if operands.bias_O is not None:
             y.add_(operands.bias_O)
-        ctx.save_for_backward(u, statistics, h, mask)
+        ctx.save_for_backward(u, made.statistics, h, mask)
         ctx.source, ctx.operands, ctx.num_leaves = source, operands, len(leaves)
         return y
 
@@ -72,27 +72,27 @@ class _ColumnLinear(torch.autograd.Function):
         source, operands, low_rank = ctx.source, ctx.operands, ctx.operands.low_rank
         way, axis, gathers = operands.backward_way, operands.axis, operands.gathers
         needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
-        travels = gathers or operands.joint or axis.size == 1
-        update = "now" if not travels else "any time" if axis.size == 1 else "later"
-        made = way.gradients(operands, dy, h, mask, needs_dx=needs_du, update=update)
-        has_b, updated = made.has_b, made.updated
-        parts, handle = _start_gradients(operands, made.parts, travels=travels, has_dx=needs_du)
+        dh_with_dx = gathers or operands.joint or axis.size == 1
+        update: Update = "now" if not dh_with_dx else "any time" if axis.size == 1 else "later"
+        made = way.gradients(operands, OutputGradient(dy, h, mask, needs_du, update))
+        added_db, has_update = made.added_db, made.has_update
+        parts, handle = _start_gradients(operands, made.parts, dh_with_dx=dh_with_dx, has_dx=needs_du)
         del made  # the whole dX is free as soon as its reduction is over
-        if h is not None and low_rank is not None and not has_b:
+        if h is not None and low_rank is not None and not added_db:
             accumulate_b(dy, h, low_rank, operands.kernels)  # hides the collective
-        x = _input_again(operands, source, u)
+        x = _recomputed_input(operands, source, u)
         full, full_handle = x, Handle()
         if operands.trains_weight and x is not None and gathers:
             full, full_handle = all_gather_async(x, axis)
-        if low_rank is not None and not travels:
+        if low_rank is not None and not dh_with_dx:
             _accumulate_a(operands, source, x, u, statistics, parts[0], mask)  # dH stays here; hides the collective
         handle.wait()
         dx, dh = way.received(operands, parts, needs_dx=needs_du)
         adds = None
-        if low_rank is not None and travels:
+        if low_rank is not None and dh_with_dx:
             assert dh is not None
             _accumulate_a(operands, source, x, u, statistics, dh, mask)
-            if not updated:
+            if not has_update:
                 adds = low_rank.input_update(dh, mask, _local_rows(operands, h, dh))
         full_handle.wait()
         accumulate_base(operands, dy, full, dy)
@@ -101,22 +101,22 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 def _start_gradients(
-    operands: LinearOperands, parts: tuple[Tensor, ...], *, travels: bool, has_dx: bool
+    operands: LinearOperands, parts: tuple[Tensor, ...], *, dh_with_dx: bool, has_dx: bool
 ) -> tuple[tuple[Tensor, ...], Handle]:
     """Starts the sum over tensor ranks: of all parts, or of dX alone where dH stays here."""
     start = reduce_scatter_async if operands.gathers else all_reduce_async
     done, handles = [], []
     for index, part in enumerate(parts):
-        if travels or (has_dx and index == len(parts) - 1):
+        if dh_with_dx or (has_dx and index == len(parts) - 1):
             part, handle = start(part, operands.axis)
             handles.append(handle)
         done.append(part)
     return tuple(done), Handle.all(handles)
 
 
-def _input_again(operands: LinearOperands, source: LinearInput, u: Tensor) -> Tensor | None:
-    """x, where dW needs it or dA cannot do without it."""
-    wants_a = operands.low_rank is not None and not source.gives_a(operands.kernels)
+def _recomputed_input(operands: LinearOperands, source: LinearInput, u: Tensor) -> Tensor | None:
+    """Recomputes x, where dW needs it or dA cannot do without it."""
+    wants_a = operands.low_rank is not None and not source.computes_da_from_u(operands.kernels)
     return source.make(u, None, operands.kernels)[0] if wants_a or operands.trains_weight else None
 
 
@@ -129,7 +129,7 @@ def _accumulate_a(
     dh: Tensor | None,
     mask: Tensor | None,
 ) -> None:
-    """dA from x, or from u where there is no x."""
+    """Adds dA to its sinks, from x, or from u where there is no x."""
     assert operands.low_rank is not None and dh is not None
     if x is None:
         source.accumulate_a(dh, u, statistics, mask, operands.low_rank, operands.kernels)
@@ -138,39 +138,37 @@ def _accumulate_a(
 
 
 def _local_rows(operands: LinearOperands, h: Tensor | None, dh: Tensor) -> Tensor | None:
-    """H of the tokens that dH is of: with sequence parallelism H was gathered, and dH is that of this rank's."""
+    """Returns H of the tokens that dH is of: with sequence parallelism H was gathered, and dH is of this rank's."""
     if h is None or h.shape[0] == dh.shape[0]:
         return h
     return h.narrow(0, operands.axis.rank * dh.shape[0], dh.shape[0])
 
 
-def _gather_input(
-    operands: LinearOperands, x: Tensor | RowCodes, h: Tensor | None
-) -> tuple[Tensor | RowCodes, Tensor | None]:
-    """All tokens' x and H; one collective where both lie in one buffer."""
-    if isinstance(x, RowCodes):
-        return _gather_rows(operands, x, h)
-    full, handle = all_gather_async(x, operands.axis)
-    if h is None or operands.low_rank is None:
+def _gather_inputs(operands: LinearOperands, made: Inputs) -> Inputs:
+    """Gathers all tokens' x and H; one collective where both lie in one buffer."""
+    if isinstance(made.x, RowCodes):
+        return _gather_rows(operands, made.x, made)
+    full, handle = all_gather_async(made.x, operands.axis)
+    if made.h is None or operands.low_rank is None:
         handle.wait()
-        return full, None
+        return made._replace(x=full, h=None)
     if operands.forward_way is FOLDED:
         handle.wait()
-        return full, operands.projection_in(full)
-    full_h, h_handle = all_gather_async(h, operands.axis)
+        return made._replace(x=full, h=operands.projection_in(full))
+    full_h, h_handle = all_gather_async(made.h, operands.axis)
     handle.wait()
     h_handle.wait()
-    return full, full_h
+    return made._replace(x=full, h=full_h)
 
 
-def _gather_rows(operands: LinearOperands, x: RowCodes, h: Tensor | None) -> tuple[RowCodes, Tensor | None]:
-    """Codes travel in place of numbers: each row has its own scale, so they are those of all tokens' x."""
+def _gather_rows(operands: LinearOperands, x: RowCodes, made: Inputs) -> Inputs:
+    """Gathers codes in place of numbers: each row has its own scale, so they are those of all tokens' x."""
     codes, handle = all_gather_async(x.codes.view(torch.uint8), operands.axis)
     scale, scale_handle = all_gather_async(x.scale, operands.axis)
-    full_h, h_handle = (None, Handle()) if h is None else all_gather_async(h, operands.axis)
+    full_h, h_handle = (None, Handle()) if made.h is None else all_gather_async(made.h, operands.axis)
     for one in (handle, scale_handle, h_handle):
         one.wait()
-    return RowCodes(codes.view(x.codes.dtype), scale), full_h
+    return made._replace(x=RowCodes(codes.view(x.codes.dtype), scale), h=full_h)
 
 
 class _RowLinear(torch.autograd.Function):
@@ -183,12 +181,12 @@ class _RowLinear(torch.autograd.Function):
         operands = operands.in_context(context)
         way, axis = operands.forward_way, operands.axis
         mask = operands.mask(context, context.token_index)
-        x, h, statistics = way.inputs(operands, u, source, mask, gathers=False)
-        y, h = way.outputs(operands, x, h, mask)
+        made = way.inputs(operands, u, source, mask, gathers=False)
+        y, h = way.outputs(operands, made, mask)
         y = reduce_scatter(y, axis) if operands.gathers else all_reduce(y, axis)
         if operands.bias_O is not None:
             y.add_(operands.bias_O)
-        ctx.save_for_backward(u, statistics, h, mask)
+        ctx.save_for_backward(u, made.statistics, h, mask)
         ctx.source, ctx.operands, ctx.num_leaves = source, operands, len(leaves)
         return y
 
@@ -201,29 +199,29 @@ class _RowLinear(torch.autograd.Function):
             dy, handle = all_gather_async(local_dy, operands.axis)
         needs_du = ctx.needs_input_grad[0] or bool(source.leaves())
         # made before, x hides the gather; without one dA comes with the gradient for less
-        joins = (
+        fuses_da = (
             low_rank is not None
             and needs_du
             and not (operands.gathers or operands.trains_weight)
-            and source.joins_a(operands.kernels)
+            and source.fuses_da(operands.kernels)
         )
-        x = None if joins else _input_again(operands, source, u)
+        x = None if fuses_da else _recomputed_input(operands, source, u)
         handle.wait()
         way = operands.backward_way if needs_du else SEPARATE
-        made = way.gradients(operands, dy, h, mask, needs_dx=needs_du, update="any time")
+        made = way.gradients(operands, OutputGradient(dy, h, mask, needs_du, "any time"))
         dx, dh = way.received(operands, made.parts, needs_dx=needs_du)
         update = None
         if low_rank is not None and h is not None and dh is not None:
-            if not made.has_b:
+            if not made.added_db:
                 accumulate_b(dy, h, low_rank, operands.kernels)
-            update = None if made.updated else low_rank.input_update(dh, mask)
-        if low_rank is not None and not joins:
+            update = None if made.has_update else low_rank.input_update(dh, mask)
+        if low_rank is not None and not fuses_da:
             _accumulate_a(operands, source, x, u, statistics, dh, mask)
         # the bias is added to this rank's tokens only, after the reduction
         accumulate_base(operands, dy, x, local_dy)
         du = None
-        if joins:
-            du = source.gradient_and_a(dx, u, update, dh, mask, low_rank, operands.kernels)
+        if fuses_da:
+            du = source.gradient_and_da(dx, u, update, dh, mask, low_rank, operands.kernels)
         elif dx is not None:
             du = source.gradient(dx, u, statistics, update, operands.kernels)
         return (du, None, None, None, *([None] * ctx.num_leaves))
@@ -232,7 +230,7 @@ class _RowLinear(torch.autograd.Function):
 def column_linear(
     u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, leaves: tuple[Tensor, ...]
 ) -> Tensor:
-    """Column-parallel linear.
+    """Computes a column-parallel linear.
 
     Args:
         u: what the input is made from: [T, ...], or [T / tp, ...] with sequence parallelism.
@@ -250,5 +248,5 @@ def column_linear(
 def row_linear(
     u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, leaves: tuple[Tensor, ...]
 ) -> Tensor:
-    """Row-parallel linear: x [T, I / tp] -> [T, O], or [T / tp, O] with sequence parallelism. See `column_linear`."""
+    """Computes a row-parallel linear, [T, I / tp] -> [T, O], or [T / tp, O] with sequence parallelism; see above."""
     return _RowLinear.apply(u, source, operands, context, *leaves)

@@ -36,7 +36,7 @@ the collective, since dH is still a partial sum. "any time": whichever is cheape
 
 
 class Inputs(NamedTuple):
-    """What `outputs` multiplies.
+    """The factors that `outputs` multiplies.
 
     Args:
         x: [T, I]; [T, I + E] with H and padding beside it where folded; or codes, where the base's products take those.
@@ -49,18 +49,36 @@ class Inputs(NamedTuple):
     statistics: Tensor | None
 
 
+class OutputGradient(NamedTuple):
+    """The output's gradient, and what else `gradients` starts from.
+
+    Args:
+        dy_TO: gradient of the output, of all tokens that were multiplied.
+        h: H of the same tokens; None without adapters.
+        mask: of the input.
+        needs_dx: whether dX is wanted.
+        update: when dX gets what the adapters add to it.
+    """
+
+    dy_TO: Tensor
+    h: Tensor | None
+    mask: Tensor | None
+    needs_dx: bool
+    update: Update
+
+
 class Gradients(NamedTuple):
     """Gradients of x and of H as they leave for a collective.
 
     Args:
         parts: dH, then dX, leaving out what was not made; or both in one tensor where folded.
-        has_b: dB is in its sinks.
-        updated: dX has what the adapters add to it.
+        added_db: dB is in its sinks.
+        has_update: dX has what the adapters add to it.
     """
 
     parts: tuple[Tensor, ...]
-    has_b: bool
-    updated: bool
+    added_db: bool = False
+    has_update: bool = False
 
 
 class Way(Protocol):
@@ -71,21 +89,10 @@ class Way(Protocol):
     ) -> Inputs:
         """Makes x from u, and H; with `gathers` H is needed before the product, for other ranks' tokens too."""
 
-    def outputs(
-        self, operands: LinearOperands, x: Tensor | RowCodes, h: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns y without bias, [T, O], and H as backward needs it, for x and h of the same tokens."""
+    def outputs(self, operands: LinearOperands, made: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Returns y without bias, [T, O], and H as backward needs it, for x and H of the same tokens."""
 
-    def gradients(
-        self,
-        operands: LinearOperands,
-        dy_TO: Tensor,
-        h: Tensor | None,
-        mask: Tensor | None,
-        *,
-        needs_dx: bool,
-        update: Update,
-    ) -> Gradients:
+    def gradients(self, operands: LinearOperands, given: OutputGradient) -> Gradients:
         """Makes dX, if it is needed, and dH; adds dB to its sinks where that comes with them."""
 
     def received(
@@ -108,38 +115,27 @@ class Separate:
             x, statistics = source.make(u, None, kernels)
         return Inputs(x if codes is None else codes, self._projection(operands, x, mask), statistics)
 
-    def outputs(
-        self, operands: LinearOperands, x: Tensor | RowCodes, h: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        y = operands.base_product(x, folded=False)
+    def outputs(self, operands: LinearOperands, made: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        y = operands.base_product(made.x, folded=False)
         if operands.low_rank is not None:
-            assert h is not None
-            add_expansion(y, h, operands.low_rank)
-        return y, h
+            assert made.h is not None
+            add_expansion(y, made.h, operands.low_rank)
+        return y, made.h
 
-    def gradients(
-        self,
-        operands: LinearOperands,
-        dy_TO: Tensor,
-        h: Tensor | None,
-        mask: Tensor | None,
-        *,
-        needs_dx: bool,
-        update: Update,
-    ) -> Gradients:
-        low_rank, kernels = operands.low_rank, operands.kernels
+    def gradients(self, operands: LinearOperands, given: OutputGradient) -> Gradients:
+        low_rank, kernels, dy_TO, h = operands.low_rank, operands.kernels, given.dy_TO, given.h
         if low_rank is None:
-            return Gradients((operands.base_gradient(dy_TO, folded=False),) if needs_dx else (), False, False)
+            return Gradients((operands.base_gradient(dy_TO, folded=False),) if given.needs_dx else ())
         assert h is not None
-        # where dH travels, dB has a collective to hide, which saves as much as the second read of dY costs
-        has_b = update != "later" and kernels.output_gradients is not None
-        dh = output_gradients(dy_TO, h, low_rank, kernels) if has_b else projection_gradient(dy_TO, low_rank)
-        if not needs_dx:
-            return Gradients((dh,), has_b, False)
+        # where dH leaves with dX, dB has a collective to hide, which saves as much as the second read of dY costs
+        adds_db = given.update != "later" and kernels.output_gradients is not None
+        dh = output_gradients(dy_TO, h, low_rank, kernels) if adds_db else projection_gradient(dy_TO, low_rank)
+        if not given.needs_dx:
+            return Gradients((dh,), adds_db)
         dx = operands.base_gradient(dy_TO, folded=False)
-        if update == "now":
-            dx = kernels.apply_update(dx, low_rank.input_update(dh, mask))
-        return Gradients((dh, dx), has_b, update == "now")
+        if given.update == "now":
+            dx = kernels.apply_update(dx, low_rank.input_update(dh, given.mask))
+        return Gradients((dh, dx), adds_db, given.update == "now")
 
     def received(
         self, operands: LinearOperands, parts: tuple[Tensor, ...], *, needs_dx: bool
@@ -168,25 +164,15 @@ class Folded:
         h = project(x, mask, low_rank, operands.kernels, operands.projection_in(buffer))
         return Inputs(buffer, h, statistics)
 
-    def outputs(
-        self, operands: LinearOperands, x: Tensor | RowCodes, h: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        assert h is not None
-        return operands.base_product(x, folded=True), h.clone()  # frees the buffer it is a view of
+    def outputs(self, operands: LinearOperands, made: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        assert made.h is not None
+        return operands.base_product(made.x, folded=True), made.h.clone()  # frees the buffer it is a view of
 
-    def gradients(
-        self,
-        operands: LinearOperands,
-        dy_TO: Tensor,
-        h: Tensor | None,
-        mask: Tensor | None,
-        *,
-        needs_dx: bool,
-        update: Update,
-    ) -> Gradients:
-        assert update != "now", "dH leaves with dX"
-        both = operands.base_gradient(dy_TO, folded=True) if needs_dx else self._projection_alone(operands, dy_TO)
-        return Gradients((both,), False, False)
+    def gradients(self, operands: LinearOperands, given: OutputGradient) -> Gradients:
+        assert given.update != "now", "dH leaves with dX"
+        if given.needs_dx:
+            return Gradients((operands.base_gradient(given.dy_TO, folded=True),))
+        return Gradients((self._projection_alone(operands, given.dy_TO),))
 
     def received(
         self, operands: LinearOperands, parts: tuple[Tensor, ...], *, needs_dx: bool
@@ -218,44 +204,39 @@ class Joined(Separate):
         joins = not gathers and self._fits(operands, x, forward=True)
         return Inputs(x, None if joins else self._projection(operands, x, mask), statistics)
 
-    def outputs(
-        self, operands: LinearOperands, x: Tensor | RowCodes, h: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def outputs(self, operands: LinearOperands, made: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         low_rank, products = operands.low_rank, operands.kernels.adapted
-        assert isinstance(x, Tensor) and low_rank is not None and products is not None
-        if h is not None and not self._fits(operands, x, forward=True):
-            return super().outputs(operands, x, h, mask)
+        assert isinstance(made.x, Tensor) and low_rank is not None and products is not None
+        if made.h is not None and not self._fits(operands, made.x, forward=True):
+            return super().outputs(operands, made, mask)
         return products.forward(
-            x,
+            made.x,
             operands.weight_OI,
             low_rank.a_RI,
             low_rank.sections(),
             mask=mask,
             keep_scale=low_rank.scale_of(mask),
-            h_TR=h,
+            h_TR=made.h,
         )
 
-    def gradients(
-        self,
-        operands: LinearOperands,
-        dy_TO: Tensor,
-        h: Tensor | None,
-        mask: Tensor | None,
-        *,
-        needs_dx: bool,
-        update: Update,
-    ) -> Gradients:
+    def gradients(self, operands: LinearOperands, given: OutputGradient) -> Gradients:
         low_rank, products = operands.low_rank, operands.kernels.adapted
-        assert low_rank is not None and products is not None and h is not None
-        if not needs_dx or not self._fits(operands, dy_TO, forward=False):
-            return super().gradients(operands, dy_TO, h, mask, needs_dx=needs_dx, update=update)
-        updates = update != "later"
+        assert low_rank is not None and products is not None and given.h is not None
+        if not given.needs_dx or not self._fits(operands, given.dy_TO, forward=False):
+            return super().gradients(operands, given)
+        updates = given.update != "later"
         dx, dh = products.backward(
-            dy_TO, operands.weight_OI, low_rank.a_RI, low_rank.sections(db=True), h_TR=h, mask=mask,
-            keep_scale=low_rank.scale_of(mask), updates=updates,
-        )  # fmt: skip
+            given.dy_TO,
+            operands.weight_OI,
+            low_rank.a_RI,
+            low_rank.sections(db=True),
+            h_TR=given.h,
+            mask=given.mask,
+            keep_scale=low_rank.scale_of(given.mask),
+            updates=updates,
+        )
         low_rank.b_added()
-        return Gradients((dh, dx), True, updates)
+        return Gradients((dh, dx), added_db=True, has_update=updates)
 
     def _fits(self, operands: LinearOperands, left: Tensor, *, forward: bool) -> bool:
         assert operands.kernels.adapted is not None

@@ -93,7 +93,7 @@ class FlatAdamW:
         """
         self.lr.fill_(lr)
         if self.flat.sharding.weights is not None:
-            self.flat.sharding.weights.rest()
+            self.flat.sharding.weights.reshard()
         norm = gradient_norm(self.flat, self._mesh, self._backend.square_sum)
         scale = None if self.loss_scale is None else self.loss_scale.value
         if scale is not None:

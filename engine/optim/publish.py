@@ -16,7 +16,7 @@ from engine.distributed.boxes import part_shards
 from engine.distributed.collectives import Handle, all_gather_async, all_to_all
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import ShardSpec
-from engine.layers.sharded_storage import SpreadWeights
+from engine.layers.storage import SpreadWeights
 from engine.optim.flat_layout import Bucket, Slot, owned_ranges
 
 PREFETCHED = 2
@@ -106,7 +106,7 @@ class AllGatherPublish:
         self._gathered = [_GatheredBucket(bucket, master, axis, weights) for bucket in reversed(buckets)]
         if weights is not None:
             for bucket, gathered in zip(reversed(buckets), self._gathered, strict=True):
-                weights.attach([slot.entry.parameter for slot in bucket.slots], gathered)
+                weights.attach_arrival([slot.entry.parameter for slot in bucket.slots], gathered)
 
     def start(self) -> None:
         for bucket in self._gathered:
@@ -114,7 +114,7 @@ class AllGatherPublish:
         if self._weights is None:
             self.finish()
         else:
-            self._weights.start_first()
+            self._weights.prefetch_first()
 
     def finish(self) -> None:
         for place, bucket in enumerate(self._gathered):
@@ -180,7 +180,7 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def target(slot: Slot, weights: SpreadWeights | None) -> Tensor:
     """Returns the tensor that this rank writes a whole parameter's new weights to."""
     parameter = slot.entry.parameter
-    return parameter.data if weights is None else weights.home(parameter)
+    return parameter.data if weights is None else weights.target(parameter)
 
 
 def runs_of(view: Tensor, first: int, last: int) -> list[Tensor]:

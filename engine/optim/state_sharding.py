@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from engine.choices import ShardLevel
 from engine.distributed.mesh import Axis
-from engine.layers.sharded_storage import SpreadWeights
+from engine.layers.storage import SpreadWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.layers.context import TrainingPlan
 from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded
-from engine.layers.sharded_storage import SpreadWeights
+from engine.layers.storage import SpreadWeights
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import meta_model
@@ -106,11 +106,11 @@ def fill_base(
             initialise_weights([NamedShard(entry.name, weight, entry.spec)], config.train.seed, std)
             return weight
 
-        fill_encoded(entries, draw, holding=weights.filling)
+        fill_encoded(entries, draw, holding=weights.materialize)
     else:
         total = sum(prod(entry.spec.local_shape) * source.dtype(entry.name).itemsize for entry in entries)
         with Progress(log, f"encoding weights as {config.model.base_dtype}", total, "bytes") as progress:
-            load_encoded(entries, source, holding=weights.filling, progress=progress.advance)
+            load_encoded(entries, source, holding=weights.materialize, progress=progress.advance)
     log.info(_sentence(config, entries, weights.axis.size))
 
 

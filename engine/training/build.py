@@ -13,7 +13,7 @@ from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.layers.context import TensorLayout
-from engine.layers.sharded_storage import SpreadWeights
+from engine.layers.storage import SpreadWeights
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES

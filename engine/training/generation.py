@@ -31,7 +31,7 @@ from engine.inference.options import ModelChoice
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries
 from engine.layers.module import shard_entries
-from engine.layers.sharded_storage import SpreadWeights
+from engine.layers.storage import SpreadWeights
 from engine.models.decoder import Decoder, Part, split_parts
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES

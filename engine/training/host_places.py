@@ -8,7 +8,7 @@ import torch
 
 from engine.config.memory import MemoryOptions
 from engine.layers.host_copies import HostMemory, host_memory
-from engine.layers.sharded_storage import SpreadWeights
+from engine.layers.storage import SpreadWeights
 from engine.optim.flat import FlatParameters
 from engine.telemetry.format import format_bytes
 

@@ -9,7 +9,7 @@ from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec
 from engine.layers.context import LORA_LEAVES
 from engine.layers.module import ShardEntry
-from engine.layers.sharded_storage import SpreadWeights
+from engine.layers.storage import SpreadWeights
 from engine.models.decoder_config import DecoderConfig
 from engine.models.initialise import initialise_adapters, initialise_magnitudes, initialise_weights
 from engine.models.names import fused_parts, fused_rows

@@ -19,7 +19,7 @@ from engine.layers.context import TensorLayout
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
-from engine.layers.sharded_storage import SpreadWeights
+from engine.layers.storage import SpreadWeights
 from engine.models.decoder import Decoder, Part
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.encoded_weight import BaseEncoding
@@ -204,7 +204,7 @@ class Run:
         fill_encoded(
             self.encoded,
             lambda entry: take(whole_tensor(entry.name, entry.spec.global_shape), entry.spec),
-            holding=self.kept.filling,
+            holding=self.kept.materialize,
         )
 
     def batches(self, step: int) -> tuple[list[Batch], float]:

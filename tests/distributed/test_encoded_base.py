@@ -81,7 +81,7 @@ def _outcome(layout: Layout, level: ShardLevel, *, offload: bool = False) -> Out
     run = Run(layout, mesh, level, offload_weights=offload)
     parts = []
     for entry in run.encoded:
-        if run.kept.stays(entry.memory):
+        if run.kept.is_resident(entry.memory):
             rows, columns = (entry.spec.runs(dim)[0] for dim in (0, 1))
             parts.append(
                 (

@@ -55,7 +55,7 @@ def test_gradients_leave_while_backward_goes_on(place: int) -> None:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_updated_weights_arrive_while_earlier_layers_compute(place: int) -> None:
-    """Those of the first stops leave with the update; of the others, each bucket with the stop before the one that
+    """Those of the first units leave with the update; of the others, each bucket with the unit before the one that
     reads it."""
     for rank in _ranks():
         log = rank[place]["gradients"]
@@ -70,11 +70,11 @@ def test_updated_weights_arrive_while_earlier_layers_compute(place: int) -> None
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_weights_are_gathered_while_the_stop_before_computes(place: int) -> None:
+def test_weights_are_gathered_while_the_unit_before_computes(place: int) -> None:
     """In forward all but the embedding's, and the first layer's, which travel behind a look-up; in backward all. What
     backward begins with has stayed: the trained head, or the last layer under a frozen one."""
     for rank in _ranks():
-        found = _named(rank[place]["parameters"], "layers.sharded_storage._Gather.start")
+        found = _named(rank[place]["parameters"], "layers.sharded_storage.StorageGather.start")
         assert len(found) == LAYERS + 2 + (LAYERS if place == 0 else LAYERS - 1)
         assert all(one.waited for one in found)
         assert all(one.count(PRODUCTS) for one in found[2:]), found

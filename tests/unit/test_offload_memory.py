@@ -64,7 +64,7 @@ def _away(run: Run) -> Iterator[int]:
     """Bytes that each storage that waits in host memory has on the device now."""
     storages = {entry.parameter.untyped_storage()._cdata: entry.parameter for entry in run.entries}
     for parameter in storages.values():
-        if not run.kept.stays(parameter):
+        if not run.kept.is_resident(parameter):
             yield parameter.untyped_storage().nbytes()
 
 
@@ -83,7 +83,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> _Recorder:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_weights_come_one_stop_ahead_into_two_stops_memory(recorder: _Recorder, recompute: Level) -> None:
+def test_weights_come_one_unit_ahead_into_two_units_memory(recorder: _Recorder, recompute: Level) -> None:
     """Forward: embedding, four layers, head; backward below the frozen head: the last layer is still there, the others
     come again. Each fetch but the first of a step is before the layer that computes next to it."""
     run = _run(recompute, offload_weights=True)
@@ -119,10 +119,12 @@ def test_bytes_that_torch_counts() -> None:
     elements = run.flat.master.numel()
     weights, held = _tracked(offload_weights=True)
     copies = sum(
-        entry.parameter.nbytes for entry in held.entries if entry.sink and not held.kept.stays(entry.parameter)
+        entry.parameter.nbytes for entry in held.entries if entry.sink and not held.kept.is_resident(entry.parameter)
     )
     away = {
-        entry.parameter.untyped_storage()._cdata: 0 for entry in held.entries if not held.kept.stays(entry.parameter)
+        entry.parameter.untyped_storage()._cdata: 0
+        for entry in held.entries
+        if not held.kept.is_resident(entry.parameter)
     }
     assert len(away) > 4 * LAYERS and copies > 0
     # the storages have left, trained columns in them have a copy of their own

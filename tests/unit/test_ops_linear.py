@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from engine.distributed.mesh import Axis
 from engine.kernels.native import product
 from engine.kernels.native.loader import native_status
 from engine.kernels.philox import dropout_mask
-from engine.kernels.records import DropoutKey
+from engine.kernels.records import AdapterSection, DropoutKey
 from engine.ops.adapters import Adapter, LowRank
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.cross_entropy import cross_entropy
@@ -23,11 +23,11 @@ from engine.ops.dropout import DropoutSite
 from engine.ops.embedding import EmbeddingOperands, embedding
 from engine.ops.gradients import GradientSink
 from engine.ops.inputs import GivenInput, LinearInput, NormInput, SwiGLUInput
-from engine.ops.kernels import REFERENCE, Folds, Kernels
+from engine.ops.kernels import REFERENCE, AdaptedProducts, Folds, Kernels
 from engine.ops.native_backend import NATIVE
 from engine.ops.operands import LinearOperands, RowsSink
 from engine.ops.parallel_linear import column_linear, row_linear
-from engine.ops.products import FOLDED, JOINED, SEPARATE
+from engine.ops.products import FOLDED, JOINED, SEPARATE, OutputGradient, Update
 from tests.projection_norm import norms_by_projection
 
 TOKENS, IN, RANK = 5, 12, 3
@@ -81,7 +81,8 @@ class _Linear:
         site = DropoutSite(probability=probability, seed=5, site=6) if probability else None
         adapters = tuple(
             Adapter(
-                b_OR=self.b[place], first_column=8 * place, first_row=RANK * place,
+                b_OR=self.b[place], first_column=8 * place, num_columns=ROWS[place],
+                first_row=RANK * place, num_ranks=RANK,
                 scale=SCALES[place], sink_a=self.sinks_a[place], sink_b=self.sinks_b[place],
             )
             for place in range(2)
@@ -123,24 +124,148 @@ SOURCES: dict[str, tuple[LinearInput, int, Callable[[Tensor], Tensor]]] = {
 """How x is made, the width of what it is made from, and the same in torch."""
 
 
-@pytest.mark.skipif(not native_status().available, reason=native_status().reason)
+class _PlainProducts:
+    """A linear and its adapters as one product each way, in plain torch: in place of the compiled kernels, which need
+    AMX. H has other bits than `Kernels.project` gives it.
+
+    Args:
+        fewest: it takes matrices of so many elements, weights that is, or more.
+    """
+
+    def __init__(self, fewest: int = 1) -> None:
+        self.fewest = fewest
+        self.calls: list[str] = []
+        self.kernels = replace(
+            REFERENCE, adapted=AdaptedProducts(fits=self._fits, forward=self._forward, backward=self._backward)
+        )
+
+    def _fits(self, left: Tensor, right: Tensor) -> bool:
+        assert left.shape[1] in (right.shape[0], 0), "not the operands of one product"
+        return right.numel() >= self.fewest
+
+    def _forward(
+        self, x: Tensor, weight_OI: Tensor, a_RI: Tensor, sections: Sequence[AdapterSection], *, mask: Tensor | None,
+        keep_scale: float, h_TR: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self.calls.append("forward" if h_TR is None else "forward, given H")
+        if h_TR is None:
+            dropped = x if mask is None else x * mask * keep_scale
+            h_TR = torch.stack([dropped[:, place, None] * a_RI[:, place] for place in range(IN)]).sum(0)
+            for one in sections:
+                one.ranks(h_TR).mul_(one.scale)
+        y = x @ weight_OI.t()
+        for one in sections:
+            assert one.b is not None
+            one.columns(y).add_(one.ranks(h_TR) @ one.b[: one.num_columns].t())
+        return y, h_TR
+
+    def _backward(
+        self, dy: Tensor, weight_OI: Tensor, a_RI: Tensor, sections: Sequence[AdapterSection], *, h_TR: Tensor,
+        mask: Tensor | None, keep_scale: float, updates: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self.calls.append("backward" if updates else "backward, no update")
+        dh = torch.empty_like(h_TR)
+        for one in sections:
+            assert one.b is not None and one.db is not None
+            one.ranks(dh).copy_(one.columns(dy) @ one.b * one.scale)
+            one.db.add_(one.columns(dy).t() @ one.ranks(h_TR))
+        dx = dy @ weight_OI
+        if updates:
+            dx += dh @ a_RI if mask is None else (dh @ a_RI) * mask * keep_scale
+        return dx, dh
+
+
+WITH_AMX = pytest.mark.skipif(not product.has_tiles(), reason="no AMX tiles")
+
+
+@pytest.mark.parametrize("kernels", ["plain", pytest.param("native", marks=WITH_AMX)])
 @pytest.mark.parametrize("probability", [0.0, 0.25])
-def test_h_has_the_same_bits_without_the_product(probability: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a region needs it that is made again but for its last product, whichever way the product makes H."""
+def test_h_has_the_same_bits_without_the_product(
+    probability: float, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a region needs it that is recomputed but for its last product. Which kernel makes H depends on the weight's
+    size, which is that of the whole."""
     monkeypatch.setattr(product, "FEWEST", 1)
     monkeypatch.setattr(product, "FEWEST_PRODUCTS", 1)
-    plain = _Linear(probability=probability, dtype=torch.float32).operands
-    whole = replace(plain, kernels=NATIVE, forward_way=JOINED, backward_way=JOINED, bias_O=None)
+    linear, plain = _Linear(probability=probability, dtype=torch.float32), _PlainProducts(fewest=sum(ROWS) * IN)
+    backend = NATIVE if kernels == "native" else plain.kernels
+    whole = replace(linear.operands, kernels=backend, forward_way=JOINED, backward_way=JOINED, bias_O=None)
     u, context = _random(TOKENS, IN, seed=8, dtype=torch.float32), _context()
     found = []
     for operands in (whole, whole.without_rows()):
         mask = operands.mask(context, context.token_index)
-        x, h, _ = JOINED.inputs(operands, u, GivenInput(), mask, gathers=False)
-        found.append(JOINED.outputs(operands, x, h, mask))
+        made = JOINED.inputs(operands, u, GivenInput(), mask, gathers=False)
+        found.append(JOINED.outputs(operands, made, mask))
     (y, h), (nothing, again) = found
     assert y.shape == (TOKENS, sum(ROWS)) and nothing.shape == (TOKENS, 0)
     assert h is not None and again is not None and torch.equal(h, again)
     assert h.abs().min() > 0
+    if kernels == "plain":
+        assert plain.calls == ["forward", "forward"]
+        by_itself = SEPARATE.inputs(whole, u, GivenInput(), whole.mask(context, context.token_index), gathers=False).h
+        assert by_itself is not None and not torch.equal(h, by_itself), "the other way to make H shows in no bit"
+
+
+def test_joined_product_takes_the_h_that_other_ranks_need_too() -> None:
+    """H is made before the product where it is gathered, and the product does not make it again."""
+    linear, plain = _Linear(), _PlainProducts()
+    operands = replace(linear.operands, kernels=plain.kernels, forward_way=JOINED, backward_way=JOINED)
+    x, context = _random(TOKENS, IN, seed=8), _context()
+    mask = operands.mask(context, context.token_index)
+    made = JOINED.inputs(operands, x, GivenInput(), mask, gathers=True)
+    assert made.h is not None and plain.calls == []
+    y, h = JOINED.outputs(operands, made._replace(h=2 * made.h), mask)
+    assert h is not None and torch.equal(h, 2 * made.h) and plain.calls == ["forward, given H"]
+    torch.testing.assert_close(y, x @ linear.weight.T + h @ torch.block_diag(*linear.b).T)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("needs_dx", [True, False])
+@pytest.mark.parametrize("update", ["now", "any time", "later"])
+@pytest.mark.parametrize("probability", [0.0, 0.25])
+def test_gradients_of_joined_products(probability: float, update: Update, needs_dx: bool, fits: bool) -> None:
+    """dX, dH and dB by hand, and what is said to be in them; products that do not fit are made one by one."""
+    linear, plain = _Linear(probability=probability), _PlainProducts(fewest=1 if fits else 2**20)
+    operands = replace(linear.operands, kernels=plain.kernels, forward_way=JOINED, backward_way=JOINED)
+    low_rank, reports = operands.low_rank, []
+    assert low_rank is not None
+    for sink in linear.sinks_b:
+        sink.bind(torch.full(sink.shape, 0.5), lambda: reports.append(1))
+    dy, h = _random(TOKENS, sum(ROWS), seed=9), _random(TOKENS, 2 * RANK, seed=10)
+    mask = operands.mask(_context(), _context().token_index)
+    made = JOINED.gradients(operands, OutputGradient(dy, h, mask, needs_dx, update))
+    joined = fits and needs_dx
+    assert plain.calls == ([("backward, no update" if update == "later" else "backward")] if joined else [])
+    # one by one, dX is completed only where it must be
+    assert made.has_update == (needs_dx and (update == "now" or (joined and update == "any time")))
+    assert made.added_db == (joined or update != "later")
+    assert len(reports) == (2 if made.added_db else 0)
+
+    b = torch.block_diag(*linear.b)
+    scales = torch.tensor(SCALES, dtype=torch.float64).repeat_interleave(RANK)
+    dh = dy @ b * scales
+    dx = dy @ linear.weight
+    if made.has_update:
+        dx = dx + (dh @ linear.a if mask is None else (dh @ linear.a) * mask / (1 - probability))
+    assert len(made.parts) == (2 if needs_dx else 1)
+    torch.testing.assert_close(made.parts[0], dh)
+    if needs_dx:
+        torch.testing.assert_close(made.parts[1], dx)
+    for place, sink in enumerate(linear.sinks_b):
+        columns, ranks = slice(8 * place, 8 * place + ROWS[place]), slice(RANK * place, RANK * (place + 1))
+        expected = dy[:, columns].T @ h[:, ranks] if made.added_db else torch.zeros(sink.shape)
+        torch.testing.assert_close(sink.buffer.double(), 0.5 + expected.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [column_linear, row_linear])
+@pytest.mark.parametrize("probability", [0.0, 0.25])
+@pytest.mark.parametrize("made_by", ["given", "norm", "swiglu"])
+def test_joined_linear_against_autograd(function, probability: float, made_by: str) -> None:
+    source, width, make = SOURCES[made_by]
+    linear, plain = _Linear(probability=probability), _PlainProducts()
+    operands = replace(linear.operands, kernels=plain.kernels, forward_way=JOINED, backward_way=JOINED)
+    _compare_with_autograd(function, linear, operands, source, width, make)
+    assert plain.calls == ["forward", "backward"]
 
 
 @pytest.mark.parametrize("function", [column_linear, row_linear])
@@ -150,11 +275,17 @@ def test_h_has_the_same_bits_without_the_product(probability: float, monkeypatch
 def test_linear_against_autograd(function, probability: float, folded: Folds, made_by: str):
     source, width, make = SOURCES[made_by]
     linear = _Linear(probability=probability, folded=folded)
+    _compare_with_autograd(function, linear, linear.operands, source, width, make)
+
+
+def _compare_with_autograd(
+    function, linear: _Linear, operands: LinearOperands, source: LinearInput, width: int, make: Callable
+) -> None:
     u, dy = _random(TOKENS, width, seed=8).requires_grad_(), _random(TOKENS, sum(ROWS), seed=9)
     leaves = [value.clone().requires_grad_() for value in (linear.weight, linear.bias, linear.a, *linear.b)]
     expected = linear.plain(make(u), leaves[0], leaves[1], leaves[2], leaves[3:])
     du, dweight, dbias, da, *db = torch.autograd.grad(expected, (u, *leaves), dy)
-    y = function(u, source, linear.operands, _context(), (_leaf(),))
+    y = function(u, source, operands, _context(), (_leaf(),))
     # the statistics of the norm are kept in the input's own dtype, fp64 here
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(torch.autograd.grad(y, u, dy)[0], du)

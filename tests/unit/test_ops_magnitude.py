@@ -38,10 +38,12 @@ class _Context:
 def _drawn() -> tuple[Tensor, Tensor, Tensor, Adapter]:
     torch.manual_seed(0)
     weight, a, b = torch.randn(O, I), torch.randn(R + 1, I), torch.randn(ROWS, R)
-    adapter = Adapter(
-        b_OR=b, first_column=FIRST, first_row=1, scale=SCALE, sink_a=None, sink_b=None
-    )  # fmt: skip
-    return weight, a, b, adapter
+    return weight, a, b, _adapter(b)
+
+
+def _adapter(b_OR: Tensor) -> Adapter:
+    place = {"first_column": FIRST, "num_columns": ROWS, "first_row": 1, "num_ranks": R}
+    return Adapter(**place, b_OR=b_OR, scale=SCALE, sink_a=None, sink_b=None)
 
 
 def _run(output: Any, z: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,8 +67,7 @@ def test_magnitudes(dtype: torch.dtype) -> None:
 
     expected = _run(formula, z, m)
     sink = GradientSink((ROWS,), torch.device("cpu"))
-    cast = Adapter(b_OR=b.to(dtype), first_column=FIRST, first_row=1, scale=SCALE, sink_a=None,
-                  sink_b=None)  # fmt: skip
+    cast = _adapter(b.to(dtype))
     operands: Any = _Operands(weight.to(dtype), a.to(dtype))
     context: Any = _Context()
     one = Magnitude(m_O=m.to(dtype), adapter=cast, sink=sink)

@@ -16,7 +16,8 @@ from engine.distributed.mesh import Axis
 from engine.distributed.sharding import ShardSpec, replicated_spec
 from engine.errors import UserError
 from engine.layers.module import ShardedModule, ShardEntry
-from engine.layers.sharded_storage import SpreadStorage, SpreadWeights
+from engine.layers.sharded_storage import SpreadStorage
+from engine.layers.storage import SpreadWeights, StorageUser
 from engine.ops.gradients import GradientSink
 from engine.optim.flat_layout import ALIGNMENT, owned_ranges, plan_buckets, plan_regions
 from engine.optim.state_sharding import Sharding
@@ -99,19 +100,19 @@ class _Scale(ShardedModule):
 def test_without_other_ranks_nothing_is_spread() -> None:
     weights = SpreadWeights(Axis("dp_cp"))
     module = _Scale()
-    stop = weights.stop(module, before=None, again=True)
+    (unit,) = weights.attach_storage([StorageUser(module=module)])
     x = torch.ones(3, requires_grad=True)
-    assert stop.run(lambda given: given, x) is x
+    assert unit.run(lambda given: given, x) is x
     assert weights.parts(module.weight)[0].tensor.data_ptr() == module.weight.parameter.data_ptr()
     sharding = Sharding(level="parameters", axis=Axis("dp_cp"), weights=weights)
     assert sharding.size == 1 and not sharding.shards_gradients
 
 
-def test_a_parameter_that_no_stop_reads_is_a_defect() -> None:
+def test_a_parameter_that_no_unit_reads_is_a_defect() -> None:
     weights, module = SpreadWeights(Axis("dp_cp")), _Scale()
-    weights.stop(module, before=None, again=True)
-    with pytest.raises(AssertionError, match="outside of all stops"):
-        weights.attach([torch.zeros(2)], None)  # type: ignore[arg-type]
+    weights.attach_storage([StorageUser(module=module)])
+    with pytest.raises(AssertionError, match="outside of all units"):
+        weights.attach_arrival([torch.zeros(2)], None)  # type: ignore[arg-type]
 
 
 def test_sentences() -> None:

@@ -22,7 +22,7 @@ from engine.distributed.mesh import Axis, Mesh
 from engine.distributed.sharding import ShardSpec
 from engine.layers.encoded_storage import EncodedEntry
 from engine.layers.module import ShardEntry
-from engine.layers.sharded_storage import SpreadWeights
+from engine.layers.storage import SpreadWeights
 from engine.training.guards.fingerprint import Fingerprints
 
 NAMED = 3
@@ -110,7 +110,7 @@ class ReplicaGuard:
             held = _Held(name=entry.name, trained=entry.sink is not None, tensors=tuple(self.tensors(entry)))
             self._hold(held, entry.spec, everywhere=not self._is_spread(entry))
         for weight in encoded:
-            if weights is None or weights.stays(weight.memory):
+            if weights is None or weights.is_resident(weight.memory):
                 held = _Held(name=weight.name, trained=False, tensors=tuple(weight.parts.values()))
                 self._hold(held, weight.spec, everywhere=True)
 

@@ -1,9 +1,10 @@
 """A stand-in for sys.executable that starts at once, for tests in which the start of Python is not the point.
 
-`warm_python()` is a program to be run as the interpreter is: script, -m and -c, arguments, environment, folder, standard
-streams, signals and exit status are its caller's. It asks a server, which has torch and most else imported, for a fork,
-and spares each process the seconds that importing takes. Under torchrun the ranks are forks of torchrun itself, so that
-it is their parent, as it must be.
+`warm_python()` is a program to be run as the interpreter is: script, -m and -c, arguments, environment, folder,
+standard streams, signals and exit status are its caller's. It asks a server, which has torch and most else imported,
+for a fork, and spares each process the seconds that importing takes. Under torchrun the ranks are forks of torchrun
+itself, so that it is their parent, as it must be. What is started by way of sys.executable in such a process is warm as
+well. `WarmProcess` is the fork itself, for those who look at its number and its children.
 
 What is not shown this way: that a program imports what it needs, reads the environment before it imports, and that
 processes with different hash seeds agree. Tests of that, of faults and of the launcher take sys.executable.
@@ -15,9 +16,11 @@ import array
 import atexit
 import functools
 import importlib
+import inspect
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -25,10 +28,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 _IMPORTED = (
     "torch.distributed.run", "torch._dynamo", "torch.distributed.device_mesh", "engine.training.trainer",
@@ -37,17 +41,24 @@ _IMPORTED = (
     "transformers.tokenization_utils_tokenizers", "transformers.dynamic_module_utils",
 )  # fmt: skip
 
+
+def _ask(address: str, arguments: list[str], folder: str, environment: dict[str, str], streams: list[int]) -> Any:
+    """Asks the server for a fork. Returns the connection, on which its exit status comes, and its number."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    request = json.dumps([arguments, folder, environment]).encode()
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", streams))]
+    connection.sendmsg([len(request).to_bytes(8, "big")], ancillary)
+    connection.sendall(request)
+    return connection, int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big")
+
+
 # Without site and its path files: it starts in some hundredths of a second, which is what all this is for.
 _CLIENT = """#!{python} -SE
 import array, json, os, signal, socket, sys
-arguments = sys.argv[1:]
-connection = socket.socket(socket.AF_UNIX)
-connection.connect({address!r})
-request = json.dumps([arguments, os.getcwd(), dict(os.environ)], ensure_ascii=True).encode()
-streams = array.array("i", [0, 1, 2])
-connection.sendmsg([len(request).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
-connection.sendall(request)
-number = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big")
+Any = None
+{ask}
+connection, number = _ask({address!r}, sys.argv[1:], os.getcwd(), dict(os.environ), [0, 1, 2])
 def forward(which, frame):
     try:
         os.kill(number, which)
@@ -58,7 +69,8 @@ for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 answer = connection.recv(8, socket.MSG_WAITALL)
 status = int.from_bytes(answer, "big", signed=True) if len(answer) == 8 else 1
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
@@ -72,7 +84,8 @@ def warm_python() -> Path:
     folder = Path(kept.name)
     address = str(folder / "socket")
     program = folder / "python"
-    program.write_text(_CLIENT.format(python=sys.executable, address=address), encoding="utf-8")
+    text = _CLIENT.format(python=sys.executable, address=address, ask=inspect.getsource(_ask))
+    program.write_text(text, encoding="utf-8")
     program.chmod(0o755)
     root = str(Path(__file__).resolve().parents[1])
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
@@ -85,6 +98,49 @@ def warm_python() -> Path:
     atexit.register(server.stdin.close)
     assert server.stdout.readline() == b"ready\n", "the server ended before it was ready"
     return program
+
+
+class WarmProcess:
+    """A fork of the server as `python *arguments`, with what is needed of subprocess.Popen's methods.
+
+    Args:
+        arguments: of Python.
+        environment: of the process.
+        output: takes what it prints, on both streams.
+        folder: in which it starts; this process's where it is None.
+    """
+
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str], output: IO[Any], folder: Path | None = None
+    ) -> None:
+        self.args, self.returncode = arguments, None
+        with open(os.devnull) as nothing:
+            streams = [nothing.fileno(), output.fileno(), output.fileno()]
+            address = str(warm_python().with_name("socket"))
+            self._connection, self.pid = _ask(address, arguments, str(folder or os.getcwd()), environment, streams)
+
+    def poll(self) -> int | None:
+        """The exit status as of subprocess; None while it runs."""
+        return self._status(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = self._status(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return status
+
+    def _status(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._connection], [], [], timeout)[0]:
+            self.returncode = int.from_bytes(self._connection.recv(8, socket.MSG_WAITALL), "big", signed=True)
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class _Process:
@@ -106,18 +162,12 @@ class _Process:
     def wait(self, timeout: float | None = None) -> int | None:
         if timeout is None:
             return self._wait(0)
-        waiting = selectors.DefaultSelector()
-        descriptor = os.pidfd_open(self.pid) if self.returncode is None else None
-        try:
-            if descriptor is not None:
-                waiting.register(descriptor, selectors.EVENT_READ)
-                if not waiting.select(timeout):
-                    raise subprocess.TimeoutExpired(self.args, timeout)
-            return self._wait(0)
-        finally:
-            waiting.close()
-            if descriptor is not None:
-                os.close(descriptor)
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.01)
+        return self.returncode
 
     def _wait(self, flags: int) -> int | None:
         if self.returncode is None:
@@ -173,7 +223,7 @@ def _become(arguments: list[str], folder: str, environment: dict[str, str]) -> N
 def _run(arguments: list[str]) -> int:
     # a python that starts in its folder finds modules there; the tests' folder stands in PYTHONPATH where it does
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [path for path in dict.fromkeys([*filter(None, given), *sys.path])]
+    sys.path[:] = list(dict.fromkeys([*filter(None, given), *sys.path]))
     kind = arguments[0]
     if kind == "-c":
         sys.argv = ["-c", *arguments[2:]]
@@ -262,4 +312,5 @@ class _Server:
 if __name__ == "__main__":
     for module in _IMPORTED:
         importlib.import_module(module)
+    sys.executable = str(Path(sys.argv[1]).with_name("python"))
     _Server(sys.argv[1]).serve()

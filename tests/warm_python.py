@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 _IMPORTED = (
+    "multiprocessing.spawn",  # remembers sys.executable, which a worker of its needs to be the real one
     "torch.distributed.run", "torch._dynamo", "torch.distributed.device_mesh", "engine.training.trainer",
     "engine.conversion.commands", "rankfold.train", "rankfold.convert", "rankfold.generate", "rankfold.plan",
     "rankfold.certifying.worker", "rankfold.certifying.command", "sentencepiece", "jinja2",

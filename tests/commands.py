@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm_python import warm_python
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -14,11 +15,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def run_tool(
     tool: str, *arguments: object, ranks: int = 0, status: int = 0, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `tools/<tool>.py`, under torchrun with `ranks` processes where that is not 0.
+    """Runs `tools/<tool>.py`, under torchrun with `ranks` processes where that is not 0, in a Python that is warm.
 
     Fails the test with everything printed when the exit status is not `status` (under torchrun any failure is 1).
     """
-    launcher = [sys.executable]
+    launcher = [str(warm_python())]
     if ranks:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}

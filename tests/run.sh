@@ -29,7 +29,7 @@ check "mypy" "$python" -m mypy --no-error-summary
 # Without arguments in three lanes side by side: a test that starts several processes leaves one core idle for half of
 # its time. What shares the cores takes longer, so a test's time limit is longer too.
 lanes() {
-    local folders=("tests/kernels tests/distributed tests/faults" "tests/unit")
+    local folders=("tests/kernels tests/distributed" "tests/unit")
     local rest=() logs=() running=() status=0 lane folder
     local pytest=("$python" -m pytest -q -o timeout=300)
     for lane in "${folders[@]}"; do

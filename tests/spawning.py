@@ -38,7 +38,8 @@ from engine.telemetry.ending import end_at_once
 _GRACE_SECONDS = 3.0
 """How long the other ranks may take to end once one has failed."""
 
-_PRELOAD = ["torch", "torch.distributed.device_mesh", "torch.testing", "engine.training.step", "pytest"]
+_PRELOAD = ["torch._dynamo", "torch.distributed.device_mesh", "torch.testing", "engine.training.step", "pytest"]
+"""The first because an optimizer, and a tensor on the meta device, import it, which takes each process two seconds."""
 
 
 class RankFailure(AssertionError):

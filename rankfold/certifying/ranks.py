@@ -18,7 +18,7 @@ from rankfold.certifying.certificate import Recording
 from rankfold.certifying.layouts import Layout
 from rankfold.certifying.worker import RECIPE, REFUSED
 
-WORKER = Path(__file__).with_name("certify_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 
 
 def choose_device(num_ranks: int) -> str:

@@ -23,6 +23,7 @@ from rankfold.certifying.layouts import Layout, other_layout, own_layout
 from rankfold.certifying.report import Certificate
 from tests.commands import REPOSITORY, run_tool
 from tests.shared_data import write_plays
+from tests.warm_python import warm_python
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
@@ -107,6 +108,7 @@ def test_a_sum_that_is_left_out_is_found_and_named(
 ) -> None:
     """Under two tensor ranks B of a row linear keeps each rank's part of its gradient; nothing else is touched."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setattr("sys.executable", str(warm_python()))
     worker = tmp_path / "worker.py"
     worker.write_text(DROPS_A_SUM, encoding="utf-8")
     run_file = write_run(tmp_path, settings, parallel={"tensor": 2, "sequence": False})

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.end_to_end.test_convert import ROOT, make_run, refuse, succeed
 from tests.unit.checkpoint_models import tiny_llama
 from tests.unit.test_checkpoint_merge import stock_adapter
+from tests.warm_python import warm_python
 
 _KILLED = """
 import os, signal, sys
@@ -39,7 +39,7 @@ import_checkpoint(source, Path(sys.argv[2]), tensor=2, work=Work(progress=progre
 
 
 def test_killed_and_gone_on_with(tmp_path: Path, stories_dir: Path) -> None:
-    command = [sys.executable, "-c", _KILLED, str(stories_dir), str(tmp_path / "out")]
+    command = [str(warm_python()), "-c", _KILLED, str(stories_dir), str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=100)
     assert done.returncode == -signal.SIGKILL, done.stderr

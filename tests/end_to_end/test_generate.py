@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.commands import REPOSITORY, run_tool
+from tests.warm_python import warm_python
 
 PROMPTS = ("Once upon a time", "The", "Lily and Tom went to the park. They saw a big dog and")
 
@@ -115,7 +115,7 @@ def test_a_chat_template_by_name(chat_model: Path, tmp_path: Path) -> None:
 def _talk(folder: Path, lines: str, *options: str) -> tuple[list[str], str]:
     """Lines of stdout after lines of stdin, and what was said beside."""
     result = subprocess.run(
-        [sys.executable, str(REPOSITORY / "tools" / "generate.py"), "--model", str(folder), *options],
+        [str(warm_python()), str(REPOSITORY / "tools" / "generate.py"), "--model", str(folder), *options],
         input=lines, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,14 @@ import torch
 from examples.minimind_dpo.prepare import minimind_config
 from examples.minimind_dpo.summary import table
 from tests.commands import REPOSITORY
+from tests.warm_python import warm_python
 
 RUN = REPOSITORY / "examples" / "minimind_dpo" / "run.sh"
 
 
 def recipe(*arguments: object, status: int = 0) -> str:
     """Everything that run.sh prints."""
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHON": str(warm_python()), "OMP_NUM_THREADS": "1"}
     command = ["bash", str(RUN), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.commands import REPOSITORY, run_tool
 from tests.unit.test_mlperf import compliance, records
+from tests.warm_python import warm_python
 
 EXAMPLE = REPOSITORY / "examples" / "mlperf_llama2_70b_lora"
 
 
 def run_small(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHON": str(warm_python()), "OMP_NUM_THREADS": "1"}
     command = ["bash", str(EXAMPLE / "run_small.sh"), str(out), *more]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
 

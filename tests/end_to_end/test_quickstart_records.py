@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -12,6 +11,7 @@ import pytest
 import sentencepiece
 
 from tests.commands import REPOSITORY
+from tests.warm_python import warm_python
 
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
 
@@ -20,7 +20,7 @@ QUICKSTART = REPOSITORY / "examples" / "quickstart"
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("records")
     for script, name in (("make_text.py", "text"), ("make_questions.py", "data")):
-        subprocess.run([sys.executable, str(QUICKSTART / script), "--out", str(folder / name)], check=True, timeout=60)
+        subprocess.run([warm_python(), str(QUICKSTART / script), "--out", str(folder / name)], check=True, timeout=60)
     return folder
 
 
@@ -50,6 +50,6 @@ def test_tokenizer_writes_any_text_and_is_the_same_each_time(made: Path, tmp_pat
     config = json.loads((made / "text" / "model" / "config.json").read_text(encoding="utf-8"))
     assert config["vocab_size"] == tokenizer.vocab_size()
     assert (config["bos_token_id"], config["eos_token_id"]) == (tokenizer.bos_id(), tokenizer.eos_id())
-    command = [sys.executable, str(QUICKSTART / "make_text.py"), "--out", str(tmp_path)]
+    command = [warm_python(), str(QUICKSTART / "make_text.py"), "--out", str(tmp_path)]
     subprocess.run(command, check=True, timeout=60)
     assert (tmp_path / "model" / "tokenizer.model").read_bytes() == model.read_bytes()

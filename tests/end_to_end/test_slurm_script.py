@@ -6,13 +6,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.commands import REPOSITORY, losses
+from tests.warm_python import warm_python
 
 SCRIPT = REPOSITORY / "examples" / "slurm" / "train.sbatch"
 
@@ -54,8 +54,9 @@ def job(tmp_path: Path, stories_dir: Path) -> dict[str, str]:
     (tmp_path / "run.yaml").write_text(config, encoding="utf-8")
     return {
         **os.environ, "PATH": f"{stubs}:{os.environ['PATH']}", "STUBS": str(stubs), "ENGINE": str(REPOSITORY),
-        "PYTHON": sys.executable, "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "OMP_NUM_THREADS": "1",
-        "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "RUN_DIR": str(tmp_path / "run"),
+        "PYTHON": str(warm_python()), "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train",
+        "OMP_NUM_THREADS": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]",
+        "RUN_DIR": str(tmp_path / "run"),
     }  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from engine.checkpoint.training_state import latest_checkpoint
 from tests.commands import REPOSITORY, losses, options
 from tests.shared_data import write_plays
+from tests.warm_python import warm_python
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -22,7 +22,7 @@ STEPS = 30
 def _start(arguments: list[str], ranks: int) -> subprocess.Popen[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     return subprocess.Popen(
-        [sys.executable, *launcher, str(REPOSITORY / "tools" / "pretrain_lora.py"), *arguments],
+        [str(warm_python()), *launcher, str(REPOSITORY / "tools" / "pretrain_lora.py"), *arguments],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -61,7 +61,7 @@ def test_a_run_goes_on(stories_dir: Path, data_dir: Path, tmp_path: Path) -> Non
 def test_text_that_nobody_reads_to_its_end(stories_dir: Path) -> None:
     """Answers are results: a command that could not give them all has failed, and says so by its status alone."""
     process = subprocess.Popen(
-        [sys.executable, str(REPOSITORY / "tools" / "generate.py"), "--model", str(stories_dir), "--prompt", "Once",
+        [str(warm_python()), str(REPOSITORY / "tools" / "generate.py"), "--model", str(stories_dir), "--prompt", "Once",
          "--max-new-tokens", "400", "--ignore-eos"],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

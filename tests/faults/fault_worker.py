@@ -39,7 +39,7 @@ def _load() -> None:
     """What the commands import, and nothing that starts a thread."""
     import numpy  # noqa: F401
     import peft  # noqa: F401
-    import torch  # noqa: F401
+    import torch._dynamo  # noqa: F401 - the first tensor on the meta device imports it, for two seconds
     from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
 
     import engine.conversion.commands

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from typing import Self
 
 from tests.commands import REPOSITORY, options
 from tests.shared_data import write_plays
+from tests.warm_python import WarmProcess
 
 START_SECONDS = 90.0
 """For a run to take its first steps on a busy machine."""
@@ -67,7 +67,7 @@ class Ranks:
             **run_environment(), "TORCHELASTIC_RUN_ID": "faults", "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
         }  # fmt: skip
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, WarmProcess] = {}
         for rank in range(world):
             if rank in missing:
                 continue
@@ -77,8 +77,8 @@ class Ranks:
                 **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(reason),
             }  # fmt: skip
             command = run_command({**settings, "checkpoint.dir": self.run_dir, **(own or {}).get(rank, {})})
-            with self._file(rank).open("w") as output:
-                self.processes[rank] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            with self._file(rank).open("a") as output:
+                self.processes[rank] = WarmProcess(command[1:], environment, output)
         self.started = time.monotonic()
 
     def __enter__(self) -> Self:

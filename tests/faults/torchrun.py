@@ -17,6 +17,7 @@ import torch
 
 from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
 from tests.faults.ranks import last_step, run_command, run_environment
+from tests.warm_python import WarmProcess
 
 MOMENTS = ("restart", "steps", "save")
 """A little after torchrun has started the ranks; after some steps; when a checkpoint has begun to be written."""
@@ -38,10 +39,8 @@ class Torchrun:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         launcher += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
         with self.output.open("a") as output:
-            self.process = subprocess.Popen(
-                run_command(settings, *launcher), stdout=output, stderr=output,
-                env={**run_environment(), "TMPDIR": str(folder)}, cwd=folder,
-            )  # fmt: skip
+            command, environment = run_command(settings, *launcher), {**run_environment(), "TMPDIR": str(folder)}
+            self.process = WarmProcess(command[1:], environment, output, folder)
 
     def __enter__(self) -> Self:
         return self
@@ -104,7 +103,7 @@ class Torchrun:
             time.sleep(0.02)
         ranks = sorted(new)
         if moment == "restart":
-            time.sleep(chance.uniform(0, 8))
+            time.sleep(chance.uniform(0, 2))
         else:
             self._wait_for_training(deadline)
             begun = self._newest()

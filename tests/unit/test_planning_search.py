@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -43,6 +42,7 @@ from rankfold.planning import memory, memory_examples
 from rankfold.planning.memory_examples import LLAMA_2_70B, LLAMA_3_8B
 from rankfold.planning.memory_question import GIB, Answer, answer_for
 from rankfold.planning.memory_report import winning_yaml
+from tests.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -218,7 +218,7 @@ def test_the_winner_is_a_configuration_that_runs(tmp_path: Path) -> None:
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "tools/plan.py", "memory", *map(str, arguments)],
+        [warm_python(), "tools/plan.py", "memory", *map(str, arguments)],
         cwd=ROOT, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
         check=False,
     )  # fmt: skip

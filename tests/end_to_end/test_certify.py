@@ -161,7 +161,7 @@ def test_ranks_that_refuse_a_run(settings: dict, tmp_path: Path) -> None:
         ({"against": ("tensr=2",)}, ["--against 'tensr=2'", "parallel.tensr", "parallel.tensor"]),
         ({"against": ("train.batch=2",)}, ["--against 'train.batch=2'", "train.batch"]),
         ({"against": ("tensor=3,sequence=false",)}, ["--against 'tensor=3,sequence=false'", "heads", "3"]),
-        ({"against": ("pipeline=8",)}, ["--against 'pipeline=8'", "8 layers", "has 5"]),
+        ({"against": ("pipeline=8",)}, ["--against 'pipeline=8'", "5 layers", "8 stages"]),
         ({"against": ("data=8",)}, ["--against 'data=8'", "train.global_batch_size is 4"]),
         ({"against": ("data=0",)}, ["data=0", "data=2"]),
         ({"against": ("tensor",)}, ["'tensor'", "key=value"]),

@@ -26,7 +26,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.reference_quantize import FP8_LARGEST, NF4_BLOCK, NF4_GROUP, SMALLEST_ROW, dynamic_map, nf4_values
+from engine.kernels.reference_quantize import (
+    FP8_LARGEST,
+    NF4_BLOCK,
+    NF4_GROUP,
+    SMALLEST_ROW,
+    dynamic_map,
+    nf4_values,
+    scale_of,
+)
 from engine.kernels.reference_quantize import row_decode as reference_decode
 from engine.kernels.triton.launch import num_warps, power_of_2, rows_of
 
@@ -308,7 +316,7 @@ def _quantize(
             enable_fp_fusion=False,
         )
     else:
-        scale.fill_(SMALLEST_ROW).div_(FP8_LARGEST)
+        scale.copy_(scale_of(torch.full_like(scale, SMALLEST_ROW), FP8_LARGEST))
     return codes, scale
 
 
@@ -342,7 +350,8 @@ def row_codes(num_tokens: int, num_features: int, device: torch.device) -> tuple
     """Room for codes [T, F] and scales [T, 1], for a kernel with `store_row_codes` as its epilogue; the scales of rows
     without features are what `quantize_rows` gives them."""
     codes = torch.empty(num_tokens, num_features, dtype=torch.float8_e4m3fn, device=device)
-    return codes, torch.full((num_tokens, 1), SMALLEST_ROW, device=device).div_(FP8_LARGEST)
+    smallest = torch.full((num_tokens, 1), SMALLEST_ROW, device=device)
+    return codes, scale_of(smallest, FP8_LARGEST)
 
 
 def row_code_arguments(codes: Tensor, scale: Tensor) -> tuple[object, ...]:

@@ -176,6 +176,12 @@ def _quotient(numerator: float, denominator: Tensor) -> Tensor:
     return torch.full_like(denominator, numerator).div_(denominator)
 
 
+def scale_of(largest: Tensor, largest_code: float) -> Tensor:
+    """Returns largest / largest_code, with the same bits on every device: CUDA divides a tensor by a Python number by
+    multiplying with the rounded reciprocal, so that only a division by a tensor is one."""
+    return largest / torch.full_like(largest, largest_code)
+
+
 def int8_codes(weight_OI: Tensor, absmax_O: Tensor) -> Tensor:
     """Returns round(weight * (127 / absmax)), halves to even, int8 [O, I]."""
     inverse = _quotient(INT8_LARGEST, absmax_O.clamp(min=SMALLEST_ROW))
@@ -198,7 +204,7 @@ def fp8_codes(weight_OI: Tensor, absmax_O: Tensor) -> Tensor:
 
 def row_scales(absmax_O: Tensor, largest: float) -> Tensor:
     """Returns the value of code 1 in each row: absmax / largest, fp32."""
-    return absmax_O.clamp(min=SMALLEST_ROW) / largest
+    return scale_of(absmax_O.clamp(min=SMALLEST_ROW), largest)
 
 
 def row_decode(codes_OI: Tensor, scales_O: Tensor, out_OI: Tensor) -> None:
@@ -232,7 +238,7 @@ def quantize_matrix(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple
 def _scaled_codes(wide: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     largest = largest.clamp(min=SMALLEST_ROW)
     codes = (wide * _quotient(FP8_LARGEST, largest)).clamp_(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
-    return codes, largest / FP8_LARGEST
+    return codes, scale_of(largest, FP8_LARGEST)
 
 
 def transpose_codes(codes_OI: Tensor) -> Tensor:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from numbers import Number
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.kernels import reference_quantize
 from engine.kernels.native.loader import native_status
 from engine.ops.quantized_backends import choose_quantized
 from engine.ops.quantized_products import REFERENCE_OPERANDS
@@ -41,3 +47,38 @@ def test_backends_agree(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(*out)
     for part in parts[0]:
         assert torch.equal(parts[0][part].view(torch.uint8), parts[1][part].view(torch.uint8)), part
+
+
+class _CudaDivision(TorchDispatchMode):
+    """Divides by a Python number as torch's CUDA kernels do: multiplies by the reciprocal, rounded to fp32."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.div.Tensor, torch.ops.aten.div_.Tensor) and isinstance(args[1], Number):
+            reciprocal = torch.ones(()).div(torch.tensor(float(args[1])))
+            return (args[0].mul_ if func is torch.ops.aten.div_.Tensor else args[0].mul)(reciprocal)
+        return func(*args, **(kwargs or {}))
+
+
+def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.equal(ours.flatten().view(torch.uint8), theirs.flatten().view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ENCODING_NAMES)
+def test_codes_and_scales_do_not_depend_on_how_a_device_divides(name: str) -> None:
+    weight = torch.randn(300, 192, generator=torch.Generator().manual_seed(0))
+    code = encoding(name, choose_quantized("reference", CPU).arithmetic)
+    expected = code.encode(weight)
+    with _CudaDivision():
+        found = code.encode(weight)
+    assert all(_same_bits(found[part], expected[part]) for part in expected)
+
+
+@pytest.mark.parametrize("quantize", ["quantize_rows", "quantize_matrix"])
+@pytest.mark.parametrize("features", [192, 0])
+def test_operands_do_not_depend_on_how_a_device_divides(quantize: str, features: int) -> None:
+    x = torch.randn(300, features, generator=torch.Generator().manual_seed(1))
+    function = getattr(reference_quantize, quantize)
+    expected = function(x)
+    with _CudaDivision():
+        found = function(x)
+    assert all(map(_same_bits, found, expected))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
 from pathlib import Path
+from typing import cast
 
+from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.training_state import latest_checkpoint, open_run
 from engine.config.checkpoint import CheckpointOptions
 from engine.config.run_files import FILES, FOLDERS
@@ -17,6 +20,9 @@ from engine.telemetry.output import say
 
 RUNS = Path("runs")
 """Where folders are made for runs that are given none."""
+
+SECONDS_TO_BE_SEEN = 90.0
+"""How long a checkpoint may take to appear on every node; NFS keeps a folder's entries for up to a minute."""
 
 
 class RunFolder:
@@ -38,16 +44,36 @@ class RunFolder:
             _check_name_is_found_again(self._launcher)
             name = str(broadcast_object(str(_own_name(self._launcher))))
         self.path = Path(name)
+        self._is_first = launch.rank == 0
         if launch.rank == 0:
             _check_places(self.path, metrics)
         self._lock = RunLock(self.path, say) if launch.rank == 0 else None
 
     def resume_path(self) -> Path | None:
-        """Finds the checkpoint to resume from; None to start from the beginning.
+        """Finds the checkpoint to resume from; None to start from the beginning. Collective.
+
+        Rank 0 looks and the others take its word: on a network file system each sees a new folder at its own time, and
+        ranks that looked for themselves could resume from different steps.
 
         Raises:
-            UserError: checkpoint.resume is none and the folder holds an earlier run, or there is nothing at its path.
+            UserError: checkpoint.resume is none and the folder holds an earlier run, there is nothing at its path, or
+                this rank does not see what rank 0 sees.
         """
+        try:
+            found, problem = (self._newest() if self._is_first else None), None
+        except UserError as error:
+            found, problem = None, str(error)
+        path, sentence = cast(
+            tuple[str | None, str | None], broadcast_object((None if found is None else str(found), problem))
+        )
+        if sentence is not None:
+            raise UserError(sentence)
+        if path is None:
+            return None
+        _wait_for(Path(path))
+        return Path(path)
+
+    def _newest(self) -> Path | None:
         present = latest_checkpoint(self.path)
         if self._launcher is not None and self._launcher.restart > 0 and present is not None:
             return present  # of the same job, whatever it was told to start from
@@ -75,6 +101,22 @@ class RunFolder:
         """Releases the lock."""
         if self._lock is not None:
             self._lock.release()
+
+
+def _wait_for(checkpoint: Path) -> None:
+    """Waits until this rank sees the checkpoint that rank 0 found.
+
+    Raises:
+        UserError: it does not, for longer than file systems keep what they have seen.
+    """
+    deadline = time.monotonic() + SECONDS_TO_BE_SEEN
+    while not (checkpoint / MANIFEST).is_file():
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"rank 0 resumes from {checkpoint}, which is not there for this rank on {platform.node()}: give a "
+                "checkpoint.dir and a checkpoint.resume that all nodes share."
+            )
+        time.sleep(0.2)
 
 
 def _check_places(folder: Path, metrics: str | None) -> None:

@@ -58,15 +58,19 @@ def snapshot_bytes(shards: Sequence[NamedShard]) -> int:
     return sum(source.nbytes for source, _ in _group(shards))
 
 
-def fits_in_host_memory(num_bytes: int) -> bool:
-    """Returns whether that much memory is available now; True where the system does not report it."""
+def fits_in_host_memory(num_bytes: int, ranks: int = 1) -> bool:
+    """Returns whether that much memory is available now; True where the system does not report it.
+
+    Args:
+        ranks: of this machine. Each looks before any of them has taken what it needs, and takes as much.
+    """
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return True
     for line in text.splitlines():
         if line.startswith("MemAvailable:"):
-            return num_bytes + _RESERVE_BYTES <= int(line.split()[1]) * 1024
+            return num_bytes * ranks + _RESERVE_BYTES <= int(line.split()[1]) * 1024
     return True
 
 

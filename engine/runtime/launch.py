@@ -43,6 +43,11 @@ def world_size_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ranks_of_this_node() -> int:
+    """Number of processes that torchrun started on this machine; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def rank_from_environment() -> int:
     """This process's global rank; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))

@@ -19,7 +19,7 @@ from engine.distributed.failures import CommunicationError
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
-from engine.runtime.launch import Launch
+from engine.runtime.launch import Launch, ranks_of_this_node
 from engine.telemetry.format import format_bytes
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.best import BestLoss
@@ -156,10 +156,10 @@ class StateSaver:
 
     def _make_room(self, tensors: list[NamedShard]) -> Snapshot | None:
         needed = snapshot_bytes(tensors)
-        if fits_in_host_memory(needed):
+        if fits_in_host_memory(needed, ranks_of_this_node()):
             return Snapshot(tensors)
         self._say(
-            f"warning: a copy of what trains takes {format_bytes(needed)} of host memory a rank, which is not free: "
+            f"warning: a copy of what trains takes {format_bytes(needed)} of host memory per rank, which is not free: "
             "training will wait while a checkpoint is written"
         )
         return None

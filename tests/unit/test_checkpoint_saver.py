@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.checkpoint import saver as saver_module
 from engine.checkpoint.commit import TrainingContents, owned
 from engine.checkpoint.saver import SaveGroup, Saver, SaveReport
-from engine.checkpoint.snapshot import Snapshot, snapshot_bytes
+from engine.checkpoint.snapshot import Snapshot, fits_in_host_memory, snapshot_bytes
 from engine.checkpoint.step_folders import list_checkpoints, prune, staging_folder
 from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
 from engine.distributed.sharding import NamedShard, replicated_spec, split_spec
@@ -287,3 +287,9 @@ def test_a_defect_in_the_writer_is_not_swallowed(tmp_path: Path, monkeypatch: py
     saver.save(trained.shards, contents(1))
     with pytest.raises(ZeroDivisionError):
         saver.wait()
+
+
+def test_ranks_of_a_machine_need_their_memory_together() -> None:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    assert fits_in_host_memory(available // 8) and not fits_in_host_memory(available // 8, ranks=16)

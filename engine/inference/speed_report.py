@@ -106,8 +106,8 @@ def report_lines(figures: list[RankFigures]) -> list[str]:
         lines.append(
             f"decode: {speed.decode_tokens} tokens in {speed.decode_seconds:.3f} s, "
             f"{format_count(speed.decode_tokens / speed.decode_seconds)} tokens/s, "
-            f"{speed.decode_tokens / speed.decode_passes:.1f} rows and "
-            f"{1e3 * speed.decode_seconds / speed.decode_passes:.2f} ms a pass"
+            f"{1e3 * speed.decode_seconds / speed.decode_passes:.2f} ms and on average "
+            f"{speed.decode_tokens / speed.decode_passes:.1f} prompts per pass"
         )
     table = [_HEADINGS, *(_row(rank, one) for rank, one in enumerate(figures))]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

@@ -211,7 +211,7 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
     if summary.stopped is None:
         log.info("done")
     else:
-        log.info(f"stopped after step {summary.steps}, {summary.stopped}: the same command goes on from there")
+        log.info(f"stopped after step {summary.steps}, {summary.stopped}: the same command resumes from there")
     for line in summary.lines():
         log.info(line)
     return summary

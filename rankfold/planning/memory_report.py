@@ -36,7 +36,7 @@ def report(answer: Answer, *, top: int) -> str:
         best = found.fitting[0]
         parts += [_chosen(answer, best), part_table(best)]
         if len(found.fitting) > 1:
-            parts.append("The next:\n" + _ranking(answer, found.fitting[1 : top + 1]))
+            parts.append("Alternatives:\n" + _ranking(answer, found.fitting[1 : top + 1]))
     else:
         parts.append(_nothing_fits(answer))
     if found.too_large:
@@ -80,8 +80,8 @@ def _chosen(answer: Answer, best: Candidate) -> str:
         f"Yes. Fastest that fits: {best.label()}\n"
         f"step {time.step:.3g} s, {time.tokens_per_second / answer.devices:,.0f} tokens/s per GPU; "
         f"pipeline bubble {time.bubble:.1%}\n"
-        f"links: {time.links:.3g} s waited for, {time.hidden_links:.3g} s hidden "
-        f"behind arithmetic; sums of gradients and update {time.gradients:.2g} s{_host(answer, best)}"
+        f"communication: {time.links:.3g} s exposed, {time.hidden_links:.3g} s hidden "
+        f"behind compute; gradient reduction and update {time.gradients:.2g} s{_host(answer, best)}"
     )
 
 
@@ -112,7 +112,7 @@ def alternatives(found: Sequence[tuple[dict[str, str], Answer]]) -> str:
 def part_table(candidate: Candidate) -> str:
     """Returns a table of GiB by part at the peak, with a column for each pipeline rank."""
     shown = candidate.estimates if len(candidate.estimates) <= _PER_LAYER_LIMIT else (candidate.estimate,)
-    rows = [("GiB at the peak", *(f"rank {one.pipeline_rank}" if len(shown) > 1 else "a rank" for one in shown))]
+    rows = [("GiB at the peak", *(f"rank {one.pipeline_rank}" if len(shown) > 1 else "per rank" for one in shown))]
     for part in PARTS:
         if any(one.parts[part] >= _SHOWN_GIB * GIB for one in shown):
             rows.append((part, *(f"{one.parts[part] / GIB:.2f}" for one in shown)))
@@ -126,7 +126,7 @@ def part_table(candidate: Candidate) -> str:
 
 
 def _ranking(answer: Answer, candidates: Sequence[Candidate]) -> str:
-    rows = [("layout", "GiB", "step s", "tokens/s a GPU", "bubble")]
+    rows = [("layout", "GiB", "step s", "tokens/s per GPU", "bubble")]
     for one in candidates:
         assert one.time is not None
         rows.append(

@@ -180,7 +180,7 @@ def _training_set(
     entries = [split_mix(entry) for entry in config.data.mix]
     parts = [whole, *(_dataset(config, path, tokenizer, decoder, log, f"training ({path})") for path, _ in entries)]
     mixed = blend(parts, [1.0, *(weight for _, weight in entries)])
-    log.info(f"mixed training data: {len(mixed):,} rows an epoch")
+    log.info(f"mixed training data: {counted(len(mixed), 'row')} per epoch")
     return mixed, held_out
 
 

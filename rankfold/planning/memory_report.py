@@ -15,7 +15,7 @@ from engine.layers.rounding import FLOAT8
 from engine.models.describe import num_parameters
 from engine.planning.ledger import PARTS
 from engine.planning.search import Candidate
-from engine.telemetry.format import format_columns, format_parameters
+from engine.telemetry.format import counted, format_columns, format_parameters
 from rankfold.planning.memory_question import GIB, Answer
 
 _SHOWN_GIB = 0.005
@@ -56,8 +56,8 @@ def _question(answer: Answer) -> str:
     return (
         f"{config.model.path}: {format_parameters(num_parameters(decoder))} parameters, {trained}, {config.model.dtype}"
         f"{f', base {config.model.base_dtype}' if config.model.base_dtype else ''}{_beside(answer)}\n"
-        f"{config.train.global_batch_size} rows of {config.row_length} tokens in a step, "
-        f"{config.train.micro_batch_size} in a micro-batch; kernels {answer.workload.kernels}\n"
+        f"{counted(config.train.global_batch_size, 'row')} of {counted(config.row_length, 'token')} per step, "
+        f"{config.train.micro_batch_size} per micro-batch; kernels {answer.workload.kernels}\n"
         f"{answer.devices} x {answer.gpu_memory:g} GiB, of which {answer.capacity / GIB:.1f} GiB each may be used; "
         f"speeds of {answer.machine.name}\n"
         "All figures are predictions; bytes are those of tensors."

@@ -101,7 +101,7 @@ def test_torch_takes_the_call(heads: tuple[int, int]):
 
 
 WHY_NOT = [
-    ({"device": torch.device("cpu")}, "not on cpu"),
+    ({"device": torch.device("cpu")}, "needs a CUDA device, not cpu"),
     ({"kernels": REFERENCE}, "reference backend was asked for"),
     ({"dtype": torch.float32}, "not in torch.float32"),
     ({"head_dim": 12}, "multiple of 8 up to 256, not 12"),

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 COMMANDS = {
     "train": "train LoRA adapters, selected parameters, or everything",
     "convert": "convert checkpoints, adapters, and configurations of other trainers",
-    "generate": "continue texts with a model",
+    "generate": "generate text with a model",
     "preprocess": "tokenise data once into a store",
     "plan": "predict memory and time, draw schedules, certify a layout",
-    "report": "write an HTML page about runs",
-    "benchmark": "measure the engine against its peers and the machine",
+    "report": "write an HTML report of one or more runs",
+    "benchmark": "compare speed and memory with transformers + PEFT and the machine's limits",
 }
 """Name -> what it does. Each is a module of this package with `main()`."""
 
@@ -47,7 +47,7 @@ def _parser() -> CommandLine:
     table = "\n".join(f"  {name:<{width}}  {does}" for name, does in COMMANDS.items())
     parser = CommandLine(
         prog="rankfold",
-        description="Trains large language models, and does what belongs to that.",
+        description="Fine-tunes large language models with LoRA, on one device or many.",
         epilog=f"commands:\n{table}\n{_EXAMPLES}",
     )
     parser.add_argument(

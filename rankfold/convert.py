@@ -1,5 +1,5 @@
-"""Converts checkpoints: import a Hugging Face model, export a model or an adapter, merge, reshard, look into either.
-Or a configuration: files, command lines and scripts of other trainers (TRL, PEFT, LLaMA-Factory, Axolotl, Megatron-LM,
+"""Converts checkpoints: imports Hugging Face models, exports models and adapters, merges, reshards, inspects. Converts
+configurations too: files, command lines and scripts of other trainers (TRL, PEFT, LLaMA-Factory, Axolotl, Megatron-LM,
 accelerate, DeepSpeed).
 
 rankfold convert import --source HF_DIR --out CKPT_DIR --tensor 2
@@ -12,7 +12,7 @@ rankfold convert inspect DIR
 rankfold convert config accelerate.yaml --flags "--lora_r 16 --max_steps 1024" --out run.yaml
 rankfold convert config --flags "trl sft --model_name_or_path MODEL --use_peft" --out run.yaml
 
-A conversion that was killed goes on where it stopped when the same command is given again.
+If a conversion is interrupted, the same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ def build_parser() -> argparse.ArgumentParser:
     _add_common(importing)
 
     resharding = commands.add_parser(
-        "reshard", help="write a partitioned base again for another number of ranks", stands_for=_TENSOR
+        "reshard", help="repartition a base for another number of ranks", stands_for=_TENSOR
     )
     resharding.add_argument("--source", required=True, type=Path, help="a partitioned base")
     resharding.add_argument("--tensor", required=True, type=int, help="number of partitions")
     _add_common(resharding)
 
-    exporting = commands.add_parser("export", help="give back a PEFT adapter or a Hugging Face model")
+    exporting = commands.add_parser("export", help="write a PEFT adapter or a Hugging Face model")
     exporting.add_argument("--source", required=True, type=Path, help="folder of a run, of a checkpoint, or of a base")
     exporting.add_argument("--format", required=True, choices=("peft", "hf"), help="an adapter, or a whole model")
-    exporting.add_argument("--merge", action="store_true", help="with hf: put trained adapters into the weights")
-    exporting.add_argument("--base", type=Path, help="the base of a run, where it has moved")
+    exporting.add_argument("--merge", action="store_true", help="with hf: merge trained adapters into the weights")
+    exporting.add_argument("--base", type=Path, help="folder of the run's base model, if it has moved")
     exporting.add_argument(
         "--base-name",
         metavar="NAME",
-        help="with peft: what the adapter calls its base, as on a hub",
+        help="with peft: name of the base written into the adapter, such as OWNER/NAME on the hub",
     )
     exporting.add_argument(
         "--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)"
@@ -67,34 +67,34 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_options(exporting)
     _add_common(exporting)
 
-    merging = commands.add_parser("merge", help="put a PEFT adapter into the weights of its base", stands_for=_MERGE)
+    merging = commands.add_parser("merge", help="merge a PEFT adapter into the weights of its base", stands_for=_MERGE)
     merging.add_argument("--base", required=True, type=Path, help="Hugging Face folder, or a partitioned base")
     merging.add_argument("--adapter", required=True, type=Path, help="folder of a PEFT LoRA adapter")
     merging.add_argument(
         "--base-dtype",
         choices=BASE_DTYPES,
-        help="the adapter was trained beside the base in this encoding: merge into what it makes of the weights",
+        help="encoding of the base when the adapter was trained: merge into the weights as it rounds them",
     )
     _add_model_options(merging)
     _add_common(merging)
 
-    inspecting = commands.add_parser("inspect", help="say what a folder holds")
+    inspecting = commands.add_parser("inspect", help="show what a run, checkpoint or model holds")
     inspecting.add_argument("folder", type=Path, help="a run, a checkpoint, or a model")
     inspecting.add_argument(
         "--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)"
     )
     inspecting.add_argument("--verify", action="store_true", help="read every piece and check its checksum")
 
-    configuring = commands.add_parser("config", help="turn another trainer's files and flags into a run's YAML")
+    configuring = commands.add_parser("config", help="turn another trainer's files and flags into a run file")
     config_conversion.add_arguments(configuring)
     return parser
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True, type=Path, help="folder to make")
+    parser.add_argument("--out", required=True, type=Path, help="folder to create")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing model, adapter or checkpoint")
     parser.add_argument("--verify", action="store_true", help="read everything back from the disk and compare")
-    parser.add_argument("--threads", type=int, help="that read and write (default: two a processor, at most 8)")
+    parser.add_argument("--threads", type=int, help="threads that read and write (default: two per core, at most 8)")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -105,14 +105,14 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--fused",
         choices=("keep", "split", "qkv", "all"),
         default="keep",
-        help="query, key and value, and gate and up: as the base has them (default), apart, query-key-value as one "
-        "qkv_proj, or both fused",
+        help="how to store query, key and value, and gate and up: as the base does (default), all separately, query, "
+        "key and value as one qkv_proj, or both fused",
     )
     parser.add_argument(
         "--stored-base",
         action="store_true",
-        help="merge into the weights as stored, also where the base was encoded in training (default: into what the "
-        "encoding made of them, which is the model that was trained)",
+        help="merge into the stored weights even if the base was encoded in training (default: into the weights as "
+        "encoding rounded them, which is the model that was trained)",
     )
     parser.add_argument("--no-proof", action="store_true", help="do not compare logits with stock transformers or PEFT")
 

@@ -1,4 +1,4 @@
-"""Continues texts with a model, on one device or several, with an adapter beside its base or without.
+"""Generates text with a model, on one device or several, with or without an adapter.
 
 rankfold generate --model HF_DIR --prompt "Once upon a time"
 rankfold generate --model HF_DIR --adapter RUN_DIR --chat

@@ -1,10 +1,10 @@
-"""Tokenises data once, on all cores, into a store that training maps instead of reading.
+"""Tokenises data once, on all cores, into a store that training maps into memory instead of reading.
 
 rankfold preprocess --tokenizer MODEL_DIR --out STORE data/*.jsonl
 rankfold preprocess --tokenizer MODEL_DIR --out STORE --on-error skip-and-report records.parquet
 rankfold preprocess --tokenizer MODEL_DIR --show 3 records.jsonl
 
-Then train with --data.train STORE. The same command goes on where a killed one stopped.
+Then train with --data.train STORE. If it is interrupted, the same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -41,25 +41,37 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", required=True, type=Path, help="folder or sentencepiece .model file")
     parser.add_argument("--out", type=Path, help="the store's folder")
     parser.add_argument(
-        "--show", type=int, default=0, metavar="N", help="print the first N records as they are learnt; writes nothing"
-    )
-    parser.add_argument("--format", default="auto", choices=FORMATS, help="of the records (default: by their fields)")
-    parser.add_argument("--no-mask-prompt", action="store_true", help="learn questions too, not only answers")
-    parser.add_argument(
-        "--chat-template", type=path_text, metavar="T", help="name or file, as of --data.chat_template in training"
-    )
-    parser.add_argument(
-        "--chat-arguments", type=json_mapping, default={}, metavar="JSON", help='for it: {"enable_thinking": false}'
+        "--show",
+        type=int,
+        default=0,
+        metavar="N",
+        help="print the first N records as the model will see them, and write nothing",
     )
     parser.add_argument(
-        "--stop-at-end", action="store_true", help="learn no line break behind the token that ends an answer"
+        "--format", default="auto", choices=FORMATS, help="format of the records (default: recognised by their fields)"
     )
-    parser.add_argument("--workers", type=int, default=available_processors(), help="processes (default: all cores)")
+    parser.add_argument("--no-mask-prompt", action="store_true", help="train on prompts too, not only on answers")
+    parser.add_argument(
+        "--chat-template", type=path_text, metavar="T", help="name or file, as for --data.chat_template"
+    )
+    parser.add_argument(
+        "--chat-arguments",
+        type=json_mapping,
+        default={},
+        metavar="JSON",
+        help='variables for the chat template: {"enable_thinking": false}',
+    )
+    parser.add_argument(
+        "--stop-at-end", action="store_true", help="do not train on the line break after the token that ends an answer"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=available_processors(), help="number of processes (default: one per core)"
+    )
     parser.add_argument(
         "--on-error",
         default="stop",
         choices=("stop", "skip-and-report"),
-        help="what a record that cannot be used does: end the work, or be left out and listed in skipped.jsonl",
+        help="what to do about a record that cannot be used: stop, or leave it out and list it in skipped.jsonl",
     )
     return parser
 
@@ -113,21 +125,23 @@ def _preprocess(arguments: argparse.Namespace) -> None:
         summary = preprocess(request, arguments.out, progress=progress.advance)
     seconds = time.monotonic() - started
     if summary.resumed:
-        log.info(f"{summary.resumed} of {summary.units} pieces were there from an earlier call")
+        log.info(f"{summary.resumed} of {counted(summary.units, 'piece')} already there from an interrupted call")
     log.info(
         f"{arguments.out}: {counted(summary.records, 'record')}, {counted(summary.documents, 'document')}, "
-        f"{counted(summary.tokens, 'token')} "
-        f"({summary.target_tokens:,} learnt) in {format_duration(seconds)}, {format_count(summary.tokens / seconds)} "
-        f"tokens/s on {counted(arguments.workers, 'process')}"
+        f"{counted(summary.tokens, 'token')} ({summary.target_tokens:,} trained on) in {format_duration(seconds)}, "
+        f"{format_count(summary.tokens / seconds)} tokens/s on {counted(arguments.workers, 'process')}"
     )
     if summary.skipped:
-        log.warning(f"{summary.skipped:,} records were left out: {arguments.out / 'skipped.jsonl'} says which and why")
+        log.warning(
+            f"{counted(summary.skipped, 'record')} left out: {arguments.out / 'skipped.jsonl'} says which and why"
+        )
 
 
 def _show(arguments: argparse.Namespace, files: list[Path], chat: ChatOptions) -> None:
     """Prints the first records."""
     from engine.data.preview import first_documents, preview
     from engine.data.tokenizer import load_tokenizer
+    from engine.telemetry.format import counted
 
     tokenizer = load_tokenizer(arguments.tokenizer, chat)
     for warning in tokenizer.chat_warnings():
@@ -135,7 +149,7 @@ def _show(arguments: argparse.Namespace, files: list[Path], chat: ChatOptions) -
     settings = {"data_format": arguments.format, "mask_prompt": not arguments.no_mask_prompt}
     colour = sys.stdout.isatty()
     for document in first_documents(files, arguments.show, tokenizer, **settings):
-        learnt = int(document.targets.sum())
-        print(f"{document.place}: {len(document.tokens):,} tokens, {learnt:,} learnt")
+        trained = int(document.targets.sum())
+        print(f"{document.place}: {counted(len(document.tokens), 'token')}, {trained:,} trained on")
         print(preview(document.tokens, document.targets, tokenizer, colour=colour))
         print()

@@ -1,4 +1,4 @@
-"""Writes a page about a run, or several beside each other: one HTML file that opens in any browser, without a network.
+"""Writes a report of one run, or of several side by side: one HTML file that opens in any browser, without a network.
 
 rankfold report RUN_DIR
 rankfold report RUN_DIR OTHER_RUN_DIR --out compared.html
@@ -30,4 +30,4 @@ def main() -> None:
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_durably(out, text.encode(errors="replace"))  # a log can name half a character
-    print(f"written: {out}")
+    print(f"wrote {out}")

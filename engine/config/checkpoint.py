@@ -12,18 +12,18 @@ class CheckpointOptions:
     """Checkpoint: where the run is kept, how often it is saved, and what it resumes from.
 
     Args:
-        dir: Folder of the run; null creates a new runs/<time> folder, which a restart by torchrun finds again.
+        dir: Folder of the run; null creates a new folder runs/<time>, which a restart by torchrun finds again.
         every: Steps between checkpoints; 0 saves only at the end.
         keep: How many of the newest checkpoints to keep; 0 keeps all.
-        keep_every: Steps between checkpoints that are never deleted, beside the newest; 0 for none.
-        keep_best: Save after each evaluation whose loss is the lowest so far, and keep that checkpoint beside those of
-            checkpoint.keep; export it with rankfold convert export --step best.
-        asynchronous: Train on while a checkpoint is written, from a copy in host memory of what trains; false makes
-            training wait. The run always waits for the last checkpoint.
-        timeout: Seconds for which a save waits for the one before it, and rank 0, half as long, for the other ranks'
-            parts, before it is given up; on several ranks never more than half of train.collective_timeout.
-        resume: "auto" resumes from the newest complete checkpoint in checkpoint.dir where there is one, "none" starts
-            afresh, and anything else is the path of a run or of one of its checkpoints to resume from.
+        keep_every: Steps between checkpoints that are kept for good, in addition to the newest; 0 for none.
+        keep_best: Save after each evaluation with the lowest loss so far, and keep that checkpoint in addition to those
+            of checkpoint.keep; export it with rankfold convert export --step best.
+        asynchronous: Continue training while a checkpoint is written from a copy in host memory; false makes training
+            wait. The run always waits for the last checkpoint.
+        timeout: Seconds a save waits for the previous one before it is given up; rank 0 waits half as long for the
+            other ranks' parts. On several ranks never more than half of train.collective_timeout.
+        resume: "auto" resumes from the newest complete checkpoint in checkpoint.dir, if there is one; "none" starts
+            afresh; anything else is the path of a run or checkpoint to resume from.
     """
 
     dir: str | None = None

@@ -19,14 +19,14 @@ class DataOptions:
     """Data: which text, and how it becomes rows of tokens.
 
     Args:
-        train: File with the training samples: .jsonl, .json or .txt; or a folder that rankfold preprocess wrote, or
-            Megatron's indexed data, as its .bin or as what the names of .bin and .idx begin with, which are mapped,
-            not read.
+        train: File with the training samples (.jsonl, .json or .txt), a store that rankfold preprocess wrote, or
+            Megatron's indexed data, named by its .bin or by the common prefix of its .bin and .idx. Stores and indexed
+            data are mapped into memory, not read.
         mix: Further training data, as PATH=WEIGHT. data.train has weight 1; an epoch reads every one of them at
             least once, and repeats those that are small for their weight.
-        validation: File with the samples that are evaluated; null evaluates nothing.
-        validation_split: Share of the rows of data.train that is held out of training and evaluated instead of
-            data.validation, such as 0.05; train.seed decides which ones. null holds none out.
+        validation: File with the samples for evaluation; null evaluates nothing.
+        validation_split: Share of the rows of data.train held out for evaluation, instead of a data.validation file,
+            such as 0.05; train.seed decides which rows. null holds none out.
         format: Shape of a record. "text" has text; "completion" has prompt and completion; "alpaca" has
             instruction, input and output; "sharegpt" has conversations; "messages" has messages with roles, which go
             through the tokenizer's chat template; "tokens" has input_ids and, where not all of them are trained on,
@@ -35,9 +35,9 @@ class DataOptions:
         packing: Put several samples in one row. true fits whole samples into rows, and attention never crosses from one
             to another; "concatenate" puts them all end to end, as MLPerf does it, and cuts the whole into rows of
             data.seq_length, where attention and positions ignore sample boundaries.
-        overlong: What happens to a sample longer than data.seq_length. "truncate" cuts its end off, "drop" skips it
-            (both are counted and reported), "cut" makes several samples of it, "error" stops. With data.packing
-            concatenate nothing needs cutting, and "truncate" keeps everything.
+        overlong: What happens to a sample longer than data.seq_length. "truncate" cuts off its end, "drop" skips it
+            (both are counted and reported), "cut" splits it into several samples, "error" stops. With data.packing
+            concatenate nothing is too long, and "truncate" keeps everything.
         mask_prompt: Compute the loss only on the answer (completion, output, assistant turns); false computes
             it on everything.
         chat_template: Chat template for conversations: a file, or chatml, llama2, llama3, mistral, gemma, phi3,

@@ -15,17 +15,17 @@ class LogOptions:
     Args:
         every: Steps between reports, on the terminal and in the metrics file.
         metrics: Name of the JSON-lines metrics file inside the run's folder; null writes none.
-        tensorboard: Write TensorBoard event files into the run's folder as well (needs the tensorboard extra).
-        wandb_project: Project of Weights & Biases that gets the figures as well (needs the wandb extra); without a
-            connection set WANDB_MODE=offline. null switches it off.
-        mlflow_experiment: Experiment of MLflow that gets the figures as well (needs the mlflow extra), where
-            MLFLOW_TRACKING_URI says, else in the run's folder. null switches it off.
-        communication: Measure what each kind of collective moves and how long it takes, without waiting for the
-            device; each rank writes it into its file of the run's folder telemetry.
-        profile_steps: Steps, counted from 1, of which torch's profiler writes a trace into the run's folder traces, for
-            chrome://tracing or Perfetto; neighbouring ones share one.
-        peak_tflops: Peak TFLOP/s of one device, for utilisation; null measures a product at the start, and 0 reports
-            no utilisation.
+        tensorboard: Also write TensorBoard event files into the run's folder (needs the tensorboard extra).
+        wandb_project: Weights & Biases project that the figures are also sent to (needs the wandb extra); set
+            WANDB_MODE=offline if there is no connection. null switches it off.
+        mlflow_experiment: MLflow experiment that the figures are also sent to (needs the mlflow extra), at
+            MLFLOW_TRACKING_URI or else in the run's folder. null switches it off.
+        communication: Measure the bytes and the time of each kind of collective, without waiting for the device; each
+            rank writes them into its file in the run folder's telemetry/.
+        profile_steps: Steps, counted from 1, for which torch's profiler writes a trace into the run folder's traces/,
+            for chrome://tracing or Perfetto; neighbouring steps share one trace.
+        peak_tflops: Peak TFLOP/s of one device, for utilisation (mfu); null measures a matrix product at the start, and
+            0 reports no utilisation.
     """
 
     every: int = 1

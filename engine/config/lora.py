@@ -23,28 +23,28 @@ class LoraOptions:
     """LoRA: low-rank adapters beside frozen linears, y = x W^T + scale * (dropout(x) A^T) B^T.
 
     Args:
-        rank: Rank of the adapters; 0 means no adapters (then say in trainable what is trained).
+        rank: Rank of the adapters; 0 trains none (trainable then says what is trained).
         alpha: Numerator of the scale: alpha / rank, or alpha / sqrt(rank) with lora.rslora.
         dropout: Probability that an input feature of an adapter is dropped during training, 0 to below 1.
         targets: Modules that get an adapter, as names (q_proj) or regular expressions that match the whole name
             (.*self_attn\\.(q|v)_proj), in the engine's or the checkpoint's spelling; all-linear means every linear of
             the layers. lm_head and embed_tokens can be targets too.
-        exclude: Modules that get none although lora.targets matches them, written in the same way.
-        layers: Numbers of the layers whose modules get adapters, from 0; null for all of the model.
-        rank_pattern: Ranks of modules that have another one than lora.rank, by name or expression as in lora.targets,
-            such as {down_proj: 32}; of several that match a module the first counts. null for none.
-        alpha_pattern: The same of lora.alpha.
+        exclude: Modules that get no adapter even if lora.targets matches them, written in the same way.
+        layers: Indices, from 0, of the layers whose modules get adapters; null means all layers.
+        rank_pattern: Ranks that differ from lora.rank, by module name or expression as in lora.targets, such as
+            {down_proj: 32}; the first that matches a module counts. null for none.
+        alpha_pattern: Alphas that differ from lora.alpha, in the same way.
         rslora: Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732).
-        dora: Train the length of each output row beside its direction (arXiv 2402.09353). Dropout then still acts on
-            the adapter's input alone, where PEFT's drops the base's too.
-        bias: Give each adapter a bias of its own, trained and scaled with it; not beside dora.
-        init: What A starts from; B starts from zeros, of an embedding the other way round. "kaiming" is uniform as
-            PEFT has it by default, "gaussian" normal with deviation 1 / rank.
-        fused: Which modules share one adapter, with one A: "qkv" query, key and value, "gate_up" gate and up, "all"
-            both, "none" neither. "auto" trains what PEFT trains: one adapter for those that the checkpoint stores as
-            one matrix (Phi-3's qkv_proj and gate_up_proj), where all of them are targets alike; with lora.init_from,
-            one where that adapter has one.
-        init_from: Folder of a PEFT adapter to start from; null starts from fresh ones.
+        dora: Use DoRA: train the magnitude of each output row separately from its direction (arXiv 2402.09353). Dropout
+            still acts on the adapter's input alone, where PEFT's also drops the base's.
+        bias: Give each adapter a bias, trained and scaled with it; not with lora.dora.
+        init: Initial values of A: "kaiming" is uniform, as PEFT has it by default; "gaussian" is normal with standard
+            deviation 1 / rank. B starts at zero (for an embedding, A is zero and B is drawn).
+        fused: Which projections share one adapter, with one A: "qkv" query, key and value, "gate_up" gate and up, "all"
+            both, "none" neither. "auto" does what PEFT would: one adapter where the checkpoint stores several
+            projections as one matrix (Phi-3's qkv_proj and gate_up_proj) and all of them are targets; with
+            lora.init_from, wherever that adapter is fused.
+        init_from: Folder of a PEFT adapter to start from; null starts from fresh adapters.
     """
 
     rank: int = 16

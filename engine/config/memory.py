@@ -20,15 +20,15 @@ class MemoryOptions:
         recompute: What backward recomputes. "none" keeps everything; "selective" recomputes norms and SwiGLU;
             "attention" recomputes the attention block too; "full" recomputes each layer from its input. Later choices
             take less memory and more time.
-        recompute_layers: How many layers, counted from the first, are treated as memory.recompute says, where that is
-            "attention" or "full"; the others are "selective". null means all of them.
+        recompute_layers: How many layers, counted from the first, use memory.recompute "attention" or "full"; the
+            others use "selective". null means all layers.
         offload_activations: Keep activations for backward in host memory, and prefetch them one layer ahead of their
             use. Needs a GPU.
-        offload_weights: Keep frozen weights in host memory, and prefetch each layer's while the layer before it
-            computes, for the forward pass and again for the backward pass. Of the frozen weights, two layers' are on
-            the device at a time.
-        offload_optimizer: Keep the fp32 weights and both moments of AdamW in host memory, and bring them to the device
-            piece by piece when they are updated.
+        offload_weights: Keep frozen weights in host memory, and prefetch each layer's while the previous layer
+            computes, in forward and again in backward. At most two layers of frozen weights are on the device at a
+            time.
+        offload_optimizer: Keep the fp32 master weights and both moments of AdamW in host memory, and bring them to the
+            device piece by piece for the update.
         activation_dtype: Precision in which activations are kept for backward: "bfloat16", or "float8" (e4m3 with one
             scale a token). null keeps them as they are. The rounding error is reported after the first step.
         cuda_graph: What is captured after a few steps and replayed from then on, so that the GPU does not wait for the

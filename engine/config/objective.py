@@ -21,7 +21,8 @@ class ObjectiveOptions:
             pairs of answers, of which one was preferred: "dpo" (arXiv 2305.18290), "ipo" (2310.12036), "hinge"
             (2305.10425), and without a reference "orpo" (2403.07691) and "simpo" (2405.14734). "kto" (2402.01306)
             learns from single answers, each with a label that says whether it was liked.
-        beta: How strongly a pair counts against staying near the reference; for orpo the weight of the odds ratio.
+        beta: How strongly the preference counts against staying near the reference; for orpo the weight of the odds
+            ratio.
         label_smoothing: Share of pairs that are assumed to be labelled the wrong way round, for dpo and simpo.
         length_normalised: Compare means over an answer's tokens instead of sums, for dpo and hinge.
         margin: By how much simpo wants the preferred answer to be better.

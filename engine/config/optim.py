@@ -22,19 +22,19 @@ class OptimOptions:
             FusedAdam of NVIDIA apex on a GPU; a backend named here that cannot run is an error.
         lr: Highest learning rate, reached at the end of the warm-up.
         betas: Decay rates of the running averages of the gradient and of its square.
-        eps: Added to the square root in the denominator of the update.
-        weight_decay: Decoupled weight decay, of all that trains (adapters and DoRA's magnitudes too) but biases and the
-            weights of norms, as in Hugging Face's Trainer.
-        clip_grad_norm: Gradients are scaled down to this norm where theirs is larger; 0 switches clipping off.
-        max_skipped_steps: A step whose loss or gradient is not finite, or spikes where guards.spike_policy is skip,
-            is skipped and counted; after this many in a row the run stops. 1 stops at the first.
+        eps: Added to the denominator of the update, after the square root.
+        weight_decay: Decoupled weight decay of everything trained (adapters and DoRA's magnitudes too) except biases
+            and norms, as in Hugging Face's Trainer.
+        clip_grad_norm: Gradients whose norm is larger are scaled down to this norm; 0 switches clipping off.
+        max_skipped_steps: Steps in a row that may be skipped, because a loss or gradient is not finite or spikes where
+            guards.spike_policy is skip, before the run stops. 1 stops at the first.
         loss_scale: Initial loss scale where model.dtype is float16, a power of two. It halves when the gradient
             overflows, and that step is skipped.
         loss_scale_window: Steps without an overflow after which the loss scale doubles.
-        schedule: Course of the learning rate after the warm-up. "linear" and "cosine" fall to optim.min_lr at the
-            last step; "constant" stays.
+        schedule: Learning rate after the warm-up. "linear" and "cosine" decay to optim.min_lr at the last step;
+            "constant" stays.
         warmup_steps: Steps over which the learning rate rises linearly from 0 to optim.lr.
-        warmup_ratio: The same as a share of all steps of the run, rounded up; instead of optim.warmup_steps.
+        warmup_ratio: Warm-up as a share of all steps of the run, rounded up, instead of optim.warmup_steps.
         min_lr: Learning rate at the end of "linear" and "cosine".
     """
 

@@ -26,8 +26,8 @@ _WIDTH = 110
 _USAGE = """\
 usage: {prog} [--config FILE] [--SECTION.OPTION VALUE ...]
 
-Trains LoRA adapters, selected parameters, or everything. An option stands in the YAML file of --config, in its section,
-or on the command line, which wins:
+Trains LoRA adapters, selected parameters, or everything. Each option can be set in the YAML file of --config,
+under its section, or on the command line, which wins:
 
   {command} --config run.yaml --lora.rank 8 --lora.targets q_proj,v_proj
   torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
@@ -36,7 +36,7 @@ The options that most runs set:
 """
 _ENDING = """
 --config FILE     reads options from a YAML file
---print_config    prints all options as they are resolved, as YAML, and ends
+--print_config    prints the resolved configuration as YAML and exits
 --help SECTION    explains a section, or one option such as --help optim.lr
 --help all        explains every option
 

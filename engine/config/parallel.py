@@ -24,7 +24,7 @@ class ParallelOptions:
         sequence: Whether the tensor ranks also divide the tokens between the linears (sequence parallelism).
             null means true when parallel.tensor is above 1; with parallel.tensor 1 there is nothing to divide.
         pipeline: Ranks that share the layers (pipeline parallelism).
-        virtual: Stages that each pipeline rank holds; null takes the least that the schedule needs.
+        virtual: Pipeline stages per rank; null takes the fewest that the schedule needs.
         schedule: Order of forwards and backwards over the pipeline. "auto" takes "lora" where the layers are frozen,
             else "interleaved" where parallel.virtual is above 1 and "1f1b" where it is not. "zb_h1" and "zb_v" put the
             weights' gradients into the gaps and are for training in full; zb_v holds two stages per rank.
@@ -37,9 +37,9 @@ class ParallelOptions:
             "gradients" spreads the summed gradients as well, and sends half as much; "parameters" spreads the weights
             too, frozen ones among them, and gathers each layer's twice per micro-batch. With one such rank nothing
             is spread. Checkpoints open at any setting.
-        lora_reduce: How a column linear's low-rank input gradient crosses the tensor ranks without sequence
-            parallelism. "local" keeps each rank's partial sum and sums the gradient of A once per step; "joint" sends
-            it along with the input gradient, so that the gradient of A is complete at once.
+        lora_reduce: Without sequence parallelism, how the gradient of a column-parallel linear's LoRA A is summed over
+            the tensor ranks. "local" keeps each rank's partial sum and sums once per step; "joint" sends the low-rank
+            gradient along with the input gradient, so that the gradient of A is complete at once.
         bucket_mb: Size in MiB of the buckets in which gradients are reduced over the data-parallel ranks.
     """
 

@@ -21,14 +21,15 @@ class TrainOptions:
 
     Args:
         steps: Optimizer steps to take; give this or train.epochs.
-        epochs: Passes over the training data, fractions allowed; 1 when neither this nor train.steps is given.
+        epochs: Passes over the training data, fractions allowed; 1 if train.steps is not set either.
         micro_batch_size: Rows in one forward pass of one data-parallel rank.
         global_batch_size: Rows in one optimizer step, over all ranks and micro-batches.
-        last_batch: The last batch of an epoch whose rows do not divide into full batches. "short" takes the rows that
+        last_batch: What happens to the last batch of an epoch if the rows do not fill it. "short" takes the rows that
             are left, so that an epoch reads each row exactly once; "full" adds the first rows of the next epoch.
         seed: Seed of the data order, of fresh weights and of dropout.
         deterministic: Use only operations that give the same bits on every run of the same layout.
-        eval_every: Steps between evaluations of data.validation, beside those at the start and at the end; 0 for none.
+        eval_every: Steps between evaluations of the validation data, in addition to those at the start and the end; 0
+            for none.
         eval_first: Step of the first evaluation, a multiple of train.eval_every, with none at the start or the end
             beside these. null evaluates at the start and at the end too.
         eval_samples: Number of validation samples to evaluate, from the first; null evaluates all of them.
@@ -37,11 +38,11 @@ class TrainOptions:
         target_eval_loss: Training ends as soon as an evaluation loss is at most this; null trains to the last step.
         early_stopping_patience: Training ends after this many evaluations in a row without a lower loss; null trains
             to the last step.
-        early_stopping_min_delta: By how much a loss must be lower to count as lower for early stopping.
-        sample_every: Steps between samples of text from the model as it is, beside those at the start and at the end; 0
-            for none.
-        sample_prompts: Texts that are continued, each with the most likely tokens.
-        sample_tokens: Maximum number of new tokens of a sample.
+        early_stopping_min_delta: By how much the loss must fall to count as lower for early stopping.
+        sample_every: Steps between text samples from the model, in addition to those at the start and the end; 0 for
+            none.
+        sample_prompts: Prompts that are continued greedily as the model trains.
+        sample_tokens: Maximum number of new tokens in a sample.
         sample_chat: Render each prompt as a user's message with the tokenizer's chat template.
         synthetic_steps: Steps on made-up tokens that warm the devices up before any data is read; their changes
             are undone. The data is then read after the model, so its errors are reported later.

@@ -25,6 +25,7 @@ from engine.checkpoint.safetensors_file import raw_bytes
 from engine.conversion.lora_scales import Scale
 from engine.files.durable import write_durably
 from engine.kernels.native.merge import can_merge, merge_rows
+from engine.telemetry.format import counted
 
 _BLOCK_BYTES = 1 << 20
 """Bytes of the weight in a block: few enough that the fp32 blocks beside it still fit a processor's cache."""
@@ -187,9 +188,10 @@ def write_rounding(folder: Path, facts: Sequence[Mapping[str, Any]], scale: Scal
 def summary(rounding: Mapping[str, Mapping[str, float]]) -> str:
     """Returns one sentence about a merge."""
     name, worst = max(rounding.items(), key=lambda each: each[1]["max_error"])
-    text = f"{len(rounding)} tensors merged; rounding changed values by at most {worst['max_error']:.2e} ({name})"
+    merged = f"{counted(len(rounding), 'tensor')} merged"
+    text = f"{merged}; rounding changed values by at most {worst['max_error']:.2e} ({name})"
     if worst["max_error"] == 0.0:
-        return f"{len(rounding)} tensors merged; the merge is exact: {MERGE_REPORT}"
+        return f"{merged} exactly: {MERGE_REPORT}"
     relative = max(each["relative_error"] for each in rounding.values())
     text += f", by at most {relative:.1e} of a tensor's norm"
     lost = {name: each["error_of_update"] for name, each in rounding.items() if "error_of_update" in each}

@@ -388,12 +388,12 @@ def _number(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _tensor_rows(tensors: TensorReader, title: str = "tensors") -> list[tuple[str, str]]:
+def _tensor_rows(tensors: TensorReader, title: str = "weights") -> list[tuple[str, str]]:
     names = tensors.tensor_names()
     count = sum(math.prod(tensors.shape(name)) for name in names)
     dtypes = ", ".join(sorted({dtype_name(tensors.dtype(name)) for name in names}))
     size = format_bytes(tensors.total_bytes())
-    return [(title, f"{len(names)}, {format_count(count)} parameters, {size}, {dtypes}")]
+    return [(title, f"{counted(len(names), 'tensor')}, {format_count(count)} parameters, {size}, {dtypes}")]
 
 
 def _file_rows(layout: dict[str, int], files: dict[str, int]) -> list[tuple[str, str]]:

@@ -87,9 +87,10 @@ class DatasetReport:
         """Returns warnings about tokens and answers that were lost."""
         found, total = [], self.documents + self.dropped
         if self.truncated:
-            side = ", with one of its answers," if self.unit == "pair" else ""
+            have = "has" if self.truncated == 1 else "have"
+            is_longer = f"{have} an answer that, with its prompt, is" if self.unit == "pair" else _is(self.truncated)
             found.append(
-                f"{self.truncated:,} of {counted(total, self.unit)} {_is(self.truncated)}{side} longer than "
+                f"{self.truncated:,} of {counted(total, self.unit)} {is_longer} longer than "
                 f"data.seq_length {self.limit} and truncated, {counted(self.lost_tokens, 'token')} lost; "
                 f"data.seq_length {self.longest} would keep all tokens"
             )

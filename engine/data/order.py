@@ -93,9 +93,9 @@ class DataOrder:
     def sentence(self) -> str:
         """Returns the length of an epoch, for the log."""
         steps, rest = self.steps_per_epoch, self.count % self.batch
-        text = f"an epoch: {counted(self.count, 'row')} in {counted(steps, 'step')} of {self.batch}"
+        text = f"one epoch is {counted(self.count, 'row')} in {counted(steps, 'step')} of {self.batch}"
         if not rest:
             return text
         if self.last_batch == "full":
             return f"{text}, the last of which takes {self.batch - rest} from the next epoch (train.last_batch full)"
-        return f"{text}, the last of {rest}" if steps > 1 else f"an epoch: {counted(self.count, 'row')} in 1 step"
+        return f"{text}, the last of {rest}" if steps > 1 else f"one epoch is {counted(self.count, 'row')} in 1 step"

@@ -16,7 +16,7 @@ import torch
 from engine.distributed.collectives import all_reduce, gather_objects, post_async
 from engine.distributed.mesh import Axis, Mesh
 from engine.inference.generate import Speed
-from engine.telemetry.format import format_bytes, format_count
+from engine.telemetry.format import counted, format_bytes, format_count
 from engine.telemetry.process_memory import peak_memory_bytes
 
 _COPIED, _SENT = 64 << 20, 4 << 20
@@ -99,15 +99,15 @@ def report_lines(figures: list[RankFigures]) -> list[str]:
     one token a row in which a rank did not wait for other pipeline ranks; beside it, what of its memory bandwidth it
     used then."""
     speed = figures[0].speed
-    lines = [f"prefill: {speed.prefill_tokens} tokens in {speed.prefill_seconds:.3f} s"]
+    lines = [f"prefill: {counted(speed.prefill_tokens, 'token')} in {speed.prefill_seconds:.3f} s"]
     if speed.prefill_tokens:
         lines[0] += f", {format_count(speed.prefill_tokens / speed.prefill_seconds)} tokens/s"
     if speed.decode_passes:
         lines.append(
-            f"decode: {speed.decode_tokens} tokens in {speed.decode_seconds:.3f} s, "
+            f"decode: {counted(speed.decode_tokens, 'token')} in {speed.decode_seconds:.3f} s, "
             f"{format_count(speed.decode_tokens / speed.decode_seconds)} tokens/s, "
-            f"{speed.decode_tokens / speed.decode_passes:.1f} rows and "
-            f"{1e3 * speed.decode_seconds / speed.decode_passes:.2f} ms a pass"
+            f"{1e3 * speed.decode_seconds / speed.decode_passes:.2f} ms and on average "
+            f"{speed.decode_tokens / speed.decode_passes:.1f} prompts per pass"
         )
     table = [_HEADINGS, *(_row(rank, one) for rank, one in enumerate(figures))]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

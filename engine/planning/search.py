@@ -27,6 +27,7 @@ from engine.planning.machine import Machine, check_encoding
 from engine.planning.peak import PeakEstimate, predict_layout
 from engine.planning.rank_layout import Layout, Workload
 from engine.planning.step_time import StepTime, predict_time
+from engine.telemetry.format import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +83,7 @@ class Candidate:
     def label(self) -> str:
         """Returns layout and recomputation in a few words."""
         memory = self.memory
-        layers = "" if memory.recompute_layers is None else f" of {memory.recompute_layers} layers"
+        layers = "" if memory.recompute_layers is None else f" of {counted(memory.recompute_layers, 'layer')}"
         workload = self.workload
         places = (workload.offload_weights, workload.offload_optimizer, memory.offload)
         away = [name for name, there in zip(("weights", "optimizer", "activations"), places, strict=True) if there]

@@ -126,7 +126,7 @@ class Watchdog:
         seen = LOG.total, self._places
         if seen != self._seen:
             if self._silent_until_progress and self._seen != (-1, -1):
-                self._say(f"rank {self._rank} goes on after {time.monotonic() - self._since:.0f} s")
+                self._say(f"rank {self._rank} continues after {time.monotonic() - self._since:.0f} s")
             self._seen, self._since, self._silent_until_progress = seen, time.monotonic(), False
 
     def _is_late(self) -> bool:

@@ -85,7 +85,7 @@ def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer,
         return
     for row in range(min(config.data.show, len(dataset))):
         for tokens, targets in dataset.documents(row):
-            log.info(f"sample of row {row + 1}: {len(tokens):,} tokens, {int(targets.sum()):,} learnt")
+            log.info(f"sample of row {row + 1}: {counted(len(tokens), 'token')}, {int(targets.sum()):,} trained on")
             log.info(preview(tokens, targets, tokenizer, colour=log.live))
 
 
@@ -171,15 +171,16 @@ def _training_set(
     if share is not None:
         whole, held_out = hold_out(whole, share, seed)
         log.info(
-            f"validation data: {counted(len(held_out), 'row')} of data.train, {held_out.report.target_tokens:,} tokens "
-            f"learnt, held out (data.validation_split {share:g}, train.seed {seed}); {len(whole):,} to train on"
+            f"validation data: {counted(len(held_out), 'row')} held out of data.train (data.validation_split "
+            f"{share:g}, train.seed {seed}), {counted(held_out.report.target_tokens, 'token')} evaluated; "
+            f"{counted(len(whole), 'row')} left to train on"
         )
     if not config.data.mix:
         return whole, held_out
     entries = [split_mix(entry) for entry in config.data.mix]
     parts = [whole, *(_dataset(config, path, tokenizer, decoder, log, f"training ({path})") for path, _ in entries)]
     mixed = blend(parts, [1.0, *(weight for _, weight in entries)])
-    log.info(f"mixed training data: {len(mixed):,} rows an epoch")
+    log.info(f"mixed training data: {counted(len(mixed), 'row')} per epoch")
     return mixed, held_out
 
 

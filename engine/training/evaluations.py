@@ -93,4 +93,4 @@ def ending(best: BestLoss, *, target: float | None, patience: int | None) -> End
 
 def _told(objective: Objective, more: dict[str, float]) -> str:
     text = "".join(f", {name} {value:.4g}" for name, value in figures_to_show(objective, more).items())
-    return f"{text}, the model still being its own reference" if more.get("margin") == 0 else text
+    return f"{text} (the model still equals its reference)" if more.get("margin") == 0 else text

@@ -23,6 +23,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.runtime.launch import Launch
 from engine.runtime.run_folder import RunFolder
 from engine.runtime.supervision import Supervision
+from engine.telemetry.format import counted
 from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter, recorded_evaluation
@@ -222,7 +223,7 @@ def _read_data(
         if launch.rank == 0:
             tidy(folder.path, config.checkpoint, log.info)
         raise RunComplete(sentence, step=start.step, run_dir=folder.path)
-    log.info(f"resuming from {point.path} after step {point.step}, {point.consumed} samples consumed")
+    log.info(f"resuming from {point.path} after step {point.step}, {counted(point.consumed, 'sample')} consumed")
     for difference in point.differences(config, read.course, order, read.fingerprint):
         log.warning(difference)
     return read

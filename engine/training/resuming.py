@@ -68,8 +68,8 @@ class StartingPoint:
             found.append(rate)
         if data != self.data:
             found.append(
-                f"data.train differs from what {self.path} was trained on; the run goes on at sample {self.consumed} "
-                "of it"
+                f"data.train differs from what {self.path} was trained on; the run continues at sample "
+                f"{self.consumed} of it"
             )
         return found
 

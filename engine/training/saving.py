@@ -168,14 +168,14 @@ class StateSaver:
         if report.path is None:
             self._problems += 1
             self._say(
-                f"warning: step {report.step} could not be saved: {report.problem}; training goes on, earlier "
-                f"checkpoints are as they were ({self._problems} without success so far)"
+                f"warning: step {report.step} could not be saved: {report.problem}; training continues, earlier "
+                f"checkpoints are intact ({self._problems} without success so far)"
             )
             return
         waited = f", {report.waited:.2f} s of them for the one before" if report.waited >= 0.01 else ""
         self._say(
             f"step {report.step}: saved {report.path} ({format_bytes(report.num_bytes)} in {report.seconds:.2f} s; "
-            f"training stood still for {report.pause:.3f} s{waited})"
+            f"training paused for {report.pause:.3f} s{waited})"
         )
         if report.problem is not None:
             self._say(f"warning: {report.problem}")

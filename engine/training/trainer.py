@@ -16,6 +16,7 @@ from engine.distributed.failures import CommunicationError
 from engine.errors import LostRankError
 from engine.runtime.launch import start, stop, world_size_from_environment
 from engine.runtime.supervision import Preempted
+from engine.telemetry.format import counted
 from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import peak_memory_bytes
@@ -104,7 +105,7 @@ class Trainer:
         if (line := run.forecast.line()) is not None:
             run.log.info(line)
         run.log.info(f"data order: {loader.order.sentence()}")
-        run.log.info(f"run: {run.course.steps} steps, folder {run.folder.path}")
+        run.log.info(f"run: {counted(run.course.steps, 'step')}, folder {run.folder.path}")
 
     def _summary(self, seconds: float, stopped: str | None) -> RunSummary:
         run = self._run
@@ -211,7 +212,7 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
     if summary.stopped is None:
         log.info("done")
     else:
-        log.info(f"stopped after step {summary.steps}, {summary.stopped}: the same command goes on from there")
+        log.info(f"stopped after step {summary.steps}, {summary.stopped}: the same command resumes from there")
     for line in summary.lines():
         log.info(line)
     return summary

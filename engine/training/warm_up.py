@@ -17,7 +17,7 @@ from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.runtime.launch import Launch
-from engine.telemetry.format import format_duration
+from engine.telemetry.format import counted, format_duration
 from engine.telemetry.log import Log
 from engine.training.build import Training
 from engine.training.data import data_position, loader_options
@@ -40,7 +40,9 @@ def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> 
     before.put_back()
     if launch.device.type == "cuda":
         torch.cuda.synchronize(launch.device)
-    log.info(f"warm-up: {steps} steps on synthetic tokens in {format_duration(time.monotonic() - begin)}, undone")
+    log.info(
+        f"warm-up: {counted(steps, 'step')} on synthetic tokens in {format_duration(time.monotonic() - begin)}, undone"
+    )
 
 
 def _synthetic_loader(config: RunConfig, launch: Launch, *, vocabulary: int) -> DataLoader:

@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="run.sh",
         description="Trains a LoRA adapter on two ranks, exports it, and compares it with transformers and PEFT. "
-        "Without options it makes a small model of its own from the Python reference. Run again, it goes on where it "
+        "Without options it makes a small model of its own from the Python reference. Run again, it continues where it "
         "stopped and leaves out what is done.",
         epilog="Options behind -- go to the LoRA training: run.sh --model M --data D -- --optim.lr 1e-4",
     )
@@ -259,7 +259,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted: the same command goes on from here", file=sys.stderr)
+        print("\ninterrupted: the same command continues from here", file=sys.stderr)
         return 130
     print_summary(plan, runner.done, time.monotonic() - started)
     return 0

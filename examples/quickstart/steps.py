@@ -96,7 +96,7 @@ class Runner:
     def run(self, step: Step) -> None:
         """Runs a step, or leaves it out where it, its inputs and all steps before are as they were.
 
-        A step that was interrupted finds its outputs as they are, so that training goes on where it stopped.
+        A step that was interrupted finds its outputs as they are, so that training resumes where it stopped.
 
         Raises:
             StepFailed: a command failed.

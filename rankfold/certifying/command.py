@@ -67,7 +67,7 @@ class CertifyOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run, as for training")
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="run file, as for rankfold train")
     parser.add_argument(
         "--against",
         action="append",
@@ -86,8 +86,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATIO",
         help=f"largest relative deviation (default {FINE:g}, or {COARSE:g} where a dtype is coarser than float32)",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute in this instead of model.dtype")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every deviation here")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="precision to compute in, instead of model.dtype"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file to write every deviation to")
 
 
 def run(arguments: argparse.Namespace) -> None:

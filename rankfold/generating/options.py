@@ -28,59 +28,93 @@ def build_parser(description: str | None) -> CommandLine:
     model = parser.add_argument_group("model")
     model.add_argument("--model", type=Path, help="Hugging Face folder, or a partitioned base")
     model.add_argument(
-        "--adapter", type=Path, help="folder of a PEFT adapter, of a run or of its checkpoint; it is not merged"
+        "--adapter",
+        type=Path,
+        help="folder of a PEFT adapter, a run or one of its checkpoints; applied without merging",
     )
     model.add_argument("--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)")
     model.add_argument("--tokenizer", type=Path, help="folder or file of the tokenizer (default: the model's)")
     model.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")
     model.add_argument("--base-dtype", choices=BASE_DTYPES, help="store the linears of the layers in fewer bits")
-    model.add_argument("--kernels", choices=KERNELS, default="auto", help="of the ops")
+    model.add_argument(
+        "--kernels", choices=KERNELS, default="auto", help="backend of the ops, as model.kernels (default auto)"
+    )
     layout = parser.add_argument_group("layout, under torchrun")
-    layout.add_argument("--tensor", type=int, help="ranks that share each layer (default: all remaining)")
-    layout.add_argument("--pipeline", type=int, default=1, help="ranks that hold the layers one after the other")
+    layout.add_argument("--tensor", type=int, help="ranks that share each layer (default: all that --pipeline leaves)")
+    layout.add_argument("--pipeline", type=int, default=1, help="ranks that share the layers (default 1)")
     _add_prompts(parser)
     _add_choice(parser)
-    parser.add_argument("--report", action="store_true", help="memory, bandwidth and speed of every rank, at the end")
+    parser.add_argument(
+        "--report", action="store_true", help="print memory, bandwidth and speed of every rank at the end"
+    )
     return parser
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     prompts = parser.add_argument_group("prompts; without any, they are read at the terminal")
-    prompts.add_argument("--prompt", action="append", help="a text; may be given several times")
+    prompts.add_argument("--prompt", action="append", help="text to continue; may be given several times")
     prompts.add_argument("--prompts", type=Path, help='JSONL file of {"prompt": ...} or {"messages": [...]}')
     prompts.add_argument("--out", type=Path, help="JSONL file for the answers to --prompts (default: stdout)")
-    prompts.add_argument("--ids", action="store_true", help="token ids in the answers too")
-    prompts.add_argument("--chat", action="store_true", help="a text is a user's message, in the chat template")
+    prompts.add_argument("--ids", action="store_true", help="write the token ids of the answers too")
     prompts.add_argument(
-        "--chat-template", type=path_text, metavar="T", help="name or file, as of --data.chat_template in training"
+        "--chat", action="store_true", help="send each text as a user's message through the chat template"
     )
     prompts.add_argument(
-        "--chat-arguments", type=json_mapping, default={}, metavar="JSON", help='for it: {"enable_thinking": false}'
+        "--chat-template", type=path_text, metavar="T", help="name or file, as for --data.chat_template in training"
+    )
+    prompts.add_argument(
+        "--chat-arguments",
+        type=json_mapping,
+        default={},
+        metavar="JSON",
+        help='variables for the chat template: {"enable_thinking": false}',
     )
     prompts.add_argument("--system", help="a system message in front of each conversation")
-    prompts.add_argument("--batch", type=int, default=8, help="prompts at a time (default 8)")
+    prompts.add_argument("--batch", type=int, default=8, help="prompts processed at the same time (default 8)")
     prompts.add_argument(
         "--prefill-tokens",
         type=read_length,
         default=4096,
-        help="maximum tokens of prompts that are prefilled together (default 4096)",
+        help="most prompt tokens prefilled together (default 4096)",
     )
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
-    choice = parser.add_argument_group("choice of tokens")
-    choice.add_argument("--max-new-tokens", type=read_length, default=128, help="for each prompt (default 128)")
-    choice.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the most likely token")
-    choice.add_argument("--top-k", type=int, help="only the k most likely tokens")
-    choice.add_argument("--top-p", type=float, default=1.0, help="only the most likely ones that together reach this")
-    choice.add_argument("--min-p", type=float, default=0.0, help="only those at least this many times the most likely")
-    choice.add_argument("--repetition-penalty", type=float, default=1.0, help="on tokens that the row has (default 1)")
-    choice.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers on every layout")
-    choice.add_argument("--stop", action="append", default=[], help="a text that ends an answer; several times")
+    choice = parser.add_argument_group("sampling and stopping")
     choice.add_argument(
-        "--stop-token", action="append", type=int, default=[], help="a token id that ends an answer; several times"
+        "--max-new-tokens", type=read_length, default=128, help="most tokens generated per prompt (default 128)"
     )
-    choice.add_argument("--ignore-eos", action="store_true", help="the model's end tokens do not end an answer")
+    choice.add_argument(
+        "--temperature", type=float, default=0.0, help="0 (default) takes the most likely token; above 0 samples"
+    )
+    choice.add_argument("--top-k", type=int, help="sample from the k most likely tokens")
+    choice.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the most likely tokens whose probabilities add up to this"
+    )
+    choice.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="sample from tokens at least this fraction as likely as the most likely one",
+    )
+    choice.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="applied to tokens of the prompt and the answer so far (default 1: none)",
+    )
+    choice.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers on every layout")
+    choice.add_argument(
+        "--stop", action="append", default=[], help="text that ends an answer; may be given several times"
+    )
+    choice.add_argument(
+        "--stop-token",
+        action="append",
+        type=int,
+        default=[],
+        help="token id that ends an answer; may be given several times",
+    )
+    choice.add_argument("--ignore-eos", action="store_true", help="continue past the model's end tokens")
 
 
 def model_choice(arguments: argparse.Namespace) -> ModelChoice:

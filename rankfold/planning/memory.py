@@ -4,9 +4,9 @@ Predicts the peak memory of a rank by part (weights, adapters, fp32 masters, gra
 under each recompute policy, logits, buffers of collectives, temporary tensors) and the time of a step, for every layout
 of the GPUs. Prints the fastest that fits with its table, the next ones, why the rest do not fit, and the sections of a
 configuration for rankfold train; where nothing fits, what to add to the command so that it does. --offload and
---activation-dtype let it put things into host memory, or keep them in fewer bits. --config predicts for one
+--activation-dtype let it use host memory and fewer bits as well. --config predicts for one
 configuration as it is, and with --measure takes its steps on this device, with drawn weights. Nothing is measured
-unless --probe or --measure is given; --examples answers for some well known models and machines.
+unless --probe or --measure is given; --examples answers for some well-known models and machines.
 """
 
 from __future__ import annotations
@@ -34,22 +34,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=path_text, metavar="PATH", help="folder of a model, or its config.json under any name"
     )
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many (default 1)")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs (default 1)")
     parser.add_argument(
-        "--gpu-memory", type=read_gib, default=80.0, metavar="GIB", help="of each, as 80 or 80GB (default 80)"
+        "--gpu-memory",
+        type=read_gib,
+        default=80.0,
+        metavar="GIB",
+        help="memory of each GPU, as 80 or 80GB (default 80)",
     )
     parser.add_argument(
         "--host-memory",
         type=read_gib,
         metavar="GIB",
-        help="of a machine, which up to 8 GPUs share; what --offload may fill (default: this machine's)",
+        help="host memory of a machine, shared by up to 8 GPUs, that --offload may fill (default: this machine's)",
     )
     parser.add_argument(
         "--reserve",
         type=float,
         default=6.0,
         metavar="PERCENT",
-        help="of the memory that stays free for the device's context, communicators and fragments (default 6)",
+        help="share of GPU memory kept free for the device's context, communicators and fragmentation (default 6)",
     )
     parser.add_argument(
         "--machine",
@@ -59,27 +63,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     work = parser.add_argument_group("what is trained")
     work.add_argument(
-        "--seq-length", type=read_length, default=2048, metavar="TOKENS", help="of a row, as 8192 or 8k (default 2048)"
+        "--seq-length",
+        type=read_length,
+        default=2048,
+        metavar="TOKENS",
+        help="row length, as 8192 or 8k (default 2048)",
     )
-    work.add_argument("--micro-batch", type=int, default=1, metavar="ROWS", help="default 1")
-    work.add_argument("--global-batch", type=int, metavar="ROWS", help="of a step (default: 8, or one row a GPU)")
-    work.add_argument("--rank", type=int, metavar="R", help="of the adapters (default 16, or 0 with --trainable '*')")
-    work.add_argument("--dropout", type=float, default=0.0, metavar="P", help="of the adapters (default 0)")
+    work.add_argument("--micro-batch", type=int, default=1, metavar="ROWS", help="rows in a micro-batch (default 1)")
+    work.add_argument("--global-batch", type=int, metavar="ROWS", help="rows in a step (default: 8, or one per GPU)")
+    work.add_argument("--rank", type=int, metavar="R", help="LoRA rank (default 16, or 0 with --trainable '*')")
+    work.add_argument("--dropout", type=float, default=0.0, metavar="P", help="LoRA dropout (default 0)")
     work.add_argument("--targets", metavar="NAME,..", help="modules with an adapter (default: all linears of a layer)")
     work.add_argument("--trainable", metavar="NAME,..", help="modules trained in full, '*' for all (default none)")
-    work.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default bfloat16")
+    work.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="precision of training (default bfloat16)")
     work.add_argument(
         "--base-dtype",
         metavar="NAME",
         help="how frozen weights are stored: nf4, int8, fp8 or fp8_row (default --dtype)",
     )
-    work.add_argument("--objective", default="language_modeling", metavar="NAME", help="as objective.name")
+    work.add_argument(
+        "--objective",
+        default="language_modeling",
+        metavar="NAME",
+        help="loss, as objective.name (default language_modeling)",
+    )
     work.add_argument(
         "--beside",
         type=read_count,
         default=0,
         metavar="N",
-        help="frozen parameters of other parts, such as a vision tower of 427M, divided like the layers' (default 0)",
+        help="frozen parameters beside the language model, such as 427M of a vision tower, divided like the "
+        "layers' (default 0)",
     )
     work.add_argument("--kernels", default="auto", help="backend of the ops, as model.kernels (default auto)")
     work.add_argument(
@@ -96,12 +110,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtypes to keep activations in, beside their own: bfloat16, float8 (default none)",
     )
     parser.add_argument(
-        "--config", type=path_text, metavar="FILE", help="predict for this configuration, on --gpus ranks, not search"
+        "--config",
+        type=path_text,
+        metavar="FILE",
+        help="predict for this run file, on --gpus ranks, instead of searching",
     )
-    parser.add_argument("--measure", action="store_true", help="with --config: take its steps on this device")
+    parser.add_argument("--measure", action="store_true", help="with --config: also take real steps on this device")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="alternatives to show (default 5)")
-    parser.add_argument("--probe", action="store_true", help="take real steps of 2 and of 4 layers on this device")
-    parser.add_argument("--examples", action="store_true", help="answer for well known models and machines instead")
+    parser.add_argument("--probe", action="store_true", help="take real steps with 2 and with 4 layers on this device")
+    parser.add_argument(
+        "--examples", action="store_true", help="print answers for well-known models and machines instead"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -46,7 +46,7 @@ def report(arguments: argparse.Namespace) -> str:
     assert time is not None
     lines = [
         f"{arguments.config}: {candidate.label()}; base {config.model.base_dtype or config.model.dtype}",
-        f"predicted: step {time.step:.3g} s, {time.tokens_per_second / arguments.gpus:,.0f} tokens/s a GPU with the "
+        f"predicted: step {time.step:.3g} s, {time.tokens_per_second / arguments.gpus:,.0f} tokens/s per GPU with the "
         f"speeds of {machine.name}",
         "",
         part_table(candidate),

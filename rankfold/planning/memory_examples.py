@@ -57,7 +57,7 @@ EXAMPLES = (
 
 def report() -> str:
     """Returns a table of predictions."""
-    rows, layouts = [("model", "tokens", "GPUs", "GiB", "tokens/s a GPU")], ["layout"]
+    rows, layouts = [("model", "tokens", "GPUs", "GiB", "tokens/s per GPU")], ["layout"]
     for example in EXAMPLES:
         gpus = f"{example.devices} x {example.gpu_memory:g}"
         found = example.answer().found

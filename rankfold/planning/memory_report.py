@@ -15,7 +15,7 @@ from engine.layers.rounding import FLOAT8
 from engine.models.describe import num_parameters
 from engine.planning.ledger import PARTS
 from engine.planning.search import Candidate
-from engine.telemetry.format import format_columns, format_parameters
+from engine.telemetry.format import counted, format_columns, format_parameters
 from rankfold.planning.memory_question import GIB, Answer
 
 _SHOWN_GIB = 0.005
@@ -36,7 +36,7 @@ def report(answer: Answer, *, top: int) -> str:
         best = found.fitting[0]
         parts += [_chosen(answer, best), part_table(best)]
         if len(found.fitting) > 1:
-            parts.append("The next:\n" + _ranking(answer, found.fitting[1 : top + 1]))
+            parts.append("Alternatives:\n" + _ranking(answer, found.fitting[1 : top + 1]))
     else:
         parts.append(_nothing_fits(answer))
     if found.too_large:
@@ -56,8 +56,8 @@ def _question(answer: Answer) -> str:
     return (
         f"{config.model.path}: {format_parameters(num_parameters(decoder))} parameters, {trained}, {config.model.dtype}"
         f"{f', base {config.model.base_dtype}' if config.model.base_dtype else ''}{_beside(answer)}\n"
-        f"{config.train.global_batch_size} rows of {config.row_length} tokens in a step, "
-        f"{config.train.micro_batch_size} in a micro-batch; kernels {answer.workload.kernels}\n"
+        f"{counted(config.train.global_batch_size, 'row')} of {counted(config.row_length, 'token')} per step, "
+        f"{config.train.micro_batch_size} per micro-batch; kernels {answer.workload.kernels}\n"
         f"{answer.devices} x {answer.gpu_memory:g} GiB, of which {answer.capacity / GIB:.1f} GiB each may be used; "
         f"speeds of {answer.machine.name}\n"
         "All figures are predictions; bytes are those of tensors."
@@ -80,8 +80,8 @@ def _chosen(answer: Answer, best: Candidate) -> str:
         f"Yes. Fastest that fits: {best.label()}\n"
         f"step {time.step:.3g} s, {time.tokens_per_second / answer.devices:,.0f} tokens/s per GPU; "
         f"pipeline bubble {time.bubble:.1%}\n"
-        f"links: {time.links:.3g} s waited for, {time.hidden_links:.3g} s hidden "
-        f"behind arithmetic; sums of gradients and update {time.gradients:.2g} s{_host(answer, best)}"
+        f"communication: {time.links:.3g} s exposed, {time.hidden_links:.3g} s hidden "
+        f"behind compute; gradient reduction and update {time.gradients:.2g} s{_host(answer, best)}"
     )
 
 
@@ -112,7 +112,7 @@ def alternatives(found: Sequence[tuple[dict[str, str], Answer]]) -> str:
 def part_table(candidate: Candidate) -> str:
     """Returns a table of GiB by part at the peak, with a column for each pipeline rank."""
     shown = candidate.estimates if len(candidate.estimates) <= _PER_LAYER_LIMIT else (candidate.estimate,)
-    rows = [("GiB at the peak", *(f"rank {one.pipeline_rank}" if len(shown) > 1 else "a rank" for one in shown))]
+    rows = [("GiB at the peak", *(f"rank {one.pipeline_rank}" if len(shown) > 1 else "per rank" for one in shown))]
     for part in PARTS:
         if any(one.parts[part] >= _SHOWN_GIB * GIB for one in shown):
             rows.append((part, *(f"{one.parts[part] / GIB:.2f}" for one in shown)))
@@ -126,7 +126,7 @@ def part_table(candidate: Candidate) -> str:
 
 
 def _ranking(answer: Answer, candidates: Sequence[Candidate]) -> str:
-    rows = [("layout", "GiB", "step s", "tokens/s a GPU", "bubble")]
+    rows = [("layout", "GiB", "step s", "tokens/s per GPU", "bubble")]
     for one in candidates:
         assert one.time is not None
         rows.append(

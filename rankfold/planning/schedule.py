@@ -1,4 +1,4 @@
-"""Simulates pipeline schedules: what each rank computes when, how long it is idle, and how much it keeps.
+"""Simulates pipeline schedules: what each rank computes when, how long it is idle, and how many activations it keeps.
 
 Prints the schedule as a grid, then each rank's idle time and peak of kept activations, then all schedules side by
 side. Nothing is measured: the times are those given. The defaults are those of LoRA on a frozen base: backward as long
@@ -92,33 +92,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline", type=int, required=True, metavar="P", help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches in a step")
     parser.add_argument(
-        "--virtual", type=int, metavar="V", help="stages a rank (default: 2 where they must be several)"
+        "--virtual", type=int, metavar="V", help="stages per rank (default: 2 if the schedule needs several, else 1)"
     )
     parser.add_argument(
         "--schedule",
         default="lora",
         choices=SCHEDULES,
-        help="the one to draw (default lora, which is interleaved, or 1f1b with one stage a rank)",
+        help="schedule to draw (default lora: interleaved, or 1f1b with one stage per rank)",
     )
     times = parser.add_argument_group("times, in any one unit, of one micro-batch in 1/P of the layers")
-    times.add_argument("--forward", type=float, default=1.0, metavar="TIME", help="default 1")
-    times.add_argument("--input-grad", type=float, default=1.0, metavar="TIME", help="default 1")
-    times.add_argument("--weight-grad", type=float, default=0.0, metavar="TIME", help="default 0")
-    times.add_argument("--p2p", type=float, default=0.0, metavar="TIME", help="from rank to rank (default 0)")
+    times.add_argument("--forward", type=float, default=1.0, metavar="TIME", help="forward (default 1)")
+    times.add_argument(
+        "--input-grad", type=float, default=1.0, metavar="TIME", help="gradients of the inputs (default 1)"
+    )
+    times.add_argument(
+        "--weight-grad", type=float, default=0.0, metavar="TIME", help="gradients of the weights (default 0)"
+    )
+    times.add_argument(
+        "--p2p", type=float, default=0.0, metavar="TIME", help="sending activations from rank to rank (default 0)"
+    )
     model = parser.add_argument_group("the model; without --layers all stages are alike")
     model.add_argument("--layers", type=int, metavar="N", help="number of layers, split over the stages")
-    model.add_argument("--split", metavar="N,N,..", help="layers of each stage (default: the longest is shortest)")
-    model.add_argument("--embedding-cost", type=float, default=0.0, metavar="LAYERS", help="time of the embedding")
-    model.add_argument("--head-cost", type=float, default=0.0, metavar="LAYERS", help="time of the head and the loss")
+    model.add_argument("--split", metavar="N,N,..", help="layers of each stage (default: as even as possible)")
+    model.add_argument(
+        "--embedding-cost",
+        type=float,
+        default=0.0,
+        metavar="LAYERS",
+        help="time of the embedding, in layers (default 0)",
+    )
+    model.add_argument(
+        "--head-cost",
+        type=float,
+        default=0.0,
+        metavar="LAYERS",
+        help="time of the head and the loss, in layers (default 0)",
+    )
     model.add_argument(
         "--trainable-head",
         action="store_true",
-        help="the head's time is divided over forward and backward (default: frozen, all of it in forward)",
+        help="divide the head's time between forward and backward (default: frozen, all of it in forward)",
     )
     model.add_argument(
-        "--first-trainable-layer", type=int, default=0, metavar="N", help="below it there is no backward (default 0)"
+        "--first-trainable-layer",
+        type=int,
+        default=0,
+        metavar="N",
+        help="no backward runs below this layer (default 0)",
     )
-    parser.add_argument("--width", type=int, default=120, metavar="CHARACTERS", help="of the grid (default 120)")
+    parser.add_argument("--width", type=int, default=120, metavar="CHARACTERS", help="width of the grid (default 120)")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -230,7 +252,7 @@ def _ranks(plan: Plan) -> str:
 
 def _comparison(options: ScheduleOptions, virtual: int) -> str:
     """Returns all schedules with these numbers; those that need another number of stages per rank use their own."""
-    rows = [("schedule", "stages a rank", "time", "bubble", "waits inside", "peak activations")]
+    rows = [("schedule", "stages per rank", "time", "bubble", "waits inside", "peak activations")]
     impossible = []
     for name in SCHEDULES:
         own = virtual if _takes(name, virtual) else default_virtual(name)

@@ -18,6 +18,7 @@ import yaml
 
 from engine.config.run_files import CONFIG, ENVIRONMENT, TELEMETRY
 from engine.errors import UserError
+from engine.telemetry.format import counted
 
 _LARGEST = 1e100
 """Largest magnitude of a figure: sums and differences of such numbers are finite."""
@@ -100,7 +101,7 @@ class Run:
         wanted = count(self.option("train.steps"))
         if not wanted:
             return f"{last} step{'' if last == 1 else 's'}"
-        return f"complete, {last} steps" if last >= wanted else f"ended at step {last} of {wanted}"
+        return f"complete, {counted(last, 'step')}" if last >= wanted else f"ended at step {last} of {wanted}"
 
 
 def read_runs(paths: list[Path]) -> list[Run]:

@@ -76,7 +76,7 @@ def test_a_short_batch_is_a_batch_of_its_rows(
     assert 1 < rows < 8 and "the last" not in capfd.readouterr().err
     full = _losses(_settings(kind, tmp_path, stories_dir, rows))
     short = _losses(_settings(kind, tmp_path, stories_dir, 8, **{"train.micro_batch_size": 2}))
-    assert f"an epoch: {rows} rows in 1 step\n" in capfd.readouterr().err
+    assert f"one epoch is {rows} rows in 1 step\n" in capfd.readouterr().err
     assert full.keys() == short.keys() == {1, 2, 3}
     assert short == pytest.approx(full, abs=2e-6)
     assert abs(full[3] - full[1]) > 1e-3, "nothing moved, so agreement would say little"

@@ -53,4 +53,4 @@ def test_stopped_rank(tmp_path: Path, stories_dir: Path, data_dir: Path) -> None
         ranks.send(stopped, signal.SIGCONT)
         ranks.wait_for_step(step + 2)
         output = (tmp_path / f"rank{other}.txt").read_text(encoding="utf-8")
-        assert f"rank {other} goes on after" in output and output.count("warning: nothing") == 1
+        assert f"rank {other} continues after" in output and output.count("warning: nothing") == 1

@@ -145,7 +145,7 @@ def test_epochs_are_those_of_transformers_trainer(
         assert record["loss"] == pytest.approx(loss, abs=2e-6), record["step"]  # 4 units in the last place
         assert record["lr"] == pytest.approx(lr, rel=1e-6, abs=1e-12)
     assert found[-1]["loss"] < found[2]["loss"] - 0.1, "the run learned nothing, so agreement would say little"
-    assert "an epoch: 9 rows in 3 steps of 4, the last of 1" in said
+    assert "one epoch is 9 rows in 3 steps of 4, the last of 1" in said
 
 
 def test_a_run_that_stopped_in_the_middle_of_an_epoch_goes_on_with_the_same_bits(

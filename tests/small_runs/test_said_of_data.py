@@ -52,4 +52,4 @@ def test_scaled_positions_are_known(rope: dict[str, object] | None, length: int)
 def test_the_length_of_an_epoch(run: SmallRuns, texts: list[dict[str, str]]) -> None:
     run.place.records(*texts[:5])
     said = run(train__steps=None, train__epochs=2, train__global_batch_size=4)
-    assert "data order: an epoch: 5 rows in 2 steps of 4, the last of 1\n" in said and "run: 4 steps" in said
+    assert "data order: one epoch is 5 rows in 2 steps of 4, the last of 1\n" in said and "run: 4 steps" in said

@@ -20,9 +20,10 @@ def test_it_is_a_run_with_two_files(run: SmallRuns, texts: list[dict[str, str]])
     run.place.records(*texts)
     common = {"train__steps": 8, "train__eval_every": 4, "train__global_batch_size": 4, "data__seq_length": 48}
     said = run(data__validation_split=0.25, train__seed=3, **common)
-    assert "validation data: 3 rows of data.train, " in said and "train.seed 3); 9 to train on" in said
+    assert "validation data: 3 rows held out of data.train (" in said and "train.seed 3), " in said
+    assert " tokens evaluated; 9 rows left to train on" in said
     split, curve = _evaluations(run), losses(run.folder)
-    assert "an epoch: 9 rows in 3 steps of 4, the last of 1" in said
+    assert "one epoch is 9 rows in 3 steps of 4, the last of 1" in said
     held = set(permutation(3, 2**64 - 1, 12)[:3].tolist())
     other = run.place.folder / "held.jsonl"
     other.write_text("".join(json.dumps(text) + "\n" for index, text in enumerate(texts) if index in held))

@@ -86,7 +86,7 @@ def test_rounded_once_and_the_rounding_is_told(
     assert written["tensors"] == report.rounding and written["scale"] == pytest.approx(5 / 3)
     text = summary(report.rounding)
     worst = max(each["max_error"] for each in report.rounding.values())
-    told = f"{worst:.2e}" if worst else "the merge is exact"
+    told = f"{worst:.2e}" if worst else "merged exactly"
     assert text.startswith("14 tensors merged") and told in text and "\n" not in text
     # the report is about this folder, and does not travel with the model
     import_checkpoint(open_source(tmp_path / "out"), tmp_path / "again", tensor=1)

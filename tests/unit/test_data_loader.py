@@ -133,11 +133,11 @@ def test_the_steps_of_a_run_are_those_that_reach_the_end_of_its_epochs(
 @pytest.mark.parametrize(
     ("count", "batch", "last_batch", "sentence"),
     [
-        (16, 8, "short", "an epoch: 16 rows in 2 steps of 8"),
-        (19, 8, "short", "an epoch: 19 rows in 3 steps of 8, the last of 3"),
-        (3, 8, "short", "an epoch: 3 rows in 1 step"),
-        (1, 1, "short", "an epoch: 1 row in 1 step of 1"),
-        (3, 8, "full", "an epoch: 3 rows in 1 step of 8, the last of which takes 5 from the next epoch"),
+        (16, 8, "short", "one epoch is 16 rows in 2 steps of 8"),
+        (19, 8, "short", "one epoch is 19 rows in 3 steps of 8, the last of 3"),
+        (3, 8, "short", "one epoch is 3 rows in 1 step"),
+        (1, 1, "short", "one epoch is 1 row in 1 step of 1"),
+        (3, 8, "full", "one epoch is 3 rows in 1 step of 8, the last of which takes 5 from the next epoch"),
     ],
 )
 def test_the_length_of_an_epoch_in_words(count: int, batch: int, last_batch: Any, sentence: str) -> None:

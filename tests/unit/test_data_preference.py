@@ -203,7 +203,9 @@ def test_long_pairs_go_or_are_cut_on_both_sides(tmp_path: Path, tokenizer: Token
     assert len(cut) == 2 and cut.report.truncated == 1
     assert (cut.report.dropped_prompt_only, cut.report.dropped_alike) == (1, 1)
     assert cut.report.summary().startswith("4 records, 2 pairs, ") and cut.report.limit == 8
-    assert "1 of 4 pairs is, with one of its answers, longer than data.seq_length 8" in cut.report.warnings()[0]
+    assert (
+        "1 of 4 pairs has an answer that, with its prompt, is longer than data.seq_length 8" in cut.report.warnings()[0]
+    )
     assert max(len(tokens) for row in range(2) for tokens, _ in cut.documents(row)) == 8
     dropped = build_pairs(path, tokenizer=tokenizer, seq_length=8, overlong="drop")
     assert len(dropped) == 1 and dropped.report.dropped_overlong == 2

@@ -27,7 +27,7 @@ def comparison(text: str) -> dict[str, list[str]]:
     assert table[0].split() == [
         "schedule",
         "stages",
-        "a",
+        "per",
         "rank",
         "time",
         "bubble",

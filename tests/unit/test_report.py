@@ -339,6 +339,6 @@ def test_a_configuration_that_repeats_itself_without_end_is_cut(tmp_path: Path) 
 def test_the_tool_writes_the_page(tmp_path: Path) -> None:
     folder = _write(tmp_path / "run", ranks=1, steps=2)
     result = run_tool("report", folder)
-    assert f"written: {folder / 'report.html'}" in result.stdout
+    assert f"wrote {folder / 'report.html'}" in result.stdout
     assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert "is not a folder" in run_tool("report", tmp_path / "none", status=2).stderr

@@ -101,7 +101,7 @@ def test_torch_takes_the_call(heads: tuple[int, int]):
 
 
 WHY_NOT = [
-    ({"device": torch.device("cpu")}, "not on cpu"),
+    ({"device": torch.device("cpu")}, "needs a CUDA device, not cpu"),
     ({"kernels": REFERENCE}, "reference backend was asked for"),
     ({"dtype": torch.float32}, "not in torch.float32"),
     ({"head_dim": 12}, "multiple of 8 up to 256, not 12"),
@@ -128,7 +128,7 @@ def test_what_can_run(changed: dict):
 def test_a_cpu_keeps_its_backends_attention(kernels):
     choice = choose_attention(kernels, device=torch.device("cpu"), dtype=torch.float32, head_dim=64, packed=True)
     assert choice.kernels is kernels and not choice.on_device
-    assert "by document: one call for all documents runs on a CUDA device, not on cpu" in choice.sentence
+    assert "by document; one call for all documents needs a CUDA device, not cpu" in choice.sentence
 
 
 def test_a_gpu_takes_one_call_for_packed_documents(monkeypatch: pytest.MonkeyPatch):

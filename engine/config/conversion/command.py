@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(text, encoding="utf-8")
     print(printable(report(conversion, shutil.get_terminal_size((120, 24)).columns)))
-    print(f"\nwritten: {arguments.out}\nstart it: {_launch(arguments.out, ranks)}")
+    print(f"\nwrote {arguments.out}\nstart it with: {_launch(arguments.out, ranks)}")
 
 
 def convert(given: list[Given], *, values: list[str], ranks: int | None) -> tuple[Conversion, int]:

@@ -85,7 +85,7 @@ def choose_attention(
     if why is None and not packed:
         why = "rows hold one document each, which share a call"
     if why is not None:
-        return AttentionChoice(kernels=kernels, on_device=False, sentence=f"attention: {_by_document(kernels)}: {why}")
+        return AttentionChoice(kernels=kernels, on_device=False, sentence=f"attention: {_by_document(kernels)}; {why}")
     attention = torch_varlen()
     return AttentionChoice(
         kernels=replace(kernels, attention=attention),
@@ -95,7 +95,7 @@ def choose_attention(
 
 
 def _by_document(kernels: Kernels) -> str:
-    return f"{'compiled' if kernels.name == 'native' else 'torch'}, by document"
+    return f"{'compiled kernel' if kernels.name == 'native' else 'torch'}, by document"
 
 
 def torch_varlen() -> VarlenAttention:
@@ -114,7 +114,7 @@ def why_not_varlen(
         capability: the GPU's compute capability; not looked at on another device.
     """
     if device.type != "cuda":
-        return f"one call for all documents runs on a CUDA device, not on {device.type}"
+        return f"one call for all documents needs a CUDA device, not {device.type}"
     if kernels.name == "reference":
         return "the reference backend was asked for"
     if find_spec("torch.nn.attention.varlen") is None:

@@ -316,8 +316,8 @@ class Guards:
             text = replicas.sentence(pending.step, differences)
             if self._options.replicas_policy == "stop":
                 raise UserError(
-                    f"{text}: go on from a checkpoint before this step, and look at that rank's memory and at what "
-                    "sums that parameter's gradient; guards.replicas_policy warn goes on regardless."
+                    f"{text}: resume from a checkpoint before this step, and look at that rank's memory and at what "
+                    "sums that parameter's gradient; guards.replicas_policy warn continues regardless."
                 )
             self._say(f"warning: {text}")
 

@@ -171,7 +171,8 @@ def _sentence(message: str) -> str:
     if stray := re.search(r"[Uu]nrecognized arguments: (.*)", message):
         return f"{stray[1]!r} belongs to no option: write options as --section.name value."
     if bare := re.search(r"argument (\S+): expected one argument", message):
-        return f"{bare[1]} has no value: write {bare[1]} followed by one."
+        name = bare[1]
+        return f"{name} has no value: write {name} followed by one, or {name}=VALUE where it begins with a dash."
     key = next((name for name in re.findall(r"[\"']([\w.]+)[\"']", message) if name in option_types()), None)
     if key is None:
         return f"The configuration cannot be read: {' '.join(message.split())}"

@@ -139,6 +139,11 @@ def patterned(pattern: Mapping[str, Number] | None, default: Number, module: str
 
 
 def _check_target(option: str, target: str) -> None:
+    # the parser leaves the keys of a mapping as YAML reads them
+    require(
+        isinstance(target, str),
+        f"{option} contains {target!r}, but names are expected: put it in quotes where it is one.",
+    )
     require(bool(target), f"{option} contains an empty name, but module names are expected: remove it.")
     try:
         name_pattern(target)

@@ -172,7 +172,8 @@ class Trainer:
 
     def _save(self, *, last: bool) -> None:
         run = self._run
-        run.reporter.catch_up()  # a run that resumes from here reports the steps after this one
+        # a run that resumes from here reports the steps after this one; whatever log.every says, the last is reported
+        run.reporter.catch_up(last=self.step == run.course.steps)
         run.folder.require_own()
         run.clock.leave_out(
             run.saver.save(step=self.step, consumed=self._consumed, best=run.evaluations.best, last=last)

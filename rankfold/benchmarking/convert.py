@@ -34,7 +34,6 @@ from rankfold.benchmarking.machine import describe
 from rankfold.benchmarking.sections import ConvertOptions
 from rankfold.benchmarking.table import Table
 
-_ROOT = Path(__file__).resolve().parents[2]
 _SHARD_BYTES = 1 << 30
 _POLL_SECONDS = 0.02
 _LINEARS = {
@@ -180,7 +179,7 @@ def _forget(folder: Path) -> None:
 
 
 def _start(*command: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     arguments = [sys.executable, "-m", "rankfold", "convert", *map(str, command)]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
 

@@ -76,7 +76,8 @@ def _launcher(num_ranks: int) -> list[str]:
 
 
 def _environment(num_ranks: int, device: str) -> dict[str, str]:
-    environment = dict(os.environ)
+    # the ranks import what this process imports: a checkout that is not installed, or not the one that is
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     # without it torchrun uses one thread per rank, and prints a warning
     environment.setdefault("OMP_NUM_THREADS", str(max(1, available_processors() // num_ranks)))
     if device == "cpu":

@@ -20,6 +20,7 @@ from rankfold.certifying.certificate import GRADIENT, LOSS, NORM, PARAMETER, Rec
 from rankfold.certifying.command import COARSE, FINE, CertifyOptions, certify
 from rankfold.certifying.compare import Recorded, compare
 from rankfold.certifying.layouts import Layout, other_layout, own_layout
+from rankfold.certifying.ranks import run_layout
 from rankfold.certifying.report import Certificate
 from tests.commands import REPOSITORY, run_tool
 from tests.shared_data import write_plays
@@ -101,6 +102,16 @@ def test_every_layout_computes_what_one_process_does(run_file: Path, tmp_path: P
         assert part["first"] is None and part["zero_gradients"] == []
         assert len(part["tensors"]) == whole and len(part["figures"]) == 2 * STEPS
         assert max(item["relative"] for item in part["figures"]) < 2e-6
+
+
+def test_ranks_import_what_their_starter_does(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may lie where neither an installation nor PYTHONPATH names it."""
+    (tmp_path / "nowhere_else.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    worker = tmp_path / "worker" / "worker.py"
+    worker.parent.mkdir()
+    worker.write_text("import nowhere_else", encoding="utf-8")
+    run_layout(own_layout(run_file, 1), tmp_path, steps=1, device="cpu", say=print, worker=worker)
 
 
 def test_a_sum_that_is_left_out_is_found_and_named(

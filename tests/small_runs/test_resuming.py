@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from tests.commands import losses
 from tests.small_runs.conftest import SmallRuns
 from tests.wrong_inputs.workplace import run_here
 
@@ -133,3 +134,9 @@ def test_the_best_checkpoint_is_kept_and_exported(run: SmallRuns, capsys: pytest
 def _evaluations(run: SmallRuns) -> dict[int, float]:
     lines = (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return {record["step"]: record["eval_loss"] for record in map(json.loads, lines) if "eval_loss" in record}
+
+
+def test_the_last_step_is_reported_where_log_every_leaves_it_out(run: SmallRuns) -> None:
+    """Also where it is saved in turn, which reads the figures of the step."""
+    run(train__steps=4, log__every=3, checkpoint__every=2)
+    assert [*losses(run.folder)] == [3, 4]

@@ -282,6 +282,7 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         ("--log.metrics a/b", "log.metrics is 'a/b'"),
         ("--config nowhere.yaml", "nowhere.yaml cannot be read (No such file or directory)"),
         ("--config", "--config has no value"),
+        ("--checkpoint.dir -x", "or --checkpoint.dir=VALUE where it begins with a dash."),
     ],
 )
 def test_refused_arguments(base: list[str], argv: str, words: str) -> None:
@@ -315,6 +316,7 @@ def test_what_is_required() -> None:
         ("lora: {targets: q_proj}", "lora.targets is 'q_proj', but a list of names is expected"),
         ("trainable: lm_head", "trainable is 'lm_head', but a list of names is expected: use for example [lm_head]."),
         ("checkpoint: {dir: 5}", "checkpoint.dir is '5', but text or null is expected"),
+        ("lora: {rank_pattern: {1: 2}}", "lora.rank_pattern contains 1, but names are expected: put it in quotes"),
     ],
 )
 def test_refused_files(tmp_path: Path, base: list[str], text: str, words: str) -> None:

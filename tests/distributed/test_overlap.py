@@ -128,7 +128,7 @@ def test_keys_of_ring_attention(name: str) -> None:
     """Keys and values of the next step travel while this step's blocks are computed, forward and backward."""
     steps = LAYOUTS[name].grid.cp - 1
     for log in _of(name):
-        found = [one for one in log if one.caller == "ops.ring_attention._start_keys"]
+        found = [one for one in log if one.caller == "ops.attention.ring._start_keys"]
         assert len(found) == 2 * 2 * ACCUMULATION * LAYERS * steps, "each step sends and receives, in both directions"
         assert all(one.waited and one.count(PRODUCTS) >= 1 for one in found), found
 
@@ -137,7 +137,7 @@ def test_gradients_of_keys_go_home() -> None:
     """Behind the blocks of the next step; the last step has none after it."""
     steps = LAYOUTS["ring of four"].grid.cp - 1
     for log in _of("ring of four"):
-        found = [one for one in log if one.caller == "ops.ring_attention._start_gradients"]
+        found = [one for one in log if one.caller == "ops.attention.ring._start_gradients"]
         assert len(found) == 2 * ACCUMULATION * LAYERS * steps
         for place, one in enumerate(found):
             is_last_step = place // 2 % steps == steps - 1

@@ -48,7 +48,7 @@ def test_gradients_leave_while_backward_goes_on(place: int) -> None:
     """All but those that are complete when backward is nearly over."""
     for rank in _ranks():
         for level in ("gradients", "parameters"):
-            found = _named(rank[place][level], "optim.reduce._SummedInParts.launch")
+            found = _named(rank[place][level], "optim.reduce._ReduceScattered.launch")
             assert len(found) > 5 and {one.operation for one in found} == {"reduce_scatter"}
             assert all(one.waited and one.count(PRODUCTS) for one in found[:-5]), found
 
@@ -59,7 +59,7 @@ def test_updated_weights_arrive_while_earlier_layers_compute(place: int) -> None
     reads it."""
     for rank in _ranks():
         log = rank[place]["gradients"]
-        found = _named(log, "optim.publish._Arrival.start")
+        found = _named(log, "optim.publish._GatheredBucket.start")
         update = log.index(_named(log, "optim.reduce.gradient_norm")[-1])
         inside, after = (
             [one for one in found if (log.index(one) < update) == is_inside] for is_inside in (True, False)

@@ -266,7 +266,7 @@ class _Server:
                     key.data()
 
     def _leave(self) -> None:
-        """Whoever started the server has gone."""
+        """Ends the server once the process that started it has gone."""
         for number in self._running:
             os.kill(number, signal.SIGKILL)
         os._exit(0)

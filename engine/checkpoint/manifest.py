@@ -14,6 +14,7 @@ import re
 import stat
 from pathlib import Path
 
+import engine
 from engine.checkpoint.manifest_fields import manifest_from_json, require_readable
 from engine.checkpoint.manifest_records import Kind, Manifest, PieceRecord, TensorRecord
 from engine.errors import UserError
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
-ENGINE_VERSION = "0.1.0"
+ENGINE_VERSION = engine.__version__
 _MAX_BYTES = 256 << 20
 _SIGNATURE = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n')
 _SIGNATURE_BYTES = len(',\n "digest": ""\n}\n') + 32

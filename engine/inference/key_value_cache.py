@@ -142,7 +142,10 @@ class FirstPass(_Pass):
 
 
 class NextPass(_Pass):
-    """A decode pass: one token per row attends to all that was kept of the row. See `ops.cache.KeyValueCache`."""
+    """A decode pass: one token per row attends to all that was kept of the row.
+
+    See `engine.ops.attention.cache_protocol.KeyValueCache`.
+    """
 
     def __init__(self, cache: KeyValues, positions: Sequence[int]) -> None:
         super().__init__(cache, range(len(positions)), positions, positions)

@@ -10,7 +10,7 @@ be larger than the device. Building all layers first, without memory, would not 
 the day a layer is built, torch makes no view of a storage that has no memory, and a parameter on the meta device cannot
 be given any. Each layer would have to make its operands in a second step.
 
-Gradients do not pass through here. After an update, whoever updates writes into the parts, or, where each rank has all
+Gradients do not pass through here. After an update, the optimizer writes into the parts, or, where each rank has all
 weights, lets them arrive at the units of the next forward (`SpreadWeights.attach_arrival`).
 """
 

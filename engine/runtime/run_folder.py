@@ -45,9 +45,9 @@ class RunFolder:
             name = str(broadcast_object(str(_own_name(self._launcher))))
         self.path = Path(name)
         self._is_first = launch.rank == 0
-        if launch.rank == 0:
+        if self._is_first:
             _check_places(self.path, metrics)
-        self._lock = RunLock(self.path, say) if launch.rank == 0 else None
+        self._lock = RunLock(self.path, say) if self._is_first else None
 
     def resume_path(self) -> Path | None:
         """Finds the checkpoint to resume from; None to start from the beginning. Collective.

@@ -1,6 +1,6 @@
 """A lock that keeps two runs out of one folder, also on stores without locks of their own.
 
-The file is made exclusively and names its holder: host, process, when that started. Whoever finds one there decides
+The file is made exclusively and names its holder: host, process, when that started. A run that finds one there decides
 whether the holder is alive by the best means there is:
 
 - it holds a lock of the system (flock) on the file as long as it lives: alive at once, where the store carries these;

@@ -61,7 +61,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="speeds to assume: h100-80, h200-141, a100-80, a100-40, rtx4090-24, or cpu, which is measured "
         "(default: by --gpu-memory)",
     )
-    work = parser.add_argument_group("what is trained")
+    _add_work(parser.add_argument_group("what is trained"))
+    parser.add_argument(
+        "--config",
+        type=path_text,
+        metavar="FILE",
+        help="predict for this run file, on --gpus ranks, instead of searching",
+    )
+    parser.add_argument("--measure", action="store_true", help="with --config: also take real steps on this device")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="alternatives to show (default 5)")
+    parser.add_argument("--probe", action="store_true", help="take real steps with 2 and with 4 layers on this device")
+    parser.add_argument(
+        "--examples", action="store_true", help="print answers for well-known models and machines instead"
+    )
+
+
+def _add_work(work: argparse._ArgumentGroup) -> None:
+    """Adds the options that say what is trained."""
     work.add_argument(
         "--seq-length",
         type=read_length,
@@ -108,18 +124,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--activation-dtype",
         metavar="NAME,..",
         help="dtypes to keep activations in, beside their own: bfloat16, float8 (default none)",
-    )
-    parser.add_argument(
-        "--config",
-        type=path_text,
-        metavar="FILE",
-        help="predict for this run file, on --gpus ranks, instead of searching",
-    )
-    parser.add_argument("--measure", action="store_true", help="with --config: also take real steps on this device")
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="alternatives to show (default 5)")
-    parser.add_argument("--probe", action="store_true", help="take real steps with 2 and with 4 layers on this device")
-    parser.add_argument(
-        "--examples", action="store_true", help="print answers for well-known models and machines instead"
     )
 
 

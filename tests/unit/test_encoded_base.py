@@ -167,7 +167,7 @@ BITS = {
 
 @pytest.mark.parametrize("base", NAMES)
 def test_bytes_of_the_model(base: str) -> None:
-    """Of every storage that the model holds, each once; parts begin at multiples of 256 bytes."""
+    """Counts every storage that the model holds, once; parts begin at multiples of 256 bytes."""
     config = small_config(hidden=1024, intermediate=1024, num_heads=8, num_kv_heads=8, head_dim=128, num_layers=1)
     model = _model(Case(config=config), base)
     tensors = [*model.parameters(), *model.buffers()]

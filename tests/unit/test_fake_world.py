@@ -33,7 +33,7 @@ NUM_BUFFERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a model whose proportions are those of a 70B Llama, 1/32 as wide."""
+    """The sizes of a model with the proportions of a 70B Llama, 1/32 as wide."""
 
     layers: int
     hidden: int = 256
@@ -57,7 +57,7 @@ class Sizes:
         return self.hidden // self.heads
 
     def linears(self, tp: int) -> list[tuple[list[int], int]]:
-        """Of a layer on one tensor rank: rows of each linear that shares an input, and the width of that input."""
+        """Returns, for one layer and tensor rank, the rows of linears that share an input, and its width."""
         query, key = self.heads * self.head_dim // tp, self.kv_heads * self.head_dim // tp
         inner = self.intermediate // tp
         return [
@@ -130,7 +130,7 @@ def _config(folder: Path, sizes: Sizes, options: str) -> RunConfig:
 
 
 def _live_bytes() -> int:
-    """Of all tensors that are alive, each storage once."""
+    """Returns the bytes of all live tensors, each storage once."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -174,7 +174,7 @@ def test_rank_holds_what_arithmetic_says_and_takes_a_step(name: str, tmp_path: P
 
 
 def _owned_elements(entry: ShardEntry) -> int:
-    """Of the whole tensor, those that this rank alone speaks for."""
+    """Returns the number of the whole tensor's elements that this rank owns."""
     spec = entry.spec
     if not spec.owner:
         return 0

@@ -21,7 +21,7 @@ PROCESS_WIDE = {
     ("engine/telemetry/output.py", "_lost"): "whether anybody reads standard error is a fact of the process",
     ("engine/data/build_store.py", "_worker"): "a worker of a process pool gets what it works with as it starts",
 }
-"""What changes and belongs to no object: there is one of each in a process, whoever asks."""
+"""State that belongs to no object, because a process has one of each."""
 
 CATCHES_ALL = {
     ("engine/checkpoint/saver.py", "_begin.write"): "a thread hands its defect to the one that waits for the save",

@@ -224,7 +224,7 @@ def test_joined_product_takes_the_h_that_other_ranks_need_too() -> None:
 @pytest.mark.parametrize("update", ["now", "any time", "later"])
 @pytest.mark.parametrize("probability", [0.0, 0.25])
 def test_gradients_of_joined_products(probability: float, update: Update, needs_dx: bool, fits: bool) -> None:
-    """dX, dH and dB by hand, and what is said to be in them; products that do not fit are made one by one."""
+    """dX, dH and dB by hand, and the flags of what they contain; products that do not fit are made one by one."""
     linear, plain = _Linear(probability=probability), _PlainProducts(fewest=1 if fits else 2**20)
     operands = replace(linear.operands, kernels=plain.kernels, forward_way=JOINED, backward_way=JOINED)
     low_rank, reports = operands.low_rank, []

@@ -62,7 +62,7 @@ def apex(install: Install) -> None:
 
 @pytest.fixture(autouse=True)
 def small_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the weights here the native kernel writes some itself, and leaves some to be copied."""
+    """Makes the native kernel write some of the weights here itself, and leave some to be copied."""
     monkeypatch.setattr(backends, "_SMALLEST_WRITTEN", 100)
 
 

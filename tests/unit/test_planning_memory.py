@@ -350,7 +350,7 @@ def test_the_count_is_that_of_torchs_own_tracker(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("base", ["nf4", "int8"])
 def test_the_peak_of_loading_an_encoded_base(base: str, tmp_path: Path) -> None:
-    """Of weights stored in 2 bytes, where the prediction allows for 4; a matrix has 512 x 2048 numbers."""
+    """Weights are stored in 2 bytes, where the prediction allows for 4; a matrix has 512 x 2048 numbers."""
     sizes = LlamaConfig(
         hidden_size=512, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
         vocab_size=1000,

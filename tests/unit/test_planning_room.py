@@ -114,7 +114,7 @@ def test_what_comes_from_host_memory_is_waited_for_where_arithmetic_does_not_hid
 
 
 def test_a_reference_takes_one_forward_more() -> None:
-    """Of the model without adapters, whose forward is 2 of its 4 N operations."""
+    """The forward of the model without adapters is 2 of its 4 N operations."""
     rows = {"rows": 8, "length": 512}
     plain, compared = (
         predict_time(replace(_workload({**SMALL, "vocab_size": 8}, _config(**rows)), refers_to_base=refers), Layout(),

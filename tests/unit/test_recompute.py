@@ -204,7 +204,7 @@ def _products(memory: MemoryPlan) -> int:
 
 
 def test_products_done_again() -> None:
-    """Of a layer made again all but the last product; of its attention block all but the output projection."""
+    """A recomputed layer repeats all but its last product; its attention block all but the output projection."""
     qkv = (HIDDEN + FOLDED[3]) * (WIDTH + 2 * KV_WIDTH) + HIDDEN * 3 * RANK
     out, out_projection = (WIDTH + FOLDED[1]) * HIDDEN, WIDTH * RANK
     gate_up = (HIDDEN + FOLDED[2]) * 2 * MLP + HIDDEN * 2 * RANK

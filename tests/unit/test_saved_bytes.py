@@ -41,7 +41,7 @@ def _decoder(layers: int, dropout: float, kernels: Kernels) -> Decoder:
 
 
 def _kept_bytes(layers: int, dropout: float, kernels: Kernels) -> int:
-    """Of all storages that the graph of a loss holds, those of parameters left out."""
+    """Returns the bytes of all storages that the graph of a loss holds, without those of parameters."""
     model = _decoder(layers, dropout, kernels)
     flat = FlatParameters(shard_entries(model), CPU)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), flat.master)}

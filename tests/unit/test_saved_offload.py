@@ -34,7 +34,7 @@ def test_what_was_away_comes_back_as_it_was(level: Level) -> None:
 
 
 def test_order_of_one_tensor_a_layer() -> None:
-    """Of 4 layers the last one's input stays; each other's is on its way while the layer after it is worked on."""
+    """The last of 4 layers keeps its input; each other's is in flight while the layer after it computes."""
     transfer = Recorded()
     built = build_with(CASE, MemoryPlan(recompute="full", offload=True), transfer=transfer)
     built.stage.load([long_batch(CONFIG.vocab_size)], 1.0)
@@ -62,7 +62,7 @@ def test_which_tensors_of_a_layer_move(level: Level) -> None:
 
 
 def _context(tokens: int, cos: Tensor | None = None) -> TokenContext:
-    """Of a model, with another number of tokens and other tables."""
+    """Returns the context of a model, with another number of tokens and other tables."""
     built = build_with(CASE, MemoryPlan())
     context = built.model.context(long_batch(CONFIG.vocab_size), built.stage.step, training=True)
     index = torch.arange(tokens)

@@ -136,7 +136,7 @@ class Workplace:
         self.options |= {name.replace("__", "."): value for name, value in options.items()}
 
     def change_config(self, path: Path | None = None, **changes: Any) -> None:
-        """Of the model's config.json, or another JSON file; None removes a key."""
+        """Changes keys of the model's config.json, or of another JSON file; None removes a key."""
         path = path or self.model / "config.json"
         config = {**json.loads(path.read_text()), **changes}
         path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
@@ -152,7 +152,7 @@ class Workplace:
         self.train.write_text("".join(json.dumps(record) + "\n" for record in records))
 
     def arguments(self) -> list[str]:
-        """Of tools/pretrain_lora.py."""
+        """Returns the arguments for tools/pretrain_lora.py."""
         return [str(item) for name, value in self.options.items() if value is not None for item in (f"--{name}", value)]
 
 

@@ -61,5 +61,5 @@ class StepGraph:
             )
         self._graph.replay()
         self.counts.replayed += 1
-        # the next replay writes the same memory, and whoever asked may read the figures later than that
+        # the next replay writes the same memory, and the caller may read the figures later than that
         return StepResult(*(output.clone() for output in self._graph.outputs))

@@ -1,7 +1,7 @@
 """Checks that every adapter learns: both factors had a gradient, the masters moved, and the model uses what moved.
 
 Nothing is added to the step for it. AdamW's first moment is zero exactly as long as no finite gradient but zeros has
-arrived, and one of an earlier run would fall by beta1 a step; so two looks at it tell, whoever computed the gradients
+arrived, and one of an earlier run would fall by beta1 a step; so two looks at it tell, however gradients are computed
 and whether or not a graph replayed them. The gradient of A is exactly zero while B is, which is why nothing is judged
 before the third update with a learning rate.
 """

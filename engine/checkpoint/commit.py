@@ -7,8 +7,8 @@ waits for all of them up to a deadline. The manifest comes last, then the rename
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -17,17 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.folder import stats_of
-from engine.checkpoint.manifest import (
-    ENGINE_VERSION,
-    Manifest,
-    PieceRecord,
-    manifest_from_json,
-    write_manifest,
-)
-from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
-from engine.checkpoint.reshard import Box
-from engine.checkpoint.safetensors_file import SafetensorsWriter
+from engine.checkpoint.manifest import ENGINE_VERSION, MANIFEST, Manifest, manifest_from_json, write_manifest
+from engine.checkpoint.piece_columns import RankPart, join_parts, piece_key, write_columns
+from engine.checkpoint.pieces import plan_pieces
+from engine.checkpoint.safetensors_file import SafetensorsWriter, dtype_name
 from engine.checkpoint.step_folders import move_into_place
+from engine.distributed.operations import LOG
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.files.durable import sync_folder, write_durably
@@ -37,6 +32,8 @@ from engine.kernels.checksum import Checksum
 RUN_CONFIG = "run.yaml"
 _ROOM_BESIDE, _SHARE_BESIDE = 64 << 10, 16
 """Room for manifest and records beside the tensors: this many bytes, plus one for each so many bytes of tensors."""
+MAX_LISTED_PIECES = 1 << 15
+"""Pieces that a manifest lists, in some megabytes of JSON; more are columns in a file of their own."""
 _FIRST_LOOK, _LAST_LOOK = 0.002, 0.2
 """Seconds between looks for the other ranks' records, at first and after a while."""
 
@@ -69,15 +66,19 @@ def owned(shards: Iterable[NamedShard]) -> list[NamedShard]:
     return [shard for shard in shards if shard.spec.owner]
 
 
+class NoRoom(UserError):
+    """The disk has too little room for a save."""
+
+
 def require_room(staging: Path, num_bytes: int) -> None:
-    """Refuses a save that would not fit on the disk.
+    """Refuses a save that would not fit on the disk. For rank 0 alone: it looks at every file that is there.
 
     Args:
         staging: the temporary folder; what it already holds counts as written.
         num_bytes: of all ranks' tensors.
 
     Raises:
-        UserError: there is too little room.
+        NoRoom: there is too little.
     """
     with writing(staging):
         system = os.statvfs(staging)
@@ -85,41 +86,71 @@ def require_room(staging: Path, num_bytes: int) -> None:
         written = sum(found.st_blocks * 512 for found in stats_of(staging))
     needed = num_bytes + num_bytes // _SHARE_BESIDE + _ROOM_BESIDE - written
     if needed > free:
-        raise UserError(
+        raise NoRoom(
             f"{staging.parent} has {free / 1e6:,.1f} MB free, but the checkpoint needs {needed / 1e6:,.1f} MB more: "
             "make room, keep fewer with checkpoint.keep, or save on another disk."
         )
 
 
-def write_part(staging: Path, rank: int, shards: Sequence[NamedShard]) -> list[WrittenTensor]:
+def require_wanted(staging: Path, rank: int) -> None:
+    """Refuses a save that rank 0 has found no room for, and removes what this rank has written of it.
+
+    Raises:
+        NoRoom: it has.
+    """
+    note = staging / _failed_name(0)
+    with writing(staging):
+        if note.is_file():
+            (staging / _done_name(rank)).unlink(missing_ok=True)
+            (staging / _part_name(rank)).unlink(missing_ok=True)
+            raise NoRoom(note.read_text(encoding="utf-8"))
+
+
+def abandon(staging: Path, reason: UserError, *, alone: bool) -> None:
+    """Deletes the temporary folder of a save that rank 0 has given up.
+
+    Where there was no room, a note stays in it: a rank that is late would make the folder again, and fill the disk with
+    a part that nobody asks for.
+
+    Args:
+        alone: no other rank writes.
+    """
+    shutil.rmtree(staging, ignore_errors=True)
+    if isinstance(reason, NoRoom) and not alone:
+        with suppress(OSError):
+            staging.mkdir()
+            leave_failure(staging, 0, str(reason))
+
+
+def write_part(staging: Path, rank: int, shards: Sequence[NamedShard]) -> RankPart:
     """Writes the tensors that this rank owns; they are on the disk on return.
 
     Raises:
         UserError: the disk does not take them.
     """
     path = staging / _part_name(rank)
-    planned = [(shard, plan_pieces(shard.name, shard.spec)) for shard in shards]
+    planned = []
+    for shard in shards:
+        keys = [
+            (piece, piece_key(shard.name, shard.spec.global_shape, piece.box))
+            for piece in plan_pieces(shard.name, shard.spec)
+        ]
+        if keys:
+            planned.append((shard, keys))
     declared = {
-        piece.key: (shard.tensor.dtype, piece.box.shape(shard.spec.global_shape))
-        for shard, pieces in planned
-        for piece in pieces
+        key: (shard.tensor.dtype, piece.box.shape(shard.spec.global_shape))
+        for shard, keys in planned
+        for piece, key in keys
     }
     if not declared:
-        return []
+        return RankPart.of(path.name, ())
     written = []
     with SafetensorsWriter(path, declared) as writer:
-        for shard, pieces in planned:
-            records = [
-                PieceRecord(
-                    box=piece.box,
-                    file=path.name,
-                    key=piece.key,
-                    checksum=writer.write(piece.key, shard.tensor.detach()[piece.local_slices]),
-                )
-                for piece in pieces
-            ]
-            written.append(written_tensor(shard.name, shard.spec, shard.tensor.dtype, records))
-    return written
+        for shard, keys in planned:
+            sums = [(piece.box, writer.write(key, shard.tensor.detach()[piece.local_slices])) for piece, key in keys]
+            LOG.progressed()  # training may wait for this
+            written.append((shard.name, shard.spec.global_shape, dtype_name(shard.tensor.dtype), sums))
+    return RankPart.of(path.name, written)
 
 
 def _part_name(rank: int) -> str:
@@ -134,10 +165,9 @@ def _failed_name(rank: int) -> str:
     return f"rank_{rank:05d}.failed"
 
 
-def leave_record(staging: Path, rank: int, written: Sequence[WrittenTensor]) -> None:
+def leave_record(staging: Path, rank: int, written: RankPart) -> None:
     """Writes the record by which rank 0 learns that this rank's part is on the disk, and what is in it."""
-    data = [{**part._asdict(), "pieces": [piece.to_json() for piece in part.pieces]} for part in written]
-    write_durably(staging / _done_name(rank), json.dumps(data).encode())
+    write_durably(staging / _done_name(rank), written.to_bytes())
     sync_folder(staging)
 
 
@@ -147,7 +177,7 @@ def leave_failure(staging: Path, rank: int, reason: str) -> None:
         file.write(reason)
 
 
-def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[WrittenTensor]:
+def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[RankPart]:
     """Waits for the records of all `ranks` and returns them.
 
     Args:
@@ -156,14 +186,15 @@ def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[Writte
     Raises:
         UserError: a rank could not write its part, or has left no record by the deadline.
     """
-    parts: list[WrittenTensor] = []
+    parts: list[RankPart] = []
     waiting, pause = sorted(ranks), _FIRST_LOOK
     while waiting:
         with writing(staging):
             there = set(os.listdir(staging))
             for rank in [rank for rank in waiting if _done_name(rank) in there]:
-                parts += _read_record((staging / _done_name(rank)).read_bytes())
+                parts.append(RankPart.from_bytes((staging / _done_name(rank)).read_bytes()))
                 waiting.remove(rank)
+                LOG.progressed()
             for rank in waiting:
                 if _failed_name(rank) in there:
                     reason = (staging / _failed_name(rank)).read_text(encoding="utf-8")
@@ -181,36 +212,17 @@ def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[Writte
     return parts
 
 
-def _read_record(text: bytes) -> list[WrittenTensor]:
-    """Reads what `leave_record` wrote."""
-    return [
-        WrittenTensor(
-            name=part["name"],
-            shape=tuple(part["shape"]),
-            dtype=part["dtype"],
-            encoding=part["encoding"],
-            pieces=tuple(_read_piece(piece) for piece in part["pieces"]),
-        )
-        for part in json.loads(text)
-    ]
-
-
-def _read_piece(piece: dict[str, Any]) -> PieceRecord:
-    box = Box()
-    if piece["dim"] is not None:
-        others = tuple((dim, offset, length) for dim, offset, length in piece.get("others", ()))
-        box = Box(piece["dim"], piece["offset"], piece["length"], others)
-    return PieceRecord(box=box, file=piece["file"], key=piece["key"], checksum=piece["checksum"])
-
-
-def publish(staging: Path, out: Path, contents: TrainingContents, parts: Iterable[WrittenTensor]) -> None:
+def publish(staging: Path, out: Path, contents: TrainingContents, parts: Sequence[RankPart]) -> None:
     """Makes a checkpoint of the parts in `staging`, complete and durable under the name `out` on return.
 
     Raises:
         UserError: the disk does not take it, or the parts do not make up whole tensors.
     """
-    records = join_records(parts)
-    names = sorted({piece.file for record in records.values() for piece in record.pieces})
+    records = join_parts(parts)
+    names = sorted(part.file for part in parts if len(part.sums))
+    columns = None
+    if sum(len(record.pieces) for record in records.values()) > MAX_LISTED_PIECES:
+        columns, records = write_columns(staging, records, names)
     config = contents.run_config.encode()
     manifest = Manifest(
         kind="training",
@@ -224,8 +236,9 @@ def publish(staging: Path, out: Path, contents: TrainingContents, parts: Iterabl
             "lora": contents.lora,
             "run_config_checksum": text_checksum(config),
         },
+        columns=columns,
     )
-    manifest_from_json(manifest.to_json(), staging)  # parts of all ranks, each once, or none is published
+    manifest_from_json(manifest.to_json(), staging / MANIFEST)  # parts of all ranks, each once, or none is published
     write_durably(staging / RUN_CONFIG, config)
     with writing(staging):
         for path in list(staging.iterdir()):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from engine.checkpoint.reader import TensorReader
+from engine.distributed.collectives import broadcast_async
+from engine.distributed.mesh import Axis
 from engine.distributed.sharding import NamedShard
 from engine.layers.encoded_storage import EncodedEntry, fill_encoded
 
@@ -36,6 +38,34 @@ def load_parameters(
         if progress is not None:
             progress(tensor.nbytes)
     return count
+
+
+def load_copies(
+    shards: Sequence[NamedShard], source: TensorReader, axis: Axis, *, progress: Callable[[int], None] | None = None
+) -> int:
+    """Loads tensors of which all ranks of the axis hold the same part: each is read by one of them, which sends it.
+
+    With `load_parameters` each rank would read all of them, from a disk that the machines may share. As many tensors
+    as there are ranks are read at a time, one by each. Collective.
+
+    Args:
+        shards: the same on all ranks of the axis, on the device of its process group.
+        axis: the ranks.
+    """
+    if axis.size == 1:
+        return load_parameters(shards, source, progress=progress)
+    for start in range(0, len(shards), axis.size):
+        together = shards[start : start + axis.size]
+        load_parameters(together[axis.rank : axis.rank + 1], source)
+        for sender, shard in enumerate(together):
+            with torch.no_grad():
+                dense = shard.tensor.contiguous()  # a view with gaps is sent by way of a copy
+                broadcast_async(dense, axis, sender)[1].wait()
+                if dense is not shard.tensor and sender != axis.rank:
+                    shard.tensor.copy_(dense)
+            if progress is not None:
+                progress(shard.tensor.nbytes)
+    return len(shards)
 
 
 def load_encoded(

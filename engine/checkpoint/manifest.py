@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import stat
 from pathlib import Path
 
 import engine
-from engine.checkpoint.manifest_fields import manifest_from_json, require_readable
+from engine.checkpoint.manifest_fields import check_file, manifest_from_json, require_readable
 from engine.checkpoint.manifest_records import Kind, Manifest, PieceRecord, TensorRecord
 from engine.errors import UserError
 from engine.files.durable import sync_folder, write_durably
@@ -28,6 +27,7 @@ __all__ = [
     "Manifest",
     "PieceRecord",
     "TensorRecord",
+    "check_file",
     "manifest_from_json",
     "manifest_text",
     "read_manifest",
@@ -65,14 +65,24 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes `folder`/manifest.json so that it is either absent or whole, and durable on return.
 
     Raises:
-        UserError: the disk does not take it.
+        UserError: the disk does not take it, or nobody could read it again.
     """
-    write_durably(folder / MANIFEST, sign(manifest_text(manifest)))
+    data = sign(manifest_text(manifest))
+    if len(data) > _MAX_BYTES:
+        raise UserError(
+            f"{folder / MANIFEST} would have {len(data)} bytes, and no more than {_MAX_BYTES} can be read: write fewer "
+            "and larger pieces."
+        )
+    write_durably(folder / MANIFEST, data)
     sync_folder(folder)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, *, looks_at_files: bool = True) -> Manifest:
     """Reads and validates `folder`/manifest.json, and checks that its files exist in full size.
+
+    Args:
+        looks_at_files: False where another rank looks at all of them: there are as many as ranks wrote, and a reader
+            looks at each that it opens in any case.
 
     Raises:
         UserError: it is missing, not a manifest, of another version, damaged or inconsistent; the sentence names the
@@ -96,8 +106,9 @@ def read_manifest(folder: Path) -> Manifest:
             "checkpoint."
         )
     manifest = manifest_from_json(data, path)
-    for name, size in manifest.files.items():
-        _check_file(folder, name, size)
+    if looks_at_files:
+        for name, size in manifest.files.items():
+            check_file(path, name, size)
     return manifest
 
 
@@ -108,13 +119,3 @@ def _read_text(path: Path) -> bytes:
     if found.st_size > _MAX_BYTES:
         raise JsonFlaw(f"it has {found.st_size} bytes, more than {_MAX_BYTES}")
     return path.read_bytes()
-
-
-def _check_file(folder: Path, name: str, size: int) -> None:
-    file = folder / name
-    if not file.is_file():
-        raise UserError(f"{file} is missing, but {MANIFEST} lists it: copy the checkpoint again, with all files.")
-    if os.path.dirname(os.path.realpath(file)) != os.path.realpath(folder):
-        raise UserError(f"{file} is a link to outside its folder: copy the checkpoint again, with the file itself.")
-    if (found := file.stat().st_size) != size:
-        raise UserError(f"{file} has {found} bytes, but {MANIFEST} says {size}: it is damaged, copy it again.")

@@ -8,13 +8,27 @@ when they are opened.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from engine.checkpoint.manifest_records import FORMAT, VERSION, Kind, Manifest, PieceRecord, TensorRecord
+import numpy as np
+
+from engine.checkpoint.manifest_records import (
+    COLUMNS_VERSION,
+    FORMAT,
+    VERSION,
+    ColumnsRecord,
+    Kind,
+    Manifest,
+    PieceRecord,
+    PieceRows,
+    TensorRecord,
+)
+from engine.checkpoint.piece_columns import PieceColumns, StoredColumns
 from engine.checkpoint.reshard import Box, find_flaw, find_gap
 from engine.checkpoint.safetensors_file import dtype_from_name
 from engine.errors import UserError
@@ -26,6 +40,8 @@ _MAX_DIMS = 16
 _MAX_NAME = 512
 _MAX_PIECES = 1 << 14
 """Maximum number of pieces of one tensor: they are compared with each other, which must end in reasonable time."""
+_MAX_COLUMN_PIECES = 1 << 20
+"""The same of columns, which numpy compares."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 
@@ -41,9 +57,9 @@ def require_readable(data: object, path: Path) -> dict[str, Any]:
     """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise UserError(f"{path} is not a manifest of this engine: expected format {FORMAT!r}, use another folder.")
-    if data.get("version") != VERSION or isinstance(data["version"], bool):
+    if data.get("version") not in (VERSION, COLUMNS_VERSION) or isinstance(data["version"], bool):
         raise UserError(
-            f"{path} has version {shown(data.get('version'))}, but this engine reads {VERSION}: "
+            f"{path} has version {shown(data.get('version'))}, but this engine reads {VERSION} and {COLUMNS_VERSION}: "
             "use the engine that wrote it, or convert the model again."
         )
     if data.get("checksum_algorithm") != ALGORITHM:
@@ -54,8 +70,22 @@ def require_readable(data: object, path: Path) -> dict[str, Any]:
     return data
 
 
+def check_file(manifest: Path, name: str, size: int) -> None:
+    """Raises UserError unless a file that the manifest lists is beside it, in full size."""
+    file = manifest.parent / name
+    if not file.is_file():
+        raise UserError(f"{file} is missing, but {manifest.name} lists it: copy the checkpoint again, with all files.")
+    if os.path.dirname(os.path.realpath(file)) != os.path.realpath(manifest.parent):
+        raise UserError(f"{file} is a link to outside its folder: copy the checkpoint again, with the file itself.")
+    if (found := file.stat().st_size) != size:
+        raise UserError(f"{file} has {found} bytes, but {manifest.name} says {size}: it is damaged, copy it again.")
+
+
 def manifest_from_json(content: object, path: Path) -> Manifest:
-    """Validates parsed JSON; `path` only serves the error sentences.
+    """Validates parsed JSON.
+
+    Args:
+        path: of the manifest, for the error sentences; a file of columns is beside it.
 
     Raises:
         UserError: it is not a manifest, of another version, or inconsistent; the sentence names the file.
@@ -74,6 +104,8 @@ def manifest_from_json(content: object, path: Path) -> Manifest:
         reader.whole_number(size, f"the size of {name}")
     for name, size in layout.items():
         reader.whole_number(size, f"layout {shown(name)}")
+    columns = reader.columns(data) if data["version"] == COLUMNS_VERSION else None
+    stored = None if columns is None else reader.stored_columns(columns, list(files))
     manifest = Manifest(
         kind=cast(Kind, data["kind"]),
         engine_version=reader.text(data, "engine_version"),
@@ -82,7 +114,8 @@ def manifest_from_json(content: object, path: Path) -> Manifest:
         fingerprint=None if data.get("fingerprint") is None else reader.text(data, "fingerprint"),
         training=reader.mapping(data, "training"),
         files=files,
-        tensors={name: reader.tensor(name, record, files) for name, record in tensors.items()},
+        tensors={name: reader.tensor(name, record, files, stored) for name, record in tensors.items()},
+        columns=columns,
     )
     reader.backing(manifest)
     return manifest
@@ -93,6 +126,8 @@ class _Fields:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._sound: set[tuple[PieceRows, tuple[int, ...]]] = set()
+        """Rows that are known to tile a tensor of that shape; the first checksum in them says nothing."""
 
     def fail(self, what: str) -> UserError:
         return UserError(f"{self._path} is damaged: {what}; use another copy of the checkpoint.")
@@ -125,7 +160,31 @@ class _Fields:
             raise self.fail(f"it names the file {shown(name)}, which is not a plain file name inside the folder")
         return name
 
-    def tensor(self, name: str, data: object, files: Mapping[str, Any]) -> TensorRecord:
+    def columns(self, data: Mapping[str, Any]) -> ColumnsRecord:
+        record = self.mapping(data, "columns")
+        numbers = {key: self.whole_number(record.get(key), key) for key in ("rows", "pieces", "dims", "width")}
+        if not 0 < numbers["dims"] <= _MAX_DIMS or numbers["width"] not in (4, 8):
+            raise self.fail(f"columns have {numbers['dims']} dimensions of {numbers['width']} bytes")
+        file = self.file_name(self.text(record, "file"))
+        return ColumnsRecord(file=file, checksum=self.checksum(record, "columns"), **numbers)
+
+    def stored_columns(self, record: ColumnsRecord, file_names: list[str]) -> StoredColumns:
+        """Opens the file of columns, whose bytes are those that were written."""
+        path = self._path.parent / record.file
+        check_file(self._path, record.file, record.num_bytes)
+        if not record.num_bytes:
+            raise self.fail("columns are empty")
+        try:
+            stored = StoredColumns(path, record, file_names)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}): use another checkpoint.") from error
+        if stored.checksum() != record.checksum:
+            raise UserError(f"{path} is damaged: it is not what was written; use another copy of the checkpoint.")
+        if record.rows and not 0 <= stored.files.min() <= stored.files.max() < len(file_names):
+            raise self.fail(f"{record.file} names a file that files does not list")
+        return stored
+
+    def tensor(self, name: str, data: object, files: Mapping[str, Any], stored: StoredColumns | None) -> TensorRecord:
         self.name(name)
         if not isinstance(data, dict) or not isinstance(data.get("shape"), list):
             raise self.fail(f"the record of {name} has no shape")
@@ -141,12 +200,42 @@ class _Fields:
             raise self.fail(f"{name} has encoding {shown(encoding)}, and this engine reads plain")
         if not isinstance(data.get("pieces"), list) or not data["pieces"]:
             raise self.fail(f"{name} has no pieces")
+        if stored is not None:
+            rows = self.rows(name, data["pieces"], stored)
+            own = self.column_pieces(name, shape, rows, stored)
+            return TensorRecord(shape=shape, dtype=dtype, encoding=encoding, pieces=own, rows=rows)
         if len(data["pieces"]) > _MAX_PIECES:
             raise self.fail(f"{name} has {len(data['pieces'])} pieces, more than {_MAX_PIECES}")
         pieces = tuple(self.piece(name, shape, piece, files) for piece in data["pieces"])
         self.coverage(name, shape, pieces)
         whole = self.checksum(data, name) if "checksum" in data else None
         return TensorRecord(shape=shape, dtype=dtype, encoding=encoding, pieces=pieces, checksum=whole)
+
+    def rows(self, name: str, numbers: list[object], stored: StoredColumns) -> PieceRows:
+        if len(numbers) != 3:
+            raise self.fail(f"the pieces of {name} are {shown(numbers)} where three numbers were expected")
+        rows = PieceRows(*(self.whole_number(number, f"the pieces of {name}") for number in numbers))
+        if not 0 < rows.length <= _MAX_COLUMN_PIECES:
+            raise self.fail(f"{name} has {rows.length} pieces where 1 to {_MAX_COLUMN_PIECES} were expected")
+        if rows.row + rows.length > stored.num_rows or rows.piece + rows.length > stored.num_pieces:
+            raise self.fail(f"the pieces of {name} are {shown(numbers)}, outside the columns")
+        return rows
+
+    def column_pieces(self, name: str, shape: tuple[int, ...], rows: PieceRows, stored: StoredColumns) -> PieceColumns:
+        if "@" in name or len(shape) > stored.num_dims:
+            raise self.fail(f"{shown(name)} of {len(shape)} dimensions cannot be in columns")
+        pieces = stored.pieces(name, shape, rows)
+        if (known := (rows._replace(piece=0), shape)) in self._sound:
+            return pieces
+        ranges = pieces.boxes.ranges
+        sizes = np.array(shape, dtype=np.int64)
+        if (ranges[..., 0] < 0).any() or (ranges[..., 0] >= ranges[..., 1]).any() or (ranges[..., 1] > sizes).any():
+            raise self.fail(f"a piece of {name} is outside the tensor")
+        flaw = find_flaw(shape, pieces.boxes) if shape else None if len(pieces) == 1 else "one number more than once"
+        if flaw:
+            raise self.fail(f"the pieces of {name} have {flaw}")
+        self._sound.add(known)
+        return pieces
 
     def checksum(self, data: Mapping[str, Any], of: str) -> str:
         text = self.text(data, "checksum")
@@ -187,7 +276,7 @@ class _Fields:
             raise self.fail(f"a piece of {name} is at {place}, outside the tensor")
         return dim, offset, length
 
-    def coverage(self, name: str, shape: tuple[int, ...], pieces: tuple[PieceRecord, ...]) -> None:
+    def coverage(self, name: str, shape: tuple[int, ...], pieces: Sequence[PieceRecord]) -> None:
         dims = {piece.box.dim for piece in pieces}
         if any(piece.box.others for piece in pieces):
             if flaw := find_flaw(shape, [piece.box for piece in pieces]):
@@ -207,9 +296,14 @@ class _Fields:
         """Refuses pieces that share bytes of a file, and files with bytes of no piece."""
         claimed: Counter[str] = Counter()
         keys: set[tuple[str, str]] = set()
+        places = list(manifest.files)
         for name, record in manifest.tensors.items():
             dtype = dtype_from_name(record.dtype)
             assert dtype is not None, record.dtype
+            if isinstance(record.pieces, PieceColumns):  # where they begin is their keys, so that none is there twice
+                sizes = np.bincount(record.pieces.files, weights=record.pieces.boxes.num_elements() * dtype.itemsize)
+                claimed.update({places[place]: int(sizes[place]) for place in np.flatnonzero(sizes)})
+                continue
             for piece in record.pieces:
                 if (piece.file, piece.key) in keys:
                     raise self.fail(f"{piece.key} of {piece.file} is a piece of {name} and of something else too")

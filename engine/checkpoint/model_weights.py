@@ -23,7 +23,7 @@ from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.stored_tensors import StoredTensors
-from engine.checkpoint.verification import Piece, PieceChecks
+from engine.checkpoint.verification import PieceChecks
 from engine.errors import UserError
 from engine.models.names import nest
 
@@ -120,6 +120,14 @@ class WeightSource(StoredTensors):
             self._fingerprint = self.computed_fingerprint()
         return self._fingerprint
 
+    def known_fingerprint(self) -> str | None:
+        """Returns the fingerprint where nothing has to be read for it, else None."""
+        return self._fingerprint
+
+    def know_fingerprint(self, fingerprint: str) -> None:
+        """Takes over what another rank has read."""
+        self._fingerprint = fingerprint
+
     def computed_fingerprint(self) -> str:
         """Returns the fingerprint, from the tensors themselves."""
         with self.checks.glancing():
@@ -190,8 +198,8 @@ class HfSource(WeightSource):
             if (expected := self._expected.get(name, found)) != found:
                 self.refuse_piece(name, index, found, expected)
 
-    def pieces(self) -> list[Piece]:
-        return [(name, 0) for name in self._shapes]
+    def piece_counts(self) -> dict[str, int]:
+        return dict.fromkeys(self._shapes, 1)
 
     def recorded_sum(self, name: str, index: int) -> str | None:
         return self._expected.get(name)
@@ -365,9 +373,13 @@ class PartitionedSource(WeightSource):
 
     def fingerprint(self) -> str:
         """Returns the fingerprint recorded when the checkpoint was written from the model."""
+        recorded = self.known_fingerprint()
+        return super().fingerprint() if recorded is None else recorded
+
+    def known_fingerprint(self) -> str | None:
         assert self.model.manifest is not None
         recorded = self.model.manifest.fingerprint
-        return super().fingerprint() if recorded is None else recorded
+        return super().known_fingerprint() if recorded is None else recorded
 
 
 def open_source(path: str | Path) -> WeightSource:

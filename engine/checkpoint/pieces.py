@@ -12,11 +12,12 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from engine.checkpoint.manifest import Manifest, PieceRecord, TensorRecord, read_manifest
+from engine.checkpoint.manifest import MANIFEST, Manifest, PieceRecord, TensorRecord, check_file, read_manifest
+from engine.checkpoint.piece_columns import PieceColumns
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box, boxes_of
 from engine.checkpoint.safetensors_file import SafetensorsReader, dtype_from_name, dtype_name
-from engine.checkpoint.verification import Piece, PieceChecks
+from engine.checkpoint.verification import PieceChecks
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 
@@ -54,8 +55,6 @@ def plan_pieces(name: str, spec: ShardSpec) -> list[PlannedPiece]:
         if box.dim is not None:
             slices[box.dim] = slice(local_offset, local_offset + box.length)
         key = name if len(boxes) == 1 else f"{name}@{box.offset}"
-        if spec.offsets:  # one of several parts of the tensor that this rank holds
-            key = f"{name}@{','.join(str(start) for start, _ in box.ranges(spec.global_shape))}"
         planned.append(PlannedPiece(name, box, key, tuple(slices)))
     return planned
 
@@ -73,20 +72,22 @@ def written_tensor(
 
 def join_records(contributions: Iterable[WrittenTensor]) -> dict[str, TensorRecord]:
     """Joins the ranks' contributions into records of whole tensors; pieces are sorted by where they begin."""
-    records: dict[str, TensorRecord] = {}
+    first: dict[str, WrittenTensor] = {}
+    pieces: dict[str, list[PieceRecord]] = {}
     for part in contributions:
-        known = records.get(part.name)
-        if known is not None:
-            assert (known.shape, known.dtype, known.encoding) == (part.shape, part.dtype, part.encoding), part
-        pieces = (*(known.pieces if known else ()), *part.pieces)
-        records[part.name] = TensorRecord(
+        known = first.setdefault(part.name, part)
+        assert known[:4] == part[:4] and known.checksum == part.checksum, (known, part)
+        pieces.setdefault(part.name, []).extend(part.pieces)
+    return {
+        name: TensorRecord(
             shape=part.shape,
             dtype=part.dtype,
             encoding=part.encoding,
             checksum=part.checksum,
-            pieces=tuple(sorted(pieces, key=lambda piece: piece.box.ranges(part.shape))),
+            pieces=tuple(sorted(pieces[name], key=lambda piece: piece.box.ranges(part.shape))),
         )
-    return records
+        for name, part in first.items()
+    }
 
 
 class PieceReader(TensorReader):
@@ -123,13 +124,14 @@ class PieceReader(TensorReader):
         return dtype
 
     def boxes(self, name: str) -> Sequence[Box]:
-        return [piece.box for piece in self._record(name).pieces]
+        pieces = self._record(name).pieces
+        return pieces.boxes if isinstance(pieces, PieceColumns) else [piece.box for piece in pieces]
 
     def view(self, name: str, index: int) -> Tensor:
         return self.checks.view(name, index)
 
-    def pieces(self) -> list[Piece]:
-        return [(name, index) for name in self.tensor_names() for index in range(len(self.boxes(name)))]
+    def piece_counts(self) -> dict[str, int]:
+        return {name: len(record.pieces) for name, record in self.manifest.tensors.items()}
 
     def stored_view(self, name: str, index: int) -> Tensor:
         record = self._record(name)
@@ -154,8 +156,9 @@ class PieceReader(TensorReader):
 
     def verify_all(self) -> Iterator[int]:
         """Checks every piece's checksum; yields the bytes checked after each piece."""
-        for piece in self.pieces():
-            yield self.view(*piece).nbytes
+        for name, count in self.piece_counts().items():
+            for index in range(count):
+                yield self.view(name, index).nbytes
 
     def _record(self, name: str) -> TensorRecord:
         record = self.manifest.tensors.get(name)
@@ -179,11 +182,20 @@ class PieceReader(TensorReader):
         return reader.view(piece.key)
 
     def _open_file(self, file: str) -> SafetensorsReader:
+        check_file(self.folder / MANIFEST, file, self.manifest.files[file])
         reader = SafetensorsReader(self.folder / file)
-        if not self._listed:
-            for record in self.manifest.tensors.values():
-                for piece in record.pieces:
-                    self._listed.setdefault(piece.file, set()).add(piece.key)
-        if strange := sorted(set(reader.names()) - self._listed[file]):
+        if strange := sorted(set(reader.names()) - self._keys_in(file)):
             raise UserError(f"{reader.path} has {strange[0]}, of which the manifest says nothing: use another copy.")
         return reader
+
+    def _keys_in(self, file: str) -> set[str]:
+        """Returns the keys that the manifest places in a file."""
+        if self.manifest.columns is None:
+            if not self._listed:
+                for record in self.manifest.tensors.values():
+                    for piece in record.pieces:
+                        self._listed.setdefault(piece.file, set()).add(piece.key)
+            return self._listed.get(file, set())
+        place = list(self.manifest.files).index(file)
+        columns = [record.pieces for record in self.manifest.tensors.values()]
+        return {key for pieces in columns if isinstance(pieces, PieceColumns) for key in pieces.keys_in(place)}

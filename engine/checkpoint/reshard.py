@@ -8,10 +8,17 @@ knowing the other. No files, no tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.distributed.sharding import Piece, ShardSpec
+
+_MAX_COMPARISONS = 1 << 28
+"""Maximum number of pairs of boxes of one tensor that are compared; numpy takes a few seconds for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,51 @@ class Box:
             for dim, offset, length in ((self.dim, self.offset, self.length), *self.others):
                 whole[dim] = (offset, offset + length)
         return tuple(whole)
+
+
+class BoxColumns(Sequence[Box]):
+    """Boxes of one tensor as an array: a large run's checkpoint has millions, too many for an object each.
+
+    Args:
+        shape: of the whole tensor.
+        ranges: integers [boxes, dimensions, 2]: where each box begins and ends in each dimension.
+    """
+
+    def __init__(self, shape: tuple[int, ...], ranges: NDArray[Any]) -> None:
+        assert ranges.shape[1:] == (len(shape), 2), (shape, ranges.shape)
+        self.shape, self.ranges = shape, ranges
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], boxes: Iterable[Box]) -> BoxColumns:
+        """Returns the columns of `boxes`."""
+        ranges = [box.ranges(shape) for box in boxes]
+        return cls(shape, np.array(ranges, dtype=np.int64).reshape(len(ranges), len(shape), 2))
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+    @overload
+    def __getitem__(self, index: int) -> Box: ...
+    @overload
+    def __getitem__(self, index: slice) -> BoxColumns: ...
+    def __getitem__(self, index: int | slice) -> Box | BoxColumns:
+        if isinstance(index, slice):
+            return BoxColumns(self.shape, self.ranges[index])
+        whole = [(0, size) for size in self.shape]
+        ranges = [(start, stop) for start, stop in self.ranges[index].tolist()]
+        runs = [(dim, start, stop - start) for dim, (start, stop) in enumerate(ranges) if ranges[dim] != whole[dim]]
+        return Box(*runs[0], tuple(runs[1:])) if runs else Box()
+
+    def touching(self, ranges: tuple[tuple[int, int], ...]) -> list[int]:
+        """Returns the places of the boxes that share an element with the box of these ranges, ascending."""
+        wanted = np.array(ranges, dtype=np.int64).reshape(-1, 2)
+        meets = (self.ranges[..., 0] < wanted[:, 1]) & (wanted[:, 0] < self.ranges[..., 1])
+        return [int(place) for place in np.flatnonzero(meets.all(axis=1))]
+
+    def num_elements(self) -> NDArray[np.int64]:
+        """Returns the number of elements of each box."""
+        lengths = self.ranges[..., 1].astype(np.int64) - self.ranges[..., 0]
+        return np.asarray(lengths.prod(axis=1), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +147,10 @@ def plan_copies(spec: ShardSpec, stored: Sequence[Box]) -> list[Copy]:
 
 def _copies_of_box(spec: ShardSpec, wanted: Box, local_offset: int, stored: Sequence[Box]) -> Iterator[Copy]:
     wanted_ranges = wanted.ranges(spec.global_shape)
-    for index, piece in enumerate(stored):
-        piece_ranges = piece.ranges(spec.global_shape)
+    # many pieces come as columns, of which few are looked at
+    places = stored.touching(wanted_ranges) if isinstance(stored, BoxColumns) else range(len(stored))
+    for index in places:
+        piece_ranges = stored[index].ranges(spec.global_shape)
         common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(wanted_ranges, piece_ranges, strict=True)]
         if any(start >= stop for start, stop in common):
             continue
@@ -131,19 +185,25 @@ def find_gap(length: int, runs: Sequence[tuple[int, int]]) -> str | None:
 
 
 def find_flaw(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Returns why the boxes do not tile a tensor of `global_shape` exactly, or None when they do.
+    """Returns why the boxes do not tile a tensor of `global_shape`, of one dimension at least, or None when they do.
 
-    Each box is inside the tensor. Boxes are visited in the order of their first rows, and compared with those that
-    reach as
-    far: of a tensor that tensor-parallel ranks split in one dimension and data-parallel ranks in another, few do.
+    Each box is inside the tensor. Boxes are sorted by their first rows, and each is compared with those after it that
+    begin before it ends: of a tensor that tensor-parallel ranks split in one dimension and data-parallel ranks in
+    another, few do.
     """
-    ranges = sorted(box.ranges(global_shape) for box in boxes)
-    reaching: list[tuple[tuple[int, int], ...]] = []
-    for found in ranges:
-        reaching = [other for other in reaching if other[0][1] > found[0][0]]
-        for other in reaching:
-            if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(found, other, strict=True)):
-                return f"an overlap at {[start for start, _ in found]}"
-        reaching.append(found)
-    missing = math.prod(global_shape) - sum(math.prod(stop - start for start, stop in found) for found in ranges)
+    columns = boxes if isinstance(boxes, BoxColumns) else BoxColumns.of(global_shape, boxes)
+    flat = columns.ranges.reshape(len(columns), 2 * len(global_shape))
+    ranges = columns.ranges[np.lexsort(flat.T[::-1])]
+    starts, stops = ranges[..., 0], ranges[..., 1]
+    near, after, compared = np.arange(len(ranges)), 0, 0
+    while len(near):  # those whose rows reach the box `after` places after them
+        after += 1
+        near = near[near + after < len(ranges)]
+        near = near[starts[near + after, 0] < stops[near, 0]]
+        if (compared := compared + len(near)) > _MAX_COMPARISONS:
+            return "too many boxes beside each other to compare"
+        overlap = ((starts[near] < stops[near + after]) & (starts[near + after] < stops[near])).all(axis=1)
+        if overlap.any():
+            return f"an overlap at {starts[near[overlap][0] + after].tolist()}"
+    missing = math.prod(global_shape) - sum(columns.num_elements().tolist())
     return f"{missing} elements in none of them" if missing else None

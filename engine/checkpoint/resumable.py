@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.checkpoint.folder import check_output
+from engine.checkpoint.manifest import ENGINE_VERSION
 from engine.files.refusals import reading, writing
 from engine.files.staging import staged_folder
 
@@ -83,7 +84,9 @@ def _read_entry(line: str) -> tuple[tuple[str, str], Written] | None:
 
 
 def plan_digest(plan: Mapping[str, Any], inputs: Iterable[Path]) -> str:
-    """Returns the identity of a conversion: what is to be done, and the input folders' files by size and time."""
+    """Returns the identity of a conversion: what is to be done, by which version, and the input folders' files by size
+    and time.
+    """
     files = []
     for folder in inputs:
         with reading(folder):
@@ -91,7 +94,7 @@ def plan_digest(plan: Mapping[str, Any], inputs: Iterable[Path]) -> str:
                 if path.is_file():
                     status = path.stat()
                     files.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
-    text = json.dumps([plan, files], sort_keys=True, default=str)
+    text = json.dumps([ENGINE_VERSION, plan, files], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

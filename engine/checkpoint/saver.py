@@ -11,7 +11,6 @@ agree on whether to save: where one has skipped a save, rank 0 finds no part of 
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -20,13 +19,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.checkpoint.commit import (
+    NoRoom,
     TrainingContents,
+    abandon,
     collect,
     leave_failure,
     leave_record,
     owned,
     publish,
     require_room,
+    require_wanted,
     write_part,
 )
 from engine.checkpoint.snapshot import Snapshot
@@ -116,16 +118,20 @@ def save_now(
     out = checkpoint_folder(group.run_dir, contents.step)
     try:
         with writing(staging), held(staging):
-            require_room(staging, group.num_bytes)
+            if group.rank == 0:
+                require_room(staging, group.num_bytes)
+            else:
+                require_wanted(staging, group.rank)
             if group.rank in group.writers:
                 leave_record(staging, group.rank, write_part(staging, group.rank, owned(shards)))
             if group.rank != 0:
+                require_wanted(staging, group.rank)
                 return SaveReport(step=contents.step, path=None, seconds=time.monotonic() - begin)
             publish(staging, out, contents, collect(staging, group.writers, time.monotonic() + group.timeout / 2))
     except UserError as error:
         if group.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        else:
+            abandon(staging, error, alone=group.writers in ((), (0,)))
+        elif not isinstance(error, NoRoom):
             leave_failure(staging, group.rank, str(error))
         raise
     problem = None

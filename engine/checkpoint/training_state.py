@@ -55,13 +55,17 @@ _MAX_CONFIG_BYTES = 16 << 20
 class TrainingCheckpoint(PieceReader):
     """A training checkpoint, opened; tensors are read by shard at any layout, each piece checked by its checksum.
 
+    Args:
+        folder: the checkpoint's.
+        looks_at_files: see `read_manifest`.
+
     Raises:
         UserError: the folder is not a complete, undamaged training checkpoint.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, looks_at_files: bool = True) -> None:
         folder = Path(folder)
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, looks_at_files=looks_at_files)
         if manifest.kind != "training":
             raise UserError(
                 f"{folder} is a base checkpoint without training state: give a run or one of its checkpoints."

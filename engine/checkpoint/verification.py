@@ -8,9 +8,11 @@ each machine may hold a copy of its own.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import NoReturn, Protocol, cast
 
 import numpy as np
@@ -29,8 +31,8 @@ Piece = tuple[str, int]
 class CheckedReader(Protocol):
     """A reader whose pieces have checksums."""
 
-    def pieces(self) -> list[Piece]:
-        """Returns all pieces, in the same order on every rank."""
+    def piece_counts(self) -> dict[str, int]:
+        """Returns the number of pieces of each tensor, in the same order on every rank."""
 
     def stored_view(self, name: str, index: int) -> Tensor:
         """Returns a piece as it is in its file, unchecked."""
@@ -105,25 +107,46 @@ class PieceChecks:
         """Sums the pieces that the ranks of this machine deferred, each rank a share; the outcome is the same on all
         ranks.
         """
-        pieces = self._reader.pieces()
-        mine = np.array([place for place, piece in enumerate(pieces) if piece in put_off], dtype=np.uint32)
+        pieces = _Places(self._reader.piece_counts())
+        mine = np.array(sorted(pieces.place(piece) for piece in put_off), dtype=np.uint32)
         everyone = cast(list[tuple[str, np.ndarray]], gather_objects((this_machine(), mine), axis))
         neighbours = [rank for rank, (machine, _) in enumerate(everyone) if machine == everyone[axis.rank][0]]
         read = np.unique(np.concatenate([everyone[rank][1] for rank in neighbours])).tolist()
-        views = {place: self._reader.stored_view(*pieces[place]) for place in read}
+        views = {place: self._reader.stored_view(*pieces.piece(place)) for place in read}
         own = _own_share(views, neighbours.index(axis.rank), len(neighbours))
         with ThreadPoolExecutor(default_threads(), thread_name_prefix="check") as pool:
             found = dict(zip(own, pool.map(checksum, own.values()), strict=True))
         told = {
             place: value
             for place, value in found.items()
-            if learn or value != self._reader.recorded_sum(*pieces[place])
+            if learn or value != self._reader.recorded_sum(*pieces.piece(place))
         }
         for sums in cast(list[dict[int, str]], gather_objects(told, axis)):
             for place, value in sums.items():
-                self.settle(pieces[place], value)
+                self.settle(pieces.piece(place), value)
         for place in read:
-            self.sums.setdefault(pieces[place], self._reader.recorded_sum(*pieces[place]) or "")
+            self.sums.setdefault(pieces.piece(place), self._reader.recorded_sum(*pieces.piece(place)) or "")
+
+
+class _Places:
+    """Numbers for the pieces of all tensors, in order.
+
+    Args:
+        counts: number of pieces of each tensor.
+    """
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        self._names = list(counts)
+        stops = list(accumulate(counts.values()))
+        self._starts = [0, *stops[:-1]]
+        self._start_of = dict(zip(self._names, self._starts, strict=False))
+
+    def place(self, piece: Piece) -> int:
+        return self._start_of[piece[0]] + piece[1]
+
+    def piece(self, place: int) -> Piece:
+        tensor = bisect_right(self._starts, place) - 1
+        return self._names[tensor], place - self._starts[tensor]
 
 
 def _own_share(views: dict[int, Tensor], rank: int, ranks: int) -> dict[int, Tensor]:

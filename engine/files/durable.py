@@ -1,7 +1,7 @@
 """Writes small files that are whole or absent, and survive a power cut.
 
 A new file is created exclusively: what has its name is removed first, never followed, so a link planted under that name
-has no effect.
+has no effect. A file that is added to, or written in place, is first parted from its other names (hard links).
 """
 
 from __future__ import annotations
@@ -29,17 +29,47 @@ def open_new(path: Path) -> int:
 def open_append(path: Path) -> IO[str]:
     """Opens the text file at `path` for appending, and creates it where it is missing.
 
+    Where the file has other names too, a copy is added to, and they keep what they have.
+
     Raises:
         OSError: the system does not allow it, or what has that name is no file: a pipe would block until there is a
             reader, and a link could lead anywhere.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if has_other_names(path):
+        own = path.with_name(path.name + ".tmp")
+        copy_file(path, own)
+        os.replace(own, path)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     file = open(os.open(path, flags, 0o666), "a", encoding="utf-8")  # noqa: SIM115 - the caller's
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is not a file", str(path))
     return file
+
+
+def has_other_names(path: Path) -> bool:
+    """Returns whether there is a regular file at `path` whose bytes belong to another name too (a hard link).
+
+    Raises:
+        OSError: the system does not allow it.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_nlink > 1
+
+
+def write_named(path: Path) -> IO[str]:
+    """Opens the text file that a user named for writing; unlike a file with a name of ours it may be a link or a pipe.
+
+    Raises:
+        OSError: the system does not allow it.
+    """
+    if has_other_names(path):
+        path.unlink()
+    return open(path, "w", encoding="utf-8")
 
 
 def write_durably(path: Path, data: bytes | str) -> None:

@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 
 from engine.errors import UserError
-from engine.files.durable import delete_folder, sync_folder, write_durably
+from engine.files.durable import delete_folder, has_other_names, sync_folder, write_durably
 from engine.files.holder import MAX_BYTES, Holder, take_system_lock
 from engine.files.refusals import Unfinished, reading, shown, writing
 
@@ -181,6 +181,9 @@ def _adopt(staging: Path, plan: str | None) -> None:
     """Keeps what was left under the same plan, clears the folder otherwise."""
     path = staging / _PLAN
     with writing(staging):
+        for entry in staging.iterdir():
+            if has_other_names(entry):  # no file of a command's: writing on would change what has the other name
+                entry.unlink()
         if plan is not None and _is_regular(path) and path.read_text(encoding="utf-8", errors="replace") == plan:
             return
         path.unlink(missing_ok=True) if not path.is_dir() or path.is_symlink() else shutil.rmtree(path)

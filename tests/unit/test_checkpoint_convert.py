@@ -124,6 +124,17 @@ def test_another_plan_starts_anew(tmp_path: Path) -> None:
     assert_same_tensors(tensors, load_folder(tmp_path / "back"))
 
 
+def test_what_another_version_left_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_llama(tmp_path / "hf")
+    source = open_source(tmp_path / "hf")
+    with monkeypatch.context() as older, pytest.raises(Stop):
+        older.setattr(resumable, "ENGINE_VERSION", "0.0.1")
+        export_hf(source, tmp_path / "out", work=Work(threads=1, progress=stopping(5000, Stop())))
+    assert (tmp_path / ".out.partial" / resumable.JOURNAL).read_text()
+    assert export_hf(source, tmp_path / "out").kept_bytes == 0
+    assert_same_tensors(load_file(tmp_path / "hf" / "model.safetensors"), load_folder(tmp_path / "out"))
+
+
 def test_two_conversions_do_not_share_a_folder(tmp_path: Path) -> None:
     def enter(name: str, num_bytes: int = 0):
         return resumable_folder(tmp_path / name, plan={}, overwrite=False, inputs=[], num_bytes=num_bytes)

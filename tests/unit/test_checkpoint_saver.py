@@ -8,14 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine.checkpoint import commit as commit_module
 from engine.checkpoint import saver as saver_module
 from engine.checkpoint.commit import TrainingContents, owned
+from engine.checkpoint.piece_columns import RankPart
 from engine.checkpoint.saver import SaveGroup, Saver, SaveReport
 from engine.checkpoint.snapshot import Snapshot, fits_in_host_memory, snapshot_bytes
 from engine.checkpoint.step_folders import list_checkpoints, prune, staging_folder
@@ -210,6 +213,57 @@ def test_a_rank_that_leaves_a_save_out_spoils_that_one_alone(tmp_path: Path) -> 
     assert "has no part of rank 2 yet" in str(first[1].problem)
     assert all(report.problem is None for each in others for report in each)
     assert sorted(list_checkpoints(tmp_path)) == [1, 3]
+
+
+def test_rank_0_alone_looks_at_what_all_ranks_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of N ranks looking at N files would be N * N of them on a shared disk, in every save."""
+    looked: list[str] = []
+    stats_of = commit_module.stats_of
+
+    def counted(folder: Path) -> Iterator[os.stat_result]:
+        looked.append(folder.name)
+        return stats_of(folder)
+
+    monkeypatch.setattr(commit_module, "stats_of", counted)
+    run_ranks(tmp_path, 4)
+    assert sorted(looked) == [f"step_0000000{step}.t-{step}.tmp" for step in (1, 2, 3)]
+
+
+def test_a_rank_that_comes_after_a_refusal_writes_nothing(tmp_path: Path) -> None:
+    """Rank 0 finds no room; what another rank has written goes, and a late one does not begin."""
+    first, *others = (
+        SaveGroup(run_dir=tmp_path, rank=rank, writers=(0, 1, 2), num_bytes=1 << 60, token="t") for rank in range(3)
+    )
+    staging = staging_folder(tmp_path, 1, "t", 1)
+
+    def save(group: SaveGroup) -> None:
+        saver_module.save_now(group, 1, Trained(group.rank, 3).shards, contents(1))
+
+    save(others[0])
+    assert (staging / "rank_00001.safetensors").is_file()
+    for group in (first, *others):
+        with pytest.raises(UserError, match="MB free, but the checkpoint needs"):
+            save(group)
+    assert [path.name for path in staging.iterdir()] == ["rank_00000.failed"]
+    prune(tmp_path, 0)  # as the next start does
+    assert not staging.exists()
+
+
+def test_a_part_is_withdrawn_where_the_refusal_comes_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = SaveGroup(run_dir=tmp_path, rank=1, writers=(0, 1), token="t")
+    staging, write_part = staging_folder(tmp_path, 1, "t", 1), saver_module.write_part
+
+    def refused_meanwhile(staging: Path, rank: int, shards: list[NamedShard]) -> RankPart:
+        found = write_part(staging, rank, shards)
+        commit_module.leave_failure(staging, 0, "there is no room.")
+        return found
+
+    monkeypatch.setattr(saver_module, "write_part", refused_meanwhile)
+    with pytest.raises(UserError, match="there is no room"):
+        saver_module.save_now(group, 1, Trained(1, 2).shards, contents(1))
+    assert [path.name for path in staging.iterdir()] == ["rank_00000.failed"]
 
 
 def test_a_snapshot_copies_a_storage_once(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from engine.errors import UserError
-from engine.files.durable import copy_file, delete_folder, open_new, write_durably
+from engine.files.durable import copy_file, delete_folder, open_append, open_new, write_durably, write_named
 from engine.files.refusals import FileError, reading, writing
 
 
@@ -86,6 +87,30 @@ def test_planted_links_are_replaced_and_not_followed(work: Callable[[Path], None
     assert (victim / "kept").read_text() == "kept" if kind == "folder" else victim.exists() == (kind == "file")
     if kind == "file":
         assert victim.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("opened", "text"), [(open_append, "kept and more"), (write_named, " and more")], ids=["appended", "named"]
+)
+def test_the_other_name_of_a_file_keeps_what_it_has(
+    opened: Callable[[Path], IO[str]], text: str, tmp_path: Path
+) -> None:
+    victim, planted = tmp_path / "victim", tmp_path / "planted"
+    victim.write_text("kept")
+    os.link(victim, planted)
+    with opened(planted) as file:
+        file.write(" and more")
+    assert (victim.read_text(), planted.read_text()) == ("kept", text)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["planted", "victim"]
+
+
+def test_a_named_file_may_be_a_link_or_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with write_named(tmp_path / "link") as file:
+        file.write("text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "text"
+    with write_named(Path("/dev/null")) as file:
+        file.write("text")
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:

@@ -128,6 +128,18 @@ def test_links_in_a_folder_that_is_taken_over(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
 
 
+def test_hard_links_in_a_folder_that_is_taken_over(tmp_path: Path) -> None:
+    """What a resumed command writes on is a file of its own."""
+    victim = tmp_path / "victim"
+    _old(victim)
+    folder = partial_folder(tmp_path / "out")
+    folder.mkdir()
+    (folder / ".plan").write_text("plan")
+    os.link(victim / "config.json", folder / "config.json")
+    make(tmp_path / "out")
+    assert (victim / "config.json").read_text() == "old" and (tmp_path / "out" / "config.json").read_text() == "new"
+
+
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_one_process_at_a_time(has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"

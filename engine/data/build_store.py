@@ -25,6 +25,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+import engine
 from engine.data.checked_file import BlockSums, file_checksum
 from engine.data.dataset import CHUNK
 from engine.data.formats import parse_record
@@ -176,8 +177,9 @@ def _finished_summary(record: bytes, progress: Callable[[int], None] | None) -> 
 
 
 def _identity(request: Request, units: list[Unit], tokenizer: Tokenizer) -> str:
-    """Returns a hash of everything that decides what a unit's files hold."""
-    facts: list[Any] = [VERSION, tokenizer_fingerprint(tokenizer), request.data_format, request.mask_prompt]
+    """Returns a hash of everything that decides what a unit's files hold, and how."""
+    facts: list[Any] = [engine.__version__, VERSION, tokenizer_fingerprint(tokenizer)]
+    facts += [request.data_format, request.mask_prompt]
     facts += [request.stream_length, request.skip_bad_records, tokenizer.chat_template, asdict(request.chat)]
     facts += [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in request.files]
     facts += [[unit.file, unit.start, unit.end] for unit in units]

@@ -7,6 +7,7 @@ Legend: B rows (micro-batch), S columns (row length).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,20 +20,47 @@ from engine.batch import IGNORE_LABEL, Answers, Batch
 from engine.data.dataset import TokenDataset
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
+GPU_LENGTH_MULTIPLE = 128
+"""Row lengths on a GPU are multiples of it. torch attends to rows of one document by cuDNN, which builds a plan for
+each new length, forward and backward: rows as long as their samples would have it build them for most of a run."""
+
 
 def round_up(value: int, multiple: int) -> int:
     """Returns the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
-def row_length(dataset: TokenDataset, rows: Sequence[int | None], pad_multiple: int, minimum: int = 1) -> int:
-    """Returns the row length of a batch of these rows: the longest, rounded up; with packing the dataset's row
-    length.
+def padded_length(longest: int, *, limit: int, pad_multiple: int, length_multiple: int) -> int:
+    """Returns the length of a row whose tokens, or those of its longest neighbour, are `longest`.
+
+    Args:
+        limit: the configured row length, a multiple of `pad_multiple`.
+        pad_multiple: what lengths must be a multiple of.
+        length_multiple: what they should be a multiple of as well, where they stay within `limit`; padding adds nothing
+            to a loss.
     """
+    least = round_up(longest, pad_multiple)
+    return max(least, min(round_up(least, math.lcm(pad_multiple, length_multiple)), limit))
+
+
+def row_length(
+    dataset: TokenDataset,
+    rows: Sequence[int | None],
+    *,
+    pad_multiple: int,
+    length_multiple: int,
+    minimum: int,
+) -> int:
+    """Returns the row length of a batch of these rows: the longest, padded; with packing the dataset's row length."""
     if dataset.packing:
         return dataset.seq_length
     longest = max((int(dataset.row_lengths[row]) for row in rows if row is not None), default=1)
-    return round_up(max(longest, minimum), pad_multiple)
+    return padded_length(
+        max(longest, minimum),
+        limit=dataset.seq_length,
+        pad_multiple=pad_multiple,
+        length_multiple=length_multiple,
+    )
 
 
 def build_batch(
@@ -127,16 +155,17 @@ def rank_batch(
     pad_token: int,
     context_size: int,
     context_rank: int,
+    length_multiple: int = 1,
 ) -> Batch:
     """Returns a rank's part of a micro-batch, with the mismatched answers of its rows where the data set has them.
 
     Args:
         dataset, rows, slots, pad_token: as for `build_batch`.
-        pad_multiple: row lengths are multiples of it.
+        pad_multiple, length_multiple: row lengths are multiples of both; see `padded_length`.
         context_size, context_rank: this rank's place among those that hold parts of each row.
     """
     minimum = 2 * context_size if context_size > 1 else 1  # each rank holds two chunks of a row
-    length = row_length(dataset, rows, pad_multiple, minimum)
+    length = row_length(dataset, rows, pad_multiple=pad_multiple, length_multiple=length_multiple, minimum=minimum)
     batch = build_batch(dataset, rows, slots, length=length, pad_token=pad_token)
     batch = context_part(batch, size=context_size, rank=context_rank)
     if dataset.mismatched is None:
@@ -149,6 +178,7 @@ def rank_batch(
         pad_token=pad_token,
         context_size=context_size,
         context_rank=context_rank,
+        length_multiple=length_multiple,
     )
     return replace(batch, mismatched=mismatched)
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
+from typing import TypeVar
 
 from engine.batch import Batch
 from engine.config.train import LastBatch
@@ -22,6 +23,8 @@ from engine.data.collate import pin, rank_batch, round_up
 from engine.data.dataset import TokenDataset
 from engine.data.order import DataOrder
 from engine.errors import UserError
+
+Built = TypeVar("Built")
 
 
 def _check_lengths(dataset: TokenDataset, seq_length: int, pad_multiple: int) -> None:
@@ -49,6 +52,7 @@ class DataLoader:
         data_size: number of data ranks.
         seed: of the order.
         pad_multiple: row lengths are multiples of it (what divides a row among tensor ranks).
+        length_multiple: and of this, where rows are not packed and stay within `seq_length`.
         context_rank, context_size: this rank's place among those that hold parts of each row.
         pad_token: fills the ends of rows.
         last_batch: the last batch of an epoch, see `DataOrder`.
@@ -71,6 +75,7 @@ class DataLoader:
         data_size: int,
         seed: int,
         pad_multiple: int = 1,
+        length_multiple: int = 1,
         context_rank: int = 0,
         context_size: int = 1,
         pad_token: int = 0,
@@ -99,6 +104,7 @@ class DataLoader:
         self._data_size = data_size
         self._shape = {
             "pad_multiple": pad_multiple,
+            "length_multiple": length_multiple,
             "pad_token": pad_token,
             "context_size": context_size,
             "context_rank": context_rank,
@@ -131,7 +137,7 @@ class DataLoader:
         An error while building a batch is raised where the consumer asks for it. Closing the iterator, or leaving it to
         the garbage collector, stops the threads.
         """
-        with closing(self._pending_batches(self.order.starts(consumed, num_steps))) as promises:
+        with closing(_ahead(self.batches, self.order.starts(consumed, num_steps), self._num_workers)) as promises:
             for number, promise in enumerate(promises):
                 begin = time.monotonic()
                 batches = promise()
@@ -139,24 +145,28 @@ class DataLoader:
                     self.stalled += time.monotonic() - begin
                 yield batches
 
-    def _pending_batches(self, starts: Iterator[int]) -> Generator[Callable[[], list[Batch]]]:
-        """Yields a function for each step that returns its batches, waiting for them if necessary."""
-        if not self._num_workers:
-            yield from (partial(self.batches, start) for start in starts)
-            return
-        ahead = self._num_workers + 1
-        waiting: deque[Future[list[Batch]]] = deque()
-        pool = ThreadPoolExecutor(self._num_workers, thread_name_prefix="data")
-        try:
-            for start in starts:
-                waiting.append(pool.submit(self.batches, start))
-                if len(waiting) > ahead:
-                    yield waiting.popleft().result
-            while waiting:
+
+def _ahead(build: Callable[[int], Built], numbers: Iterable[int], num_workers: int) -> Generator[Callable[[], Built]]:
+    """Yields for each number a function that returns what `build` makes of it, which threads do ahead of its turn.
+
+    Args:
+        num_workers: threads; with 0 it is built when it is asked for.
+    """
+    if not num_workers:
+        yield from (partial(build, number) for number in numbers)
+        return
+    waiting: deque[Future[Built]] = deque()
+    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data")
+    try:
+        for number in numbers:
+            waiting.append(pool.submit(build, number))
+            if len(waiting) > num_workers + 1:
                 yield waiting.popleft().result
-        finally:
-            # at the interpreter's end the threads have been joined, and what cancelling needs is gone
-            pool.shutdown(wait=True, cancel_futures=not sys.is_finalizing())
+        while waiting:
+            yield waiting.popleft().result
+    finally:
+        # at the interpreter's end the threads have been joined, and what cancelling needs is gone
+        pool.shutdown(wait=True, cancel_futures=not sys.is_finalizing())
 
 
 class EvalLoader:
@@ -166,8 +176,8 @@ class EvalLoader:
 
     Args:
         dataset: the rows.
-        seq_length, micro_batch_size, data_rank, data_size, pad_multiple, context_rank, context_size, pad_token: as in
-            `DataLoader`.
+        seq_length, micro_batch_size, data_rank, data_size, pad_multiple, length_multiple, context_rank, context_size,
+            pad_token, num_workers, pin_memory: as in `DataLoader`.
         max_samples: read only this many rows, from the first.
     """
 
@@ -180,12 +190,15 @@ class EvalLoader:
         data_rank: int,
         data_size: int,
         pad_multiple: int = 1,
+        length_multiple: int = 1,
         context_rank: int = 0,
         context_size: int = 1,
         pad_token: int = 0,
         max_samples: int | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
     ) -> None:
-        assert 0 <= data_rank < data_size, (data_rank, data_size)
+        assert 0 <= data_rank < data_size and num_workers >= 0, (data_rank, data_size, num_workers)
         _check_lengths(dataset, seq_length, pad_multiple)
         self.dataset = dataset
         self.num_samples = len(dataset) if max_samples is None else min(max_samples, len(dataset))
@@ -194,22 +207,33 @@ class EvalLoader:
         self._data_size = data_size
         self._shape = {
             "pad_multiple": pad_multiple,
+            "length_multiple": length_multiple,
             "pad_token": pad_token,
             "context_size": context_size,
             "context_rank": context_rank,
         }
         self.num_micro_batches = -(-self.num_samples // (micro_batch_size * data_size))
+        self._num_workers, self._pin_memory = num_workers, pin_memory
 
     def __len__(self) -> int:
         """Returns the number of micro-batches of each data rank."""
         return self.num_micro_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        for step in range(self.num_micro_batches):
-            first = (step * self._data_size + self._data_rank) * self._micro_batch_size
-            slots = range(first, first + self._micro_batch_size)
-            rows = [row if row < self.num_samples else None for row in slots]
-            yield rank_batch(self.dataset, rows, slots, **self._shape)
+        with closing(_ahead(self._copied_from, range(self.num_micro_batches), self._num_workers)) as promises:
+            for promise in promises:
+                yield promise()
+
+    def _copied_from(self, number: int) -> Batch:
+        """Builds a micro-batch in the memory from which it is copied to the device."""
+        return pin(self.batch(number)) if self._pin_memory else self.batch(number)
+
+    def batch(self, number: int) -> Batch:
+        """Builds the micro-batch of this number, from 0."""
+        first = (number * self._data_size + self._data_rank) * self._micro_batch_size
+        slots = range(first, first + self._micro_batch_size)
+        rows = [row if row < self.num_samples else None for row in slots]
+        return rank_batch(self.dataset, rows, slots, **self._shape)
 
     def target_count(self) -> float:
         """Returns the sum of the loss weights of all micro-batches of all data ranks."""

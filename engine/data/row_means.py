@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -18,13 +17,13 @@ class RowMeanLoader(EvalLoader):
     have weight 0.
     """
 
-    def __iter__(self) -> Iterator[Batch]:
-        length = self.dataset.seq_length
+    def batch(self, number: int) -> Batch:
+        """Builds the micro-batch of this number, from 0."""
+        batch = super().batch(number)
         # fillers have row numbers after the last, and weights of 0
-        counts = torch.from_numpy(self.dataset.target_counts[: self.num_samples]).clamp(min=1).float()
-        for batch in super().__iter__():
-            rows = (batch.token_index_BS[:, :1] // length).clamp(max=self.num_samples - 1)
-            yield replace(batch, loss_weights_BS=batch.loss_weights_BS / counts[rows])
+        rows = (batch.token_index_BS[:, :1] // self.dataset.seq_length).clamp(max=self.num_samples - 1)
+        counts = torch.from_numpy(self.dataset.target_counts)[rows].clamp(min=1).float()
+        return replace(batch, loss_weights_BS=batch.loss_weights_BS / counts)
 
     def target_count(self) -> float:
         """Returns the number of rows with targets."""

@@ -42,8 +42,15 @@ def base_encoding(config: RunConfig, device: torch.device) -> BaseEncoding | Non
         UserError: the GPU has no products for it.
     """
     name = config.model.base_dtype
-    if name is None:
-        return None
+    return None if name is None else named_encoding(name, config.model.kernels, device)
+
+
+def named_encoding(name: str, kernels: str, device: torch.device) -> BaseEncoding:
+    """Returns an encoding by its name, with the backend `kernels` as a user asks for it.
+
+    Raises:
+        UserError: the GPU has no products for it.
+    """
     if device.type == "cuda" and name in FP8_CAPABILITY:
         found, needed = torch.cuda.get_device_capability(device), FP8_CAPABILITY[name]
         if found < needed:
@@ -51,7 +58,7 @@ def base_encoding(config: RunConfig, device: torch.device) -> BaseEncoding | Non
                 f"model.base_dtype is {name}, which needs a GPU of compute capability {needed[0]}.{needed[1]}, but "
                 f"this one has {found[0]}.{found[1]}: set model.base_dtype to int8 or nf4."
             )
-    backend = choose_quantized(config.model.kernels, device)
+    backend = choose_quantized(kernels, device)
     return BaseEncoding(encoding=encoding(name, backend.arithmetic), operands=backend.operands)
 
 

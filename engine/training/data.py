@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+import torch
+
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.data import split_mix
 from engine.config.rules import check_warmup, data_parallel_size
 from engine.config.run import RunConfig
 from engine.data.blend import blend
+from engine.data.collate import GPU_LENGTH_MULTIPLE
 from engine.data.data_report import context_warning
 from engine.data.dataset import TokenDataset
 from engine.data.hold_out import hold_out
@@ -28,6 +31,7 @@ from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
+from engine.training.node_data import NodeData
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +46,8 @@ class RunData:
 def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: Log) -> RunData:
     """Reads, tokenises and arranges the data. Needs no process group, so that bad input is refused early.
 
+    Under torchrun the first rank of each machine reads and tokenises; see `engine.training.node_data`.
+
     Raises:
         UserError: a record or tokenizer that cannot be used.
     """
@@ -54,26 +60,30 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
             "model's vocabulary will be refused."
         )
     assert config.data.train is not None
-    train, held_out = _training_set(config, config.data.train, tokenizer, decoder, log)
+    node = NodeData.of_this_process(launch)
+    train, held_out = _training_set(config, config.data.train, tokenizer, decoder, log, node)
     show_samples(config, train, tokenizer, log)
-    common = loader_options(config, **data_position(config, launch))
+    common = loader_options(config, launch.device, **data_position(config, launch))
+    workers, pinned = config.data.num_workers, launch.device.type == "cuda"
     loader = DataLoader(
         train,
         global_batch_size=config.train.global_batch_size,
         seed=config.train.seed,
         last_batch=config.train.last_batch,
-        num_workers=config.data.num_workers,
-        pin_memory=launch.device.type == "cuda",
+        num_workers=workers,
+        pin_memory=pinned,
         **common,
     )
     if config.train.num_epochs is not None:
         check_warmup(config, loader.order.steps_left(0, config.train.num_epochs))
     if config.data.validation is not None:
-        held_out = _dataset(config, config.data.validation, tokenizer, decoder, log, "validation")
+        held_out = _dataset(config, config.data.validation, tokenizer, decoder, log, node, "validation")
     validation = None
     if held_out is not None:
         kind = RowMeanLoader if config.train.eval_mean == "rows" else EvalLoader
-        validation = kind(held_out, max_samples=config.train.eval_samples, **common)
+        validation = kind(
+            held_out, max_samples=config.train.eval_samples, num_workers=workers, pin_memory=pinned, **common
+        )
     if (too_long := context_warning(config.data.seq_length, train.lengths, decoder.context_length)) is not None:
         log.warning(too_long)
     return RunData(tokenizer=tokenizer, train=loader, validation=validation)
@@ -144,12 +154,15 @@ class LoaderOptions(TypedDict):
     data_rank: int
     data_size: int
     pad_multiple: int
+    length_multiple: int
     context_rank: int
     context_size: int
 
 
-def loader_options(config: RunConfig, *, data_rank: int, data_size: int, context_rank: int) -> LoaderOptions:
-    """Returns the options that all loaders of a run share."""
+def loader_options(
+    config: RunConfig, device: torch.device, *, data_rank: int, data_size: int, context_rank: int
+) -> LoaderOptions:
+    """Returns the options that all loaders of a run on `device` share."""
     tensor, context = config.parallel.tensor, config.parallel.context
     return {
         "seq_length": config.row_length,
@@ -157,16 +170,17 @@ def loader_options(config: RunConfig, *, data_rank: int, data_size: int, context
         "data_rank": data_rank,
         "data_size": data_size,
         "pad_multiple": tensor * (2 * context if context > 1 else 1) if config.parallel.sequence_parallel else 1,
+        "length_multiple": GPU_LENGTH_MULTIPLE if device.type == "cuda" else 1,
         "context_rank": context_rank,
         "context_size": context,
     }
 
 
 def _training_set(
-    config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log
+    config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log, node: NodeData
 ) -> tuple[TokenDataset, TokenDataset | None]:
     """data.train with what data.mix adds to it, and what data.validation_split holds out of data.train."""
-    whole, held_out = _dataset(config, path, tokenizer, decoder, log, "training"), None
+    whole, held_out = _dataset(config, path, tokenizer, decoder, log, node, "training"), None
     share, seed = config.data.validation_split, config.train.seed
     if share is not None:
         whole, held_out = hold_out(whole, share, seed)
@@ -178,20 +192,21 @@ def _training_set(
     if not config.data.mix:
         return whole, held_out
     entries = [split_mix(entry) for entry in config.data.mix]
-    parts = [whole, *(_dataset(config, path, tokenizer, decoder, log, f"training ({path})") for path, _ in entries)]
+    more = [_dataset(config, path, tokenizer, decoder, log, node, f"training ({path})") for path, _ in entries]
+    parts = [whole, *more]
     mixed = blend(parts, [1.0, *(weight for _, weight in entries)])
     log.info(f"mixed training data: {counted(len(mixed), 'row')} per epoch")
     return mixed, held_out
 
 
 def _dataset(
-    config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log, what: str
+    config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log, node: NodeData, what: str
 ) -> TokenDataset:
     """Rows of a file of records, or of a token store."""
     if is_store(path):
         dataset = _stored(config, path, tokenizer)
     else:
-        dataset = _read(config, path, tokenizer, log, what)
+        dataset = node.get(lambda: _read(config, path, tokenizer, log, what))
     if dataset.max_token >= decoder.vocab_size:
         raise UserError(
             f"{path} has token id {dataset.max_token}, but the model's vocabulary has {decoder.vocab_size} entries: "

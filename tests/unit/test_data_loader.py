@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.order import DataOrder, permutation
+from engine.data.row_means import RowMeanLoader
 from engine.errors import UserError
 
 SEQ = 16
@@ -216,6 +220,25 @@ def test_rows_are_padded_to_the_longest_of_their_micro_batch() -> None:
     assert first.labels_BS[0].tolist() == [5, 5] + [IGNORE_LABEL] * 10
 
 
+def test_row_lengths_are_rounded_up_within_the_configured_one() -> None:
+    """Rows of 3 and 9 tokens, then of 4 and 15, of up to 16: multiples of 6 are 12 and 18, which is too long."""
+    documents = [([5] * length, [False] + [True] * (length - 1)) for length in (3, 9, 4, 15)]
+    dataset = TokenDataset.from_documents(documents, seq_length=SEQ)
+    loader = make_loader(dataset, global_batch_size=4, pad_multiple=2, length_multiple=6, shuffle=False)
+    assert [batch.row_length for batch in loader.batches(0)] == [12, 16]
+    plain = make_loader(dataset, global_batch_size=4, pad_multiple=2, shuffle=False)
+    for batch, shorter in zip(loader.batches(0), plain.batches(0), strict=True):
+        columns = shorter.row_length
+        for name in ("tokens_BS", "labels_BS", "positions_BS", "token_index_BS", "loss_weights_BS"):
+            assert torch.equal(getattr(batch, name)[:, :columns], getattr(shorter, name))
+        assert not batch.loss_weights_BS[:, columns:].any()
+        assert (batch.labels_BS[:, columns:] == IGNORE_LABEL).all()
+    evaluated = EvalLoader(dataset, seq_length=SEQ, micro_batch_size=2, data_rank=0, data_size=1, length_multiple=6)
+    assert [batch.row_length for batch in evaluated] == [12, 16]
+    packed = TokenDataset.from_documents(documents, seq_length=SEQ, packing=True)
+    assert make_loader(packed, micro=1, global_batch_size=1, length_multiple=6).batches(0)[0].row_length == SEQ
+
+
 def test_packed_rows_are_what_the_flattening_collator_of_transformers_makes() -> None:
     documents = random_documents(60)
     dataset = TokenDataset.from_documents(documents, seq_length=SEQ, packing=True)
@@ -340,3 +363,51 @@ def test_evaluation_reads_every_row_once_on_any_layout(
     assert sorted(learnt(batches)) == sorted(expected)
     assert {loader.target_count() for loader in loaders} == {float(len(expected))}
     assert (len(batches) - 1) * micro < read + size * micro
+
+
+class _Pinned(Tensor):
+    """A tensor that says it lies in page-locked memory."""
+
+
+@pytest.mark.parametrize("kind", [EvalLoader, RowMeanLoader])
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_evaluation_is_built_ahead_with_the_same_bits(
+    kind: type[EvalLoader], num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By threads, in order, all of it in the memory that is copied from; the main thread builds nothing."""
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor.as_subclass(_Pinned))
+    builders: set[str] = set()
+    build = kind.batch
+
+    def noted(self: EvalLoader, number: int) -> Batch:
+        builders.add(threading.current_thread().name)
+        if number == 0:
+            time.sleep(0.05)  # the first is ready after the others
+        return build(self, number)
+
+    monkeypatch.setattr(kind, "batch", noted)
+    dataset = random_dataset(23, packing=True)
+    options = {"seq_length": SEQ, "micro_batch_size": 2, "data_rank": 1, "data_size": 2}
+    plain = list(kind(dataset, **options))
+    assert builders == {"MainThread"}
+    builders.clear()
+    ahead = list(kind(dataset, **options, num_workers=num_workers, pin_memory=True))
+    assert all(name.startswith("data") for name in builders)
+    assert len(plain) == len(ahead) > 2
+    for one, other in zip(plain, ahead, strict=True):
+        for field in fields(one):
+            value, again = getattr(one, field.name), getattr(other, field.name)
+            if isinstance(value, Tensor):
+                assert torch.equal(value, again) and isinstance(again, _Pinned) and not isinstance(value, _Pinned)
+            else:
+                assert value == again
+
+
+def test_an_evaluation_that_is_left_ends_its_threads() -> None:
+    before = {thread.ident for thread in threading.enumerate()}
+    loader = EvalLoader(random_dataset(40), seq_length=SEQ, micro_batch_size=1, data_rank=0, data_size=1, num_workers=2)
+    batches = iter(loader)
+    next(batches)
+    assert any(thread.name.startswith("data") for thread in threading.enumerate() if thread.ident not in before)
+    del batches
+    assert not [one for one in threading.enumerate() if one.ident not in before and one.name.startswith("data")]

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import engine
+from engine.data import build_store
 from engine.data.build_store import Request, preprocess
 from engine.data.checked_file import CheckedFile
 from engine.data.collate import build_batch
@@ -142,6 +144,24 @@ def test_killed_and_gone_on(tmp_path: Path, tokenizer_dir: Path) -> None:
     assert (tmp_path / "store" / "tokens.bin").read_bytes() == (tmp_path / "whole" / "tokens.bin").read_bytes()
     with pytest.raises(UserError, match="holds a finished token store already"):
         preprocess(Request(files=(records,), tokenizer=tokenizer_dir), tmp_path / "store")
+
+
+def test_what_another_version_left_is_made_anew(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(files=(_lines(tmp_path / "a.jsonl", [{"text": "a text"}]),), tokenizer=tokenizer_dir)
+    left = tmp_path / ".store.partial"
+    with monkeypatch.context() as older:
+        older.setattr(engine, "__version__", "0.0.1")
+        older.setattr(build_store, "_SUMMARY", "parts")  # a folder cannot be deleted as a file: stops near the end
+        with pytest.raises(UserError):
+            preprocess(request, tmp_path / "store")
+    (left / ".summary").write_text('{"rows": 1, "size": 2}')  # as it may have looked then
+    assert preprocess(request, tmp_path / "store").resumed == 0
+    preprocess(request, tmp_path / "fresh")
+    for path in (tmp_path / "fresh").iterdir():
+        assert path.read_bytes() == (tmp_path / "store" / path.name).read_bytes(), path.name
+    assert not left.exists()
 
 
 def test_one_call_at_a_time(tmp_path: Path, tokenizer_dir: Path) -> None:

@@ -1,0 +1,85 @@
+"""A data set in memory as files that several processes map: the same arrays, once in a machine's memory.
+
+The files are for the processes of one run on one machine, in a folder that only they can write; they have no checksums
+and no version. What is kept on purpose is a token store (`engine.data.store`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.data_report import DatasetReport
+from engine.data.dataset import Stored, TokenDataset
+from engine.data.packing import Packs
+
+_FACTS, _MISMATCHED = "facts.json", "mismatched"
+
+
+def save_dataset(dataset: TokenDataset, folder: Path) -> None:
+    """Writes the arrays of a data set that is in memory.
+
+    Args:
+        folder: exists and is empty.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    assert dataset.targets is not None, "a token store is mapped already"
+    arrays: dict[str, NDArray[Any]] = {
+        "tokens": dataset.tokens,
+        "targets": dataset.targets,
+        "starts": dataset.starts,
+        "lengths": dataset.lengths,
+        "document_targets": dataset.document_targets,
+        "row_offsets": dataset.rows.offsets // dataset.group,
+        "row_documents": dataset.rows.documents[:: dataset.group] // dataset.group,
+    }
+    if dataset.compares:
+        arrays["signs"] = dataset.signs
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+    facts = {
+        "seq_length": dataset.seq_length,
+        "packing": dataset.packing,
+        "group": dataset.group,
+        "max_token": dataset.max_token,
+        "report": asdict(dataset.report),
+    }
+    (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    if dataset.mismatched is not None:
+        (folder / _MISMATCHED).mkdir()
+        save_dataset(dataset.mismatched, folder / _MISMATCHED)
+
+
+def map_dataset(folder: Path) -> TokenDataset:
+    """Returns the data set that `save_dataset` wrote; it stays valid when the files are deleted.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    arrays = {path.stem: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)) for path in folder.glob("*.npy")}
+    facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+    mismatched = folder / _MISMATCHED
+    return TokenDataset(
+        arrays["tokens"],
+        arrays["targets"],
+        arrays["starts"],
+        seq_length=facts["seq_length"],
+        packing=facts["packing"],
+        group=facts["group"],
+        signs=arrays.get("signs"),
+        mismatched=map_dataset(mismatched) if mismatched.is_dir() else None,
+        report=DatasetReport(**facts["report"]),
+        stored=Stored(
+            lengths=arrays["lengths"],
+            targets=arrays["document_targets"],
+            max_token=facts["max_token"],
+            rows=Packs(offsets=arrays["row_offsets"], documents=arrays["row_documents"]),
+        ),
+    )

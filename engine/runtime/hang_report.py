@@ -1,17 +1,21 @@
 """Explains a hang in one sentence, from what the ranks report: which wait in what, and which never came. Pure.
 
-Ranks are compared by channel (see `engine.distributed.operations`). A rank that waits is blocked where another member
-of the channel has not begun the operation of that number. Who is not there and is not blocked itself is the cause; the
-rest wait for those that wait for it.
+Ranks are compared by channel (see `engine.distributed.operations`). A rank is blocked in the operation that its host
+waits for, with Gloo, or that its device has not passed, with NCCL, whose hosts run ahead of their devices: that one has
+begun less than another says nothing. Who has not begun an operation in which others are blocked, and is not blocked
+itself, is the cause; the rest wait for those that wait for it. Where all have begun it, and no member's device stands
+at another operation, a device hangs.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from engine.distributed.operations import Noted
+from engine.distributed.ranks import SPELLED_RANKS, progression
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +28,9 @@ class RankState:
         step: optimizer steps that its main thread has begun or finished.
         idle: seconds in which it began nothing and no wait of it ended.
         place: the engine's function that its main thread is in.
-        last: the last operation of each channel.
+        last: the last operation of each channel; may be left out.
         wait: what its main thread waits for, if anything.
+        device: the first operation that its device has not passed, where devices are followed.
         recent: the last operations in their order; may be left out.
     """
 
@@ -35,42 +40,94 @@ class RankState:
     step: int
     idle: float
     place: str
-    last: tuple[Noted, ...]
+    last: tuple[Noted, ...] = ()
     wait: Noted | None = None
+    device: Noted | None = None
     recent: tuple[Noted, ...] = ()
 
+    @property
+    def blocked(self) -> Noted | None:
+        """The operation that the rank does not get through: its device, which comes to it first, or its host."""
+        return self.device or self.wait
+
     def dump(self) -> str:
-        """Writes the state as JSON."""
-        return json.dumps(asdict(self))
+        """Writes the state as JSON. A channel is written once, and its members as a range where they are one."""
+        channels: dict[tuple[str, bool, tuple[int, ...]], int] = {}
+
+        def short(noted: Noted | None) -> list[object] | None:
+            if noted is None:
+                return None
+            channel = channels.setdefault((noted.axis, noted.is_transfer, noted.members), len(channels))
+            return [channel, noted.operation, noted.number, round(noted.seconds, 1), noted.passed]
+
+        values: dict[str, object] = {
+            "rank": self.rank,
+            "host": self.host,
+            "pid": self.pid,
+            "step": self.step,
+            "idle": round(self.idle, 1),
+            "place": self.place,
+            "last": [short(one) for one in self.last],
+            "wait": short(self.wait),
+            "device": short(self.device),
+            "recent": [short(one) for one in self.recent],
+        }
+        values["channels"] = [[axis, int(is_transfer), _packed(ranks)] for axis, is_transfer, ranks in channels]
+        return json.dumps(values, separators=(",", ":"))
 
     @classmethod
     def parse(cls, text: str) -> RankState:
         """Reads what `dump` wrote."""
         values = json.loads(text)
-        wait = values.pop("wait")
-        last, recent = (tuple(_noted(one) for one in values.pop(name)) for name in ("last", "recent"))
-        return cls(**values, last=last, recent=recent, wait=None if wait is None else _noted(wait))
+        channels = [(axis, bool(transfer), _unpacked(ranks)) for axis, transfer, ranks in values.pop("channels")]
+
+        def full(short: Sequence[Any] | None) -> Noted | None:
+            if short is None:
+                return None
+            channel, operation, number, seconds, passed = short
+            axis, is_transfer, members = channels[channel]
+            return Noted(
+                axis=axis,
+                members=members,
+                operation=operation,
+                number=number,
+                seconds=seconds,
+                is_transfer=is_transfer,
+                passed=passed,
+            )
+
+        for name in ("wait", "device"):
+            values[name] = full(values[name])
+        for name in ("last", "recent"):
+            values[name] = tuple(full(one) for one in values[name])
+        return cls(**values)
 
 
-def _noted(values: dict[str, object]) -> Noted:
-    members = values.pop("members")
-    assert isinstance(members, list)
-    return Noted(members=tuple(members), **values)  # type: ignore[arg-type]
+def _packed(ranks: tuple[int, ...]) -> list[int] | dict[str, int]:
+    whole = progression(ranks) if len(ranks) > 2 else None
+    return list(ranks) if whole is None else {"from": whole.start, "to": whole.stop, "by": whole.step}
+
+
+def _unpacked(packed: list[int] | dict[str, int]) -> tuple[int, ...]:
+    return tuple(packed) if isinstance(packed, list) else tuple(range(packed["from"], packed["to"], packed["by"]))
 
 
 @dataclass(kw_only=True, slots=True)
 class _Meeting:
-    """An operation that some ranks have begun and others have not."""
+    """An operation that the ranks `here` do not get through, and that those `missing` have not begun."""
 
     operation: str
     number: int
     channel: str
-    members: tuple[int, ...]
     step: int
     seconds: float
     place: str
     here: list[int] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
+
+
+_Begun: TypeAlias = Mapping[str, Mapping[int, Noted]]
+"""The last operation that each rank has begun, by channel."""
 
 
 def explain(states: Mapping[int, RankState], silent: Mapping[int, str], world_size: int) -> str:
@@ -83,65 +140,82 @@ def explain(states: Mapping[int, RankState], silent: Mapping[int, str], world_si
     """
     if (words := _different(states)) is not None:
         return words
-    meetings = _meetings(states)
+    begun = _begun(states)
+    meetings = _meetings(states, begun)
+    blocked = {rank for meeting in meetings for rank in meeting.here}
+    blocked |= {rank for rank, state in states.items() if state.device is not None}
+    causes = {rank for meeting in meetings for rank in meeting.missing} - blocked
+    if not causes and (stuck := _stuck(states, begun)) is not None:
+        return f"{_not_ending(stuck)}{_others(blocked, stuck)}"
     if not meetings:
         if silent:
             return f"no rank is known to wait for another; {_all_absent(sorted(silent), states, silent)}"
         return f"no rank waits for another; {_places(states.values())}"
-    blocked = {rank for meeting in meetings for rank in meeting.here}
-    causes = {rank for meeting in meetings for rank in meeting.missing} - blocked
     if not causes:
         return "the ranks wait for each other: " + "; ".join(_waiting(meeting) for meeting in meetings)
     meeting = min(
         (meeting for meeting in meetings if causes.intersection(meeting.missing)),
         key=lambda meeting: (meeting.step, -meeting.seconds),
     )
-    others = sorted(blocked - set(meeting.here))
-    rest = f"; {_ranks(others)} {_verb(others, 'wait')} for these" if others else ""
     missing = [rank for rank in meeting.missing if rank in causes]
-    return f"{_waiting(meeting)}, and {_all_absent(missing, states, silent)}{rest}"
+    return f"{_waiting(meeting)}, and {_all_absent(missing, states, silent)}{_others(blocked, meeting)}"
 
 
-def _meetings(states: Mapping[int, RankState]) -> list[_Meeting]:
-    """Finds where main threads wait for a member that has not come; if none waits on the host, where numbers differ."""
+def _begun(states: Mapping[int, RankState]) -> _Begun:
     begun: dict[str, dict[int, Noted]] = {}
     for rank, state in states.items():
         for noted in state.last:
             begun.setdefault(noted.channel, {})[rank] = noted
+    return begun
+
+
+def _meetings(states: Mapping[int, RankState], begun: _Begun) -> list[_Meeting]:
+    """Finds the operations in which ranks are blocked because a member's host has not begun them."""
     found: dict[tuple[str, int], _Meeting] = {}
     for rank, state in sorted(states.items()):
-        if state.wait is not None:
-            _meet(found, state, state.wait, state.wait.number, begun.get(state.wait.channel, {}))
         assert rank == state.rank
-    if not found:
-        for ranks in begun.values():
-            lowest = _lowest(next(iter(ranks.values())).members, ranks)
-            for rank, noted in sorted(ranks.items()):
-                if noted.number > lowest:
-                    _meet(found, states[rank], noted, lowest + 1, ranks)
+        if (noted := state.blocked) is None:
+            continue
+        there = begun.get(noted.channel, {})
+        missing = [
+            member
+            for member in noted.members
+            if member != rank and (member not in there or there[member].number < noted.number)
+        ]
+        if missing:
+            _meet(found, state, noted, missing)
     return list(found.values())
 
 
-def _lowest(members: Iterable[int], begun: Mapping[int, Noted]) -> int:
-    return min(begun[member].number if member in begun else 0 for member in members)
+def _stuck(states: Mapping[int, RankState], begun: _Begun) -> _Meeting | None:
+    """Finds devices that do not get on though they wait for nobody; the earliest, where there are several."""
+    found: dict[tuple[str, int], _Meeting] = {}
+    for _, state in sorted(states.items()):
+        noted = state.device
+        if noted is not None and all(_is_there(states.get(member), noted, begun) for member in noted.members):
+            _meet(found, state, noted, [])
+    return min(found.values(), key=lambda meeting: (meeting.step, -meeting.seconds), default=None)
 
 
-def _meet(
-    found: dict[tuple[str, int], _Meeting], state: RankState, noted: Noted, number: int, begun: Mapping[int, Noted]
-) -> None:
-    missing = [member for member in noted.members if member not in begun or begun[member].number < number]
-    if not missing:
-        return
-    operation = next(
-        (one.operation for one in state.recent if (one.channel, one.number) == (noted.channel, number)), ""
-    )
+def _is_there(state: RankState | None, noted: Noted, begun: _Begun) -> bool:
+    """Whether a member's device has come to the operation, or is past it."""
+    if state is None:
+        return False
+    if state.device is not None and (state.device.channel, state.device.number) == (noted.channel, noted.number):
+        return True
+    last = begun.get(noted.channel, {}).get(state.rank)
+    if last is None or last.number < noted.number:
+        return False
+    return state.device is None or last.passed >= noted.number
+
+
+def _meet(found: dict[tuple[str, int], _Meeting], state: RankState, noted: Noted, missing: list[int]) -> None:
     meeting = found.setdefault(
-        (noted.channel, number),
+        (noted.channel, noted.number),
         _Meeting(
-            operation=operation or noted.operation,
-            number=number,
+            operation=noted.operation,
+            number=noted.number,
             channel=noted.channel,
-            members=noted.members,
             step=state.step,
             seconds=noted.seconds,
             place=state.place,
@@ -162,7 +236,7 @@ def _different(states: Mapping[int, RankState]) -> str | None:
     for (channel, number), operations in sorted(said.items(), key=lambda item: item[0][1]):
         if len(set(operations.values())) > 1:
             what = " and ".join(
-                f"{_ranks([rank for rank, one in operations.items() if one == operation])} "
+                f"{some_ranks([rank for rank, one in operations.items() if one == operation])} "
                 f"{_verb([rank for rank, one in operations.items() if one == operation], 'call')} {operation}"
                 for operation in dict.fromkeys(operations.values())
             )
@@ -171,14 +245,33 @@ def _different(states: Mapping[int, RankState]) -> str | None:
 
 
 def _waiting(meeting: _Meeting) -> str:
+    return f"{some_ranks(meeting.here)} {_verb(meeting.here, 'wait')} in {_operation(meeting)}"
+
+
+def _operation(meeting: _Meeting) -> str:
     return (
-        f"{_ranks(meeting.here)} {_verb(meeting.here, 'wait')} in {meeting.operation}, operation {meeting.number} of "
-        f"{meeting.channel}, for {meeting.place} after step {meeting.step}, since {meeting.seconds:.0f} s"
+        f"{meeting.operation}, operation {meeting.number} of {meeting.channel}, for {meeting.place} "
+        f"after step {meeting.step}, since {meeting.seconds:.0f} s"
     )
 
 
+def _not_ending(meeting: _Meeting) -> str:
+    one = len(meeting.here) == 1
+    return (
+        f"the device{'' if one else 's'} of {some_ranks(meeting.here)} {'does' if one else 'do'} not get through "
+        f"{_operation(meeting)}, and no rank is missing there: {'it' if one else 'one of them'} hangs, or what "
+        "connects it with the others"
+    )
+
+
+def _others(blocked: Iterable[int], meeting: _Meeting) -> str:
+    others = sorted(set(blocked) - set(meeting.here))
+    return f"; {some_ranks(others)} {_verb(others, 'wait')} for these" if others else ""
+
+
 def _all_absent(ranks: Sequence[int], states: Mapping[int, RankState], silent: Mapping[int, str]) -> str:
-    return "; ".join(_absent(rank, states.get(rank), silent) for rank in ranks)
+    more = f"; and {len(ranks) - SPELLED_RANKS} more" if len(ranks) > SPELLED_RANKS else ""
+    return "; ".join(_absent(rank, states.get(rank), silent) for rank in ranks[:SPELLED_RANKS]) + more
 
 
 def _absent(rank: int, state: RankState | None, silent: Mapping[int, str]) -> str:
@@ -195,12 +288,14 @@ def _places(states: Iterable[RankState]) -> str:
     for state in sorted(states, key=lambda state: state.rank):
         by_place.setdefault(f"{state.place} after step {state.step}", []).append(state.rank)
     return ", ".join(
-        f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {place}" for place, ranks in by_place.items()
+        f"{some_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {place}" for place, ranks in by_place.items()
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+def some_ranks(ranks: Sequence[int]) -> str:
+    """Names ranks: all of them, or the first few and how many more there are."""
+    more = len(ranks) - SPELLED_RANKS
+    shown = ", ".join(map(str, ranks[:SPELLED_RANKS])) + (f" and {more} more" if more > 0 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
+import stat
 import sys
+import tempfile
 import zlib
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,6 +49,11 @@ def world_size_from_environment() -> int:
 def ranks_of_this_node() -> int:
     """Number of processes that torchrun started on this machine; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """This process's number among those of its machine; 0 without torchrun."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def rank_from_environment() -> int:
@@ -112,6 +120,43 @@ def connect_to_store(launch: Launch, timeout_seconds: float = 30.0) -> dist.Stor
     return dist.PrefixStore(f"{launch.meeting}/beside", store)
 
 
+_OTHER_FILES = 256
+"""Files that the process which holds the store has open besides."""
+
+
+def open_file_warning(world_size: int) -> str | None:
+    """Says that this machine's limit of open files is too low for the store's connections: two of each rank, to the
+    process that holds it, which is torchrun or rank 0 and has the same limit; None where it is not.
+    """
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 2 * world_size + _OTHER_FILES
+    if world_size == 1 or limit == resource.RLIM_INFINITY or limit >= needed:
+        return None
+    return (
+        f"warning: a process may open {limit} files on this machine, and {world_size} ranks need about {needed} in the "
+        f"one that holds their store: set ulimit -n {needed} before torchrun, or ranks may not get through to it."
+    )
+
+
+def keep_kernels_on_this_node() -> None:
+    """Has Triton keep what it compiles in this machine's temporary folder, where a run has several machines.
+
+    Its own place is the home folder, which they usually share: every rank would write the same kernels to one disk in
+    the first step. Does nothing where TRITON_CACHE_DIR is set. The folder is this user's alone, or it is not used,
+    because what lies in it is run.
+    """
+    launcher = Launcher.from_environment()
+    if launcher is None or launcher.nodes == 1 or "TRITON_CACHE_DIR" in os.environ:
+        return
+    folder = Path(tempfile.gettempdir()) / f"rankfold-triton-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -166,8 +211,9 @@ def start(timeout_seconds: float = 600.0, *, deterministic: bool = False) -> Lau
     world_size = world_size_from_environment()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
+        keep_kernels_on_this_node()
     else:
         keep_freed_memory()
     rank, meeting = rank_from_environment(), ""

@@ -3,7 +3,8 @@
 A rank may get the signal while others are steps ahead on the host, or wait for it inside of a step. So nobody stops at
 once. The first to know leaves word in the store; a thread of each rank, which runs whatever its main thread waits for,
 then holds the main thread at its next place between two steps and says which place that is. The furthest of these is
-where all stop: nobody is past it, and everybody can still reach it. Until there is a signal this costs a lock a step.
+where all stop: nobody is past it, and everybody can still reach it. All ranks share one store, so rank 0 alone reads
+all places, in one request, and leaves word of the furthest. Until there is a signal this costs a lock a step.
 
 Places are counted, not steps, because an evaluation has some too: it is left where it stands, so that the time that a
 scheduler gives goes to the save. A signal during a save is answered after it.
@@ -24,6 +25,8 @@ from types import FrameType
 import torch.distributed as dist
 
 from engine.distributed.failures import CommunicationError
+from engine.runtime.hang_report import some_ranks
+from engine.runtime.watchdog import seconds_between_looks
 from engine.telemetry.ending import end_at_once
 from engine.telemetry.errors import EXIT_USER_ERROR
 
@@ -32,6 +35,8 @@ SAME_SECONDS = 3.0
 """Signals so close to the first are the first, forwarded."""
 ANSWER_SECONDS = 15.0
 """Seconds after which a rank that does not say where it is counts as lost; torchrun kills after 30 s."""
+_WORD_SECONDS = 3.0
+"""Seconds that the others then give rank 0 to say which these are; to that comes twice the time between two looks."""
 _LEAVE_SECONDS = 5.0
 _JOIN_SECONDS = 5.0
 
@@ -124,12 +129,35 @@ class Preemption:
             store.add("stop/answers", 1)
             if self._rank == 0:
                 self._announce()
+        if self._rank == 0:
+            self._decide(store)
+        else:
+            self._hear(store)
+
+    def _decide(self, store: dist.Store) -> None:
+        """Leaves word where all stop, once they have answered; or of who has not, when the time for that is over."""
         if store.add("stop/answers", 0) == self._world_size:
-            self._stop_at = max(int(store.get(f"stop/{rank}")) for rank in range(self._world_size))
-            self._agreed.set()
+            places = store.multi_get([f"stop/{rank}" for rank in range(self._world_size)])
+            stop_at = max(map(int, places))
+            store.set("stop/at", str(stop_at))
+            self._stop(stop_at)
         elif time.monotonic() - self._held_since > ANSWER_SECONDS:
-            missing = [rank for rank in range(self._world_size) if not store.check([f"stop/{rank}"])]
+            missing = some_ranks([rank for rank in range(self._world_size) if not store.check([f"stop/{rank}"])])
+            store.set("stop/missing", missing)
             self._give_up(missing)
+
+    def _hear(self, store: dist.Store) -> None:
+        late = time.monotonic() - self._held_since - ANSWER_SECONDS
+        if store.check(["stop/at"]):
+            self._stop(int(store.get("stop/at")))
+        elif late > 0 and store.check(["stop/missing"]):
+            self._give_up(store.get("stop/missing").decode())
+        elif late > _WORD_SECONDS + 2 * seconds_between_looks(self._world_size):
+            self._give_up("rank 0")
+
+    def _stop(self, place: int) -> None:
+        self._stop_at = place
+        self._agreed.set()
 
     def request(self, reason: str) -> None:
         """Asks for a stop, as a signal does; `reason` says which signal, and to which rank."""
@@ -137,9 +165,10 @@ class Preemption:
             return
         self._wanted = reason
         if self._world_size == 1:
-            self.reason, self._stop_at = reason, self._hold()
+            self.reason = reason
+            place = self._hold()
             self._announce()
-            self._agreed.set()
+            self._stop(place)
 
     def _hold(self) -> int:
         """Has the main thread wait at its next place; returns which that is."""
@@ -150,10 +179,9 @@ class Preemption:
     def _announce(self) -> None:
         self._say(f"{self.reason}: the run stops after the step under way and saves; a second signal ends it at once")
 
-    def _give_up(self, missing: list[int]) -> None:
-        ranks = ", ".join(map(str, missing))
+    def _give_up(self, missing: str) -> None:
         self._lost = (
-            f"rank {self._rank} could not agree with rank{'s' if len(missing) > 1 else ''} {ranks} where to stop "
+            f"rank {self._rank} could not agree with {missing} where to stop "
             f"({self.reason}; no answer for {ANSWER_SECONDS:g} s)"
         )
         self._agreed.set()

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
+
+import torch
+import torch.distributed as dist
 
 from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.training_state import latest_checkpoint, open_run
 from engine.config.checkpoint import CheckpointOptions
-from engine.config.run_files import FILES, FOLDERS
-from engine.distributed.collectives import broadcast_object
+from engine.config.run_files import FILES, FOLDERS, LOCK
+from engine.distributed.collectives import all_reduce, broadcast_object
+from engine.distributed.mesh import Axis
 from engine.errors import UserError
-from engine.runtime.launch import Launch, Launcher
+from engine.runtime.launch import Launch, Launcher, local_rank
 from engine.runtime.run_lock import RunLock
 from engine.telemetry.output import say
 
@@ -23,6 +28,10 @@ RUNS = Path("runs")
 
 SECONDS_TO_BE_SEEN = 90.0
 """How long a checkpoint may take to appear on every node; NFS keeps a folder's entries for up to a minute."""
+
+
+SECONDS_FOR_THE_LOCK = 10.0
+"""How long a file in a folder that nobody here has looked into before may take to appear on every node."""
 
 
 class RunFolder:
@@ -48,6 +57,42 @@ class RunFolder:
         if self._is_first:
             _check_places(self.path, metrics)
         self._lock = RunLock(self.path, say) if self._is_first else None
+
+    def check_shared(self, launch: Launch, *, several_write: bool, warn: Callable[[str], None]) -> None:
+        """Checks that all nodes see this folder, where there are several. Collective.
+
+        Each node looks for the lock that rank 0 holds there. Without this, a save would wait for files that ranks of
+        other nodes have written into folders of their own.
+
+        Args:
+            launch: this rank.
+            several_write: whether other ranks than rank 0 write parts of a checkpoint.
+            warn: prints a line, on rank 0.
+
+        Raises:
+            UserError: some node does not see it, and several ranks write; on all ranks.
+        """
+        if self._launcher is None or self._launcher.nodes == 1:
+            return
+        held = str(broadcast_object(self._lock.text() if self._lock is not None else None))
+        looks = local_rank() == 0
+        is_blind = looks and not _comes_true(lambda: _sees(self.path / LOCK, held), SECONDS_FOR_THE_LOCK)
+        blind = launch.rank if is_blind else 0
+        everyone = Axis("world", launch.world_size, launch.rank, dist.group.WORLD)
+        found = int(all_reduce(torch.tensor(blind, device=launch.device), everyone, dist.ReduceOp.MAX))
+        if found == 0:
+            return
+        what = f"{self.path} is not one folder for all nodes: rank {found} does not see what rank 0 wrote there"
+        if several_write:
+            raise UserError(
+                f"{what}, and under this layout both write parts of a checkpoint: give a checkpoint.dir on a file "
+                "system that all nodes share."
+            )
+        if launch.rank == 0:
+            warn(
+                f"{what}; checkpoints are on rank 0's node alone, and this run can be resumed only where all nodes see "
+                "them"
+            )
 
     def resume_path(self) -> Path | None:
         """Finds the checkpoint to resume from; None to start from the beginning. Collective.
@@ -103,20 +148,35 @@ class RunFolder:
             self._lock.release()
 
 
+def _comes_true(is_there: Callable[[], bool], seconds: float) -> bool:
+    """Whether `is_there` returns True within so many seconds; asks several times a second."""
+    deadline = time.monotonic() + seconds
+    while not is_there():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _sees(lock: Path, held: str) -> bool:
+    """Whether the lock is here with this text."""
+    try:
+        return lock.read_text(encoding="utf-8") == held
+    except OSError:
+        return False
+
+
 def _wait_for(checkpoint: Path) -> None:
     """Waits until this rank sees the checkpoint that rank 0 found.
 
     Raises:
         UserError: it does not, for longer than file systems keep what they have seen.
     """
-    deadline = time.monotonic() + SECONDS_TO_BE_SEEN
-    while not (checkpoint / MANIFEST).is_file():
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"rank 0 resumes from {checkpoint}, which is not there for this rank on {platform.node()}: give a "
-                "checkpoint.dir and a checkpoint.resume that all nodes share."
-            )
-        time.sleep(0.2)
+    if not _comes_true((checkpoint / MANIFEST).is_file, SECONDS_TO_BE_SEEN):
+        raise UserError(
+            f"rank 0 resumes from {checkpoint}, which is not there for this rank on {platform.node()}: give a "
+            "checkpoint.dir and a checkpoint.resume that all nodes share."
+        )
 
 
 def _check_places(folder: Path, metrics: str | None) -> None:

@@ -55,6 +55,10 @@ class RunLock:
         self._thread = threading.Thread(target=self._touch, name="run lock", daemon=True)
         self._thread.start()
 
+    def text(self) -> str:
+        """Returns what this holder wrote into the file."""
+        return self._me.to_bytes().decode()
+
     def _take(self) -> int:
         while True:
             made = self._make()

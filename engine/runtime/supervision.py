@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.config.train import TrainOptions
-from engine.runtime.launch import Launch, connect_to_store
+from engine.distributed.operations import cuda_mark
+from engine.runtime.launch import Launch, connect_to_store, open_file_warning
 from engine.runtime.preemption import Preemption
 from engine.runtime.watchdog import Watchdog
 from engine.telemetry.output import say
@@ -35,6 +36,8 @@ class Supervision:
         Raises:
             CommunicationError: who holds the store does not answer.
         """
+        if self._launch.rank == 0 and (warning := open_file_warning(self._launch.world_size)) is not None:
+            say(warning)
         self._watchdog = Watchdog(
             connect_to_store(self._launch),
             rank=self._launch.rank,
@@ -43,6 +46,7 @@ class Supervision:
             report_after=self._options.hang_report_seconds,
             say=say,
             polls=[self._preemption.poll],
+            mark=cuda_mark if self._launch.device.type == "cuda" else None,
         )
         self._watchdog.step = step
         self._preemption.listen()

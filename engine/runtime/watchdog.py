@@ -1,8 +1,9 @@
 """A thread beside the training of each rank that notices when nothing happens any more, and says who waits for whom.
 
-Every rank keeps its state under a key of a store, over a connection of its own. A rank in which nothing has happened
-for a while asks all of them; each that can still answer writes what its threads do into a file of the run's folder, and
-one of them puts the answers together. Training is not touched: where it is ended, `train.collective_timeout` does that.
+Every rank keeps its state under a key of a store, over a connection of its own: in few words while it gets on, and with
+its last operations once when it does not. A rank in which nothing has happened for a while asks all of them; each that
+can still answer writes what its threads do into a file of the run's folder, and one of them puts the answers together.
+Training is not touched: where it is ended, `train.collective_timeout` does that.
 
 The thread also gives others their turn at the store (`poll`), because it runs whatever the main thread waits for.
 """
@@ -22,7 +23,8 @@ from types import FrameType
 import torch.distributed as dist
 
 from engine.config.run_files import HANGS
-from engine.distributed.operations import LOG, Noted
+from engine.distributed.operations import LOG, Mark, Noted
+from engine.files.durable import open_new
 from engine.runtime.hang_report import RankState, explain
 
 _ANSWER_SECONDS = 2.0
@@ -46,6 +48,7 @@ class Watchdog:
         report_after: seconds without any progress after which all ranks are asked.
         say: prints a line, whatever the rank.
         polls: called with the store at each look.
+        mark: leaves a mark on the device, where the host runs ahead of it; None where the host waits.
     """
 
     def __init__(
@@ -58,14 +61,17 @@ class Watchdog:
         report_after: float,
         say: Callable[[str], None],
         polls: Sequence[Poll] = (),
+        mark: Callable[[], Mark | None] | None = None,
     ) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store, self._rank, self._world_size, self._mark = store, rank, world_size, mark
         self._folder, self._report_after, self._say, self._polls = folder / HANGS, report_after, say, polls
         self._pause = seconds_between_looks(world_size)
         self._host, self._main = socket.gethostname(), threading.main_thread().ident or 0
         self.step = 0
         self._places = 0
         self._seen: tuple[int, int] = (-1, -1)
+        self._moved, self._told_all = True, False
+        self._device: Noted | None = None
         self._since = time.monotonic()
         self._report = 0
         self._silent_until_progress = False
@@ -75,6 +81,7 @@ class Watchdog:
     def start(self) -> None:
         """Begins to watch; to be called when the first step is about to begin."""
         self._since = time.monotonic()
+        LOG.follow(self._mark)
         self._thread.start()
 
     def passed(self, step: int) -> None:
@@ -90,6 +97,7 @@ class Watchdog:
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(5.0)
+        LOG.follow(None)
 
     def _run(self) -> None:
         while not self._closed.wait(self._pause):
@@ -104,7 +112,7 @@ class Watchdog:
                 self._tell_alone()
 
     def _look(self, store: dist.Store) -> None:
-        store.set(f"state/{self._rank}", self._state(recent=False).dump())
+        self._publish(store)
         for poll in self._polls:
             poll(store)
         asked = f"report/{self._report}"
@@ -115,6 +123,12 @@ class Watchdog:
             self._answer(store, asked)
             self._report += 1
 
+    def _publish(self, store: dist.Store) -> None:
+        """Leaves this rank's state for the case that it cannot answer later."""
+        if self._moved or not self._told_all:
+            self._told_all = not self._moved
+            store.set(f"state/{self._rank}", self._state(operations=self._told_all).dump())
+
     def _tell_alone(self) -> None:
         """Reports this rank alone, where there are no others, or no way to ask them."""
         state = self._state(recent=True)
@@ -123,8 +137,10 @@ class Watchdog:
         self._silent_until_progress = True
 
     def _watch_progress(self) -> None:
+        self._device = LOG.look()
         seen = LOG.total, self._places
-        if seen != self._seen:
+        self._moved = seen != self._seen
+        if self._moved:
             if self._silent_until_progress and self._seen != (-1, -1):
                 self._say(f"rank {self._rank} continues after {time.monotonic() - self._since:.0f} s")
             self._seen, self._since, self._silent_until_progress = seen, time.monotonic(), False
@@ -159,7 +175,7 @@ class Watchdog:
             f"each rank's stack is in {self._folder}."
         )
 
-    def _state(self, *, recent: bool) -> RankState:
+    def _state(self, *, operations: bool = True, recent: bool = False) -> RankState:
         frame = sys._current_frames().get(self._main)
         return RankState(
             rank=self._rank,
@@ -168,7 +184,8 @@ class Watchdog:
             step=self.step,
             idle=time.monotonic() - self._since,
             place=place(frame),
-            last=tuple(LOG.last()),
+            last=tuple(LOG.last()) if operations else (),
+            device=self._device,
             wait=LOG.waits().get(self._main),
             recent=tuple(LOG.recent()) if recent else (),
         )
@@ -197,6 +214,7 @@ class Watchdog:
             f"after step {state.step}, nothing has happened for {state.idle:.1f} s",
             f"the main thread is in {state.place}",
             f"it waits for {_line(state.wait)}" if state.wait is not None else "it waits for no operation",
+            *([f"its device has not passed {_line(state.device)}"] if state.device is not None else []),
             "",
             "last operations, with seconds since they began:",
             *(f"  {_line(noted)}" for noted in state.recent),
@@ -205,7 +223,8 @@ class Watchdog:
         ]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            with open(open_new(path), "w", encoding="utf-8") as file:
+                file.write("\n".join(lines) + "\n")
         except OSError as error:
             self._say(f"warning: {path} cannot be written ({error.strerror}), so rank {self._rank} shows no stack.")
 

@@ -3,16 +3,26 @@
 A record has step, memory (most bytes held so far), phases (seconds of each part of the steps that have ended since the
 last record, which may be one more or less) and, where it is measured, communication since then. No communication is
 needed. A run that resumes from a checkpoint writes the steps after it a second time; the later record counts.
+
+A thread writes, so that no step waits for a disk that all ranks share, and what comes within a moment is written
+together. Closing writes the rest; what a killed process leaves unwritten is that moment's.
 """
 
 from __future__ import annotations
 
 import json
+import queue
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine.errors import UserError
 from engine.files.durable import open_append
+
+_MOMENT_SECONDS = 2.0
+_QUEUED = 4096
+"""Records that wait to be written at most; with more, the run waits for the disk."""
 
 
 class RankFile:
@@ -21,33 +31,65 @@ class RankFile:
     Args:
         folder: for the files of all ranks.
         rank: of this process.
+        say: prints a line, whatever the rank.
 
     Raises:
         UserError: the file cannot be written.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._path = folder / f"rank_{rank:05d}.jsonl"
+    def __init__(self, folder: Path, rank: int, say: Callable[[str], None]) -> None:
+        self._path, self._say = folder / f"rank_{rank:05d}.jsonl", say
         try:
             self._file = open_append(self._path)
         except OSError as error:
             raise self._refusal(error) from None
+        self._lines: queue.Queue[str | None] = queue.Queue(_QUEUED)
+        self._closing = threading.Event()
+        self._failure: OSError | None = None
+        self._is_told = False
+        self._thread = threading.Thread(target=self._write_all, name="rank file", daemon=True)
+        self._thread.start()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one record, which has "step".
+        """Hands over one record, which has "step".
 
         Raises:
-            UserError: the disk does not take it.
+            UserError: the disk did not take an earlier one.
         """
-        try:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise self._refusal(error) from None
+        if self._failure is not None:
+            self._is_told = True
+            raise self._refusal(self._failure) from None
+        self._lines.put(json.dumps(record) + "\n")
 
     def close(self) -> None:
-        """Closes the file; nothing can be written afterwards."""
-        self._file.close()
+        """Writes what is left and closes the file; may be called twice. A failure that no `write` told is a line."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._lines.put(None)
+            self._thread.join()
+            try:
+                self._file.close()
+            except OSError as error:
+                self._failure = self._failure or error
+        if self._failure is not None and not self._is_told:
+            self._is_told = True
+            self._say(f"warning: {self._refusal(self._failure)}")
+
+    def _write_all(self) -> None:
+        """The thread: after a failure it takes what comes and drops it, so that nobody waits for room."""
+        is_over = False
+        while not is_over:
+            lines = [self._lines.get()]
+            self._closing.wait(_MOMENT_SECONDS)
+            while not self._lines.empty():
+                lines.append(self._lines.get())
+            is_over = None in lines
+            if self._failure is None:
+                try:
+                    self._file.write("".join(line for line in lines if line is not None))
+                    self._file.flush()
+                except OSError as error:
+                    self._failure = error
 
     def _refusal(self, error: OSError) -> UserError:
         return UserError(

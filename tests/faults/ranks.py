@@ -65,7 +65,7 @@ class Ranks:
         folder.mkdir(parents=True, exist_ok=True)
         common = {
             **run_environment(), "TORCHELASTIC_RUN_ID": "faults", "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         }  # fmt: skip
         self.processes: dict[int, WarmProcess] = {}
         for rank in range(world):
@@ -155,7 +155,7 @@ def last_step(run_dir: Path) -> int:
     return max((json.loads(line).get("step", 0) for line in whole), default=0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])

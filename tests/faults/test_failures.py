@@ -50,6 +50,8 @@ def test_other_errors_are_left_alone(error: RuntimeError) -> None:
 def test_wrong_sizes_stay_a_defect() -> None:
     with fake_world(1, 4):
         axis = build_mesh(RankGrid(tp=4), device_type="cpu", num_kv_heads=4).tp
+        if not _checks_sizes():
+            pytest.skip("the fake backend of torch 2.11 checks no sizes, which real ones do")
         for collective in (
             lambda: reduce_scatter(torch.ones(7), axis),
             lambda: all_to_all(torch.ones(4), axis, sent=[1, 1, 1, 9], received=[1, 1, 1, 1]),
@@ -57,6 +59,15 @@ def test_wrong_sizes_stay_a_defect() -> None:
             with pytest.raises((RuntimeError, ValueError)) as caught:
                 collective()
             assert not isinstance(caught.value, CommunicationError)
+
+
+def _checks_sizes() -> bool:
+    """Returns whether torch's own call is refused in a world of four that does not exist."""
+    try:
+        dist.reduce_scatter_tensor(torch.empty(1), torch.ones(7))
+    except RuntimeError:
+        return True
+    return False
 
 
 def _timeouts() -> dict[str, float]:

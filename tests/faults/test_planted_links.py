@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ from tests.faults.test_file_operations import NAMES, commands, inputs, server  #
 
 pytestmark = pytest.mark.distributed
 
-KINDS = ("folder", "file", "nothing")
+HARD = "hard link"
+KINDS = (HARD, "folder", "file", "nothing")
 QUICK_NAMES = ("import over", "export peft", "preprocess", "train", "report")
 
 
@@ -26,14 +28,17 @@ def victims(tmp_path: Path) -> Path:
     return folder
 
 
-def _plant(link: Path, target: Path) -> None:
+def _plant(link: Path, victims: Path, kind: str) -> None:
     for parent in reversed(link.parents):
         if not parent.exists():
             parent.mkdir()
     if link.is_dir() and not link.is_symlink():
         shutil.rmtree(link)
     link.unlink(missing_ok=True)
-    link.symlink_to(target)
+    if kind == HARD:
+        os.link(victims / "file", link)
+    else:
+        link.symlink_to(victims / kind)
 
 
 def _touched(command: Command, operations: list[str]) -> Iterator[str]:
@@ -54,7 +59,7 @@ def _check(sweep: Sweep, victims: Path, path: str, kind: str, *, at: int = 0) ->
     else:
         sweep.prepare()
     before = digests(victims)
-    _plant(sweep.folder / path, victims / kind)
+    _plant(sweep.folder / path, victims, kind)
     ended = sweep.run_again()
     assert digests(victims) == before, f"{path} -> {kind}"
     assert _one_sentence(ended), f"{path} -> {kind}: status {ended.status}\n{ended.stderr}"

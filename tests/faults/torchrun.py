@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -31,12 +32,20 @@ class Torchrun:
         settings: of the run, with checkpoint.dir.
         ranks: how many.
         restarts: how often torchrun may start them anew.
+        rendezvous: torchrun's options that say where it meets the launchers of other nodes.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, object], ranks: int, restarts: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, object],
+        ranks: int,
+        restarts: int = 0,
+        rendezvous: Sequence[str] = ("--standalone",),
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.output, self.run_dir, self.ranks = folder / "output.txt", Path(str(settings["checkpoint.dir"])), ranks
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        self.output, self.run_dir, self.ranks = folder / "output.txt", folder / str(settings["checkpoint.dir"]), ranks
+        launcher = ["-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(ranks)]
         launcher += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
         with self.output.open("a") as output:
             command, environment = run_command(settings, *launcher), {**run_environment(), "TMPDIR": str(folder)}
@@ -48,6 +57,10 @@ class Torchrun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.lose()
+
+    def lose(self) -> None:
+        """Ends the launcher and its ranks, as the loss of their machine does."""
         for pid in (self.process.pid, *self.pids()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -7,7 +7,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -89,6 +92,59 @@ def test_a_rank_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) ->
     words = [text for text in stopped.values() if isinstance(text, str)]
     assert words and "could not agree with rank 1 where to stop (SIGTERM to rank 0; no answer for 0.3 s)" in words[0]
     assert left.wait(5)
+
+
+class _CountingStore:
+    """A store in which `calls` are counted for each rank, and the keys they name."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.rank = 0
+        self.calls: Counter[int] = Counter()
+        self.keys: Counter[int] = Counter()
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def counted(*args: Any) -> object:
+            self.calls[self.rank] += 1
+            self.keys[self.rank] += len(args[0]) if isinstance(args[0], list) else 1
+            return getattr(self._store, name)(*args)
+
+        return counted
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_requests_of_a_rank_do_not_grow_with_the_ranks(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks share one store: only rank 0 may ask it about every rank, and once."""
+    monkeypatch.setattr(preemption, "_LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(preemption, "end_at_once", lambda status: None)
+    most = {}
+    for world in (64, 512, 4096):
+        now = [0.0]
+        monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda now=now: now[0], sleep=lambda _: None))
+        ranks = [Preemption(rank=rank, world_size=world, say=lambda line: None) for rank in range(world)]
+        for rank, one in enumerate(ranks):
+            for _ in range(rank % 5):
+                assert not one.tick()
+        ranks[world // 2].request("SIGTERM to one")
+        store = _CountingStore()
+        polled = ranks[:-1] if silent else ranks
+        for _ in range(5):
+            now[0] += 6.0
+            for rank, one in enumerate(polled):
+                store.rank = rank
+                one.poll(store)  # type: ignore[arg-type]
+        assert all(one._agreed.is_set() for one in polled)
+        if silent:
+            assert {one._lost.partition(" could")[2].partition(" (")[0] for one in polled if one._lost} == {
+                f" not agree with rank {world - 1} where to stop"
+            }
+        else:
+            assert {one._stop_at for one in ranks} == {4}
+        others = {rank: calls for rank, calls in store.calls.items() if rank}
+        most[world] = max(others.values()), max(keys for rank, keys in store.keys.items() if rank)
+        assert store.keys[0] < world + 20
+        assert silent or store.calls[0] < 20
+    assert len(set(most.values())) == 1 and max(most[64]) <= 16, most
 
 
 SCRIPT = """

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import num_warps, power_of_2
+from engine.kernels.triton.launch import ceil_div, num_warps, power_of_2
 
 _LARGEST_BLOCK = 8192
 
@@ -113,7 +113,7 @@ def local_gradient(
     num_tokens, num_columns = logits_TV.shape
     if logits_TV.numel() > 0:
         block = power_of_2(num_columns, 1, 4096)
-        _gradient_kernel[(num_tokens, triton.cdiv(num_columns, block))](
+        _gradient_kernel[(num_tokens, ceil_div(num_columns, block))](
             logits_TV,
             logits_TV.stride(0),
             targets_T,

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from engine.kernels.philox import dropout_threshold
 from engine.kernels.records import DropoutKey
-from engine.kernels.triton.launch import power_of_2
+from engine.kernels.triton.launch import ceil_div, power_of_2
 
 _MULTIPLIER_0 = tl.constexpr(0xD2511F53)
 _MULTIPLIER_1 = tl.constexpr(0xCD9E8D57)
@@ -125,7 +125,7 @@ def dropout_bits(key: DropoutKey) -> Tensor:
         words = (key.seed & 0xFFFFFFFF) | (key.site & 0xFFFFFFFF) << 32
         words = words - (1 << 64) if words >= 1 << 63 else words
         rows, blocks = 16, power_of_2(num_blocks, 1, 64)
-        _bits_kernel[(triton.cdiv(tokens.shape[0], rows), triton.cdiv(num_blocks, blocks))](
+        _bits_kernel[(ceil_div(tokens.shape[0], rows), ceil_div(num_blocks, blocks))](
             bits,
             bits.stride(0),
             tokens,

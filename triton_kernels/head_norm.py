@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import num_processors, num_warps, power_of_2, rows_of
+from engine.kernels.triton.launch import ceil_div, num_processors, num_warps, power_of_2, rows_of
 from engine.kernels.triton.partial_sums import Sum, sum_all
 
 
@@ -222,7 +222,7 @@ def _blocks(num_heads: int, half: int) -> tuple[int, int, int]:
     """Returns heads a program, columns (half a head, rounded up), number of programs along the heads."""
     columns = power_of_2(half)
     heads = power_of_2(num_heads, 1, max(1, 1024 // columns))
-    return heads, columns, triton.cdiv(num_heads, heads)
+    return heads, columns, ceil_div(num_heads, heads)
 
 
 def norm_rope_split(
@@ -301,8 +301,8 @@ def norm_rope_merge(
         return out
     heads, columns, programs = _blocks(num_heads + 2 * num_kv_heads, head_dim // 2)
     trains = any(gradient is not None for gradient in weight_gradients)
-    tokens_each = triton.cdiv(num_tokens * programs, 4 * num_processors(qkv.device)) if trains else 1
-    groups = triton.cdiv(num_tokens, tokens_each)
+    tokens_each = ceil_div(num_tokens * programs, 4 * num_processors(qkv.device)) if trains else 1
+    groups = ceil_div(num_tokens, tokens_each)
     partial = None
     if trains:
         partial = torch.empty(groups * programs, 2, head_dim, dtype=torch.float32, device=qkv.device)

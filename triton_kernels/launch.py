@@ -1,13 +1,16 @@
 """Helpers of the launchers: views of rows, block sizes, and the arithmetic of tl.dot.
 
+Sizes are plain integers here: Triton's own functions of them cost the host microseconds a call.
+
 Assumes that tensors lie on a GPU, or on a CPU under TRITON_INTERPRET=1. The interpreter gets bf16 arithmetic wrong, so
 on a CPU every tile is widened to fp32 before it is multiplied.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -23,9 +26,14 @@ def rows_of(x: Tensor) -> Tensor:
     return flat if flat.shape[1] <= 1 or flat.stride(1) == 1 else flat.contiguous()
 
 
+def ceil_div(size: int, each: int) -> int:
+    """Divides and rounds up."""
+    return -(-size // each)
+
+
 def power_of_2(size: int, smallest: int = 1, largest: int | None = None) -> int:
     """Rounds `size` up to a power of two, held between `smallest` and `largest`."""
-    block = max(triton.next_power_of_2(max(size, 1)), smallest)
+    block = max(1 << max(size - 1, 0).bit_length(), smallest)
     return block if largest is None else min(block, largest)
 
 
@@ -54,6 +62,17 @@ def dot_blocks(x: Tensor, num_ranks: int, length: int) -> tuple[int, int, dict[s
     return ranks, features, {**options, "num_warps": 4 if ranks <= 32 else 8}
 
 
+def two_programs(options: dict[str, object]) -> dict[str, object]:
+    """Returns the options of programs of 8 warps two of which fit a multiprocessor: 128 registers a thread.
+
+    Products of fp32, and those of more than 32 ranks, get as many as they ask for, since they might spill.
+    """
+    ranks = options["RANKS"]
+    assert isinstance(ranks, int)
+    return {"num_warps": 8, **({} if options["DOT"] == tl.float32 or ranks > 32 else {"maxnreg": 128})}
+
+
+@cache
 def num_processors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors; on a CPU few enough for the interpreter, and more than one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
@@ -65,7 +84,7 @@ def split_count(num_programs: int, length: int, block: int, device: torch.device
     Returns:
         number of splits and the length of each, a multiple of `block`.
     """
-    blocks = max(triton.cdiv(length, block), 1)
-    wanted = min(blocks, triton.cdiv(2 * num_processors(device), max(num_programs, 1)))
-    each = triton.cdiv(blocks, wanted)
-    return triton.cdiv(blocks, each), each * block
+    blocks = max(ceil_div(length, block), 1)
+    wanted = min(blocks, ceil_div(2 * num_processors(device), max(num_programs, 1)))
+    each = ceil_div(blocks, wanted)
+    return ceil_div(blocks, each), each * block

@@ -17,15 +17,36 @@ Legend: T tokens, I input features, R rows of the stacked A.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.records import InputUpdate
+from engine.kernels.records import AdapterSection, InputUpdate
 from engine.kernels.triton.dropout import keep_tile, mask_arguments
-from engine.kernels.triton.launch import SMALLEST_DOT, dot_blocks, dot_options, power_of_2, rows_of, split_count
-from engine.kernels.triton.partial_sums import sum_partials
+from engine.kernels.triton.launch import (
+    SMALLEST_DOT,
+    ceil_div,
+    dot_blocks,
+    dot_options,
+    power_of_2,
+    rows_of,
+    split_count,
+)
+from engine.kernels.triton.partial_sums import Sum, sum_all, sum_partials
+
+
+@triton.jit
+def _clear(padding_ptr, padding_stride, num_columns, tokens_T, ok_T, COLUMNS: tl.constexpr):
+    """Writes zeros into the tokens' padding, in one of the programs that have them."""
+    if tl.program_id(1) + tl.program_id(2) == 0:
+        columns_P = tl.arange(0, COLUMNS)
+        padding = padding_ptr + tokens_T[:, None] * padding_stride + columns_P[None, :]
+        zero_TP = tl.zeros([tokens_T.shape[0], COLUMNS], padding_ptr.dtype.element_ty)
+        tl.store(padding, zero_TP, mask=ok_T[:, None] & (columns_P < num_columns)[None, :])
 
 
 @triton.jit
@@ -44,16 +65,22 @@ def _project_kernel(
     mask_ptr,
     mask_stride,
     keep_scale,
+    padding_ptr,
+    padding_stride,
+    num_padding,
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     TOKENS: tl.constexpr,
     INPUTS: tl.constexpr,
     RANKS: tl.constexpr,
+    PADDING: tl.constexpr,
 ):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     ranks_R = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
     ok_T, ok_R = tokens_T < num_tokens, ranks_R < num_ranks
+    if PADDING > 0:
+        _clear(padding_ptr, padding_stride, num_padding, tokens_T, ok_T, PADDING)
     first = tl.program_id(1) * split_length
     h_TR = tl.zeros([TOKENS, RANKS], tl.float32)
     for start in range(first, tl.minimum(first + split_length, num_inputs), INPUTS):
@@ -76,16 +103,22 @@ def _project_kernel(
 
 
 def project(
-    x_TI: Tensor, a_RI: Tensor, mask: Tensor | None = None, *, keep_scale: float = 1.0, out: Tensor | None = None
+    x_TI: Tensor,
+    a_RI: Tensor,
+    mask: Tensor | None = None,
+    *,
+    keep_scale: float = 1.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Computes H = drop(x) A^T.
 
     Args:
         x_TI: [T, I], rows any distance apart.
         a_RI: [R, I] stacked A.
-        mask: bits of x's mask (triton_kernels.dropout), or None.
-        keep_scale: 1 / (1 - p).
-        out: [T, R] view to write (the last columns of [x | H], say); new where None.
+        mask: bits of what is kept of x (triton_kernels.dropout), or None.
+        keep_scale: 1 / (1 - p), and whatever else the fp32 result is to be multiplied by.
+        out: [T, R or more] view to write (the last columns of [x | H | padding], say), zeros after the first R columns;
+            new where None.
 
     Returns:
         [T, R] in x's dtype.
@@ -93,16 +126,18 @@ def project(
     x_TI, a_RI = rows_of(x_TI), rows_of(a_RI)
     (num_tokens, num_inputs), num_ranks = x_TI.shape, a_RI.shape[0]
     out = torch.empty(num_tokens, num_ranks, dtype=x_TI.dtype, device=x_TI.device) if out is None else out
-    if out.numel() == 0:
-        return out
+    h_TR, padding = out.tensor_split([num_ranks], dim=1)
+    if h_TR.numel() == 0:
+        return h_TR
     ranks, inputs, options = dot_blocks(x_TI, num_ranks, num_inputs)
     tokens = power_of_2(num_tokens, SMALLEST_DOT, 64)
-    blocks = (triton.cdiv(num_tokens, tokens), triton.cdiv(num_ranks, ranks))
+    blocks = (ceil_div(num_tokens, tokens), ceil_div(num_ranks, ranks))
     splits, split_length = split_count(blocks[0] * blocks[1], num_inputs, inputs, x_TI.device)
-    target, split_stride = out, 0
+    target, split_stride = h_TR, 0
     if splits > 1:
         partial = torch.empty(splits, num_tokens, num_ranks, dtype=torch.float32, device=x_TI.device)
         target, split_stride = partial[0], partial.stride(0)
+    num_padding = padding.shape[1]
     _project_kernel[(blocks[0], splits, blocks[1])](
         x_TI,
         x_TI.stride(0),
@@ -117,16 +152,20 @@ def project(
         split_length,
         *mask_arguments(mask),
         keep_scale,
+        padding if num_padding > 0 else None,
+        padding.stride(0),
+        num_padding,
         MASKED=mask is not None,
         TOKENS=tokens,
         INPUTS=inputs,
         RANKS=ranks,
+        PADDING=power_of_2(num_padding) if num_padding > 0 else 0,
         num_stages=3,
         **options,
     )
     if splits > 1:
-        sum_partials(partial, out)
-    return out
+        sum_partials(partial, h_TR)
+    return h_TR
 
 
 @triton.jit
@@ -190,15 +229,45 @@ def a_gradient(
     add: bool = False,
 ) -> None:
     """Computes dA = dH^T drop(x), written into fp32 `da_out` [R, I] or added to it."""
+    sum_partials(_a_partials(dh_TR, x_TI, mask, keep_scale), da_out, add=add)
+
+
+def a_gradients(
+    dh_TR: Tensor,
+    x_TI: Tensor,
+    mask: Tensor | None,
+    sections: Sequence[AdapterSection],
+    *,
+    keep_scale: float = 1.0,
+) -> None:
+    """Adds dA = dH^T drop(x) to the `da` of each section that has one; x is read once for all of them."""
+    trained = [one for one in sections if one.da is not None]
+    if len(trained) == 1:
+        (one,) = trained
+        dh_TR, trained = one.ranks(dh_TR), [replace(one, first_row=0)]
+    if trained:
+        add_a_partials(_a_partials(dh_TR, x_TI, mask, keep_scale), trained)
+
+
+def add_a_partials(partial_SRI: Tensor, sections: Sequence[AdapterSection]) -> None:
+    """Adds each section's rows of the sum of partial dA to its `da`, in one launch."""
+    sums = [
+        Sum(partial_SMN=partial_SRI.narrow(1, one.first_row, one.num_ranks), out_MN=one.da)
+        for one in sections
+        if one.da is not None
+    ]
+    sum_all(sums, add=True)
+
+
+def _a_partials(dh_TR: Tensor, x_TI: Tensor, mask: Tensor | None, keep_scale: float) -> Tensor:
+    """Returns fp32 [ranges of tokens, R, I], whose sum is dA."""
     dh_TR, x_TI = rows_of(dh_TR), rows_of(x_TI)
     (num_tokens, num_inputs), num_ranks = x_TI.shape, dh_TR.shape[1]
     if num_tokens == 0:
-        if not add:
-            da_out.zero_()
-        return
+        return torch.empty(0, num_ranks, num_inputs, dtype=torch.float32, device=x_TI.device)
     ranks, inputs, options = dot_blocks(x_TI, num_ranks, num_inputs)
     tokens = power_of_2(num_tokens, SMALLEST_DOT, 64)
-    blocks = (triton.cdiv(num_inputs, inputs), triton.cdiv(num_ranks, ranks))
+    blocks = (ceil_div(num_inputs, inputs), ceil_div(num_ranks, ranks))
     splits, split_length = split_count(blocks[0] * blocks[1], num_tokens, tokens, x_TI.device)
     partial = torch.empty(splits, num_ranks, num_inputs, dtype=torch.float32, device=x_TI.device)
     _a_gradient_kernel[(blocks[0], splits, blocks[1])](
@@ -220,11 +289,28 @@ def a_gradient(
         num_stages=3,
         **options,
     )
-    sum_partials(partial, da_out, add=add)
+    return partial
+
+
+@triton.jit
+def rank_tile(dh_ptr, dh_stride, tokens_T, ok_T, start, num_ranks, DOT: tl.constexpr, RANKS: tl.constexpr):
+    """Loads RANKS columns of dH from `start` on, [T, RANKS]."""
+    ranks_R = start + tl.arange(0, RANKS)
+    ok_TR = ok_T[:, None] & (ranks_R < num_ranks)[None, :]
+    return tl.load(dh_ptr + tokens_T[:, None] * dh_stride + ranks_R[None, :], mask=ok_TR, other=0.0).to(DOT)
+
+
+@triton.jit
+def a_tile(a_ptr, a_stride, start, num_ranks, inputs_I, ok_I, DOT: tl.constexpr, RANKS: tl.constexpr):
+    """Loads RANKS rows of A from `start` on, [RANKS, INPUTS]."""
+    ranks_R = start + tl.arange(0, RANKS)
+    ok_RI = (ranks_R < num_ranks)[:, None] & ok_I[None, :]
+    return tl.load(a_ptr + ranks_R[:, None].to(tl.int64) * a_stride + inputs_I[None, :], mask=ok_RI, other=0.0).to(DOT)
 
 
 @triton.jit
 def update_tile(
+    dh_TR,
     dh_ptr,
     dh_stride,
     a_ptr,
@@ -242,23 +328,22 @@ def update_tile(
     PRECISION: tl.constexpr,
     INPUTS: tl.constexpr,
     RANKS: tl.constexpr,
+    MANY: tl.constexpr,
 ):
-    """Computes drop'(dH A), fp32 [T, INPUTS], at the INPUTS columns of tile `block` (which start at block * INPUTS)."""
+    """Computes drop'(dH A), fp32 [T, INPUTS], at the INPUTS columns of tile `block` (which start at block * INPUTS).
+
+    The caller loads `dh_TR`, the first RANKS columns of dH (`rank_tile`), outside of its loop over tiles. There are
+    further ones only where MANY: a loop in here keeps the compiler from overlapping the caller's loads.
+    """
     inputs_I = block * INPUTS + tl.arange(0, INPUTS)
     ok_I = inputs_I < num_inputs
-    update_TI = tl.zeros([tokens_T.shape[0], INPUTS], tl.float32)
-    for start in range(0, num_ranks, RANKS):
-        ranks_R = start + tl.arange(0, RANKS)
-        ok_R = ranks_R < num_ranks
-        dh_TR = tl.load(
-            dh_ptr + tokens_T[:, None] * dh_stride + ranks_R[None, :], mask=ok_T[:, None] & ok_R[None, :], other=0.0
-        ).to(DOT)
-        a_RI = tl.load(
-            a_ptr + ranks_R[:, None].to(tl.int64) * a_stride + inputs_I[None, :],
-            mask=ok_R[:, None] & ok_I[None, :],
-            other=0.0,
-        ).to(DOT)
-        update_TI = tl.dot(dh_TR, a_RI, update_TI, input_precision=PRECISION)
+    a_RI = a_tile(a_ptr, a_stride, 0, num_ranks, inputs_I, ok_I, DOT, RANKS)
+    update_TI = tl.dot(dh_TR, a_RI, input_precision=PRECISION)
+    if MANY:
+        for start in range(RANKS, num_ranks, RANKS):
+            more_TR = rank_tile(dh_ptr, dh_stride, tokens_T, ok_T, start, num_ranks, DOT, RANKS)
+            more_RI = a_tile(a_ptr, a_stride, start, num_ranks, inputs_I, ok_I, DOT, RANKS)
+            update_TI = tl.dot(more_TR, more_RI, update_TI, input_precision=PRECISION)
     if MASKED:
         keep_TI = keep_tile(
             mask_ptr, mask_stride, tokens_T, ok_T, block * (INPUTS // 8), (num_inputs + 7) // 8, INPUTS // 8
@@ -267,17 +352,29 @@ def update_tile(
     return update_TI
 
 
+NO_UPDATE: tuple[object, ...] = (None, 0, None, 0, 0, None, 0, 1.0)
+"""What `update_arguments` gives where there is no update."""
+NO_UPDATE_OPTIONS: dict[str, object] = {"MASKED": False, "RANKS": 0, "MANY": False, "DOT": None, "PRECISION": None}
+"""What `update_options` gives there."""
+
+
 def update_arguments(update: InputUpdate) -> tuple[object, ...]:
-    """Returns the leading arguments of `update_tile`, up to `keep_scale`."""
+    """Returns the arguments of `update_tile` from `dh_ptr` to `keep_scale`."""
     dh_TR, a_RI = rows_of(update.dh_TR), rows_of(update.a_RI)
     return dh_TR, dh_TR.stride(0), a_RI, a_RI.stride(0), a_RI.shape[0], *mask_arguments(update.mask), update.scale
 
 
 def update_options(update: InputUpdate) -> dict[str, object]:
     """Returns the constants of `update_tile`, INPUTS excepted."""
-    options = dot_options(update.dh_TR)
-    ranks = power_of_2(update.a_RI.shape[0], SMALLEST_DOT, 16 if options["DOT"] == tl.float32 else 64)
-    return {"MASKED": update.mask is not None, "RANKS": ranks, **options}
+    return {"MASKED": update.mask is not None, **rank_options(update.dh_TR, update.a_RI.shape[0])}
+
+
+def rank_options(x: Tensor, num_ranks: int) -> dict[str, object]:
+    """Returns DOT and PRECISION of products with x; RANKS, how many ranks are multiplied at once; and MANY, whether
+    there are more."""
+    options = dot_options(x)
+    ranks = power_of_2(num_ranks, SMALLEST_DOT, 16 if options["DOT"] == tl.float32 else 64)
+    return {"RANKS": ranks, "MANY": num_ranks > ranks, **options}
 
 
 @triton.jit
@@ -300,12 +397,14 @@ def _add_input_gradient_kernel(
     TOKENS: tl.constexpr,
     INPUTS: tl.constexpr,
     RANKS: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     ok_T = tokens_T < num_tokens
     inputs_I = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
     ok_TI = ok_T[:, None] & (inputs_I < num_inputs)[None, :]
     update_TI = update_tile(
+        rank_tile(dh_ptr, dh_stride, tokens_T, ok_T, 0, num_ranks, DOT, RANKS),
         dh_ptr,
         dh_stride,
         a_ptr,
@@ -323,6 +422,7 @@ def _add_input_gradient_kernel(
         PRECISION,
         INPUTS,
         RANKS,
+        MANY,
     )
     dx = dx_ptr + tokens_T[:, None] * dx_stride + inputs_I[None, :]
     tl.store(dx, tl.load(dx, mask=ok_TI, other=0.0).to(tl.float32) + update_TI, mask=ok_TI)
@@ -342,7 +442,7 @@ def add_input_gradient(dx_TI: Tensor, update: InputUpdate) -> Tensor:
     if dx_TI.numel() == 0:
         return dx_TI
     tokens, inputs = power_of_2(num_tokens, SMALLEST_DOT, 64), power_of_2(num_inputs, SMALLEST_DOT, 128)
-    _add_input_gradient_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_inputs, inputs))](
+    _add_input_gradient_kernel[(ceil_div(num_tokens, tokens), ceil_div(num_inputs, inputs))](
         dx_TI,
         dx_TI.stride(0),
         num_tokens,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.records import AdapterSection
-from engine.kernels.triton.launch import SMALLEST_DOT, dot_blocks, power_of_2, rows_of, split_count
+from engine.kernels.triton.launch import SMALLEST_DOT, ceil_div, dot_blocks, power_of_2, rows_of, split_count
 from engine.kernels.triton.partial_sums import Sum, sum_all
 
 
@@ -119,8 +119,8 @@ def output_gradients(
     first_blocks, num_blocks = [], 0
     for one in sections:
         first_blocks.append(num_blocks)
-        num_blocks += triton.cdiv(one.num_columns, outputs)
-    rank_blocks = triton.cdiv(widest, ranks)
+        num_blocks += ceil_div(one.num_columns, outputs)
+    rank_blocks = ceil_div(widest, ranks)
     splits, split_length = split_count(num_blocks * rank_blocks, num_tokens, tokens, dy_TO.device)
     dh = None if dh_out is None else _partials(dy_TO.device, num_blocks, num_tokens, widest)
     db = _partials(dy_TO.device, splits, num_blocks * outputs, widest) if trains else None

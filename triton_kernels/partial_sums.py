@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import power_of_2
+from engine.kernels.triton.launch import ceil_div, power_of_2
 
 _FEW = 1 << 16
 """Up to so many results there are too few programs to hide the latency of one partial result after the other: long sums
@@ -108,9 +108,9 @@ def sum_all(sums: Sequence[Sum], *, add: bool = False) -> None:
         records.append(
             (program, one.partial_SMN, num_partials, one.out_MN, one.out_MN.stride(0), *shape, float(one.scale))
         )
-        program += triton.cdiv(shape[0], rows)
+        program += ceil_div(shape[0], rows)
     partial_stride, row_stride, _ = sums[0].partial_SMN.stride()
-    _sum_kernel[(program, triton.cdiv(num_columns, columns))](
+    _sum_kernel[(program, ceil_div(num_columns, columns))](
         tuple(records), partial_stride, row_stride, ADD=add, PARTIALS=partials, ROWS=rows, COLUMNS=columns, num_warps=4
     )
 

@@ -14,12 +14,15 @@ Norms and SwiGLU may quantise their output row by row in the same pass: `store_r
 The matrix units of a Hopper GPU read both operands of an FP8 product along the summed dimension, so the input gradient
 needs W^T in memory: `transpose_codes` writes it, one read and one write of the codes.
 
-Triton's interpreter does not round to e4m3 as the hardware does; there, codes are put together from the bits of fp32.
+Triton rounds to e4m3 on GPUs from compute capability 8.9 on. On older ones, and in its interpreter, codes are put
+together from the bits of fp32.
 
 Legend: T tokens, F features; O rows, I columns, N blocks of a row, P pairs of columns.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -36,7 +39,7 @@ from engine.kernels.reference_quantize import (
     scale_of,
 )
 from engine.kernels.reference_quantize import row_decode as reference_decode
-from engine.kernels.triton.launch import num_warps, power_of_2, rows_of
+from engine.kernels.triton.launch import ceil_div, num_warps, power_of_2, rows_of
 
 _LONGEST = 16384
 """Features of a row that a program holds at once; longer rows are walked twice, the second time from cache."""
@@ -237,9 +240,9 @@ def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Ten
     rows, columns = out_OI.shape
     if out_OI.numel() == 0:
         return
-    pairs = power_of_2(triton.cdiv(columns, 2), 16, 512)
+    pairs = power_of_2(ceil_div(columns, 2), 16, 512)
     tile = max(1, 1024 // pairs)
-    _nf4_decode_kernel[(triton.cdiv(rows, tile), triton.cdiv(columns, 2 * pairs))](
+    _nf4_decode_kernel[(ceil_div(rows, tile), ceil_div(columns, 2 * pairs))](
         codes,
         codes.stride(0),
         scales_ON,
@@ -265,7 +268,7 @@ def nf4_decode(codes: Tensor, scales_ON: Tensor, groups_OG: Tensor, phase_O: Ten
 def row_decode(codes_OI: Tensor, scales_O: Tensor, out_OI: Tensor) -> None:
     """Writes code * scale, for int8 and e4m3; arguments as `engine.kernels.reference_quantize.row_decode`.
 
-    The interpreter does not read e4m3: there torch decodes it.
+    Triton does not read e4m3 in its interpreter, nor on GPUs before compute capability 8.9: there torch decodes it.
     """
     rows, columns = out_OI.shape
     if out_OI.numel() == 0:
@@ -275,7 +278,7 @@ def row_decode(codes_OI: Tensor, scales_O: Tensor, out_OI: Tensor) -> None:
         return
     width = power_of_2(columns, 16, 1024)
     tile = max(1, 2048 // width)
-    _row_decode_kernel[(triton.cdiv(rows, tile), triton.cdiv(columns, width))](
+    _row_decode_kernel[(ceil_div(rows, tile), ceil_div(columns, width))](
         codes_OI,
         codes_OI.stride(0),
         scales_O.contiguous(),
@@ -365,15 +368,20 @@ def transpose_codes(codes_OI: Tensor) -> Tensor:
     rows, columns = codes_OI.shape
     out = torch.empty(columns, rows, dtype=torch.uint8, device=codes_OI.device)
     if out.numel() > 0:
-        _transpose_kernel[(triton.cdiv(rows, 64), triton.cdiv(columns, 64))](
+        _transpose_kernel[(ceil_div(rows, 64), ceil_div(columns, 64))](
             codes_OI.view(torch.uint8), codes_OI.stride(0), out, rows, columns, ROWS=64, COLUMNS=64, num_warps=4
         )
     return out.view(codes_OI.dtype)
 
 
 def casts(x: Tensor) -> bool:
-    """Returns whether the hardware rounds to e4m3; else the bits are put together."""
-    return x.device.type == "cuda"
+    """Returns whether Triton has casts to and from e4m3 where x lies; else the bits are put together."""
+    return x.device.type == "cuda" and _casts_on(x.device)
+
+
+@cache
+def _casts_on(gpu: torch.device) -> bool:
+    return torch.cuda.get_device_capability(gpu) >= (8, 9)
 
 
 def float_bits(value: float) -> int:

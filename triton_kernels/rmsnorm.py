@@ -9,7 +9,8 @@ u = drop'(dH A) is what adapters on y add to its gradient (triton_kernels.lora).
 never lies in memory. Its share of mean(g xhat) needs no product: y is the adapters' input, hence
 sum_f u_f w_f xhat_f = sum_f u_f y_f = dH . (A drop(y)) = dH . H, token by token.
 
-Rows stay in registers where no update is fused; with one, a tile of rows is walked twice, the second time from cache.
+Rows stay in registers where no update is fused and they are not too long; else a tile of rows is walked twice, the
+second time from cache.
 
 Legend: T tokens, F features, R rows of the stacked A.
 """
@@ -22,10 +23,29 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.records import InputUpdate
-from engine.kernels.triton.launch import SMALLEST_DOT, num_processors, num_warps, power_of_2, rows_of
-from engine.kernels.triton.lora import add_input_gradient, update_arguments, update_options, update_tile
+from engine.kernels.triton.launch import (
+    SMALLEST_DOT,
+    ceil_div,
+    num_processors,
+    num_warps,
+    power_of_2,
+    rows_of,
+    two_programs,
+)
+from engine.kernels.triton.lora import (
+    NO_UPDATE,
+    NO_UPDATE_OPTIONS,
+    add_input_gradient,
+    rank_tile,
+    update_arguments,
+    update_options,
+    update_tile,
+)
 from engine.kernels.triton.partial_sums import sum_partials
 from engine.kernels.triton.quantize import casts, row_code_arguments, row_codes, store_row_codes
+
+_LONGEST, _LONGEST_SUMMED = 16384, 8192
+"""Features of a row that backward holds in registers; fewer where the weight's gradient takes as many again."""
 
 
 @triton.jit
@@ -131,7 +151,15 @@ def _add_dot(sum_T, dh_ptr, dh_stride, h_ptr, h_stride, h_scale, tokens_T, ok_T,
 
 
 @triton.jit
-def _backward_update_kernel(
+def _weight_tile(weight_ptr, features_F, ok_TF):
+    """Loads the weight once for each row, fp32 [T, F]: as a vector it would have to pass through shared memory, behind
+    two barriers, to get to the threads that need it."""
+    features_TF = tl.broadcast_to(features_F[None, :], ok_TF.shape)
+    return tl.load(weight_ptr + features_TF, mask=ok_TF, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _backward_tiles_kernel(
     dy_ptr,
     dy_stride,
     x_ptr,
@@ -154,6 +182,7 @@ def _backward_update_kernel(
     mask_ptr,
     mask_stride,
     keep_scale,
+    UPDATE: tl.constexpr,
     WITH_DW: tl.constexpr,
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
@@ -161,6 +190,9 @@ def _backward_update_kernel(
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
     RANKS: tl.constexpr,
+    MANY: tl.constexpr,
+    FIRST_STAGES: tl.constexpr,
+    SECOND_STAGES: tl.constexpr,
 ):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     ok_T = tokens_T < num_tokens
@@ -168,48 +200,55 @@ def _backward_update_kernel(
 
     # first walk: sum over features of g xhat, the update's share being dH . H
     total_TF = tl.zeros([TOKENS, FEATURES], tl.float32)
-    for start in range(0, num_features, FEATURES):
+    for start in tl.range(0, num_features, FEATURES, num_stages=FIRST_STAGES):
         features_F = start + tl.arange(0, FEATURES)
         ok_TF = ok_T[:, None] & (features_F < num_features)[None, :]
         x_TF = tl.load(x_ptr + tokens_T[:, None] * x_stride + features_F[None, :], mask=ok_TF, other=0.0)
         dy_TF = tl.load(dy_ptr + tokens_T[:, None] * dy_stride + features_F[None, :], mask=ok_TF, other=0.0)
-        weight_F = tl.load(weight_ptr + features_F, mask=features_F < num_features, other=0.0).to(tl.float32)
-        total_TF += x_TF.to(tl.float32) * dy_TF.to(tl.float32) * weight_F[None, :]
+        weight_TF = _weight_tile(weight_ptr, features_F, ok_TF)
+        total_TF += x_TF.to(tl.float32) * dy_TF.to(tl.float32) * weight_TF
     sum_T = tl.sum(total_TF * rstd_T1, 1)
-    sum_T = _add_dot(sum_T, dh_ptr, dh_stride, h_ptr, h_stride, h_scale, tokens_T, ok_T, num_ranks, RANKS)
+    if UPDATE:
+        sum_T = _add_dot(sum_T, dh_ptr, dh_stride, h_ptr, h_stride, h_scale, tokens_T, ok_T, num_ranks, RANKS)
+        dh_TR = rank_tile(dh_ptr, dh_stride, tokens_T, ok_T, 0, num_ranks, DOT, RANKS)
     mean_T1 = (sum_T / num_features)[:, None]
 
     # second walk: the update is made tile by tile; tiles start at a whole byte of the mask
-    for block in range(tl.cdiv(num_features, FEATURES)):
+    for block in tl.range(0, tl.cdiv(num_features, FEATURES), num_stages=SECOND_STAGES):
         features_F = block * FEATURES + tl.arange(0, FEATURES)
         ok_TF = ok_T[:, None] & (features_F < num_features)[None, :]
-        update_TF = update_tile(
-            dh_ptr,
-            dh_stride,
-            a_ptr,
-            a_stride,
-            num_ranks,
-            mask_ptr,
-            mask_stride,
-            keep_scale,
-            tokens_T,
-            ok_T,
-            block,
-            num_features,
-            MASKED,
-            DOT,
-            PRECISION,
-            FEATURES,
-            RANKS,
-        )
+        # before the update, so that they arrive while it is made
         x_TF = tl.load(x_ptr + tokens_T[:, None] * x_stride + features_F[None, :], mask=ok_TF, other=0.0)
         dy_TF = tl.load(dy_ptr + tokens_T[:, None] * dy_stride + features_F[None, :], mask=ok_TF, other=0.0)
-        weight_F = tl.load(weight_ptr + features_F, mask=features_F < num_features, other=0.0).to(tl.float32)
-        xhat_TF, whole_TF = x_TF.to(tl.float32) * rstd_T1, dy_TF.to(tl.float32) + update_TF
+        weight_TF = _weight_tile(weight_ptr, features_F, ok_TF)
+        whole_TF = dy_TF.to(tl.float32)
+        if UPDATE:
+            whole_TF += update_tile(
+                dh_TR,
+                dh_ptr,
+                dh_stride,
+                a_ptr,
+                a_stride,
+                num_ranks,
+                mask_ptr,
+                mask_stride,
+                keep_scale,
+                tokens_T,
+                ok_T,
+                block,
+                num_features,
+                MASKED,
+                DOT,
+                PRECISION,
+                FEATURES,
+                RANKS,
+                MANY,
+            )
+        xhat_TF = x_TF.to(tl.float32) * rstd_T1
         if WITH_DW:
             dw = dw_ptr + tl.program_id(0).to(tl.int64) * num_features + features_F
             tl.store(dw, tl.sum(whole_TF * xhat_TF, 0), mask=features_F < num_features)
-        dx_TF = (whole_TF * weight_F[None, :] - xhat_TF * mean_T1) * rstd_T1
+        dx_TF = (whole_TF * weight_TF - xhat_TF * mean_T1) * rstd_T1
         tl.store(dx_ptr + tokens_T[:, None] * dx_stride + features_F[None, :], dx_TF, mask=ok_TF)
 
 
@@ -227,7 +266,7 @@ def _launch_forward(
     if x_TF.numel() == 0:
         return rstd_T
     tokens, features = _tile(num_features)
-    _forward_kernel[(triton.cdiv(num_tokens, tokens),)](
+    _forward_kernel[(ceil_div(num_tokens, tokens),)](
         x_TF,
         x_TF.stride(0),
         weight_F,
@@ -285,8 +324,8 @@ def _launch_backward(
     tokens, features = _tile(num_features)
     tokens_each = tokens
     if dw_F is not None:
-        tokens_each = triton.cdiv(triton.cdiv(num_tokens, 2 * num_processors(x_TF.device)), tokens) * tokens
-    programs = triton.cdiv(num_tokens, tokens_each)
+        tokens_each = ceil_div(ceil_div(num_tokens, 2 * num_processors(x_TF.device)), tokens) * tokens
+    programs = ceil_div(num_tokens, tokens_each)
     partial = None
     if dw_F is not None:
         partial = torch.empty(programs, 1, num_features, dtype=torch.float32, device=x_TF.device)
@@ -312,26 +351,30 @@ def _launch_backward(
         sum_partials(partial, dw_F[None, :], add=True)
 
 
-def _launch_backward_update(
+def _launch_backward_tiles(
     dy_TF: Tensor,
     x_TF: Tensor,
     weight_F: Tensor,
     rstd_T: Tensor,
     dx_TF: Tensor,
     dw_F: Tensor | None,
-    update: InputUpdate,
+    update: InputUpdate | None,
 ) -> None:
     num_tokens, num_features = x_TF.shape
     if x_TF.numel() == 0:
         return
-    assert update.h_TR is not None
-    h_TR = rows_of(update.h_TR)
-    features = power_of_2(num_features, SMALLEST_DOT, 256)
-    programs = triton.cdiv(num_tokens, SMALLEST_DOT)
+    programs = ceil_div(num_tokens, SMALLEST_DOT)
     partial = None
     if dw_F is not None:
         partial = torch.empty(programs, 1, num_features, dtype=torch.float32, device=x_TF.device)
-    _backward_update_kernel[(programs,)](
+    h_TR, h_scale, arguments, options = None, 1.0, NO_UPDATE, NO_UPDATE_OPTIONS
+    if update is not None:
+        assert update.h_TR is not None
+        h_TR, h_scale = rows_of(update.h_TR), update.h_scale
+        arguments, options = update_arguments(update), update_options(update)
+    # of more ranks a tile of 256 features takes so many registers that one program fills a multiprocessor
+    features = power_of_2(num_features, SMALLEST_DOT, 128 if options["RANKS"] == 64 else 256)
+    _backward_tiles_kernel[(programs,)](
         dy_TF,
         dy_TF.stride(0),
         x_TF,
@@ -341,17 +384,20 @@ def _launch_backward_update(
         dx_TF,
         dx_TF.stride(0),
         h_TR,
-        h_TR.stride(0),
-        update.h_scale,
+        0 if h_TR is None else h_TR.stride(0),
+        h_scale,
         partial,
         num_tokens,
         num_features,
-        *update_arguments(update),
+        *arguments,
+        UPDATE=update is not None,
         WITH_DW=partial is not None,
-        **update_options(update),
+        **options,
         TOKENS=SMALLEST_DOT,
         FEATURES=features,
-        num_warps=8,
+        FIRST_STAGES=3,
+        SECOND_STAGES=2,
+        **two_programs(options),
     )
     if partial is not None and dw_F is not None:
         sum_partials(partial, dw_F[None, :], add=True)
@@ -386,10 +432,10 @@ def rmsnorm_backward(
     rstd_T = rstd_T1.reshape(-1)
     if update is not None and update.h_TR is None:  # added in a pass of its own
         dy_rows, update = add_input_gradient(dy_rows.clone(), update), None
-    if update is None:
+    if update is None and x_rows.shape[1] <= (_LONGEST if weight_gradient_F is None else _LONGEST_SUMMED):
         _launch_backward(dy_rows, x_rows, weight_F, rstd_T, dx_rows, weight_gradient_F)
     else:
-        _launch_backward_update(dy_rows, x_rows, weight_F, rstd_T, dx_rows, weight_gradient_F, update)
+        _launch_backward_tiles(dy_rows, x_rows, weight_F, rstd_T, dx_rows, weight_gradient_F, update)
     return dx_rows.view(x_TF.shape) if out is None else out
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.launch import num_warps, power_of_2
+from engine.kernels.triton.launch import ceil_div, num_warps, power_of_2
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _blocks(num_heads: int, half: int) -> tuple[int, int, int]:
     """Returns heads a program, columns (half a head, rounded up), number of programs along the heads."""
     columns = power_of_2(half)
     heads = power_of_2(num_heads, 1, max(1, 2048 // columns))
-    return heads, columns, triton.cdiv(num_heads, heads)
+    return heads, columns, ceil_div(num_heads, heads)
 
 
 def _launch_packed(

@@ -3,25 +3,42 @@
 Backward recomputes the activation from gate and up instead of reading it:
     s = sigmoid(gate),  dgate = (dy + u) up s (1 + gate (1 - s)),  dup = (dy + u) gate s
 u = drop'(dH A) is what an adapter on y adds to its gradient (triton_kernels.lora); it is made tile by tile and never
-lies in memory. Backward can also write y, for the adapter's dA.
+lies in memory. The adapter's dA = dH^T drop(y) comes with it, from y in registers (`swiglu_backward_adapted`).
 
 Legend: T tokens, F features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.records import InputUpdate
-from engine.kernels.triton.launch import SMALLEST_DOT, num_warps, power_of_2, rows_of
-from engine.kernels.triton.lora import update_arguments, update_options, update_tile
+from engine.kernels.records import AdapterSection, InputUpdate
+from engine.kernels.triton.dropout import keep_tile, mask_arguments
+from engine.kernels.triton.launch import SMALLEST_DOT, ceil_div, num_warps, power_of_2, rows_of, two_programs
+from engine.kernels.triton.lora import (
+    NO_UPDATE,
+    NO_UPDATE_OPTIONS,
+    a_gradients,
+    a_tile,
+    add_a_partials,
+    rank_options,
+    rank_tile,
+    update_arguments,
+    update_options,
+    update_tile,
+)
 from engine.kernels.triton.quantize import casts, quantize_rows, row_code_arguments, row_codes, store_row_codes
 
 _LONGEST = 16384
 """Features of a row that a program holds at once."""
+_TILES_EACH = 16
+"""Tiles of tokens that a program walks for dA: few enough that the last programs do not leave the device idle, and so
+many that the partial sums are a hundredth of what is read and written."""
 
 
 @triton.jit
@@ -107,15 +124,21 @@ def _backward_kernel(
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
     RANKS: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     features_F = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     ok_T = tokens_T < num_tokens
     ok_TF = ok_T[:, None] & (features_F < num_features)[None, :]
     dy = dy_ptr + tokens_T[:, None] * dy_stride + features_F[None, :]
+    gate = gate_up_ptr + tokens_T[:, None] * gate_up_stride + features_F[None, :]
+    # before the update, so that they arrive while it is made
     dy_TF = tl.load(dy, mask=ok_TF, other=0.0).to(tl.float32)
+    gate_TF = tl.load(gate, mask=ok_TF, other=0.0).to(tl.float32)
+    up_TF = tl.load(gate + num_features, mask=ok_TF, other=0.0).to(tl.float32)
     if UPDATE:
         dy_TF += update_tile(
+            rank_tile(dh_ptr, dh_stride, tokens_T, ok_T, 0, num_ranks, DOT, RANKS),
             dh_ptr,
             dh_stride,
             a_ptr,
@@ -133,10 +156,8 @@ def _backward_kernel(
             PRECISION,
             FEATURES,
             RANKS,
+            MANY,
         )
-    gate = gate_up_ptr + tokens_T[:, None] * gate_up_stride + features_F[None, :]
-    gate_TF = tl.load(gate, mask=ok_TF, other=0.0).to(tl.float32)
-    up_TF = tl.load(gate + num_features, mask=ok_TF, other=0.0).to(tl.float32)
     sigmoid_TF = tl.sigmoid(gate_TF)
     silu_TF = gate_TF * sigmoid_TF
     dgate = out_ptr + tokens_T[:, None] * out_stride + features_F[None, :]
@@ -144,6 +165,81 @@ def _backward_kernel(
     tl.store(dgate + num_features, dy_TF * silu_TF, mask=ok_TF)
     if WRITE_Y:
         tl.store(y_ptr + tokens_T[:, None] * y_stride + features_F[None, :], silu_TF * up_TF, mask=ok_TF)
+
+
+@triton.jit
+def _backward_adapted_kernel(
+    dy_ptr,
+    dy_stride,
+    gate_up_ptr,
+    gate_up_stride,
+    out_ptr,
+    out_stride,
+    da_ptr,
+    num_tokens,
+    num_features,
+    split_length,
+    dh_ptr,
+    dh_stride,
+    a_ptr,
+    a_stride,
+    num_ranks,
+    mask_ptr,
+    mask_stride,
+    keep_scale,
+    UPDATE: tl.constexpr,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    RANKS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Walks a range of tokens with a block of features, whose part of A and of dA stays in registers."""
+    features_F = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    ranks_R = tl.arange(0, RANKS)
+    ok_F, ok_R = features_F < num_features, ranks_R < num_ranks
+    if UPDATE:
+        a_RF = a_tile(a_ptr, a_stride, 0, num_ranks, features_F, ok_F, DOT, RANKS)
+    da_FR = tl.zeros([FEATURES, RANKS], tl.float32)
+    first = tl.program_id(1) * split_length
+    for start in tl.range(first, tl.minimum(first + split_length, num_tokens), TOKENS, num_stages=STAGES):
+        tokens_T = start + tl.arange(0, TOKENS).to(tl.int64)
+        ok_T = tokens_T < num_tokens
+        ok_TF = ok_T[:, None] & ok_F[None, :]
+        gate = gate_up_ptr + tokens_T[:, None] * gate_up_stride + features_F[None, :]
+        gate_TF = tl.load(gate, mask=ok_TF, other=0.0).to(tl.float32)
+        up_TF = tl.load(gate + num_features, mask=ok_TF, other=0.0).to(tl.float32)
+        dy_TF = tl.load(dy_ptr + tokens_T[:, None] * dy_stride + features_F[None, :], mask=ok_TF, other=0.0)
+        dy_TF = dy_TF.to(tl.float32)
+        dh_TR = rank_tile(dh_ptr, dh_stride, tokens_T, ok_T, 0, num_ranks, DOT, RANKS)
+        if MASKED:
+            keep_TF = keep_tile(
+                mask_ptr,
+                mask_stride,
+                tokens_T,
+                ok_T,
+                tl.program_id(0) * (FEATURES // 8),
+                (num_features + 7) // 8,
+                FEATURES // 8,
+            )
+        if UPDATE:
+            update_TF = tl.dot(dh_TR, a_RF, input_precision=PRECISION)
+            if MASKED:
+                update_TF = tl.where(keep_TF, update_TF * keep_scale, 0.0)
+            dy_TF += update_TF
+        sigmoid_TF = tl.sigmoid(gate_TF)
+        silu_TF = gate_TF * sigmoid_TF
+        dgate = out_ptr + tokens_T[:, None] * out_stride + features_F[None, :]
+        tl.store(dgate, dy_TF * up_TF * (sigmoid_TF + silu_TF * (1.0 - sigmoid_TF)), mask=ok_TF)
+        tl.store(dgate + num_features, dy_TF * silu_TF, mask=ok_TF)
+        y_TF = (silu_TF * up_TF).to(DOT)  # rounded as forward's output was
+        if MASKED:
+            y_TF = tl.where(keep_TF, y_TF, 0.0).to(DOT)
+        da_FR = tl.dot(tl.trans(y_TF), dh_TR, da_FR, input_precision=PRECISION)
+    da = da_ptr + (tl.program_id(1).to(tl.int64) * num_ranks + ranks_R)[None, :] * num_features + features_F[:, None]
+    tl.store(da, da_FR * keep_scale, mask=ok_F[:, None] & ok_R[None, :])
 
 
 def swiglu_forward(gate_up_T2F: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -162,7 +258,7 @@ def swiglu_forward(gate_up_T2F: Tensor, *, out: Tensor | None = None) -> Tensor:
     if y_TF.numel() > 0:
         features = power_of_2(num_features, 1, 1024)
         tokens = max(1, min(16, 2048 // features))
-        _forward_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_features, features))](
+        _forward_kernel[(ceil_div(num_tokens, tokens), ceil_div(num_features, features))](
             rows,
             rows.stride(0),
             y_TF,
@@ -192,7 +288,7 @@ def swiglu_forward_codes(gate_up_T2F: Tensor, out: Tensor) -> tuple[Tensor, Tens
     if out.numel() > 0:
         features = power_of_2(num_features)
         tokens = max(1, min(16, 2048 // features))
-        _forward_codes_kernel[(triton.cdiv(num_tokens, tokens),)](
+        _forward_codes_kernel[(ceil_div(num_tokens, tokens),)](
             rows,
             rows.stride(0),
             out,
@@ -233,8 +329,7 @@ def swiglu_backward(
     result = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if out is None else out
     if dy_rows.numel() > 0:
         if update is None:
-            arguments: tuple[object, ...] = (None, 0, None, 0, 0, None, 0, 1.0)
-            options: dict[str, object] = {"MASKED": False, "RANKS": 0, "DOT": None, "PRECISION": None}
+            arguments, options = NO_UPDATE, NO_UPDATE_OPTIONS
             features = power_of_2(num_features, 1, 1024)
             tokens, warps = max(1, min(16, 2048 // features)), 4
         else:
@@ -242,7 +337,7 @@ def swiglu_backward(
             # 64 rows: the product runs on whole warpgroups, and its result changes layout in fewer steps
             features, tokens, warps = power_of_2(num_features, SMALLEST_DOT, 64), 64, 8
         y_stride = 0 if activation_out is None else activation_out.stride(0)
-        _backward_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_features, features))](
+        _backward_kernel[(ceil_div(num_tokens, tokens), ceil_div(num_features, features))](
             dy_rows,
             dy_rows.stride(0),
             rows,
@@ -262,6 +357,76 @@ def swiglu_backward(
             num_warps=warps,
         )
     return result.view(gate_up_T2F.shape) if out is None else out
+
+
+def swiglu_backward_adapted(
+    dy_TF: Tensor,
+    gate_up_T2F: Tensor,
+    dh_TR: Tensor,
+    mask: Tensor | None,
+    sections: Sequence[AdapterSection],
+    *,
+    keep_scale: float = 1.0,
+    update: InputUpdate | None = None,
+) -> Tensor:
+    """Computes [dgate | dup], and adds dA = dH^T drop(y) to the sections' `da`, without writing y.
+
+    More ranks than a block takes get y written, and dA from it in a pass of its own.
+
+    Args:
+        dy_TF, gate_up_T2F, update: as of `swiglu_backward`; the update's dH, mask and scale are those given here.
+        dh_TR: [T, R], rows any distance apart.
+        mask: bits of y's mask, or None.
+        keep_scale: 1 / (1 - p).
+
+    Returns:
+        [..., 2F] in gate_up's dtype.
+    """
+    dy_rows, rows, dh_rows = rows_of(dy_TF), rows_of(gate_up_T2F), rows_of(dh_TR)
+    (num_tokens, num_features), num_ranks = dy_rows.shape, dh_rows.shape[1]
+    options = rank_options(rows, num_ranks)
+    trains = any(one.da is not None for one in sections)
+    if options.pop("MANY") or not trains or dy_rows.numel() == 0:
+        y_TF = torch.empty(dy_rows.shape, dtype=rows.dtype, device=rows.device) if trains else None
+        result = swiglu_backward(dy_TF, gate_up_T2F, update=update, activation_out=y_TF)
+        if y_TF is not None:
+            a_gradients(dh_rows, y_TF, mask, sections, keep_scale=keep_scale)
+        return result
+    tokens = 32 if options["DOT"] == tl.float32 else 64
+    features = power_of_2(num_features, SMALLEST_DOT, tokens)
+    split_length = _TILES_EACH * tokens
+    splits = ceil_div(num_tokens, split_length)
+    result = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    partial = torch.empty(splits, num_ranks, num_features, dtype=torch.float32, device=rows.device)
+    a_RF = None if update is None else rows_of(update.a_RI)
+    _backward_adapted_kernel[(ceil_div(num_features, features), splits)](
+        dy_rows,
+        dy_rows.stride(0),
+        rows,
+        rows.stride(0),
+        result,
+        result.stride(0),
+        partial,
+        num_tokens,
+        num_features,
+        split_length,
+        dh_rows,
+        dh_rows.stride(0),
+        a_RF,
+        0 if a_RF is None else a_RF.stride(0),
+        num_ranks,
+        *mask_arguments(mask),
+        keep_scale,
+        UPDATE=a_RF is not None,
+        MASKED=mask is not None,
+        **options,
+        TOKENS=tokens,
+        FEATURES=features,
+        STAGES=2,
+        **two_programs(options),
+    )
+    add_a_partials(partial, sections)
+    return result.view(gate_up_T2F.shape)
 
 
 def bytes_moved(num_tokens: int, num_features: int, itemsize: int, num_ranks: int = 0) -> dict[str, int]:

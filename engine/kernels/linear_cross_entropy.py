@@ -24,6 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+GPU_TOKENS = 1024
+"""`tokens_multiple` of a GPU. Its library cuts a product into tiles of 128 x 256: 1024 tokens leave none of them in
+part, and the input gradient of a hidden size of 4096 has 128 of them, a wave of the 132 multiprocessors of an H100."""
+
+
 Combine = Callable[[Tensor], Tensor]
 """Maximum, or sum, of a tensor over the shards of the vocabulary; may work in place."""
 
@@ -38,11 +43,13 @@ class LossKernels:
         gradient: (logits_CV, targets_C, local_max_C, max_C, total_C, scale_C) -> (softmax - onehot) * scale, written
             over what `statistics` left; local_max is this shard's, max and total the whole vocabulary's.
         product: as torch.mm, with `out`.
+        tokens_multiple: products with the head use the machine well for so many tokens, or a multiple.
     """
 
     statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     product: Callable[..., Tensor] = torch.mm
+    tokens_multiple: int = 1
 
     def shard_statistics(self, logits_CV: Tensor, targets_C: Tensor) -> Statistics:
         """Returns `statistics`, also for a shard of padding alone: it has no maximum, and adds nothing."""

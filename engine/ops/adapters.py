@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.kernels.records import AdapterPlace, AdapterSection, InputUpdate
 from engine.ops.dropout import DropoutSite
 from engine.ops.gradients import GradientSink
-from engine.ops.kernels import Kernels
+from engine.ops.kernels import Kernels, scale_projection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,12 +118,7 @@ class LowRank:
 
     def scale_(self, h_TR: Tensor) -> Tensor:
         """Multiplies each adapter's columns by its s, in place."""
-        scales = {adapter.scale for adapter in self.adapters}
-        if len(scales) == 1:
-            return h_TR.mul_(scales.pop())
-        for adapter in self.adapters:
-            adapter.ranks(h_TR).mul_(adapter.scale)
-        return h_TR
+        return scale_projection(h_TR, self.adapters)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,9 +130,9 @@ class NormFactors:
 
 
 def project(x_TI: Tensor, mask: Tensor | None, low_rank: LowRank, kernels: Kernels, out: Tensor) -> Tensor:
-    """H = s * drop(x) A^T into `out` [T, R]."""
-    kernels.project(x_TI, low_rank.a_RI, mask, low_rank.scale_of(mask), out)
-    return low_rank.scale_(out)
+    """H = s * drop(x) A^T into the first R columns of `out`, with zeros after them; returns these columns."""
+    kernels.project(x_TI, low_rank.a_RI, mask, low_rank.scale_of(mask), low_rank.adapters, out)
+    return out[:, : low_rank.rank]
 
 
 def add_expansion(y_TO: Tensor, h_TR: Tensor, low_rank: LowRank) -> None:

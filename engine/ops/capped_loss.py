@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.kernels.linear_cross_entropy import LossKernels
 
 
-def capped_loss(cap: float) -> LossKernels:
-    """Returns the loss of a model whose logits are capped."""
+def capped_loss(cap: float, tokens_multiple: int) -> LossKernels:
+    """Returns the loss of a model whose logits are capped, in blocks of a multiple of so many tokens."""
 
     def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         wide = logits_CV.div_(cap).tanh_().mul_(cap).to(torch.promote_types(logits_CV.dtype, torch.float32))
@@ -32,4 +32,4 @@ def capped_loss(cap: float) -> LossKernels:
         probabilities.scatter_add_(1, targets_C.clamp(min=0)[:, None], minus_scale[:, None])
         return capped_CV.copy_(probabilities.mul_(slope))
 
-    return LossKernels(statistics=statistics, gradient=gradient)
+    return LossKernels(statistics=statistics, gradient=gradient, tokens_multiple=tokens_multiple)

@@ -23,7 +23,18 @@ from engine.ops.inputs import LinearInput
 from engine.ops.operands import LinearOperands
 
 BLOCK_BYTES = 128 * 2**20
-"""Bytes of logits alive at a time. Small blocks make the product with the head read its weight more often."""
+"""Bytes of logits alive at a time, where the backend does not want more tokens. Small blocks make the product with the
+head read its weight more often."""
+
+
+def block_tokens(bytes_a_token: int, multiple: int) -> int:
+    """Returns the tokens of a block: the largest multiple whose logits fit into `BLOCK_BYTES`, but at least one.
+
+    Args:
+        bytes_a_token: of a token's logits.
+        multiple: `LossKernels.tokens_multiple`.
+    """
+    return max(1, BLOCK_BYTES // (bytes_a_token * multiple)) * multiple
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -51,7 +62,9 @@ class _FrozenHeadLoss(torch.autograd.Function):
             operands.kernels.loss,
             first_id=first_id,
             num_ids=num_ids,
-            chunk_tokens=max(1, BLOCK_BYTES // (x_TI.element_size() * operands.weight_OI.shape[0])),
+            chunk_tokens=block_tokens(
+                x_TI.element_size() * operands.weight_OI.shape[0], operands.kernels.loss.tokens_multiple
+            ),
             **over_axis(axis),
         )
         ctx.save_for_backward(u, statistics, dx_TI)

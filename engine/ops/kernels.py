@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.kernels import reference, reference_fused
 from engine.kernels.linear_cross_entropy import LossKernels
 from engine.kernels.philox import dropout_mask
-from engine.kernels.records import AdapterSection, Documents, DropoutKey, InputUpdate
+from engine.kernels.records import AdapterPlace, AdapterSection, Documents, DropoutKey, InputUpdate
 from engine.ops.attention.packed import attention_by_document
 
 
@@ -99,6 +99,21 @@ class AdaptedProducts:
     fits: Callable[[Tensor, Tensor], bool]
     forward: AdaptedForward
     backward: AdaptedBackward
+
+
+class Project(Protocol):
+    """H = s drop(x) A^T into the first columns of `out` [T, E], with each adapter's own s, and zeros into the others.
+    `out` may lie beside x in one buffer, and holds anything before."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        a_RI: Tensor,
+        mask: Tensor | None,
+        keep_scale: float,
+        adapters: Sequence[AdapterPlace],
+        out: Tensor,
+    ) -> None: ...
 
 
 class NormAGradient(Protocol):
@@ -207,6 +222,14 @@ class Attention(Protocol):
     ) -> Tensor: ...
 
 
+FOLD_MULTIPLE = 8
+"""To which columns beside a weight are padded: the alignment of a CPU's matrix units."""
+GPU_FOLD_MULTIPLE = 64
+"""The same on a GPU. Rows of 16-bit numbers then start at a cache line. With less than 16, kernels would not know when
+they are compiled that rows are aligned, and load and store number by number. More costs memory, but no time: matrix
+products take 64 columns at once."""
+
+
 class Folds(NamedTuple):
     """The directions, of a linear's forward and its backward, that multiply with [W | B] (see ops.products)."""
 
@@ -218,6 +241,17 @@ def _always(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> Folds:
     return Folds(forward=True, backward=True)
 
 
+def gpu_folds(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> Folds:
+    """Returns what the Triton backend folds, for the backend and for the planner.
+
+    Whether backward should is a question to `rankfold benchmark kernels --only product` on a GPU, by the cases with dB.
+    Counting does not answer it: with Llama-3-8B's 8192 tokens and 4096 inputs the further columns make 1088 tiles of
+    1024, nine waves of 132 multiprocessors instead of eight, if the library takes tiles of 128 x 256, but eight as
+    before if it takes 256 x 128.
+    """
+    return Folds(forward=True, backward=True)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
     """One backend.
@@ -225,9 +259,8 @@ class Kernels:
     Args:
         name: as a user asks for it.
         draw_mask: which elements dropout keeps, in whatever form the backend's own functions read: booleans, or bits.
-        norm_forward, norm_backward, swiglu_backward, split_rotate, attention: see their types.
+        norm_forward, norm_backward, swiglu_backward, project, split_rotate, attention: see their types.
         swiglu_forward: [gate | up], out.
-        project: x, stacked A, mask, keep scale, out [T, R]: drop(x) A^T.
         a_gradient: dH, x, mask, keep scale, sections: adds dH^T drop(x) to each `da`.
         b_gradient: dY, H, sections: adds dY^T H to each `db`.
         output_gradients: dH and dB together; None where the backend has nothing that beats torch's product for dH and
@@ -246,6 +279,7 @@ class Kernels:
         product: left [T, K], right [K, N]: their product, of an activation and a frozen weight.
         folds: input features, output features and dtype of a linear on this rank: in which direction its adapters are
             faster as columns of its weight, in one product, than otherwise.
+        fold_multiple: the columns of a folded weight beyond its input features are padded to a multiple of this.
     """
 
     name: str
@@ -254,7 +288,7 @@ class Kernels:
     norm_backward: NormBackward
     swiglu_forward: Callable[[Tensor, Tensor], None]
     swiglu_backward: SwiGLUBackward
-    project: Callable[[Tensor, Tensor, Tensor | None, float, Tensor], None]
+    project: Project
     a_gradient: Callable[[Tensor, Tensor, Tensor | None, float, Sequence[AdapterSection]], None]
     b_gradient: Callable[[Tensor, Tensor, Sequence[AdapterSection]], None]
     apply_update: Callable[[Tensor, InputUpdate], Tensor]
@@ -267,6 +301,7 @@ class Kernels:
     row_codes: RowCodeKernels | None = None
     product: Callable[[Tensor, Tensor], Tensor] = torch.mm
     folds: Callable[[int, int, torch.dtype], Folds] = _always
+    fold_multiple: int = FOLD_MULTIPLE
     adapted: AdaptedProducts | None = None
     norm_a_gradient: NormAGradient | None = None
     swiglu_backward_adapted: SwiGLUBackwardAdapted | None = None
@@ -296,6 +331,40 @@ def _swiglu_backward(dy: Tensor, gate_up: Tensor, update: InputUpdate | None, y:
     if y is not None:
         _swiglu_forward(gate_up, y)
     return reference.swiglu_backward(dy if update is None else reference.apply_update(dy, update), gate_up)
+
+
+def scaled_projection(project: Callable[[Tensor, Tensor, Tensor | None, float, Tensor], None]) -> Project:
+    """Makes a `Project` of drop(x) A^T into `out` [T, R], which knows nothing of scales and padding."""
+
+    def scaled(
+        x: Tensor,
+        a_RI: Tensor,
+        mask: Tensor | None,
+        keep_scale: float,
+        adapters: Sequence[AdapterPlace],
+        out: Tensor,
+    ) -> None:
+        num_ranks = a_RI.shape[0]
+        if out.shape[1] > num_ranks or out.stride(0) > num_ranks:
+            # H's columns too: 16-bit products on a CPU multiply up to 63 columns beyond x by zero, which a NaN there
+            # outlives
+            out.zero_()
+        h_TR = out[:, :num_ranks]
+        project(x, a_RI, mask, keep_scale, h_TR)
+        scale_projection(h_TR, adapters)
+
+    return scaled
+
+
+def scale_projection(h_TR: Tensor, adapters: Sequence[AdapterPlace]) -> Tensor:
+    """Multiplies each adapter's columns of H, or of its gradient, by its scale, in place."""
+    scales = {adapter.scale for adapter in adapters}
+    if len(scales) == 1:
+        scale = scales.pop()
+        return h_TR if scale == 1.0 else h_TR.mul_(scale)
+    for adapter in adapters:
+        adapter.ranks(h_TR).mul_(adapter.scale)
+    return h_TR
 
 
 def _output_gradients(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection], *, dh_out: Tensor) -> None:
@@ -332,7 +401,7 @@ REFERENCE = Kernels(
     norm_backward=_norm_backward,
     swiglu_forward=_swiglu_forward,
     swiglu_backward=_swiglu_backward,
-    project=reference.project,
+    project=scaled_projection(reference.project),
     a_gradient=reference.a_gradient,
     b_gradient=reference.b_gradient,
     output_gradients=_output_gradients,

@@ -33,8 +33,8 @@ class LinearOperands:
 
     Args:
         extended_OE: [O, I + E], the base weight and, where a direction is folded, the columns of the adapters' B (zero
-            where an adapter does not reach, and where the columns are padded to a multiple of 8). Where the base is
-            encoded it has this shape and dtype, but no memory (device meta).
+            where an adapter does not reach, and where the columns are padded, see `Kernels.fold_multiple`). Where the
+            base is encoded it has this shape and dtype, but no memory (device meta).
         in_features: I.
         bias_O: [O] or None.
         low_rank: the adapters, or None.

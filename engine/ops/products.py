@@ -158,10 +158,8 @@ class Folded:
         low_rank, features = operands.low_rank, operands.in_features
         assert low_rank is not None
         buffer = u.new_empty(u.shape[0], operands.extended_OE.shape[1])
-        # 16-bit products on a CPU multiply up to 63 columns beyond their operand's by zero, which a NaN there outlives
-        buffer[:, features:] = 0
         x, statistics = source.make(u, buffer[:, :features], operands.kernels)
-        h = project(x, mask, low_rank, operands.kernels, operands.projection_in(buffer))
+        h = project(x, mask, low_rank, operands.kernels, buffer[:, features:])
         return Inputs(buffer, h, statistics)
 
     def outputs(self, operands: LinearOperands, made: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

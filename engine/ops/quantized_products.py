@@ -201,7 +201,7 @@ def _scaled_product(
 @cache
 def _scales_rows_on_cpu() -> bool:
     """Tests whether torch's product takes a scale for each row on a CPU; older versions take one for the whole."""
-    codes, scale = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    codes, scale = torch.zeros(16, 16, device="cpu").to(torch.float8_e4m3fn), torch.ones(16, 1, device="cpu")
     try:
         torch._scaled_mm(codes, codes.t(), scale_a=scale, scale_b=scale.t().contiguous(), out_dtype=torch.float32)
     except RuntimeError:

@@ -11,16 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from engine.kernels.linear_cross_entropy import LossKernels
-from engine.kernels.records import AdapterSection, InputUpdate
+from engine.kernels.linear_cross_entropy import GPU_TOKENS, LossKernels
+from engine.kernels.records import AdapterPlace, AdapterSection, InputUpdate
 from engine.kernels.triton import cross_entropy, head_norm, lora, output_gradients, rmsnorm, rope, swiglu
 from engine.kernels.triton.dropout import dropout_bits
 from engine.kernels.triton.launch import rows_of
 from engine.ops.attention.packed import attention_by_document
-from engine.ops.kernels import HeadNormKernels, Kernels, RowCodeKernels
+from engine.ops.kernels import (
+    GPU_FOLD_MULTIPLE,
+    HeadNormKernels,
+    Kernels,
+    RowCodeKernels,
+    gpu_folds,
+    scale_projection,
+)
 
 
 def _norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
@@ -43,23 +49,32 @@ def _swiglu_backward(dy: Tensor, gate_up: Tensor, update: InputUpdate | None, y:
     return swiglu.swiglu_backward(dy, gate_up, update=update, activation_out=y)
 
 
-def _project(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Tensor) -> None:
-    lora.project(x, a_RI, mask, keep_scale=scale, out=out)
+def _swiglu_backward_adapted(
+    dy: Tensor,
+    gate_up: Tensor,
+    update: InputUpdate | None,
+    dh_TR: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sections: Sequence[AdapterSection],
+) -> Tensor:
+    return swiglu.swiglu_backward_adapted(dy, gate_up, dh_TR, mask, sections, keep_scale=scale, update=update)
+
+
+def _project(
+    x: Tensor, a_RI: Tensor, mask: Tensor | None, keep_scale: float, adapters: Sequence[AdapterPlace], out: Tensor
+) -> None:
+    scales = {adapter.scale for adapter in adapters}
+    if len(scales) == 1:
+        lora.project(x, a_RI, mask, keep_scale=keep_scale * scales.pop(), out=out)
+    else:
+        scale_projection(lora.project(x, a_RI, mask, keep_scale=keep_scale, out=out), adapters)
 
 
 def _a_gradient(
     dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, sections: Sequence[AdapterSection]
 ) -> None:
-    trained = [(one, one.da) for one in sections if one.da is not None]
-    if len(trained) == 1:
-        one, da = trained[0]
-        lora.a_gradient(one.ranks(dh_TR), x, mask, da, keep_scale=scale, add=True)
-    elif trained:
-        # x is read once for all adapters: it is T wide, and what passes through memory instead is R wide
-        stacked_RI = torch.empty(dh_TR.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
-        lora.a_gradient(dh_TR, x, mask, stacked_RI, keep_scale=scale)
-        for one, da in trained:
-            da.add_(stacked_RI.narrow(0, one.first_row, one.num_ranks))
+    lora.a_gradients(dh_TR, x, mask, sections, keep_scale=scale)
 
 
 def _b_gradient(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]) -> None:
@@ -121,6 +136,7 @@ def _loss_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tens
 
 TRITON = Kernels(
     name="triton",
+    fold_multiple=GPU_FOLD_MULTIPLE,
     draw_mask=dropout_bits,
     norm_forward=_norm_forward,
     norm_backward=_norm_backward,
@@ -135,8 +151,10 @@ TRITON = Kernels(
     split_rotate_backward=_split_rotate_backward,
     head_norms=HeadNormKernels(forward=_norm_rope_split, backward=_norm_rope_merge),
     row_codes=RowCodeKernels(norm=rmsnorm.rmsnorm_forward_codes, swiglu=swiglu.swiglu_forward_codes),
+    swiglu_backward_adapted=_swiglu_backward_adapted,
     # torch's own: its flash and cuDNN kernels are the libraries to beat on a GPU; for packed documents a run takes
     # engine.ops.attention.varlen in its place
     attention=attention_by_document,
-    loss=LossKernels(statistics=_loss_statistics, gradient=cross_entropy.local_gradient),
+    folds=gpu_folds,
+    loss=LossKernels(statistics=_loss_statistics, gradient=cross_entropy.local_gradient, tokens_multiple=GPU_TOKENS),
 )

@@ -20,7 +20,7 @@ TOO_LATE = _ON_CPU and "triton" in sys.modules and os.environ.get("TRITON_INTERP
 """Triton is here, not interpreting; true only where it was imported before the first kernel test."""
 INTERPRETED = _ON_CPU and not TOO_LATE
 
-_GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 interpreted_only = pytest.mark.skipif(
@@ -29,15 +29,32 @@ interpreted_only = pytest.mark.skipif(
 )
 
 
-def _places() -> list[object]:
-    """("cpu", fp32) through the interpreter, and the GPU with every dtype."""
-    on_cpu = pytest.param(("cpu", torch.float32), marks=interpreted_only, id="cpu-float32")
-    on_gpu = [pytest.param(("cuda", t), marks=pytest.mark.gpu, id=f"cuda-{str(t)[6:]}") for t in _GPU_DTYPES]
-    return [on_cpu, *on_gpu]
+def _places(*slow: torch.dtype) -> pytest.MarkDecorator:
+    """Parametrizes a test with the interpreter and the GPU and every dtype.
+
+    Args:
+        slow: dtypes that are interpreted only where slow tests are asked for.
+    """
+    marks = {"cpu": [interpreted_only], "cuda": [pytest.mark.gpu]}
+    return pytest.mark.parametrize(
+        "place",
+        [
+            pytest.param(
+                (device, dtype),
+                marks=[*mark, pytest.mark.slow] if device == "cpu" and dtype in slow else mark,
+                id=f"{device}-{str(dtype)[6:]}",
+            )
+            for device, mark in marks.items()
+            for dtype in _DTYPES
+        ],
+    )
 
 
-places = pytest.mark.parametrize("place", _places())
-"""Parametrizes a test with (device, dtype)."""
+places = _places(torch.float16)
+"""Parametrizes a test with (device, dtype); 16 bits are interpreted as `tests.kernels.sixteen_bits` says, float16 where
+slow tests are asked for: bfloat16 needs the same casts, and is what trains."""
+long_places = _places(torch.float16, torch.bfloat16)
+"""The same for tests of many kernels, each of which has a test of its own."""
 
 
 def random_rows(place: tuple[str, torch.dtype], *shape: int, gap: int = 0, seed: int = 0) -> Tensor:
@@ -66,3 +83,22 @@ def assert_as_exact_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor, name: 
     roundings = 16 if ours.dtype == torch.float64 else 1
     rounding = roundings * torch.finfo(ours.dtype).eps * exact.abs().max().item()
     assert error <= 2 * allowed + rounding, f"{name}: error {error:.3e}, torch {allowed:.3e}, rounding {rounding:.3e}"
+
+
+def assert_rounded_once(ours: Tensor, exact: Tensor, name: str) -> None:
+    """Each number is a sum in fp32, rounded to the result's dtype at the end and nowhere on the way.
+
+    That sum may be off by 2^-14 of the largest number: hundreds of roundings of fp32, and an eighth of one of float16
+    or a sixty-fourth of one of bfloat16 at that size. Rounding keeps order, so the result lies between the two ends
+    of that range, rounded.
+
+    Args:
+        ours: the result, of operands that are exact in their 16 bits or in fp32.
+        exact: fp64, from the same operands.
+    """
+    if exact.numel() == 0:
+        return
+    assert exact.dtype == torch.float64 and ours.shape == exact.shape
+    off = 2.0**-14 * exact.abs().max()
+    outside = (ours < (exact - off).to(ours.dtype)) | (ours > (exact + off).to(ours.dtype))
+    assert not outside.any(), f"{name}: {int(outside.sum())} of {ours.numel()} numbers are not an fp32 sum rounded once"

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +20,7 @@ from engine.kernels.native import loader
 from tests.kernels.comparing import INTERPRETED
 from tests.kernels.launches import refuse_none_in_tuples
 from tests.kernels.native_support import INSTRUCTION_SETS
+from tests.kernels.resource_tables import ROOT, Compiled, compile_rows
 
 KERNELS = (
     "dropout",
@@ -54,6 +59,16 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if INTERPRETED and ("triton" in request.node.nodeid):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         _check_launches(monkeypatch)
+        if _in_sixteen_bits(request):
+            from tests.kernels.sixteen_bits import compute_as_on_a_gpu
+
+            compute_as_on_a_gpu(monkeypatch)
+
+
+def _in_sixteen_bits(request: pytest.FixtureRequest) -> bool:
+    """Tests say where they run by a parameter `place`, of device and dtype."""
+    place = request.node.callspec.params.get("place") if hasattr(request.node, "callspec") else None
+    return place is not None and place[1].itemsize == 2
 
 
 def _check_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,3 +88,23 @@ def _check_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled kernels for one of the processor's instruction sets, each in turn."""
     monkeypatch.setattr(loader, "best_instruction_set", lambda: request.param)
+
+
+@pytest.fixture(scope="session")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Compiled, Path]:
+    """The kernels of the quick cases, and the cache that they were compiled into; it was empty before."""
+    cache = tmp_path_factory.mktemp("cache")
+    return compile_rows("quick", cache=cache), cache
+
+
+@pytest.fixture(scope="session")
+def oldest_triton(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the oldest Triton that setup.py allows, which is the one that the oldest torch brings."""
+    version = re.search(r'"triton>=([\d.]+);', (ROOT / "setup.py").read_text(encoding="utf-8"))
+    assert version is not None
+    folder = tmp_path_factory.mktemp("triton")
+    install = ["pip", "install", "--quiet", "--no-deps", "--target", str(folder), f"triton=={version[1]}.*"]
+    done = subprocess.run([sys.executable, "-m", *install], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"cannot install triton {version[1]}: {done.stderr.strip().splitlines()[-1]}")
+    return folder

@@ -16,10 +16,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import reference
 from engine.kernels.philox import dropout_scale
-from engine.kernels.records import AdapterSection, DropoutKey, InputUpdate
+from engine.kernels.records import AdapterPlace, AdapterSection, DropoutKey, InputUpdate
 from engine.ops.kernels import REFERENCE
 from engine.ops.triton_backend import TRITON
-from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
+from tests.kernels.comparing import assert_as_exact_as_torch, long_places, random_rows
 from tests.kernels.native_support import a_section, b_section
 
 SHAPES = pytest.mark.parametrize("shape", [(5, 123, 3), (1, 20, 16), (0, 24, 4), (70, 131, 21)], ids=str)
@@ -56,6 +56,11 @@ def _updates(place, shape: tuple[int, int, int], offset: int | None):
     return replace(update, mask=ours), update, replace(update, dh_TR=dh.double(), a_RI=a.double())
 
 
+def _whole(rank: int) -> AdapterPlace:
+    """The place of the only adapter."""
+    return AdapterPlace(first_column=0, num_columns=0, first_row=0, num_ranks=rank)
+
+
 def _widened(tensor: Tensor, extra: int = 4) -> Tensor:
     """A view with the tensor's shape in a wider buffer full of sevens."""
     return tensor.new_full((tensor.shape[0], tensor.shape[1] + extra), 7)[:, : tensor.shape[1]]
@@ -67,19 +72,28 @@ def _assert_nothing_beside(view: Tensor) -> None:
     assert (base[:, view.shape[1] :] == 7).all(), "wrote outside its columns"
 
 
-@places
+@long_places
 @SHAPES
 @MASKS
-def test_project(place, shape: tuple[int, int, int], mask) -> None:
+@pytest.mark.parametrize("scales", [(1.0,), (0.75,), (2.0, 0.3)], ids=str)
+def test_project(place, shape: tuple[int, int, int], mask, scales: tuple[float, ...]) -> None:
+    """Beside x in one buffer, of two adapters with scales of their own, and with padding after H."""
     num_tokens, num_features, rank = shape
     x, a = random_rows(place, num_tokens, num_features, gap=5), random_rows(place, rank, num_features, gap=1, seed=1)
     ours_mask, plain, scale = _masks(place, num_tokens, num_features, mask)
-    ours, torchs = _widened(x.new_empty(num_tokens, rank)), x.new_empty(num_tokens, rank)
-    exact = torchs.double()
-    TRITON.project(x, a, ours_mask, scale, ours)
-    REFERENCE.project(x, a, plain, scale, torchs)
-    REFERENCE.project(x.double(), a.double(), plain, scale, exact)
+    first = rank if len(scales) == 1 else 1
+    ranks = [(0, first, scales[0]), *([(first, rank - first, scales[1])] if len(scales) > 1 else [])]
+    places = [
+        AdapterPlace(first_column=0, num_columns=0, first_row=start, num_ranks=num, scale=each)
+        for start, num, each in ranks
+    ]
+    ours = _widened(x.new_full((num_tokens, rank + 5), torch.nan))
+    torchs, exact = ours.clone(), ours.double()
+    TRITON.project(x, a, ours_mask, scale, places, ours)
+    REFERENCE.project(x, a, plain, scale, places, torchs)
+    REFERENCE.project(x.double(), a.double(), plain, scale, places, exact)
     assert_as_exact_as_torch(ours, torchs, exact, "H")
+    assert (ours[:, rank:] == 0).all(), "left something in the padding"
     _assert_nothing_beside(ours)
 
 
@@ -100,7 +114,7 @@ def _of_b(columns: list[int], rows: list[int], gradients: list[Tensor]) -> list[
     return [frozen, *(b_section(*place) for place in zip(gradients, columns, rows, strict=True))]
 
 
-@places
+@long_places
 @SHAPES
 @MASKS
 @pytest.mark.parametrize("adapters", ["all", "the last", "first and last"])
@@ -119,7 +133,7 @@ def test_a_gradient(place, shape: tuple[int, int, int], mask, adapters: str) -> 
         assert_as_exact_as_torch(*results, "dA")
 
 
-@places
+@long_places
 @SHAPES
 def test_b_gradient(place, shape: tuple[int, int, int]) -> None:
     """Two adapters: the first on the first column of dY, the second on the last ones."""
@@ -134,7 +148,7 @@ def test_b_gradient(place, shape: tuple[int, int, int]) -> None:
         assert_as_exact_as_torch(*results, "dB")
 
 
-@places
+@long_places
 @SHAPES
 def test_output_gradients(place, shape: tuple[int, int, int]) -> None:
     """Both gradients of two adapters, the second of which is frozen in its B."""
@@ -164,7 +178,7 @@ def test_output_gradients(place, shape: tuple[int, int, int]) -> None:
         assert_as_exact_as_torch(*each, name)
 
 
-@places
+@long_places
 @SHAPES
 @MASKS
 def test_apply_update(place, shape: tuple[int, int, int], mask) -> None:
@@ -178,7 +192,7 @@ def test_apply_update(place, shape: tuple[int, int, int], mask) -> None:
     assert_as_exact_as_torch(result, torchs, exact, "dX")
 
 
-@places
+@long_places
 @SHAPES
 def test_norm_forward(place, shape: tuple[int, int, int]) -> None:
     x = random_rows(place, *shape[:2], gap=5)
@@ -192,7 +206,7 @@ def test_norm_forward(place, shape: tuple[int, int, int]) -> None:
     _assert_nothing_beside(ours)
 
 
-@places
+@long_places
 @SHAPES
 @UPDATES
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
@@ -210,7 +224,7 @@ def test_norm_backward(place, shape: tuple[int, int, int], adapters: bool, mask,
         assert_as_exact_as_torch(*sinks, "dw")
 
 
-@places
+@long_places
 @SHAPES
 @MASKS
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
@@ -221,7 +235,7 @@ def test_norm_backward_with_the_projection(place, shape: tuple[int, int, int], m
     update, plain, wide = _updates(place, shape, mask)
     y, rstd = reference.rmsnorm_forward(x, weight, 1e-5)
     h = _widened(x.new_empty(shape[0], shape[2]))
-    REFERENCE.project(y, plain.a_RI, plain.mask, plain.scale, h)
+    REFERENCE.project(y, plain.a_RI, plain.mask, plain.scale, [_whole(shape[2])], h)
     update = replace(update, h_TR=h.mul_(0.25), h_scale=4.0)
     sinks = [gradient[0][0] if trained else None for gradient in _accumulated(place, (1, shape[1]))]
     exact_rstd = reference.rmsnorm_forward(x.double(), weight.double(), 1e-5)[1]
@@ -232,7 +246,7 @@ def test_norm_backward_with_the_projection(place, shape: tuple[int, int, int], m
         assert_as_exact_as_torch(*sinks, "dw")
 
 
-@places
+@long_places
 @SHAPES
 def test_swiglu_forward(place, shape: tuple[int, int, int]) -> None:
     gate_up = random_rows(place, shape[0], 2 * shape[1], gap=3)
@@ -245,7 +259,7 @@ def test_swiglu_forward(place, shape: tuple[int, int, int]) -> None:
     _assert_nothing_beside(ours)
 
 
-@places
+@long_places
 @SHAPES
 @UPDATES
 def test_swiglu_backward(place, shape: tuple[int, int, int], adapters: bool, mask) -> None:
@@ -260,7 +274,7 @@ def test_swiglu_backward(place, shape: tuple[int, int, int], adapters: bool, mas
     assert torch.equal(again, made), "x has the same bits whichever pass wrote it"
 
 
-@places
+@long_places
 @pytest.mark.parametrize("shape", [(5, 3, 1, 10), (1, 4, 4, 2), (0, 2, 1, 8), (9, 6, 2, 32)], ids=str)
 def test_split_and_rotate(place, shape: tuple[int, int, int, int]) -> None:
     """There and back; the gradients come as attention leaves them, heads before tokens."""
@@ -284,7 +298,7 @@ def test_split_and_rotate(place, shape: tuple[int, int, int, int]) -> None:
     assert_as_exact_as_torch(back, torchs_back, exact_back, "dqkv")
 
 
-@places
+@long_places
 @pytest.mark.parametrize(("num_tokens", "num_columns"), [(5, 123), (1, 1), (0, 7), (4, 9000)])
 def test_loss(place, num_tokens: int, num_columns: int) -> None:
     """A shard's logits; of every second row the maximum lies in another shard."""
@@ -310,7 +324,7 @@ def test_loss(place, num_tokens: int, num_columns: int) -> None:
     assert_as_exact_as_torch(*gradients, "dlogits")
 
 
-@places
+@long_places
 @pytest.mark.parametrize("offset", [None, 3])
 def test_an_adapter_of_its_own_for_each_document(place, offset: int | None) -> None:
     """One base, three documents with adapters of different ranks: every product by ranges of tokens equals torch's."""
@@ -325,7 +339,7 @@ def test_an_adapter_of_its_own_for_each_document(place, offset: int | None) -> N
         here = slice(start, start + length)
         a, b = random_rows(place, rank, num_features, seed=3 + number), random_rows(place, num_outputs, rank, seed=9)
         mask = None if ours_mask is None else ours_mask[here]
-        TRITON.project(x[here], a, mask, keep_scale, h[here, :rank])
+        TRITON.project(x[here], a, mask, keep_scale, [_whole(rank)], h[here, :rank])
         torch.addmm(x[here] @ w.t(), h[here, :rank], b.t(), alpha=scale, out=y[here])
         dh = scale * (dy[here] @ b)
         da, db = torch.zeros(rank, num_features, device=place[0]), torch.zeros(num_outputs, rank, device=place[0])

@@ -1,46 +1,24 @@
-"""Every kernel compiles for a Hopper GPU, without a warning, within its registers and shared memory. Needs no GPU."""
+"""Every kernel compiles for GPUs without a warning, and takes what the tables of tests/kernels/resources say.
+
+Needs no GPU. After a change of a kernel: `python -m tests.kernels.resource_tables --write --arch 80 90 100 120`, and
+the diff of the tables says what the change costs or saves.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.kernels import resource_tables
+from tests.kernels.kernel_resources import MULTIPROCESSORS, accesses, resident_blocks
 from tests.kernels.launches import refuse_none_in_tuples
+from tests.kernels.resource_tables import COMMAND, KNOWN, ROOT, TABLES, Compiled, changes, compile_rows, read_table
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
-SHARED_MEMORY = 227 * 1024
-"""Bytes a block may have on a Hopper GPU."""
-SPILLED = 16
-"""Bytes of stack a thread may use: the assembler spills two registers of a small kernel to fit more of its threads."""
-
-
-OTHERS = ["float32", "float16", "folded:8", "folded:16", "folded:64", "all"]
-
-
-def _compiled(*names: str, cache: Path | None = None, packages: Path | None = None) -> list[dict[str, object]]:
-    """What `tests.kernels.compiling` prints, from a process that does not interpret.
-
-    Args:
-        cache: where Triton keeps what it compiles; its own folder where None.
-        packages: a folder whose packages stand before the installed ones.
-    """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if cache is not None:
-        environment["TRITON_CACHE_DIR"] = str(cache)
-    if packages is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), environment.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "tests.kernels.compiling", *names]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+OTHERS = ["float32", "float16", "ones", "rank 192"]
+ARCHS = list(MULTIPROCESSORS)
 
 
 def _kernels_defined() -> set[str]:
@@ -49,23 +27,25 @@ def _kernels_defined() -> set[str]:
     for path in (ROOT / "triton_kernels").glob("*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith("def _") and "_kernel(" in line:
-                found.add(f"engine.kernels.triton.{path.stem}.{line[4 : line.index('(')]}")
+                found.add(f"{path.stem}.{line[4 : line.index('(')]}")
     return found
 
 
-@pytest.fixture(scope="module")
-def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, object]], Path]:
-    """The bf16 kernels, and the cache that they were compiled into; it was empty before."""
-    cache = tmp_path_factory.mktemp("cache")
-    return _compiled("bfloat16", cache=cache), cache
+def _assert_within_the_tables(compiled: Compiled, *, whole: bool) -> None:
+    for arch, rows in compiled.rows.items():
+        assert resource_tables.unknown_problems(arch, rows) == []
+        path = resource_tables.table_path(compiled.triton, arch)
+        if not path.exists():
+            pytest.skip(f"no table of Triton {compiled.triton}; {COMMAND} {arch} writes one")
+        found = changes(read_table(path), rows, whole=whole)
+        assert not found, "\n".join([f"after reading what changed, run {COMMAND} {arch}", *found])
 
 
-@pytest.mark.timeout(600)
-def test_bf16_kernels_compile_and_do_not_spill(cold: tuple[list[dict[str, object]], Path]) -> None:
+@pytest.mark.timeout(1800)
+def test_kernels_take_what_the_table_says(cold: tuple[Compiled, Path]) -> None:
     compiled, _ = cold
-    assert {line["kernel"] for line in compiled} == _kernels_defined()
-    assert [line for line in compiled if line["stack"] > SPILLED] == []
-    assert [line for line in compiled if line["shared"] > SHARED_MEMORY] == []
+    assert {row["kernel"] for row in compiled.rows[90]} == _kernels_defined()
+    _assert_within_the_tables(compiled, whole=False)
 
 
 def _files(folder: Path) -> dict[str, tuple[int, int]]:
@@ -74,49 +54,61 @@ def _files(folder: Path) -> dict[str, tuple[int, int]]:
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
-@pytest.mark.timeout(600)
-def test_a_second_process_compiles_nothing(cold: tuple[list[dict[str, object]], Path]) -> None:
+@pytest.mark.timeout(1800)
+def test_a_second_process_compiles_nothing(cold: tuple[Compiled, Path]) -> None:
     """Every kernel, with every option that its launcher gives it, is found in a warm cache."""
     first, cache = cold
     files = _files(cache)
-    kernels = {str(line["kernel"]).rpartition(".")[2] for line in first}
+    kernels = {row["kernel"].rpartition(".")[2] for row in first.rows[90]}
     assert {Path(name).stem for name in files if name.endswith(".cubin")} == kernels
-    assert _compiled("bfloat16", cache=cache) == first
+    assert compile_rows("quick", cache=cache) == first
     assert _files(cache) == files, "something was compiled again"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_training_takes_what_the_table_says(arch: int, tmp_path: Path) -> None:
+    _assert_within_the_tables(compile_rows("training", archs=[arch], cache=tmp_path), whole=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_dtypes_and_sizes_compile(name: str) -> None:
-    compiled = _compiled(name)
-    assert compiled
-    assert [line for line in compiled if line["shared"] > SHARED_MEMORY] == []
+def test_other_dtypes_and_sizes_compile(name: str, tmp_path: Path) -> None:
+    rows = compile_rows(name, cache=tmp_path).rows[90]
+    assert rows
+    assert [row for row in rows if row["shared"] > MULTIPROCESSORS[90].shared_a_block] == []
 
 
-@pytest.fixture(scope="module")
-def oldest_triton(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the oldest Triton that setup.py allows, which is the one that the oldest torch brings."""
-    version = re.search(r'"triton>=([\d.]+);', (ROOT / "setup.py").read_text(encoding="utf-8"))
-    assert version is not None
-    folder = tmp_path_factory.mktemp("triton")
-    install = ["pip", "install", "--quiet", "--no-deps", "--target", str(folder), f"triton=={version[1]}.*"]
-    done = subprocess.run([sys.executable, "-m", *install], capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"cannot install triton {version[1]}: {done.stderr.strip().splitlines()[-1]}")
-    return folder
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_training_with_the_oldest_triton(arch: int, oldest_triton: Path, tmp_path: Path) -> None:
+    compiled = compile_rows("training", archs=[arch], cache=tmp_path, packages=oldest_triton)
+    assert {row["kernel"] for row in compiled.rows[arch]} == _kernels_defined()
+    _assert_within_the_tables(compiled, whole=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["bfloat16", *OTHERS])
+@pytest.mark.parametrize("name", OTHERS)
 def test_the_oldest_triton_compiles_everything(name: str, oldest_triton: Path, tmp_path: Path) -> None:
-    compiled = _compiled(name, cache=tmp_path, packages=oldest_triton)
-    if name == "bfloat16":
-        assert {line["kernel"] for line in compiled} == _kernels_defined()
-        assert [line for line in compiled if line["stack"] > SPILLED] == []
-    assert compiled
-    assert [line for line in compiled if line["shared"] > SHARED_MEMORY] == []
+    assert compile_rows(name, cache=tmp_path, packages=oldest_triton).rows[90]
+
+
+def test_the_tables_have_no_problem_that_is_not_known() -> None:
+    """And nothing is known that is no longer a problem."""
+    tables = {path: read_table(path) for path in TABLES.glob("*/sm_*.json")}
+    assert tables
+    unknown, met = [], set()
+    for path, rows in tables.items():
+        arch = int(path.stem[3:])
+        unknown += resource_tables.unknown_problems(arch, rows)
+        for row in rows:
+            met |= {resource_tables.known(row, problem) for problem in resource_tables.problems(arch, row)}
+    assert unknown == []
+    assert [one for one in KNOWN if one not in met] == [], "solved: take it out"
 
 
 @pytest.mark.parametrize("arguments", [((1, None),), (2, (3, (4, None)))])
@@ -125,3 +117,49 @@ def test_none_inside_a_tuple_is_refused_by_every_version(arguments: tuple[object
     with pytest.raises(AssertionError, match="kernel is a tuple with None inside"):
         refuse_none_in_tuples("kernel", arguments)
     refuse_none_in_tuples("kernel", (None, (1, (2, 3)), ()))
+
+
+PTX = """
+	ld.param.b64 	%rd1, [_k_param_0];
+	ld.param.u64 	%rd2, [_k_param_2];
+	ld.param.b64 	%rd9, [_k_param_3];
+	mul.wide.s32 	%rd3, %r1, 2;
+	add.s64 	%rd4, %rd1, %rd3;
+$L__BB0_1:
+	@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd4 + 0 ];
+	cp.async.cg.shared.global [ %r19 + 0 ], [ %rd6 + 16 ], 0x8, %r21;
+	@%p1 ld.global.L1::evict_last.b16 { %rs1 }, [ %rd2 + 0 ];
+	add.s64 	%rd5, %rd6, 64;
+	mov.b64 	%rd6, %rd7;
+	selp.b64 	%rd7, %rd2, %rd5, %p2;
+	ld.global.b64 	%rd10, [%rd1];
+	st.global.v2.b32 	[%rd10], {%r1, %r2};
+	@%p3 st.global.b8 [ %rd4 + 2 ], { %rs1 };
+"""
+
+
+def test_accesses_are_read_from_ptx() -> None:
+    """Addresses are followed through arithmetic and around a loop; parameter 3 is no pointer."""
+    assert accesses(PTX, {0: "x", 2: "sums"}) == {
+        "": {"store": [8]},
+        "sums": {"load": [2, 8]},
+        "x": {"load": [8, 16], "store": [1]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("arch", "warps", "registers", "shared", "expected"),
+    [
+        (90, 8, 182, 0, 1),  # 184 x 32 = 5888 registers a warp, 11 warps fit, in fours 8: one block of 8
+        (90, 8, 128, 0, 2),  # 4096 a warp, 16 warps
+        (90, 4, 255, 0, 2),
+        (90, 4, 32, 73728, 3),  # (72 + 1) KiB three times is 219 of 228
+        (80, 4, 32, 73728, 2),
+        (120, 4, 32, 73728, 1),
+        (120, 4, 40, 0, 12),  # 48 warps
+        (90, 1, 16, 0, 32),
+    ],
+)
+def test_resident_blocks(arch: int, warps: int, registers: int, shared: int, expected: int) -> None:
+    """By hand, from the limits of the CUDA programming guide."""
+    assert min(resident_blocks(arch, warps=warps, registers=registers, shared=shared).values()) == expected

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels.triton import cross_entropy as ce
-from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
+from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places, random_rows
 
 SHAPES = [(5, 123), (1, 1), (3, 9000), (40, 32)]
 
@@ -53,6 +53,7 @@ def test_one_shard(place, shape: tuple[int, int]) -> None:
     assert_as_exact_as_torch(loss, torch_loss, exact_loss, "loss")
     assert ce.local_gradient(logits, labels, maximum, maximum, total, scale) is logits
     assert_as_exact_as_torch(logits, torch_gradient, exact_gradient, "gradient")
+    assert_rounded_once(logits, exact_gradient, "gradient")
 
 
 @places

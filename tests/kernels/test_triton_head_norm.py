@@ -16,7 +16,7 @@ from engine.ops.gradients import GradientSink
 from engine.ops.head_norm import HeadNorms, norm_rotate
 from engine.ops.triton_backend import TRITON
 from tests.head_norms import EPS, SHAPES, Problem, expected, problem
-from tests.kernels.comparing import assert_as_exact_as_torch, places
+from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
@@ -48,6 +48,7 @@ def test_kernels(place, shape: tuple[int, int, int, int], trained: tuple[bool, b
             assert_as_exact_as_torch(ours + 1, torchs[name].to(ours.dtype) + 1, exact[name] + 1, name)
         else:
             assert_as_exact_as_torch(ours, torchs[name], exact[name], name)
+        assert_rounded_once(ours, exact[name], name)
 
 
 @places

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine.kernels.records import AdapterSection, InputUpdate
 from engine.kernels.triton import lora
 from engine.kernels.triton.output_gradients import output_gradients
-from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
+from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places, random_rows
 from tests.kernels.triton_masks import drawn_mask
 
 SCALE = 2.0
@@ -32,11 +32,14 @@ def test_project(place, shape: tuple[int, ...], dropout) -> None:
     num_tokens, num_inputs, _, rank = shape
     x, a = random_rows(place, num_tokens, num_inputs, gap=5), random_rows(place, rank, num_inputs, gap=1)
     mask, keep_scale, factor = drawn_mask(place, num_tokens, num_inputs, dropout, probability=0.25)
-    wide = torch.empty(num_tokens, rank + 4, dtype=place[1], device=place[0]).fill_(7)
-    ours = lora.project(x, a, mask, keep_scale=keep_scale, out=wide[:, 4:])
-    torchs = (x * factor.to(x.dtype)) @ a.t()
-    assert_as_exact_as_torch(ours, torchs, (x.double() * factor.double()) @ a.double().t(), "H")
-    assert (wide[:, :4] == 7).all(), "wrote outside its columns"
+    torchs, exact = (x * factor.to(x.dtype)) @ a.t(), (x.double() * factor.double()) @ a.double().t()
+    for padding in (0, 1, 6):
+        wide = torch.empty(num_tokens, 4 + rank + padding + 2, dtype=place[1], device=place[0]).fill_(7)
+        ours = lora.project(x, a, mask, keep_scale=keep_scale, out=wide[:, 4:-2])
+        assert_as_exact_as_torch(ours, torchs, exact, "H")
+        assert_rounded_once(ours, exact, "H")
+        assert (wide[:, 4 + rank : -2] == 0).all(), "left something in the padding"
+        assert (wide[:, :4] == 7).all() and (wide[:, -2:] == 7).all(), "wrote outside its columns"
 
 
 @places
@@ -50,6 +53,7 @@ def test_a_gradient(place, shape: tuple[int, ...], dropout) -> None:
     lora.a_gradient(dh, x, mask, da, keep_scale=keep_scale)
     exact = dh.double().t() @ (x.double() * factor.double())
     assert_as_exact_as_torch(da, dh.t() @ (x * factor.to(x.dtype)), exact, "dA")
+    assert_rounded_once(da, exact, "dA")
     once = da.clone()
     lora.a_gradient(dh, x, mask, da, keep_scale=keep_scale, add=True)
     assert torch.equal(da, once + once), "adding gives other bits than writing"
@@ -68,6 +72,7 @@ def test_add_input_gradient(place, shape: tuple[int, ...], dropout) -> None:
     ours = lora.add_input_gradient(dx, InputUpdate(dh_TR=dh, a_RI=a, mask=mask, scale=keep_scale))
     assert ours is dx
     assert_as_exact_as_torch(ours, torchs, exact, "dX")
+    assert_rounded_once(ours, exact, "dX")
 
 
 @places

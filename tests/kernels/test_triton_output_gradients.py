@@ -20,7 +20,7 @@ from engine.kernels.triton.output_gradients import output_gradients
 from engine.ops.embedding import EmbeddingOperands, embedding
 from engine.ops.gradients import GradientSink
 from engine.ops.triton_backend import TRITON
-from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
+from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places, random_rows
 
 LAYOUTS = {
     "one": (5, [(45, 3)]),
@@ -75,6 +75,8 @@ def test_both(place, layout: str) -> None:
         ours = dh[:, one.first_row : one.first_row + one.num_ranks]
         assert_as_exact_as_torch(ours, torch_dh, exact_dh, "dH")
         assert_as_exact_as_torch(one.db, old + torch_db, old.double() + exact_db, "dB")
+        assert_rounded_once(ours, exact_dh, "dH")
+        assert_rounded_once(one.db, old.double() + exact_db, "dB")
     last = sections[-1].first_row + sections[-1].num_ranks
     assert (dh[:, :1] == 7).all() and (dh[:, last:] == 7).all(), "wrote columns that are nobody's"
 

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels.triton.partial_sums import Sum, sum_all, sum_partials
-from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
+from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places, random_rows
 
 SHAPES = [(3, 5, 7), (1, 1, 1), (33, 1, 300), (100, 2, 5), (0, 4, 6), (64, 30, 90), (40, 300, 230), (5, 0, 3)]
 """Partial results, rows, columns; the last but one has more results than the short way takes."""
@@ -27,6 +27,7 @@ def test_one_sum(place, shape: tuple[int, int, int], add: bool) -> None:
     exact = partial.double().sum(0) * 0.5 + (before.double() if add else 0.0)
     torchs = (partial.sum(0) * 0.5 + (before.float() if add else 0.0)).to(place[1])
     assert_as_exact_as_torch(wide[:, : shape[2]], torchs, exact, "sum")
+    assert_rounded_once(wide[:, : shape[2]], exact, "sum")
     assert (wide[:, shape[2] :] == 7).all(), "wrote outside its columns"
 
 

@@ -13,11 +13,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine.kernels import reference
 from engine.kernels.records import InputUpdate
 from engine.kernels.triton import rmsnorm
-from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
+from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places, random_rows
 from tests.kernels.triton_masks import drawn_mask
 
 EPS = 1e-5
-SHAPES = [(5, 123), (1, 8), (70, 64), (3, 600)]
+SHAPES = [(5, 123), (1, 8), (70, 64), (3, 600), (18, 8300)]
 NORM = torch.nn.functional.rms_norm
 
 
@@ -45,6 +45,8 @@ def test_forward(place, shape: tuple[int, int]) -> None:
     exact = NORM(x.double(), shape[1:], weight.double(), EPS)
     torchs = NORM(x, shape[1:], weight, EPS)
     assert_as_exact_as_torch(y, torchs, exact, "y")
+    xhat = (x.float() * rstd).to(x.dtype)
+    assert torch.equal(y, (xhat.float() * weight.float()).to(x.dtype)), "rounded elsewhere than between the factors"
     assert (wide[:, shape[1] :] == 7).all(), "wrote outside its columns"
     torch.testing.assert_close(rstd, reference.rmsnorm_forward(x, weight, EPS)[1], rtol=1e-6, atol=0)
 
@@ -74,8 +76,10 @@ def test_backward(place, shape: tuple[int, int], trained: bool) -> None:
     dw = torch.ones(shape[1], device=place[0]) if trained else None
     dx = rmsnorm.rmsnorm_backward(dy, x, weight, rstd, weight_gradient_F=dw)
     assert_as_exact_as_torch(dx, torch_dx, exact_dx, "dx")
+    assert_rounded_once(dx, exact_dx, "dx")
     if dw is not None:
         assert_as_exact_as_torch(dw, torch_dw.float() + 1, exact_dw + 1, "dw")
+        assert_rounded_once(dw, exact_dw + 1, "dw")
 
 
 @places
@@ -101,12 +105,18 @@ def test_backward_with_an_adapters_update(
 
     (torch_dx, torch_dw), (exact_dx, exact_dw) = _gradients(loss, x, weight)
     y, rstd = reference.rmsnorm_forward(x, weight, EPS)
-    update = InputUpdate(dh_TR=dh, a_RI=a, mask=mask, scale=keep_scale, h_TR=project(y))
+    h = project(y)
+    update = InputUpdate(dh_TR=dh, a_RI=a, mask=mask, scale=keep_scale, h_TR=h)
     dw = torch.zeros(num_features, device=place[0]) if trained else None
     dx = rmsnorm.rmsnorm_backward(dy, x, weight, rstd, update=update, weight_gradient_F=dw)
     assert_as_exact_as_torch(dx, torch_dx, exact_dx, "dx")
+    # by the kernel's own formula, which reads H as it was rounded
+    whole, xhat = dy.double() + factor.double() * (dh.double() @ a.double()), x.double() * rstd
+    share = (dy.double() * weight * xhat).sum(1, keepdim=True) + (dh.double() * h).sum(1, keepdim=True)
+    assert_rounded_once(dx, (whole * weight - xhat * share / num_features) * rstd, "dx")
     if dw is not None:
         assert_as_exact_as_torch(dw.to(torch_dw.dtype), torch_dw, exact_dw, "dw")
+        assert_rounded_once(dw, (whole * xhat).sum(0), "dw")
 
 
 @places

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import reference
 from engine.kernels.triton import rope
-from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
+from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places, random_rows
 
 SHAPES = [(5, 3, 1, 10), (1, 1, 1, 2), (7, 6, 2, 64), (2, 40, 8, 128)]
 """tokens, query heads, key heads, head dimension."""
@@ -47,6 +47,8 @@ def test_split_and_merge(place, shape: tuple[int, ...]) -> None:
     assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     assert_as_exact_as_torch(q, _torchs(q_in, cos, sin, False), _rotated(q_in, angles), "q")
     assert_as_exact_as_torch(k, _torchs(k_in, cos, sin, False), _rotated(k_in, angles), "k")
+    assert_rounded_once(q, _rotated(q_in, angles), "q")
+    assert_rounded_once(k, _rotated(k_in, angles), "k")
     assert torch.equal(v, v_in)
 
     dq = random_rows(place, num_heads, num_tokens, head_dim, seed=1).transpose(0, 1)  # as attention leaves it
@@ -54,6 +56,7 @@ def test_split_and_merge(place, shape: tuple[int, ...]) -> None:
     merged = rope.rope_merge(dq, dk, dv, cos, sin).unflatten(1, (sum(sizes), head_dim)).split(sizes, dim=1)
     assert_as_exact_as_torch(merged[0], _torchs(dq, cos, sin, True), _rotated(dq, angles, inverse=True), "dq")
     assert_as_exact_as_torch(merged[1], _torchs(dk, cos, sin, True), _rotated(dk, angles, inverse=True), "dk")
+    assert_rounded_once(merged[0], _rotated(dq, angles, inverse=True), "dq")
     assert torch.equal(merged[2], dv)
 
 

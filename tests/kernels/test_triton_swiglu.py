@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels.records import InputUpdate
 from engine.kernels.triton import swiglu
-from tests.kernels.comparing import assert_as_exact_as_torch, places, random_rows
+from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places, random_rows
+from tests.kernels.native_support import a_section
 from tests.kernels.triton_masks import drawn_mask
 
 SHAPES = [(5, 123), (1, 1), (40, 50), (3, 1100)]
@@ -30,6 +32,13 @@ def _gradients(loss: Callable[[Tensor], Tensor], gate_up: Tensor) -> tuple[Tenso
     return torchs, exact
 
 
+def _loss(gate_up: Tensor, dy: Tensor, factor: Tensor, dh: Tensor, a: Tensor) -> Tensor:
+    """A loss whose gradient is dy with regard to the activation and dh with regard to its projection."""
+    dtype, y = gate_up.dtype, _activation(gate_up)
+    h = (y * factor.to(dtype)) @ a.to(dtype).t()
+    return (y * dy.to(dtype)).sum() + (h * dh.to(dtype)).sum()
+
+
 @places
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward(place, shape: tuple[int, int]) -> None:
@@ -38,6 +47,7 @@ def test_forward(place, shape: tuple[int, int]) -> None:
     wide = torch.full((num_tokens, num_features + 4), 7.0, dtype=place[1], device=place[0])
     ours = swiglu.swiglu_forward(gate_up, out=wide[:, :num_features])
     assert_as_exact_as_torch(ours, _activation(gate_up), _activation(gate_up.double()), "y")
+    assert_rounded_once(ours, _activation(gate_up.double()), "y")
     assert (wide[:, num_features:] == 7).all(), "wrote outside its columns"
     assert torch.equal(swiglu.swiglu_forward(gate_up[None])[0], ours)
 
@@ -55,6 +65,7 @@ def test_backward(place, shape: tuple[int, int]) -> None:
     ours = swiglu.swiglu_backward(dy, gate_up, out=gate_up, activation_out=activation)
     assert ours is gate_up
     assert_as_exact_as_torch(ours, torchs, exact, "dx in place")
+    assert_rounded_once(ours, exact, "dx in place")
     assert_as_exact_as_torch(activation, kept, expected, "activation")
 
 
@@ -69,16 +80,45 @@ def test_backward_with_an_adapters_update(place, shape: tuple[int, int, int], of
     a, dh = random_rows(place, rank, num_features, seed=2), random_rows(place, num_tokens, rank, gap=2, seed=3)
     mask, keep_scale, factor = drawn_mask(place, num_tokens, num_features, offset, probability=0.5)
 
-    def loss(x: Tensor) -> Tensor:
-        y = _activation(x)
-        h = (y * factor.to(x.dtype)) @ a.to(x.dtype).t()
-        return (y * dy.to(x.dtype)).sum() + (h * dh.to(x.dtype)).sum()
-
-    torchs, exact = _gradients(loss, gate_up)
+    torchs, exact = _gradients(lambda x: _loss(x, dy, factor, dh, a), gate_up)
     update = InputUpdate(dh_TR=dh, a_RI=a, mask=mask, scale=keep_scale)
     assert_as_exact_as_torch(swiglu.swiglu_backward(dy, gate_up, update=update), torchs, exact, "dx")
     ours = swiglu.swiglu_backward(dy, gate_up, update=update, out=gate_up)
     assert_as_exact_as_torch(ours, torchs, exact, "dx in place")
+    assert_rounded_once(ours, exact, "dx in place")
+
+
+@places
+@pytest.mark.parametrize("ranks", [(3,), (4, 5, 3), (21,)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 123), (1, 20), (1100, 40)], ids=str)
+@pytest.mark.parametrize("offset", [None, 5], ids=["no dropout", "dropout in a shard"])
+def test_backward_with_the_adapters_own_gradient(
+    place, shape: tuple[int, int], ranks: tuple[int, ...], offset: int | None
+) -> None:
+    """With the update and without. The second adapter of three is frozen. Where fp32 is multiplied, 21 ranks are too
+    many for one block, so that y is written."""
+    (num_tokens, num_features), rank = shape, sum(ranks)
+    gate_up = random_rows(place, num_tokens, 2 * num_features, gap=5)
+    dy, dh = random_rows(place, num_tokens, num_features, gap=3, seed=1), random_rows(place, num_tokens, rank, seed=3)
+    a = random_rows(place, rank, num_features, seed=2)
+    mask, keep_scale, factor = drawn_mask(place, num_tokens, num_features, offset, probability=0.5)
+    update = InputUpdate(dh_TR=dh, a_RI=a, mask=mask, scale=keep_scale)
+    firsts = [sum(ranks[:index]) for index in range(len(ranks))]
+    starts = [torch.full((num, num_features), 0.5, device=place[0]) for num in ranks]
+    sections = [a_section(start.clone(), first) for start, first in zip(starts, firsts, strict=True)]
+    sections = [replace(one, da=None) if index == 1 else one for index, one in enumerate(sections)]
+    for given in (update, None):
+        found = [one if one.da is None else replace(one, da=one.da.clone()) for one in sections]
+        ours = swiglu.swiglu_backward_adapted(dy, gate_up, dh, mask, found, keep_scale=keep_scale, update=given)
+        factors = (factor, dh, a) if given is not None else (torch.zeros_like(factor), dh, a)
+        torchs, exact = _gradients(lambda x, of=factors: _loss(x, dy, *of), gate_up)
+        assert_as_exact_as_torch(ours, torchs, exact, "dx")
+        for one in found:
+            if one.da is None:
+                continue
+            exact = 0.5 + one.ranks(dh).double().t() @ (factor.double() * _activation(gate_up.double()))
+            torchs = 0.5 + one.ranks(dh).float().t() @ (factor * _activation(gate_up)).float()
+            assert_as_exact_as_torch(one.da, torchs, exact, "dA")
 
 
 @places

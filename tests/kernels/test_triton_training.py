@@ -13,18 +13,16 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.layers.recompute import MemoryPlan
-from engine.models.decoder_config import DecoderConfig
-from engine.ops.kernels import REFERENCE
 from engine.ops.triton_backend import TRITON
+from engine.planning.kernel_shapes import shape_kernels
+from tests.broken_backends import BROKEN
 from tests.distributed.cases import Case, make_batch
-from tests.kernels.comparing import places
+from tests.following import CONFIG, WRONG_GRADIENT, assert_follows_the_reference, tiny_training
+from tests.kernels.comparing import interpreted_only, long_places
 from tests.memory_models import build_with
-from tests.small_training import SmallTraining
 
-CONFIG = DecoderConfig(
-    family="llama", hidden=24, intermediate=36, num_layers=2, num_heads=3, num_kv_heads=1, head_dim=6, vocab_size=41,
-    norm_eps=1e-5, rope_theta=1e4,
-)  # fmt: skip
+FP8_CONFIG = replace(CONFIG, hidden=32, intermediate=48, num_heads=2, head_dim=16)
+"""Sizes that divide by 16: FP8 products on a GPU want them."""
 PATHS = pytest.mark.parametrize(
     "path",
     [
@@ -38,49 +36,48 @@ PATHS = pytest.mark.parametrize(
 )
 
 
-def _training(dropout: float, path: dict) -> SmallTraining:
-    return SmallTraining(**{"config": CONFIG, "documents": ((9, 4), (13,)), "dropout": dropout, **path})
-
-
-@places
+@long_places
 @PATHS
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_training_follows_the_reference(place, dropout: float, path: dict) -> None:
-    training, device = _training(dropout, path), torch.device(place[0])
-    if place[1] != torch.float32:
-        _assert_as_close_as_the_reference(training, device, place[1])
-        return
-    losses, gradients = training.run(TRITON, steps=4, device=device)
-    expected_losses, expected = training.run(REFERENCE, steps=4, device=device)
-    assert gradients.keys() == expected.keys()
-    for name, gradient in gradients.items():
-        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
-    assert ((losses - expected_losses).abs() <= 1e-5 * expected_losses).all(), (losses, expected_losses)
+    steps = 0 if place[0] == "cpu" and place[1] != torch.float32 else 4  # four steps more take five times as long
+    assert_follows_the_reference(tiny_training(dropout, **path), TRITON, torch.device(place[0]), place[1], steps=steps)
 
 
-def _assert_as_close_as_the_reference(training: SmallTraining, device: torch.device, dtype: torch.dtype) -> None:
-    """In 16 bits both stray from the training in fp32, and each its own way: no further than twice the reference does,
-    with one rounding of the loss on top where the reference is right by luck."""
-    exact, _ = training.run(REFERENCE, steps=4, device=device)
-    ours, _ = training.run(TRITON, steps=4, device=device, dtype=dtype)
-    torchs, _ = training.run(REFERENCE, steps=4, device=device, dtype=dtype)
-    error, allowed = (ours - exact).abs().max(), (torchs - exact).abs().max()
-    assert error <= 2 * allowed + torch.finfo(dtype).eps * exact.abs().max(), (ours, torchs, exact)
+@pytest.mark.parametrize("place", [pytest.param(("cpu", torch.bfloat16), marks=interpreted_only, id="cpu-bfloat16")])
+def test_one_training_in_bfloat16(place) -> None:
+    """The shortest of those above, which are slow."""
+    assert_follows_the_reference(tiny_training(0.1), TRITON, torch.device(place[0]), place[1], steps=0)
 
 
-@places
+@pytest.mark.slow
+@long_places
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_backend_does_not_follow(place, broken: str) -> None:
+    """As with the plain backend, in tests/unit/test_broken_backends.py, where it takes no time."""
+    with pytest.raises(AssertionError, match=WRONG_GRADIENT):
+        assert_follows_the_reference(
+            tiny_training(0.1), BROKEN[broken](TRITON), torch.device(place[0]), place[1], steps=0
+        )
+
+
+@long_places
 def test_inputs_quantised_where_they_are_made(place) -> None:
     """An FP8 base by row: the same bits as where norms and SwiGLU are quantised in passes of their own."""
-    if place[0] == "cuda":
-        pytest.skip("FP8 products on a GPU want sizes that divide by 16")
-    case = Case(config=CONFIG, adapters=r"layers\..*_proj", base="fp8_row", dropout=0.1)
+    device = torch.device(place[0])
+    config = CONFIG if place[0] == "cpu" else FP8_CONFIG
+    case = Case(config=config, adapters=r"layers\..*_proj", base="fp8_row", dropout=0.1)
     batch = make_batch([(0, (9, 4)), (1, (13,))], row_length=13, seq_length=13, vocab_size=41, seed=0)
     found = []
     for kernels in (TRITON, replace(TRITON, row_codes=None)):
-        built = build_with(case, MemoryPlan(), kernels=kernels)
-        built.stage.load([batch], float(batch.loss_weights_BS.sum()))
+        built = build_with(case, MemoryPlan(), kernels=kernels, dtype=place[1], device=device)
+        built.stage.load([batch.to(device)], float(batch.loss_weights_BS.sum()))
         built.stage.forward(0)
         built.stage.backward(0)
         found.append(built.gradients())
     assert found[0].keys() == found[1].keys() and found[0]
     assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
+def test_the_planner_knows_how_far_folded_rows_lie_apart() -> None:
+    assert shape_kernels("triton").fold_multiple == TRITON.fold_multiple

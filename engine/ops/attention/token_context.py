@@ -48,6 +48,6 @@ class TokenContext:
     @property
     def documents(self) -> Documents:
         """The documents of the whole micro-batch, for an attention that sees all of its tokens."""
-        # no document crosses a row; where this rank holds some columns only, the lengths say what a whole row may hold
-        longest = self.row_length if self.context_plan is None else max(self.document_lengths)
+        # where only the device knows the lengths: no document crosses a row, and rows are whole
+        longest = max(self.document_lengths, default=self.row_length)
         return Documents(lengths=self.document_lengths, offsets=self.document_offsets, max_length=longest)

@@ -1,0 +1,47 @@
+"""What a launcher passes is what arrives at the driver, through Triton's own launcher. Needs no GPU, but a C compiler.
+
+The newest Triton packs arguments in one function for all kernels, the oldest in C that it generates for each signature.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.resource_tables import Compiled, run_compiler
+
+pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    shutil.which("gcc") is None or not (Path(sysconfig.get_path("include")) / "Python.h").exists(),
+    reason="Triton builds its launcher with gcc and Python's headers",
+)
+
+
+def _launched(*names: str, cache: Path, packages: Path | None = None) -> dict[str, int]:
+    (line,) = run_compiler("launching", *names, cache=cache, packages=packages)
+    counts: dict[str, int] = json.loads(line)
+    return counts
+
+
+@pytest.mark.timeout(1800)
+def test_what_is_passed_arrives(cold: tuple[Compiled, Path]) -> None:
+    """Pointers, numbers, tuples of tuples, None, grid, block, shared memory and stream, of every kernel."""
+    compiled, cache = cold
+    assert set(_launched("quick", cache=cache)) == {row["kernel"] for row in compiled.rows[90]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("names", [("quick", "ones"), ("training",)], ids=" ".join)
+def test_more_sizes(names: tuple[str, ...], tmp_path: Path) -> None:
+    assert _launched(*names, cache=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_with_the_oldest_triton(oldest_triton: Path, tmp_path: Path) -> None:
+    assert _launched("quick", "ones", cache=tmp_path, packages=oldest_triton)

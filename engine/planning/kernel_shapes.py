@@ -17,17 +17,21 @@ from torch import Tensor
 
 from engine.errors import UserError
 from engine.kernels.codec import PLAIN
-from engine.kernels.linear_cross_entropy import LossKernels
+from engine.kernels.linear_cross_entropy import GPU_TOKENS, LossKernels
 from engine.kernels.records import AdapterSection, Documents, DropoutKey
 from engine.ops.attention.blocks import AttentionBlocks, choose_attention_blocks, one_by_one
 from engine.ops.encoded_weight import BaseEncoding
-from engine.ops.kernels import REFERENCE, HeadNormKernels, Kernels, RowCodeKernels
+from engine.ops.kernels import GPU_FOLD_MULTIPLE, REFERENCE, HeadNormKernels, Kernels, RowCodeKernels, gpu_folds
 from engine.ops.native_backend import NATIVE
 from engine.ops.quantized_products import REFERENCE_OPERANDS, OperandKernels
 from engine.quantization.encoding import encoding
 
 _COLUMNS_AT_ONCE = 256
 """Output features of which `engine.kernels.triton.output_gradients` writes a partial sum of dH."""
+_MOST_RANKS, _MOST_RANKS_FP32 = 64, 16
+"""Ranks of an adapter on SwiGLU's output up to which `engine.kernels.triton.swiglu` makes its dA without the output."""
+_TOKENS_AT_ONCE, _TOKENS_AT_ONCE_FP32 = 1024, 512
+"""Tokens of which it then writes a partial sum of dA."""
 
 
 BACKENDS = ("reference", "native", "triton")
@@ -63,17 +67,17 @@ def shape_kernels(name: str) -> Kernels:
         draw_mask=partial(_draw_bits, whole=8),
         norm_forward=_norm_forward,
         norm_backward=lambda dy, x, *_: _like(x),
-        swiglu_forward=_nothing,
+        swiglu_forward=write_in_place,
         swiglu_backward=lambda dy, gate_up, *_: _like(gate_up),
-        project=_nothing,
-        a_gradient=_nothing,
-        b_gradient=_nothing,
+        project=write_in_place,
+        a_gradient=write_in_place,
+        b_gradient=write_in_place,
         apply_update=lambda dx, update: dx,
         split_rotate=_split_rotate,
         split_rotate_backward=_split_rotate_backward,
         attention=_attention,
         loss=LossKernels(statistics=_loss_statistics, gradient=lambda logits, *_: logits),
-        norm_a_gradient=_nothing,
+        norm_a_gradient=write_in_place,
         swiglu_backward_adapted=lambda dy, gate_up, *_: _like(gate_up),
         folds=NATIVE.folds,
     )
@@ -82,14 +86,15 @@ def shape_kernels(name: str) -> Kernels:
     return replace(
         native,
         draw_mask=partial(_draw_bits, whole=1),
-        a_gradient=_stacked_a_gradient,
         attention=partial(_attention, wide=True),
         output_gradients=_output_gradients,
         head_norms=HeadNormKernels(forward=_head_norms, backward=_head_norms_backward),
+        loss=replace(native.loss, tokens_multiple=GPU_TOKENS),
         row_codes=RowCodeKernels(norm=_norm_codes, swiglu=lambda gate_up, out: _row_codes(out)),
         norm_a_gradient=None,
-        swiglu_backward_adapted=None,
-        folds=REFERENCE.folds,
+        swiglu_backward_adapted=_swiglu_backward_adapted,
+        folds=gpu_folds,
+        fold_multiple=GPU_FOLD_MULTIPLE,
     )
 
 
@@ -99,7 +104,7 @@ def shape_base(name: str | None, kernels: str) -> BaseEncoding | None:
         return None
     arithmetic, operands = PLAIN, REFERENCE_OPERANDS
     if kernels != "reference":
-        arithmetic = replace(PLAIN, nf4_decode=_nothing, row_decode=_nothing)
+        arithmetic = replace(PLAIN, nf4_decode=write_in_place, row_decode=write_in_place)
     if kernels == "triton":
         operands = OperandKernels(
             quantize_rows=lambda x, scales: _row_codes(x),
@@ -119,7 +124,7 @@ def shape_blocks(device_type: str, dtype: torch.dtype, head_dim: int) -> Attenti
     return one_by_one(chosen.name, _block_forward, _block_backward)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def write_in_place(*_: Any, **__: Any) -> None:
     """Stands for a kernel that writes into what it is given."""
 
 
@@ -145,9 +150,26 @@ def _norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     return _wide(x, (*x.shape[:-1], 1))
 
 
-def _stacked_a_gradient(dh_TR: Tensor, x: Tensor, mask: Any, scale: float, sections: Sequence[AdapterSection]) -> None:
-    """Allocates the stack of several adapters' dA; one adapter's is added in place."""
-    _wide(x, (dh_TR.shape[1], x.shape[1]))
+def _swiglu_backward_adapted(
+    dy: Tensor,
+    gate_up: Tensor,
+    update: Any,
+    dh_TR: Tensor,
+    mask: Any,
+    scale: float,
+    sections: Sequence[AdapterSection],
+) -> Tensor:
+    """Allocates the partial sums of dA, or forward's output again where the adapter has more ranks than the kernel
+    takes."""
+    gradient, ranks = _like(gate_up), dh_TR.shape[1]
+    if any(one.da is not None for one in sections):
+        wide = gate_up.dtype == torch.float32
+        if ranks > (_MOST_RANKS_FP32 if wide else _MOST_RANKS):
+            _again = _like(dy)
+        else:
+            parts = -(-dy.shape[0] // (_TOKENS_AT_ONCE_FP32 if wide else _TOKENS_AT_ONCE))
+            _again = _wide(dy, (parts, ranks, dy.shape[1]))
+    return gradient
 
 
 def _output_gradients(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection], *, dh_out: Tensor) -> None:

@@ -35,7 +35,6 @@ class LinearShape:
     Args:
         inputs, outputs: I and O of this rank.
         extra: columns added to the weight for folded adapters.
-        rank: rows of the stacked A; 0 without adapters.
         trained_rows: output rows of each weight that trains.
         encoding: how the weight is stored; None for the model's dtype.
     """
@@ -43,7 +42,6 @@ class LinearShape:
     inputs: int
     outputs: int
     extra: int
-    rank: int
     trained_rows: tuple[int, ...]
     encoding: str | None = None
 
@@ -59,8 +57,7 @@ class LayerShape:
 
     Args:
         qkv, out, gate_up, down: its linears.
-        width, kv_width: features of the queries, and of the keys, on this rank.
-        window: positions that a position sees; None for all before it.
+        kv_width: features of the keys on this rank.
         trains: whether anything of it does.
     """
 
@@ -68,29 +65,12 @@ class LayerShape:
     out: LinearShape
     gate_up: LinearShape
     down: LinearShape
-    width: int
     kv_width: int
-    window: int | None
     trains: bool
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
         return (self.qkv, self.out, self.gate_up, self.down)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndShape:
-    """The embedding, or norm and head.
-
-    Args:
-        rows: vocabulary rows here, padding included.
-        trains: whether its matrix, or an adapter on it, does.
-        trained_rows: of the head: rows of the matrix, where that trains.
-    """
-
-    rows: int
-    trains: bool
-    trained_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,22 +108,26 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A whole model as one tensor-parallel rank would hold it. Layers that are alike are one object."""
+    """A whole model as one tensor-parallel rank would hold it.
+
+    Args:
+        kinds: for each layer the number of the first one that is like it.
+        embedding_trains: whether the embedding's matrix, or an adapter on it, does.
+    """
 
     hidden: int
     layers: tuple[LayerShape, ...]
     kinds: tuple[int, ...]
     layer_parameters: tuple[Parameters, ...]
-    embedding: EndShape
+    embedding_trains: bool
     embedding_parameters: Parameters
-    head: EndShape
     head_parameters: Parameters
     tied: bool
 
     @property
     def first_trainable_layer(self) -> int:
         """The number of layers where only the norm or head after them trains; 0 where the embedding does."""
-        if self.embedding.trains:
+        if self.embedding_trains:
             return 0
         return next((index for index, layer in enumerate(self.layers) if layer.trains), len(self.layers))
 
@@ -172,24 +156,17 @@ def model_shape(config: DecoderConfig, plan: TrainingPlan, layout: TensorLayout,
     model = Decoder(config, layout=layout, plan=plan, device=torch.device("meta"), dtype=torch.float32)
     _check_products(model, device_type)
     assert model.embedding is not None and model.head is not None and model.norm is not None
-    operands, head, rows = model.embedding.operands, _linear(model.head), model.vocab_spec.local_shape[0]
+    operands = model.embedding.operands
     return ModelShape(
         hidden=config.hidden,
-        layers=_layers(model),
+        layers=tuple(map(_layer, model.layers)),
         kinds=_kinds(model),
         layer_parameters=tuple(_layer_parameters(layer) for layer in model.layers),
-        embedding=EndShape(rows=rows, trains=operands.sink is not None or operands.a_RV is not None),
+        embedding_trains=operands.sink is not None or operands.a_RV is not None,
         embedding_parameters=_parameters(shard_entries(model.embedding)),
-        head=EndShape(rows=rows, trains=bool(head.rank or head.trained_rows), trained_rows=head.trained_rows),
         head_parameters=_parameters([*shard_entries(model.norm), *shard_entries(model.head)]),
         tied=config.tied_embeddings,
     )
-
-
-def _layers(model: Decoder) -> tuple[LayerShape, ...]:
-    """Returns the layers; those that are alike are one object."""
-    known: dict[LayerShape, LayerShape] = {}
-    return tuple(known.setdefault(shape, shape) for shape in map(_layer, model.layers))
 
 
 def _linear(linear: ColumnParallelLinear | RowParallelLinear) -> LinearShape:
@@ -199,7 +176,6 @@ def _linear(linear: ColumnParallelLinear | RowParallelLinear) -> LinearShape:
         inputs=operands.in_features,
         outputs=outputs,
         extra=columns - operands.in_features,
-        rank=0 if operands.low_rank is None else operands.low_rank.rank,
         trained_rows=tuple(sink.count for sink in operands.sinks if sink.weight is not None),
         encoding=None if linear.encoded is None else linear.encoded.weight.encoding.name,
     )
@@ -213,9 +189,7 @@ def _layer(layer: DecoderLayer) -> LayerShape:
         out=out,
         gate_up=gate_up,
         down=down,
-        width=attention.num_heads * attention.head_dim,
         kv_width=attention.num_kv_heads * attention.head_dim,
-        window=attention.kind.window,
         trains=any(entry.sink is not None for entry in shard_entries(layer)),
     )
 

@@ -1,30 +1,30 @@
 """The predicted time of a step: arithmetic over the machine's speed, bytes over its bandwidth, and the pipeline's
 bubble.
 
-A product takes the longer of its arithmetic and its memory traffic; everything else takes its memory traffic.
-Collectives between tensor ranks are exposed. Keys of ring attention are hidden behind the attention of a block, and
-gradient reductions behind one backward, so that only the excess counts. The schedule's bubble comes from
-`engine.pipeline.simulate`. Copies from and to host memory are hidden behind a layer's arithmetic, each direction by
-itself. Launches, stragglers and the loader cost nothing here: a real step is slower, and figures of
-two layouts are meant to be compared with each other.
+What a layer and the ends launch is counted while the engine's own code runs on the meta device (`launches.py`). Each
+launch takes the longer of its arithmetic and its memory traffic, at the speed that the machine reaches; a product whose
+tiles leave multiprocessors idle in its last wave takes the longer for it. Collectives between tensor ranks are exposed.
+Keys of ring attention are hidden behind the attention of a block, and gradient reductions behind one backward, so that
+only the excess counts. The schedule's bubble comes from `engine.pipeline.simulate`. Copies from and to host memory are
+hidden behind a layer's arithmetic, each direction by itself. The host's time, stragglers and the loader cost nothing
+here: a real step is slower, and figures of two layouts are meant to be compared with each other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-
 from engine.layers.recompute import Level, MemoryPlan
-from engine.layers.rounding import FLOAT8
 from engine.models.decoder import Part
 from engine.pipeline.costs import Costs
 from engine.pipeline.simulate import simulate
+from engine.planning.launches import Launch, PieceLaunches
 from engine.planning.ledger import total
 from engine.planning.machine import Machine, check_encoding
 from engine.planning.pipeline_parts import PipelinePlan, pipeline_plan
 from engine.planning.rank_layout import Layout, Workload
-from engine.planning.shapes import WIDE, EndShape, LayerShape, LinearShape, ModelShape, Parameters
+from engine.planning.shapes import WIDE, LayerShape, LinearShape, ModelShape, Parameters
 from engine.planning.traces import RankModel, rank_model
 from engine.zigzag import ContextLayout, make_plan
 
@@ -46,6 +46,35 @@ class Work:
     @property
     def seconds(self) -> float:
         return self.compute + self.links
+
+
+@dataclass(frozen=True, slots=True)
+class PieceTime:
+    """The work of a layer, an end or a stage for one micro-batch; `weights` are seconds of the gradients of weights
+    that train in full."""
+
+    forward: Work = Work()
+    backward: Work = Work()
+    weights: float = 0.0
+
+    def __add__(self, other: PieceTime) -> PieceTime:
+        return PieceTime(self.forward + other.forward, self.backward + other.backward, self.weights + other.weights)
+
+
+def launch_limits(launch: Launch, machine: Machine) -> dict[str, float]:
+    """Returns the seconds that each of a machine's limits allows a launch: its arithmetic, its bytes, and the launch
+    itself. It takes the longest."""
+    speed = machine.products_fp8 if launch.kind == "fp8 product" else machine.products
+    if launch.kind in ("attention", "packed attention"):
+        share = machine.attention if launch.kind == "attention" else machine.packed_attention
+        speed *= share.backward if launch.name == "attention backward" else share.forward
+    if launch.result is not None:
+        speed *= machine.evenness(*launch.result)
+    return {
+        "memory": launch.nbytes / (machine.copies * 1e9),
+        "products": launch.flops / (speed * 1e12) if launch.flops else 0.0,
+        "launches": launch.count * machine.launch,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,70 +107,16 @@ class _Times:
         self, workload: Workload, layout: Layout, model: RankModel, machine: Machine, memory: MemoryPlan
     ) -> None:
         parallel = layout.parallel
-        self._known: dict[tuple[int, Level], tuple[Work, Work, float]] = {}
+        self._known: dict[tuple[int, Level], PieceTime] = {}
         self._workload, self._memory, self._parallel = workload, memory, parallel
         self._shape, self._machine, self._ranks = model.shape, machine, parallel.tensor
-        self._item, self._length = int(workload.dtype.itemsize), workload.document_length
+        self._item = int(workload.dtype.itemsize)
         self._model, self._tokens, self.message = model, model.tokens, model.stream
         self._keys_sent = _keys_sent(workload, parallel.context)
         self._gathers = layout.data_and_context if parallel.shard == "parameters" else 1
         self._gather_wire = machine.wire(layout.world_size) * 1e9
         self._splits = parallel.sequence_parallel
         self._context_wire = machine.wire(parallel.tensor * parallel.context) * 1e9
-
-    def product(self, rows: int, inner: int, outer: int) -> float:
-        """Returns the seconds of [rows, inner] [inner, outer]: 2 rows inner outer operations, or all matrices'
-        bytes."""
-        moved = self._item * (rows * inner + inner * outer + rows * outer)
-        arithmetic = 2 * rows * inner * outer / (self._machine.products * 1e12)
-        return max(arithmetic, self.copy(moved))
-
-    def copy(self, nbytes: float) -> float:
-        """Returns the seconds of reading and writing `nbytes`."""
-        return nbytes / (self._machine.copies * 1e9)
-
-    def linear(self, linear: LinearShape) -> float:
-        """Returns the seconds of x [W | B] and the projection on A."""
-        columns = linear.inputs + (linear.extra or linear.rank)
-        if linear.encoding is None or linear.is_decoded:
-            seconds = self.product(self._tokens, columns, linear.outputs) + self._decoded(linear)
-        else:
-            seconds = self._fp8_product(linear)
-        return seconds + (self.product(self._tokens, linear.inputs, linear.rank) if linear.rank else 0.0)
-
-    def _decoded(self, linear: LinearShape) -> float:
-        """Returns the seconds of decoding a weight: its codes are read, its numbers written."""
-        if not linear.is_decoded:
-            return 0.0
-        codes = 0.5 if linear.encoding == "nf4" else 1.0
-        return self.copy(linear.inputs * linear.outputs * (codes + self._item))
-
-    def _fp8_product(self, linear: LinearShape) -> float:
-        """Returns the seconds of a product in FP8: x is rounded first (read twice, written once), W has a byte a
-        number."""
-        rounded = self.copy(self._tokens * linear.inputs * (2 * self._item + 1))
-        numbers = self._tokens * linear.inputs + linear.inputs * linear.outputs
-        moved = numbers + self._item * self._tokens * linear.outputs
-        arithmetic = 2 * self._tokens * linear.inputs * linear.outputs
-        low_rank = self.product(self._tokens, linear.rank, linear.outputs) if linear.rank else 0.0
-        return rounded + max(arithmetic / (self._machine.products_fp8 * 1e12), self.copy(moved)) + low_rank
-
-    def _transposed(self, linear: LinearShape) -> float:
-        """Returns the seconds of transposing an FP8 weight's codes, for the input gradient."""
-        if linear.encoding is None or linear.is_decoded:
-            return 0.0
-        return self.copy(2 * linear.inputs * linear.outputs)
-
-    def weight_gradients(self, linear: LinearShape) -> float:
-        """Returns the seconds of dW of what trains."""
-        return sum(self.product(rows, self._tokens, linear.inputs) for rows in linear.trained_rows)
-
-    def adapter_gradients(self, linear: LinearShape) -> float:
-        """Returns the seconds of dA and dB, which read x and dY, and of the update of dX."""
-        if not linear.rank:
-            return 0.0
-        rows = self._tokens
-        return self.product(linear.rank, rows, linear.inputs) + self.product(linear.rank, rows, linear.outputs)
 
     def sequence_links(self, count: int) -> float:
         """Returns the seconds of `count` gathers or scatters of the residual stream over tensor ranks (all-reduce:
@@ -162,116 +137,94 @@ class _Times:
         moved = self._tokens * nbytes * (self._ranks - 1) / self._ranks
         return moved / (self._machine.wire(self._ranks) * 1e9)
 
-    def attention(self, layer: LayerShape, *, products: int) -> Work:
-        """Returns the work of causal attention: each of `products` takes half of 2 T S w operations. Forward has two,
-        backward five; backward sends keys again, and returns their gradients."""
-        length = self._length if layer.window is None else min(2 * layer.window, self._length)
-        compute = products * self._tokens * length * layer.width / (self._machine.products * 1e12)
-        sent = self._keys_sent * 2 * layer.kv_width * self._item
-        links = sent * (1 if products == 2 else 2) / self._context_wire
-        return Work(compute, max(0.0, links - compute), min(links, compute))
+    def _keys(self, layer: LayerShape, passes: int, attention: float) -> Work:
+        """Returns the transfers of ring attention's keys behind its arithmetic; backward sends keys again, and returns
+        their gradients."""
+        links = passes * self._keys_sent * 2 * layer.kv_width * self._item / self._context_wire
+        return Work(0.0, max(0.0, links - attention), min(links, attention))
 
-    def attention_block(self, layer: LayerShape, *, last: bool = True) -> Work:
-        """Returns the work of norm, q, k, v, rotation, attention and the output projection (not recomputed: `last`)."""
-        numbers = 2 * self._shape.hidden + 2 * (layer.width + 2 * layer.kv_width)
-        compute = self.linear(layer.qkv) + (self.linear(layer.out) if last else 0.0)
-        compute += self.copy(self._item * self._tokens * (numbers + (3 * self._shape.hidden if last else 0)))
-        links = self.gathered_input(layer.qkv) + (self.sequence_links(1) if last else 0.0)
-        return Work(compute, links) + self.attention(layer, products=2)
+    def _attention_links(self, layer: LayerShape, *, last: bool = True) -> float:
+        """Returns the seconds of the collectives around the attention block (not recomputed: `last`)."""
+        return self.gathered_input(layer.qkv) + (self.sequence_links(1) if last else 0.0)
 
-    def mlp_block(self, layer: LayerShape, *, last: bool = True) -> Work:
-        """Returns the work of norm, gate and up, SwiGLU and the down projection."""
-        compute = self.linear(layer.gate_up) + (self.linear(layer.down) if last else 0.0)
-        numbers = 2 * self._shape.hidden + 3 * layer.down.inputs + (3 * self._shape.hidden if last else 0)
-        links = self.gathered_input(layer.gate_up) + (self.sequence_links(1) if last else 0.0)
-        return Work(compute + self.copy(self._item * self._tokens * numbers), links)
+    def _mlp_links(self, layer: LayerShape, *, last: bool = True) -> float:
+        """Returns the seconds of the collectives around the MLP (not recomputed: `last`)."""
+        return self.gathered_input(layer.gate_up) + (self.sequence_links(1) if last else 0.0)
 
-    def forward(self, layer: LayerShape) -> Work:
-        return self.attention_block(layer) + self.mlp_block(layer)
-
-    def backward(self, layer: LayerShape, level: Level) -> Work:
-        """Returns the work of every linear's dX, attention, norms and SwiGLU (recomputed unless kept), and
-        recomputation."""
-        compute = sum(self.linear(one) + self.adapter_gradients(one) + self._transposed(one) for one in layer.linears)
-        numbers = 10 * self._shape.hidden + 5 * layer.down.inputs + 2 * (layer.width + 2 * layer.kv_width)
+    def _layer(self, layer: LayerShape, launches: PieceLaunches, level: Level) -> PieceTime:
+        """Returns the work of a layer, without what comes from or goes to host memory and other data ranks."""
+        forward, backward = (self._seconds(each) for each in (launches.forward, launches.backward))
+        ahead, back = (
+            self._seconds(one for one in each if "attention" in one.kind)
+            for each in (launches.forward, launches.backward)
+        )
+        links = self.sequence_links(4)
         recomputed = _RECOMPUTED.get(level, ())
-        if level != "none":
-            numbers += 4 * self._shape.hidden + 3 * layer.down.inputs
-        work = Work(compute + self.copy(self._item * self._tokens * numbers), self.sequence_links(4))
-        work += self.attention(layer, products=5)
+        again = Work()
         if recomputed:
-            work += self.attention_block(layer, last=len(recomputed) > 1)
+            links += self._attention_links(layer, last=len(recomputed) > 1)
+            again, back = self._keys(layer, 1, ahead), back - ahead
         if "mlp" in recomputed:
-            work += self.mlp_block(layer, last=False)
-        return work
+            links += self._mlp_links(layer, last=False)
+        return PieceTime(
+            Work(forward, self._attention_links(layer) + self._mlp_links(layer)) + self._keys(layer, 1, ahead),
+            Work(backward, links) + self._keys(layer, 2, back) + again,
+            self._seconds(launches.weights),
+        )
 
-    def layer(self, layer: LayerShape, level: Level) -> tuple[Work, Work, float]:
-        """Returns forward, backward and weight gradients of a layer; computed once for layers that are alike."""
-        key = id(layer), level
+    def _seconds(self, launches: Iterable[Launch]) -> float:
+        return sum(max(launch_limits(one, self._machine).values()) for one in launches)
+
+    def layer(self, kind: int, level: Level) -> PieceTime:
+        """Returns the work of a layer; computed once for layers that are alike.
+
+        Args:
+            kind: the number of a layer that is like it.
+            level: its recomputation.
+        """
+        key = kind, level
         if key not in self._known:
-            kept = self._kept(layer, level, self._memory.stored_dtype) if self._memory.offload else 0
-            rounding = self._rounding(layer, level)
-            forward = self.gathered(layer, self.forward(layer) + Work(13 * rounding))
-            backward = self.gathered(layer, self.backward(layer, level) + Work(7 * rounding))
-            weights = self._moved(layer)
+            layer, parameters = self._shape.layers[kind], self._shape.layer_parameters[kind]
+            plan = MemoryPlan(recompute=level, stored_dtype=self._memory.stored_dtype)
+            trace = self._model.layer(kind, plan, needs=True)
+            kept = total(trace.kept) if self._memory.offload else 0
+            found = self._layer(layer, trace.launches, level)
+            forward, backward = (self._gathered(layer, parameters, work) for work in (found.forward, found.backward))
+            weights = parameters.moved_bytes(self._item) if self._workload.offload_weights else 0
             sent, fetched = (kept, weights + kept) if self._memory.offload else (0, weights)
-            self._known[key] = (
+            self._known[key] = PieceTime(
                 forward + self._behind(max(sent, weights), forward),
                 backward + self._behind(fetched, backward),
-                self.weights(layer),
+                found.weights,
             )
         return self._known[key]
 
-    def _rounding(self, layer: LayerShape, level: Level) -> float:
-        """Returns the seconds of a pass over one byte of each number that is kept in fewer bits. Rounding bf16 to
-        float8 passes 13 bytes a number (the row's maximum, scaling, rounding), and back 7."""
-        if self._memory.stored_dtype is None:
-            return 0.0
-        numbers = self._kept(layer, level, None) / self._item
-        return self.copy(numbers * (1.0 if self._memory.stored_dtype == FLOAT8 else 0.5))
+    def head(self) -> PieceTime:
+        """Returns the work of norm, head and loss. Under a frozen head, whose gradient is computed with the loss, most
+        of it is in forward."""
+        return self._end(self._model.head(needs=True, saved=True, defers=False).launches)
 
-    def _kept(self, layer: LayerShape, level: Level, stored_dtype: torch.dtype | None) -> int:
-        """Returns the bytes that a layer keeps for backward of one micro-batch, its input included."""
-        plan = MemoryPlan(recompute=level, stored_dtype=stored_dtype)
-        return total(self._model.layer(self._shape.kinds[self._index(layer)], plan, needs=True).kept)
+    def embedding(self, *, trains: bool) -> PieceTime:
+        """Returns the work of the embedding."""
+        return self._end(self._model.embedding(saved=trains).launches)
 
-    def _index(self, layer: LayerShape) -> int:
-        return next(index for index, one in enumerate(self._shape.layers) if one is layer)
-
-    def _moved(self, layer: LayerShape) -> int:
-        """Returns the bytes of the layer's offloaded weights."""
-        if not self._workload.offload_weights:
-            return 0
-        return self._parameters(layer).moved_bytes(self._item)
-
-    def _parameters(self, layer: LayerShape) -> Parameters:
-        return self._shape.layer_parameters[self._index(layer)]
+    def _end(self, launches: PieceLaunches) -> PieceTime:
+        forward, backward, weights = (
+            self._seconds(each) for each in (launches.forward, launches.backward, launches.weights)
+        )
+        return PieceTime(Work(forward), Work(backward), weights)
 
     def _behind(self, nbytes: float, work: Work) -> Work:
         """Returns the exposed and hidden parts of a copy from or to host memory behind `work`."""
         seconds = nbytes / (self._machine.host * 1e9)
         return Work(0.0, max(0.0, seconds - work.seconds), min(seconds, work.seconds))
 
-    def gathered(self, layer: LayerShape, work: Work) -> Work:
+    def _gathered(self, layer: LayerShape, parameters: Parameters, work: Work) -> Work:
         """Returns `work` with the layer's weight gather, which the layer before it hides."""
         elements = sum(linear.outputs * (linear.inputs + linear.extra) for linear in layer.linears)
-        seconds = self._weight_bytes(layer, elements) * (self._gathers - 1) / self._gathers / self._gather_wire
+        nbytes = parameters.encoded or self._item * elements
+        seconds = nbytes * (self._gathers - 1) / self._gathers / self._gather_wire
         return work + Work(0.0, max(0.0, seconds - work.seconds), min(seconds, work.seconds))
-
-    def _weight_bytes(self, layer: LayerShape, elements: int) -> int:
-        encoded = self._parameters(layer).encoded
-        return encoded if encoded else self._item * elements
-
-    def weights(self, layer: LayerShape) -> float:
-        return sum(self.weight_gradients(linear) for linear in layer.linears)
-
-    def head(self, end: EndShape) -> float:
-        """Returns the seconds of the product with the vocabulary, one way."""
-        return self.product(self._tokens, self._shape.hidden, end.rows)
-
-    def head_weights(self, end: EndShape) -> float:
-        """Returns the seconds of the head's dW, where it trains."""
-        return sum(self.product(rows, self._tokens, self._shape.hidden) for rows in end.trained_rows)
 
 
 def _keys_sent(workload: Workload, size: int) -> int:
@@ -328,9 +281,9 @@ def _costs(
     waits = [Work()] * plan.schedule.num_ranks
     first = plan.schedule.first_trainable_stage
     for number in range(len(stages)):
-        forward, backward, weights = _stage(times, memory, shape, stages[number], trains=number >= first)
-        columns.append((forward.seconds, backward.seconds, weights))
-        waits[plan.schedule.stage_rank[number]] += forward + backward
+        stage = _stage(times, memory, shape, stages[number], trains=number >= first)
+        columns.append((stage.forward.seconds, stage.backward.seconds, stage.weights))
+        waits[plan.schedule.stage_rank[number]] += stage.forward + stage.backward
     neighbours = layout.world_size if layout.parallel.pipeline > 1 else 1
     costs = Costs(
         forward=tuple(column[0] for column in columns),
@@ -343,24 +296,15 @@ def _costs(
     return costs, busiest.links, busiest.hidden
 
 
-def _stage(
-    times: _Times, memory: MemoryPlan, shape: ModelShape, stage: Part, *, trains: bool
-) -> tuple[Work, Work, float]:
-    """Returns forward, input gradient and weight gradients of one stage."""
-    forward, backward, weights = Work(), Work(), 0.0
+def _stage(times: _Times, memory: MemoryPlan, shape: ModelShape, stage: Part, *, trains: bool) -> PieceTime:
+    """Returns the work of one stage."""
+    found = PieceTime()
+    if stage.embedding:
+        found += times.embedding(trains=trains and shape.embedding_trains)
     for index in range(stage.first, stage.last):
-        ahead, back, products = times.layer(shape.layers[index], memory.level(index))
-        forward += ahead
-        if trains and index >= shape.first_trainable_layer:
-            backward += back
-            weights += products
-    if stage.head:
-        # under a frozen head both products are in forward
-        once = Work(times.head(shape.head))
-        forward += once if shape.head.trains else once + once
-        backward += once if shape.head.trains else Work()
-        weights += times.head_weights(shape.head)
-    return forward, backward, weights
+        layer = times.layer(shape.kinds[index], memory.level(index))
+        found += layer if trains and index >= shape.first_trainable_layer else PieceTime(layer.forward)
+    return found + times.head() if stage.head else found
 
 
 def _gradients(

@@ -30,6 +30,7 @@ from engine.layers.saved import SavedTensors
 from engine.models.decoder import Decoder, Part
 from engine.ops.attention.token_context import TokenContext
 from engine.planning.kernel_shapes import shape_base, shape_blocks, shape_kernels
+from engine.planning.launches import LaunchCounter, PieceLaunches, counted_base, counted_kernels
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts
 from engine.planning.rank_layout import Workload
 from engine.planning.recording import Recording
@@ -51,6 +52,7 @@ class Trace:
             input, and that gradient, until backward ends.
         left: after a backward that defers the weight gradients.
         away: bytes that are offloaded to host memory.
+        launches: what its operations launch; of a backward that defers the weight gradients, without those.
     """
 
     forward: Parts
@@ -59,6 +61,7 @@ class Trace:
     backward: dict[tuple[bool, bool], Parts] = field(default_factory=dict)
     left: Parts = field(default_factory=dict)
     away: int = 0
+    launches: PieceLaunches = field(default_factory=lambda: PieceLaunches(forward=()))
 
 
 class _Start(torch.autograd.Function):
@@ -224,23 +227,26 @@ class _Tracer:
         self._workload, self._part, self._memory = workload, part, memory or MemoryPlan()
         self._needs, self._saved, self._defers = needs, saved, defers
         self._away, self._recording = _UncountedTransfer(), Recording()
-        self._layout = _layout(workload, parallel, self._on_receive)
+        self._counter = LaunchCounter(packed=workload.document_length < workload.seq_length)
+        self._layout = _counted(_layout(workload, parallel, self._on_receive), self._counter)
         self._batch = partial(_batch, workload, parallel.context)
 
     def trace(self, body: _Body) -> Trace:
         """Traces forward and, where there is one, backward."""
-        recording, arrived = self._recording, []
+        recording, counter, arrived = self._recording, self._counter, []
         # one thread, which the recording sees
-        with recording, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        with recording, counter, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             model, batch = self._model(), self._batch()
             context = model.context(batch, torch.zeros((), dtype=torch.int64, device=META), training=True)
             for _ in model.saved.layers(0, context, model.layers.parameters()):
                 pass  # the first micro-batch is over, which alone is measured
             x = self._input(batch)
             before, given, begin = recording.alive(), recording.number(x), len(recording.events)
+            counter.launches.clear()
             with nullcontext() if self._saved else torch.no_grad():
                 y = body(model, batch, context, x)
             goes_back = self._saved and y.requires_grad
+            forward = tuple(counter.launches)
             end = _End.apply(y, lambda dy: arrived.append((recording.number(dy), len(recording.events))))
             made = {recording.number(y), recording.number(end)}
             del x, y
@@ -252,9 +258,11 @@ class _Tracer:
                 kept=recording.held(kept),
                 keeps_input=given in kept,
                 away=self._away.nbytes,
+                launches=PieceLaunches(forward=forward),
             )
             if not goes_back:
                 return trace
+            counter.launches.clear()
             end.backward()
             ((gradient, begin),) = arrived
             backward = {
@@ -262,7 +270,8 @@ class _Tracer:
                 for holds_x, holds_dy in product((False, True), repeat=2)
             }
             left = recording.held(recording.alive() - before - made)
-            return replace(trace, backward=backward, left=left)
+            launches = PieceLaunches(forward=forward, backward=tuple(counter.launches), weights=tuple(counter.weights))
+            return replace(trace, backward=backward, left=left, launches=launches)
 
     def _model(self) -> Decoder:
         """Builds the piece, with everything that a second micro-batch would find."""
@@ -284,7 +293,7 @@ class _Tracer:
         for entry in shard_entries(model):
             if entry.sink is not None:
                 entry.sink.bind(entry.sink.buffer, lambda: None)
-                entry.sink.deferred = [] if self._defers else None
+                entry.sink.deferred = [] if self._defers else self._counter.deferred
         if self._layout.base is not None:
             self._layout.base.scratch.take((0,), torch.uint8, META)
         return model
@@ -349,6 +358,16 @@ def _layout(
         context_method=parallel.context_method,
         attention_blocks=shape_blocks(workload.device_type, workload.dtype, decoder.head_dim),
         base=shape_base(workload.base_dtype, workload.kernels),
+    )
+
+
+def _counted(layout: TensorLayout, counter: LaunchCounter) -> TensorLayout:
+    kernels, base, blocks = layout.kernels, layout.base, layout.attention_blocks
+    return replace(
+        layout,
+        kernels=counted_kernels(kernels, counter),
+        base=None if base is None else counted_base(base, kernels.name, counter),
+        attention_blocks=blocks if blocks.name == "reference" else counter.blocks(blocks),
     )
 
 

@@ -72,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=5, metavar="N", help="alternatives to show (default 5)")
     parser.add_argument("--probe", action="store_true", help="take real steps with 2 and with 4 layers on this device")
     parser.add_argument(
+        "--by-kernel", action="store_true", help="also print what the step's time consists of, kernel by kernel"
+    )
+    parser.add_argument(
         "--examples", action="store_true", help="print answers for well-known models and machines instead"
     )
 
@@ -84,6 +87,12 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
         default=2048,
         metavar="TOKENS",
         help="row length, as 8192 or 8k (default 2048)",
+    )
+    work.add_argument(
+        "--document-length",
+        type=read_length,
+        metavar="TOKENS",
+        help="length of the documents packed into a row (default: one document fills a row)",
     )
     work.add_argument("--micro-batch", type=int, default=1, metavar="ROWS", help="rows in a micro-batch (default 1)")
     work.add_argument("--global-batch", type=int, metavar="ROWS", help="rows in a step (default: 8, or one per GPU)")
@@ -133,7 +142,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: options that do not go together, or a model that cannot be read.
     """
-    from rankfold.planning import memory_config, memory_examples, memory_probe, memory_report
+    from rankfold.planning import memory_config, memory_examples, memory_probe, memory_report, time_by_kernel
     from rankfold.planning.memory_question import ask, easier
 
     if arguments.examples:
@@ -150,6 +159,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(memory_report.report(answer, top=arguments.top))
     if not answer.found.fitting:
         print("\n" + memory_report.alternatives(easier(arguments)))
+    elif arguments.by_kernel:
+        print("\n" + time_by_kernel.report_answer(answer))
     if arguments.probe:
         print()
         print(memory_probe.report(answer))

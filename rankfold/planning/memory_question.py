@@ -94,6 +94,11 @@ def ask(arguments: argparse.Namespace) -> Answer:
             f"--gpu-memory is {arguments.gpu_memory:g} and --reserve is {arguments.reserve:g}: give a memory above 0 "
             "GiB and a reserve from 0 to below 100 percent."
         )
+    document, row = arguments.document_length, arguments.seq_length
+    if document is not None and not 1 <= document <= row:
+        raise UserError(
+            f"--document-length is {document}, but rows have {row} tokens: give 1 to {row}, or a larger --seq-length."
+        )
     hf_config, folder = read_config(arguments.model)
     return answer_for(
         hf_config,
@@ -110,6 +115,7 @@ def ask(arguments: argparse.Namespace) -> Answer:
             stored=_chosen("--activation-dtype", arguments.activation_dtype, tuple(STORED_DTYPES)),
         ),
         beside=int(arguments.beside),
+        document_length=arguments.document_length,
     )
 
 
@@ -155,6 +161,7 @@ def answer_for(
     machine: str | None = None,
     allowed: Allowed | None = None,
     beside: int = 0,
+    document_length: int | None = None,
 ) -> Answer:
     """Searches all layouts of `devices`.
 
@@ -166,6 +173,7 @@ def answer_for(
         host_memory: GiB of a machine, shared by the devices in it; None for no limit.
         allowed: what may be tried to make room.
         beside: frozen parameters of other parts than the decoder.
+        document_length: tokens of the documents of a row; None for what the objective makes of a row.
 
     Raises:
         UserError: the model or a name in the configuration is not known.
@@ -175,7 +183,8 @@ def answer_for(
     plan = training_plan(config, decoder, family.names)
     chosen = measured_cpu(gpu_memory) if machine == "cpu" else machine_for(machine, gpu_memory)
     workload = workload_of(config, decoder, plan, device_type="cpu" if machine == "cpu" else "cuda")
-    workload = replace(workload, beside=beside)
+    longest = workload.longest_document if document_length is None else document_length
+    workload = replace(workload, beside=beside, longest_document=longest)
     usable = GIB * (1 - reserve / 100)
     capacity = gpu_memory * usable
     allowed = allowed or Allowed()

@@ -25,6 +25,7 @@ from engine.kernels.native.loader import native_status
 from engine.planning.ledger import DECODED
 from engine.planning.peak import PeakEstimate
 from engine.planning.predict import predict_peak
+from engine.planning.recording import Recording
 from engine.runtime.launch import Launch
 from engine.training.start_model import check_model, model_source
 from rankfold.planning.memory_measure import build, draw_batches, measure
@@ -363,3 +364,11 @@ def test_the_peak_of_loading_an_encoded_base(base: str, tmp_path: Path) -> None:
     )
     measured = measure(config, Launch(rank=0, world_size=1, device=CPU))
     assert _prediction(Case(), config, 0).load - 2 * 512 * 2048 == pytest.approx(measured.load, rel=0.05)
+
+
+def test_fp8_products_of_numbers_are_computed_while_storages_are_recorded() -> None:
+    """Whether torch scales rows on a CPU is tried out once, perhaps in the planner."""
+    codes, one = torch.eye(16).to(torch.float8_e4m3fn), torch.ones(())
+    with Recording():
+        product = torch._scaled_mm(codes, codes.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    assert torch.equal(product, torch.eye(16))

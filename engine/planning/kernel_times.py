@@ -1,0 +1,113 @@
+"""The predicted time of a step on one rank, kernel by kernel: what `step_time` sums up, before it is summed.
+
+All pipeline stages count as if one rank had them. Collectives, copies from and to host memory and the update are not
+kernels of a layer, and are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from engine.layers.context import TrainingPlan
+from engine.layers.recompute import MemoryPlan
+from engine.planning.launches import Launch, PieceLaunches
+from engine.planning.machine import Machine
+from engine.planning.rank_layout import Layout, Workload
+from engine.planning.step_time import launch_limits
+from engine.planning.traces import rank_model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelTime:
+    """All launches of one kind in a step.
+
+    Args:
+        part: "layers" or "ends", and "forward", "backward" or "weights".
+        launch: one of them.
+        count: how many there are.
+        seconds: of all.
+        limit: what takes that time: "products", "attention", "memory" or "launches".
+        evenness: of a product, how evenly its tiles fill the device; see engine.planning.machine.
+    """
+
+    part: tuple[str, str]
+    launch: Launch
+    count: int
+    seconds: float
+    limit: str
+    evenness: float
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.launch.nbytes
+
+    @property
+    def flops(self) -> float:
+        return self.count * self.launch.flops
+
+
+def kernel_times(
+    workload: Workload,
+    layout: Layout,
+    memory: MemoryPlan,
+    machine: Machine,
+    first_trainable: int | None = None,
+) -> list[KernelTime]:
+    """Returns the kernels of a step, in the order in which they first run.
+
+    Args:
+        workload, layout, memory: of the step.
+        machine: whose speeds count.
+        first_trainable: the first layer with a backward; None for what trains.
+
+    Raises:
+        UserError: the model's sizes do not fit the layout.
+    """
+    model, microbatches = rank_model(workload, layout.parallel), workload.num_microbatches(layout)
+    counts: dict[tuple[tuple[str, str], Launch], int] = {}
+
+    def count(part: str, pieces: PieceLaunches, backward: bool) -> None:
+        phases: dict[str, Iterable[Launch]] = {"forward": pieces.forward}
+        if backward:
+            phases |= {"backward": pieces.backward, "weights": pieces.weights}
+        for phase, launches in phases.items():
+            for launch in launches:
+                key = (part, phase), launch
+                counts[key] = counts.get(key, 0) + microbatches
+
+    shape = model.shape
+    lowest = first_trainable if first_trainable is not None else shape.first_trainable_layer
+    count("ends", model.embedding(saved=shape.embedding_trains).launches, shape.embedding_trains)
+    for index, kind in enumerate(shape.kinds):
+        plan = MemoryPlan(recompute=memory.level(index), stored_dtype=memory.stored_dtype)
+        count("layers", model.layer(kind, plan, needs=True).launches, index >= lowest)
+    count("ends", model.head(needs=True, saved=True, defers=False).launches, backward=True)
+    return [_timed(part, launch, number, machine) for (part, launch), number in counts.items()]
+
+
+def _timed(part: tuple[str, str], launch: Launch, count: int, machine: Machine) -> KernelTime:
+    limits = launch_limits(launch, machine)
+    limit = max(limits, key=lambda name: limits[name])
+    return KernelTime(
+        part=part,
+        launch=launch,
+        count=count,
+        seconds=count * limits[limit],
+        limit="attention" if limit == "products" and "attention" in launch.kind else limit,
+        evenness=machine.evenness(*launch.result) if launch.result is not None else 1.0,
+    )
+
+
+def lora_tax(
+    workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine, plan: TrainingPlan
+) -> float | None:
+    """Returns how many times as long the layers take as those of a model without adapters, through whose layers
+    backward goes nevertheless; None where nothing has an adapter."""
+    bare = replace(workload, plan=replace(plan, adapter=TrainingPlan().adapter))
+    lowest = rank_model(workload, layout.parallel).shape.first_trainable_layer
+    with_adapters, without = (
+        sum(one.seconds for one in kernel_times(each, layout, memory, machine, lowest) if one.part[0] == "layers")
+        for each in (workload, bare)
+    )
+    return None if with_adapters == without else with_adapters / without

@@ -1,0 +1,310 @@
+"""Counts what a piece of the model launches: for each operation its arithmetic and the bytes that it moves.
+
+The engine's own code runs on the meta device while `LaunchCounter` looks on. An operation reads each of its tensors
+once and writes its result once; views and allocations launch nothing. Kernels that cannot run there are counted where
+they are called: their arguments and results, what they allocate in between (written and read again), and the arithmetic
+of their products with adapters. Collectives are not among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.kernels.codec import PLAIN
+from engine.kernels.records import AdapterSection, Documents, InputUpdate
+from engine.ops.attention.blocks import AttentionBlocks
+from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.kernels import Kernels
+from engine.planning.kernel_shapes import write_in_place
+from engine.quantization.encoding import encoding
+
+_PRODUCTS = frozenset(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_mm"))
+_UNTOUCHED = frozenset(
+    ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "resize_", "lift_fresh")
+)
+"""Operations that move nothing and are not marked as views."""
+_OVERWRITE = frozenset(("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"))
+"""Operations that do not read what they write to."""
+_PICK_ROWS = frozenset(("embedding", "index", "index_select", "gather"))
+"""Operations that read as much of their first tensor as they write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One operation, or one kernel with the sums that follow it.
+
+    Args:
+        name: of the operation, without sizes.
+        nbytes: read and written.
+        flops: of its products.
+        result: rows and columns of a matrix product, which decide how evenly it fills a device; None for all else.
+        kind: "product", "fp8 product", "attention" and "packed attention" run at the speeds that a device has for them,
+            "kernel" at that of memory unless its arithmetic takes longer.
+        count: launches.
+    """
+
+    name: str
+    nbytes: int
+    flops: float = 0.0
+    result: tuple[int, int] | None = None
+    kind: str = "kernel"
+    count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceLaunches:
+    """The launches of one piece for one micro-batch.
+
+    Args:
+        forward, backward: in their order; what is recomputed is in `backward`.
+        weights: of the gradients of weights that train in full.
+    """
+
+    forward: tuple[Launch, ...]
+    backward: tuple[Launch, ...] = ()
+    weights: tuple[Launch, ...] = ()
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts what is launched inside its block.
+
+    Args:
+        packed: whether several documents share a row, which another kernel attends to.
+
+    Attributes:
+        launches: in their order, without those of `weights`.
+        weights: of the gradients of weights that train in full, which a schedule may put off.
+    """
+
+    def __init__(self, *, packed: bool = False) -> None:
+        super().__init__()
+        self._attention = "packed attention" if packed else "attention"
+        self.launches: list[Launch] = []
+        self.weights: list[Launch] = []
+        self._inside = 0
+        self._allocated = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if self._inside:
+            if name.startswith(("empty", "new_empty")):
+                self._allocated += out.nbytes
+        elif not func.is_view and name not in _UNTOUCHED and any(one.numel() for one in _tensors(out)):
+            self.launches.append(_operation(name, [*args, *(kwargs or {}).values()], out))
+        return out
+
+    @property
+    def deferred(self) -> list[Callable[[], None]]:
+        """A gradient sink's list of deferred products, which computes each at once and counts it among `weights`."""
+        return _AtOnce(self)
+
+    @contextmanager
+    def _one_kernel(self) -> Iterator[None]:
+        """Counts no operation in the block, which stands for one kernel."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def kernel(self, function: Callable[..., Any], name: str, flops: Callable[..., float]) -> Callable[..., Any]:
+        """Returns `function`, which stands for a kernel, counted at each call.
+
+        Args:
+            name: of the launch.
+            flops: of the same arguments, the arithmetic beside that of an `InputUpdate` among them.
+        """
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            before = self._allocated
+            with self._one_kernel():
+                out = function(*args, **kwargs)
+            results = list(_tensors(out))
+            between = self._allocated - before - sum(one.nbytes for one in results)
+            given = [*args, *kwargs.values()]
+            updates = sum(2.0 * one.dh_TR.shape[0] * one.a_RI.numel() for one in given if isinstance(one, InputUpdate))
+            self.launches.append(
+                Launch(
+                    name,
+                    _moved(_tensors(given)) + _moved(results) + 2 * max(0, between),
+                    flops(*args, **kwargs) + updates,
+                    count=2 if between > 0 else 1,
+                )
+            )
+            return out
+
+        return counted
+
+    def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Returns the attention of packed documents, counted forward and backward."""
+
+        def counted(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float) -> Tensor:
+            pairs = sum(length * (length + 1) / 2 for length in documents.lengths)
+            width = q.shape[1] * q.shape[2]
+            moved = 2 * _moved((q,)) + _moved((k, v))
+
+            # reads q, k, v, the output and its gradient; writes three gradients; dq is summed in fp32
+            back = Launch(
+                "attention backward", 2 * moved + 8 * q.numel(), 10 * pairs * width, kind=self._attention, count=3
+            )
+            with self._one_kernel():
+                out = function(q, k, v, documents, scale=scale)
+            self.launches.append(Launch("attention forward", moved, 4 * pairs * width, kind=self._attention))
+            noted: Tensor = _WhenBackward.apply(out, partial(self.launches.append, back))
+            return noted
+
+        return counted
+
+    def blocks(self, blocks: AttentionBlocks) -> AttentionBlocks:
+        """Returns the attention of ranges of queries to ranges of keys, counted at each call."""
+        forward = self._blocks(blocks.forward, "attention forward", 2)
+        return replace(blocks, forward=forward, backward=self._blocks(blocks.backward, "attention backward", 5))
+
+    def _blocks(self, function: Callable[..., Any], name: str, products: int) -> Callable[..., Any]:
+        def counted(*args: Any, scale: float) -> Any:
+            with self._one_kernel():
+                out = function(*args, scale=scale)
+            *tensors, blocks = args
+            pairs = sum(
+                one.query.length * ((one.query.length + 1) / 2 if one.causal else one.key.length) for one in blocks
+            )
+            flops = 2 * products * pairs * prod(tensors[0].shape[1:])
+            nbytes = _moved(tensors) + _moved(_tensors(out))
+            self.launches.append(Launch(name, nbytes, flops, kind=self._attention, count=len(blocks)))
+            return out
+
+        return counted
+
+
+def counted_kernels(kernels: Kernels, counter: LaunchCounter) -> Kernels:
+    """Returns a backend whose kernels are counted; what is plain torch in it is counted as torch's operations are."""
+    attention = counter.attention(kernels.attention)
+    if kernels.name == "reference":
+        return replace(kernels, attention=attention)
+
+    def count(record: Any, flops: dict[str, Callable[..., float]], kind: str = "") -> dict[str, Any]:
+        return {
+            one.name: counter.kernel(getattr(record, one.name), f"{kind}{one.name}", flops.get(one.name, _no_products))
+            for one in fields(record)
+            if one.name not in ("name", "attention", "folds", "product") and callable(getattr(record, one.name))
+        }
+
+    nested = {
+        name: replace(record, **count(record, {}, kind))
+        for name, kind in (("head_norms", "head norm "), ("row_codes", "codes of "), ("loss", "loss "))
+        if (record := getattr(kernels, name)) is not None
+    }
+    return replace(kernels, **count(kernels, _FLOPS), **nested, attention=attention)
+
+
+def counted_base(base: BaseEncoding, kernels: str, counter: LaunchCounter) -> BaseEncoding:
+    """Returns how frozen weights are read by the backend `kernels`, counted."""
+    if kernels == "reference":
+        return base
+    decode = counter.kernel(write_in_place, "decode", _no_products)
+    makers = {
+        one.name: counter.kernel(getattr(base.operands, one.name), f"fp8 {one.name}", _no_products)
+        for one in fields(base.operands)
+    }
+    arithmetic = replace(PLAIN, nf4_decode=decode, row_decode=decode)
+    return replace(base, encoding=encoding(base.encoding.name, arithmetic), operands=replace(base.operands, **makers))
+
+
+def _no_products(*_: Any, **__: Any) -> float:
+    return 0.0
+
+
+def _section_flops(h_TR: Tensor, sections: Sequence[AdapterSection]) -> float:
+    """Returns the arithmetic of one product with each section's B, or of its gradient."""
+    return 2.0 * h_TR.shape[0] * sum(one.num_columns * one.num_ranks for one in sections)
+
+
+_FLOPS: dict[str, Callable[..., float]] = {
+    "project": lambda x, a_RI, *_, **__: 2.0 * x.shape[0] * a_RI.numel(),
+    "a_gradient": lambda dh_TR, x, *_, **__: 2.0 * dh_TR.numel() * x.shape[1],
+    "norm_a_gradient": lambda dh_TR, u, *_, **__: 2.0 * dh_TR.numel() * u.shape[1],
+    "b_gradient": lambda dy_TO, h_TR, sections: _section_flops(h_TR, sections),
+    "output_gradients": lambda dy_TO, h_TR, sections, *_, **__: 2.0 * _section_flops(h_TR, sections),
+    "swiglu_backward_adapted": lambda dy, gate_up, update, dh_TR, *_, **__: 2.0 * dh_TR.numel() * dy.shape[1],
+}
+"""Kernel -> the arithmetic of its products with adapters."""
+
+
+class _AtOnce(list[Callable[[], None]]):
+    """See `LaunchCounter.deferred`."""
+
+    def __init__(self, counter: LaunchCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def append(self, product: Callable[[], None]) -> None:
+        launches = self._counter.launches
+        first = len(launches)
+        product()
+        self._counter.weights += launches[first:]
+        del launches[first:]
+
+
+class _WhenBackward(torch.autograd.Function):
+    """Calls a function when backward arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, arrived: Callable[[], None]) -> Tensor:
+        ctx.arrived = arrived
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        ctx.arrived()
+        return dx, None
+
+
+def _operation(name: str, given: Sequence[Any], out: Any) -> Launch:
+    operands = list(_tensors(given))
+    if name in _PRODUCTS:
+        left = operands[1 if "add" in name else 0]
+        *batch, rows, columns = out.shape
+        inner = left.shape[-1]
+        kind = "fp8 product" if name == "_scaled_mm" else "product"
+        flops = 2.0 * prod(batch) * rows * inner * columns
+        shape = f"{name.strip('_')} [{rows}, {inner}] [{inner}, {columns}]"
+        return Launch(shape, _moved(operands) + _moved((out,)), flops, (prod(batch) * rows, columns), kind)
+    results = list(_tensors(out))
+    if name in _PICK_ROWS:
+        return Launch(name, 2 * _moved(results) + _moved(operands[1:]))
+    if name in _OVERWRITE:
+        half = len(operands) // 2 if name == "_foreach_copy_" else 1
+        operands = operands[half:]
+    return Launch(name, _moved(operands) + _moved(results or _tensors(given[0])))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors of arguments, of records among them too."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for one in fields(value):
+            yield from _tensors(getattr(value, one.name))
+
+
+def _moved(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of tensors, each once; a dimension that is expanded is not repeated."""
+    seen: dict[tuple[Any, ...], int] = {}
+    for one in tensors:
+        size = prod(length for length, stride in zip(one.shape, one.stride(), strict=True) if stride)
+        key = (one.untyped_storage()._cdata, one.storage_offset(), tuple(one.shape), one.stride())
+        seen[key] = size * one.element_size()
+    return sum(seen.values())

@@ -1,0 +1,103 @@
+"""The time of a step on one rank, kernel by kernel: the page that `rankfold plan memory --by-kernel` adds.
+
+Each kernel takes its bytes at the memory's speed or its arithmetic at that of products, whichever takes longer. These
+are limits of the machine, for measured figures to be held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.layers.context import TrainingPlan
+from engine.layers.module import shard_entries
+from engine.models.decoder_config import DecoderConfig
+from engine.models.describe import meta_model
+from engine.models.flops import step_flops, trained_work
+from engine.planning.kernel_times import KernelTime, kernel_times, lora_tax
+from engine.planning.machine import Machine
+from engine.planning.rank_layout import Workload
+from engine.planning.search import Candidate
+from engine.telemetry.format import format_columns
+from rankfold.planning.memory_question import Answer
+
+_SHOWN = 0.002
+"""Share of the step from which a kernel has a row of its own."""
+
+
+def report_answer(answer: Answer) -> str:
+    """Returns the page of the layout that a search chose."""
+    return report(answer.found.fitting[0], answer.decoder, answer.plan, answer.machine)
+
+
+def report(candidate: Candidate, decoder: DecoderConfig, plan: TrainingPlan, machine: Machine) -> str:
+    """Returns the table and what follows from it.
+
+    Args:
+        candidate: the configuration.
+        decoder: of the model.
+        plan: what trains; without adapters it is what the tax compares with.
+        machine: whose speeds count.
+    """
+    workload, layout, memory = candidate.workload, candidate.layout, candidate.memory
+    rows = kernel_times(workload, layout, memory, machine)
+    kernels = sum(one.seconds for one in rows)
+    time = candidate.time
+    assert time is not None
+    share = _model_flops(workload, decoder, plan) / layout.world_size / (time.step * machine.products * 1e12)
+    launches = sum(one.count * one.launch.count for one in rows)
+    lines = [
+        f"One rank's step, kernel by kernel: {machine.products:,.0f} TFLOP/s, {machine.copies:,.0f} GB/s of "
+        f"{machine.name}" + (" (all stages together)" if layout.parallel.pipeline > 1 else ""),
+        *format_columns(_table(rows, kernels), names=2),
+        f"{launches:,} launches. The whole step takes {1e3 * time.step:,.1f} ms, with the update, exposed "
+        f"communication and the pipeline's bubble: {share:.1%} of the speed of products, counting the model's own "
+        "arithmetic.",
+    ]
+    tax = lora_tax(workload, layout, memory, machine, plan)
+    if tax is not None:
+        lines.append(f"The layers take {tax:.3f} times as long as without adapters.")
+    return "\n".join(lines)
+
+
+def _model_flops(workload: Workload, decoder: DecoderConfig, plan: TrainingPlan) -> float:
+    """Returns the operations of a step on all ranks, without what is recomputed."""
+    entries = shard_entries(meta_model(decoder, plan=plan))
+    trained = {one.name: one.spec.global_shape for one in entries if one.sink is not None}
+    tokens = workload.global_batch * workload.seq_length
+    return step_flops(
+        decoder, tokens=tokens, row_tokens=workload.document_length, trained=trained_work(decoder, trained)
+    )
+
+
+def _table(rows: Sequence[KernelTime], kernels: float) -> list[tuple[str, ...]]:
+    """Returns the rows of the table, those of little time summed up."""
+    head = ("part", "kernel", "count", "GB", "TFLOP", "ms", "share", "limited by")
+    large = [one for one in rows if one.seconds >= _SHOWN * kernels]
+    small = [one for one in rows if one.seconds < _SHOWN * kernels]
+    shown = [
+        (
+            " ".join(one.part),
+            one.launch.name,
+            f"{one.count:,}",
+            f"{one.nbytes / 1e9:.1f}",
+            f"{one.flops / 1e12:.1f}",
+            f"{1e3 * one.seconds:.2f}",
+            f"{one.seconds / kernels:.1%}",
+            _limit(one),
+        )
+        for one in large
+    ]
+    for name, group in (("the rest", small), ("sum", rows)):
+        seconds = sum(one.seconds for one in group)
+        shown.append((
+            "", name, f"{sum(one.count for one in group):,}", f"{sum(one.nbytes for one in group) / 1e9:.1f}",
+            f"{sum(one.flops for one in group) / 1e12:.1f}", f"{1e3 * seconds:.2f}", f"{seconds / kernels:.1%}", "",
+        ))  # fmt: skip
+    return [head, *shown]
+
+
+def _limit(kernel: KernelTime) -> str:
+    """Returns what a kernel's time is, and of a product how much of the device its tiles fill."""
+    if kernel.limit == "products" and kernel.launch.result is not None:
+        return f"products, {kernel.evenness:.0%} even"
+    return kernel.limit

@@ -1,0 +1,131 @@
+"""What the planner counts of a step's kernels: against torch's own count of a step that runs, and by hand."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from engine.choices import RECOMPUTE_LEVELS
+from engine.config.lora import LoraOptions
+from engine.config.train import TrainOptions
+from engine.layers.recompute import Level, MemoryPlan
+from engine.planning.kernel_times import KernelTime, kernel_times, lora_tax
+from engine.planning.launches import Launch
+from engine.planning.machine import MACHINES
+from engine.planning.rank_layout import Layout, Workload
+from engine.planning.step_time import launch_limits, predict_time
+from rankfold.planning import time_by_kernel
+from rankfold.planning.memory_examples import LLAMA_3_8B
+from rankfold.planning.memory_question import answer_for
+from tests.distributed.cases import Case, make_batch, small_config
+from tests.distributed.gradient_table import EVERY_LINEAR
+from tests.memory_models import build_with
+from tests.unit.test_planning_search import SMALL, _config, _workload
+
+H100 = MACHINES["h100-80"]
+LENGTH = 24
+IN_PLACE = dict.fromkeys(
+    (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_), lambda _, left, right, **__: 2 * prod(left) * right[-1]
+)
+"""Products that torch's counter leaves out by itself."""
+
+
+@pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
+@pytest.mark.parametrize(
+    "adapters, trained", [(EVERY_LINEAR, ".*norm"), ("nothing", ".*")], ids=["adapters", "everything"]
+)
+def test_products_are_those_that_torch_counts(level: Level, adapters: str, trained: str) -> None:
+    """Exactly, over a whole step of plain torch, in which torch does not count a CPU's fused attention."""
+    config = small_config(num_layers=3)
+    case = Case(config=config, adapters=adapters, trained=trained)
+    memory = MemoryPlan(recompute=level)
+    built = build_with(case, memory)
+    rows = [(0, (LENGTH,)), (1, (LENGTH,))]
+    batch = make_batch(rows, row_length=LENGTH, seq_length=LENGTH, vocab_size=config.vocab_size, seed=0)
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+        built.step([batch], 1.0, 1e-3)
+    workload = Workload(
+        decoder=config, plan=case.plan(), dtype=torch.float32, micro_batch=2, global_batch=2, seq_length=LENGTH,
+        kernels="reference", device_type="cpu",
+    )  # fmt: skip
+    found = kernel_times(workload, Layout(), memory, H100)
+    assert sum(one.flops for one in found if "attention" not in one.launch.kind) == counter.get_total_flops()
+
+
+def _kernels(**changes: object) -> dict[tuple[str, str, str], list[KernelTime]]:
+    config = _config(4096, 2, train=TrainOptions(micro_batch_size=2, global_batch_size=2), **changes)
+    found: dict[tuple[str, str, str], list[KernelTime]] = {}
+    for one in kernel_times(_workload(LLAMA_3_8B, config), Layout(), MemoryPlan(), H100):
+        found.setdefault((*one.part, one.launch.name), []).append(one)
+    return found
+
+
+def test_bytes_and_operations_of_kernels() -> None:
+    """Llama-3-8B in bf16, 8192 tokens: bytes that a kernel cannot avoid, arithmetic of its products."""
+    found = _kernels(lora=LoraOptions(rank=16, dropout=0.1))
+    tokens, hidden, inner, layers = 8192, 4096, 14336, 32
+    (norms,) = found["layers", "forward", "norm_forward"]
+    assert norms.count == 2 * layers
+    assert norms.launch.nbytes == 2 * tokens * 2 * hidden + 2 * hidden + 4 * tokens  # x, y, weight, 1 / rms
+    (swiglu,) = found["layers", "forward", "swiglu_forward"]
+    assert (swiglu.count, swiglu.launch.nbytes) == (layers, 2 * tokens * 3 * inner)
+    (attention,) = found["layers", "forward", "attention forward"]
+    assert attention.flops == layers * 2 * 4 * 4096 * 4097 / 2 * hidden  # two rows, two products, half of the scores
+    assert found["layers", "backward", "attention backward"][0].flops == 2.5 * attention.flops
+    projections = {one.launch.flops for one in found["layers", "forward", "project"]}
+    assert projections == {
+        2 * tokens * width * rank for width, rank in ((4096, 48), (4096, 16), (4096, 32), (inner, 16))
+    }
+    # 4 N operations a token, and little more for columns of folded adapters
+    products = sum(one.flops for rows in found.values() for one in rows if one.launch.result is not None)
+    weights = layers * (hidden * (2 * 4096 + 2 * 1024) + 3 * hidden * inner) + hidden * 128_256
+    assert 1.0 < products / (4 * tokens * weights) < 1.02
+
+
+def test_an_uneven_last_wave_takes_as_long_as_a_full_one() -> None:
+    """132 multiprocessors, tiles of 256 x 128 either way round; 8192 x 8192 has 2048 tiles, in 16 waves."""
+    whole = 2048 / (16 * 132)
+    assert H100.evenness(8192, 8192) == 1.0
+    assert H100.evenness(8192, 4096) == pytest.approx(1024 / (8 * 132) / whole)
+    assert H100.evenness(523, 4096) == pytest.approx(523 * 4096 / (256 * 128) / 132 / whole)  # one wave
+    # 3 x 1002 or 5 x 501 tiles: 2505 are 18.98 waves
+    assert H100.evenness(523, 128_256) == pytest.approx(523 * 128_256 / (256 * 128) / (19 * 132) / whole)
+
+
+def test_a_launch_takes_its_longest_limit() -> None:
+    speed, copies = H100.products * 1e12, H100.copies * 1e9
+    limits = launch_limits(Launch("mm", int(copies), 3 * speed, (8192, 8192), "product"), H100)
+    assert limits == pytest.approx({"memory": 1.0, "products": 3.0, "launches": 2.5e-6})
+    codes = launch_limits(Launch("scaled_mm", 0, H100.products_fp8 * 1e12, (8192, 8192), "fp8 product"), H100)
+    assert codes["products"] == pytest.approx(1.0)
+    dense, packed = (
+        launch_limits(Launch("attention forward", 0, speed, None, kind), H100)["products"]
+        for kind in ("attention", "packed attention")
+    )
+    assert (dense, packed) == pytest.approx((790 / 631, 790 / 329))
+
+
+def test_adapters_alone_are_the_tax() -> None:
+    config = _config(512, lora=LoraOptions(rank=16))
+    workload = _workload(SMALL, config)
+    tax = lora_tax(workload, Layout(), MemoryPlan(), H100, workload.plan)
+    assert tax is not None and 1.1 < tax < 3
+    full = _workload(SMALL, _config(512, lora=LoraOptions(rank=0), trainable=("*",)))
+    assert lora_tax(full, Layout(), MemoryPlan(), H100, full.plan) is None
+
+
+def test_the_page_sums_to_the_predicted_step() -> None:
+    """All that a step takes on one GPU beside its kernels is the update."""
+    config = _config(512, lora=LoraOptions(rank=16))
+    answer = answer_for(SMALL, config, devices=1, gpu_memory=80, reserve=0, machine="h100-80", document_length=128)
+    best = answer.found.fitting[0]
+    assert best.workload.document_length == 128
+    page = time_by_kernel.report_answer(answer)
+    rows = [line.split() for line in page.splitlines()]
+    (total,) = (float(row[-2]) for row in rows if row[0] == "sum")
+    time = predict_time(best.workload, best.layout, best.memory, answer.machine)
+    assert total == pytest.approx(1e3 * (time.step - time.gradients), rel=0.005)
+    assert "The layers take" in page

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from engine.config.command_line import CommandLine
 from engine.errors import UserError
+from engine.files.durable import write_named
 from rankfold.benchmarking.options import add_options, read_options
 from rankfold.benchmarking.sections import SECTIONS
 
@@ -43,7 +44,8 @@ def _write(path: Path | None, text: str) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        with write_named(path) as file:
+            file.write(text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error}; give a path in a folder you may write to.") from None
 

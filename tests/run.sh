@@ -1,17 +1,25 @@
 #!/usr/bin/env bash
-# Every check that this machine can run: bash tests/run.sh [pytest arguments]
+# Every check that this machine can run: bash tests/run.sh [--gpu-stack] [pytest arguments]
 #
 # Installs into .venv first. Goes through all checks even where one fails, and ends with a failure if any did.
+#   --gpu-stack   the tests alone, with the versions of constraints-gpu.txt, in .venv-gpu-stack
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 2
 started=$SECONDS
-bash tools/setup_venv.sh test || exit $?
+venv=.venv
+setup=(test)
+if [ "${1:-}" = --gpu-stack ]; then
+    shift
+    venv=.venv-gpu-stack
+    setup=(--gpu-stack test)
+fi
+bash tools/setup_venv.sh "${setup[@]}" || exit $?
 
 # Tests start many processes; more threads than one in each would fight for the cores.
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-python="$root/.venv/bin/python"
+python="$root/$venv/bin/python"
 failed=()
 
 check() {
@@ -22,9 +30,11 @@ check() {
     return 0
 }
 
-check "ruff check" "$python" -m ruff check --quiet .
-check "ruff format" "$python" -m ruff format --quiet --check .
-check "mypy" "$python" -m mypy --no-error-summary
+if [ "$venv" = .venv ]; then
+    check "ruff check" "$python" -m ruff check --quiet .
+    check "ruff format" "$python" -m ruff format --quiet --check .
+    check "mypy" "$python" -m mypy --no-error-summary
+fi
 
 # Without arguments in three lanes side by side: a test that starts several processes leaves one core idle for half of
 # its time. What shares the cores takes longer, so a test's time limit is longer too.

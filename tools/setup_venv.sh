@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository, or brings it up to date: bash tools/setup_venv.sh [extra ...]
+# Makes .venv in the repository, or brings it up to date: bash tools/setup_venv.sh [--gpu-stack] [extra ...]
 #
 # Extras are those of setup.py (test, peft, tensorboard, triton). Versions come from constraints.txt. Does nothing when
 # setup.py, pyproject.toml, constraints.txt and csrc are as they were and the extras are installed.
+#   --gpu-stack       makes .venv-gpu-stack instead, where the versions of constraints-gpu.txt take the place of others
 #   PYTHON            interpreter to make .venv with; if unset, the first of python3, python3.12, python3.11 that is 3.11+
 #   TORCH_INDEX_URL   further package index for torch: https://download.pytorch.org/whl/cpu spares a machine without a
 #                     GPU gigabytes of CUDA packages
@@ -10,8 +11,16 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-python=.venv/bin/python
-stamp=.venv/.setup-stamp
+venv=.venv
+pins=(constraints.txt)
+if [ "${1:-}" = --gpu-stack ]; then
+    shift
+    venv=.venv-gpu-stack
+    pins=(constraints-gpu.txt constraints.txt)
+fi
+python=$venv/bin/python
+stamp=$venv/.setup-stamp
+constraints=$venv/constraints.txt
 started=$SECONDS
 
 say() { printf '[setup %3ds] %s\n' "$((SECONDS - started))" "$*" >&2; }
@@ -30,13 +39,13 @@ find_python() {
         "PYTHON to its path."
 }
 
-if [ -e .venv ] && ! new_enough "$python"; then
-    fail "$root/.venv has no Python 3.11 or newer in it: remove that folder and start again."
+if [ -e $venv ] && ! new_enough "$python"; then
+    fail "$root/$venv has no Python 3.11 or newer in it: remove that folder and start again."
 fi
 
 installed=""
 # A stamp is the checksum of what decides the versions, then the extras that are installed.
-fingerprint=$(cat setup.py pyproject.toml constraints.txt csrc/*.* | cksum | tr ' ' '-')
+fingerprint=$(cat setup.py pyproject.toml "${pins[@]}" csrc/*.* | cksum | tr ' ' '-')
 if [ -f "$stamp" ]; then
     read -r old installed <"$stamp" || true
     missing=""
@@ -49,19 +58,22 @@ if [ -f "$stamp" ]; then
 fi
 extras=$(printf '%s\n' $installed "$@" | sort -u | tr '\n' ' ')
 
-if [ ! -e .venv ]; then
+if [ ! -e $venv ]; then
     interpreter=$(find_python)
-    say "making .venv with $("$interpreter" --version 2>&1)"
-    "$interpreter" -m venv .venv || fail "$interpreter cannot make a virtual environment: install its venv package."
+    say "making $venv with $("$interpreter" --version 2>&1)"
+    "$interpreter" -m venv $venv || fail "$interpreter cannot make a virtual environment: install its venv package."
 fi
+
+# Of a package that several files pin, the first one's pin counts.
+awk -F '==' '!/==/ || !seen[$1]++' "${pins[@]}" >"$constraints"
 
 # An index that names places on other machines makes pip warn of each one, dozens of times; errors pass.
 install() {
-    "$python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@" \
+    "$python" -m pip install --quiet --disable-pip-version-check --constraint "$constraints" "$@" \
         2> >(grep -v "^WARNING: Location '.*' is ignored" >&2 || true)
 }
 
-torch=$(grep '^torch==' constraints.txt)
+torch=$(grep '^torch==' "$constraints")
 say "installing $torch"
 install ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "$torch" setuptools
 list=$(echo $extras | tr ' ' ',')

@@ -9,17 +9,20 @@ from engine.batch import IGNORE_LABEL, Batch
 from engine.distributed.mesh import single_process_mesh
 from engine.distributed.sharding import NamedShard
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
+from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.families import family_of
 from engine.objectives.language_modeling import LanguageModeling
+from engine.ops.attention.varlen import choose_attention
 from engine.ops.backends import choose_kernels
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import choose_backend
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
+from engine.training.base_encoding import named_encoding
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
@@ -32,6 +35,7 @@ from rankfold.benchmarking.model import (
     TARGETS,
     WEIGHT_DECAY,
     Outcome,
+    document_lengths,
     draw,
     hf_config,
 )
@@ -51,20 +55,32 @@ class EngineSide:
         plan = TrainingPlan(adapter=lambda module: settings if module.rpartition(".")[2] in TARGETS else None)
         dtype = TORCH_DTYPES[options.dtype]
         kernels, self.kernels = choose_kernels(options.kernels, device=device, dtype=dtype)
+        if options.documents > 1:
+            head_dim = options.hidden // options.heads
+            choice = choose_attention(kernels, "auto", device=device, dtype=dtype, head_dim=head_dim, packed=True)
+            kernels, self.kernels = choice.kernels, f"{self.kernels}; {choice.sentence}"
+        base = None if options.base_dtype == "none" else named_encoding(options.base_dtype, options.kernels, device)
         self.model = Decoder(
             family.config_from_hf(text),
-            layout=TensorLayout(kernels=kernels),
+            layout=TensorLayout(kernels=kernels, base=base),
             plan=plan,
             device=device,
             dtype=dtype,
         )
         self._entries = list(shard_entries(self.model))
         self._fill([entry.shard for entry in self._entries])
+        fill_encoded(encoded_entries(self.model), self._drawn)
 
     def _fill(self, shards: list[NamedShard]) -> None:
         for shard in shards:
             module, _, leaf = shard.name.rpartition(".")
             draw(f"{self._names.module_to_hf(module)}.{leaf}", shard.tensor)
+
+    def _drawn(self, entry: EncodedEntry) -> Tensor:
+        """Draws the weight that is stored encoded."""
+        weight = torch.empty(entry.spec.local_shape, dtype=TORCH_DTYPES[self._options.dtype], device=self._device)
+        self._fill([NamedShard(entry.name, weight, entry.spec)])
+        return weight
 
     def prepare(self) -> None:
         mesh = single_process_mesh()
@@ -87,21 +103,25 @@ class EngineSide:
 
     def _batch(self, ids_BS: Tensor) -> Batch:
         rows, length = ids_BS.shape
-        labels = torch.full_like(ids_BS, IGNORE_LABEL)
-        labels[:, :-1] = ids_BS[:, 1:]
+        lengths = document_lengths(self._options)
+        ends = torch.tensor([0, *lengths], device=ids_BS.device).cumsum(0)
+        labels = ids_BS.flatten().roll(-1)
+        labels[ends[1:] - 1] = IGNORE_LABEL
+        labels = labels.view(rows, length)
         tokens = torch.arange(rows * length, device=ids_BS.device).view(rows, length)
+        positions = torch.cat([torch.arange(one, device=ids_BS.device) for one in lengths]).view(rows, length)
         return Batch(
             tokens_BS=ids_BS,
             labels_BS=labels,
-            positions_BS=tokens % length,
+            positions_BS=positions,
             token_index_BS=tokens,
             loss_weights_BS=(labels != IGNORE_LABEL).float(),
-            document_offsets=torch.arange(0, (rows + 1) * length, length, dtype=torch.int32),
-            document_lengths=(length,) * rows,
+            document_offsets=ends.to(torch.int32),
+            document_lengths=lengths,
         )
 
     def step(self, ids_BS: Tensor) -> Outcome:
-        targets = ids_BS.shape[0] * (ids_BS.shape[1] - 1)
+        targets = ids_BS.shape[0] * (ids_BS.shape[1] - self._options.documents)
         result = self._step([self._batch(ids_BS)], float(targets), LEARNING_RATE)
         return Outcome(result.loss, result.grad_norm)
 
@@ -112,6 +132,10 @@ class EngineSide:
 
     def linear_weights(self) -> list[tuple[Tensor, bool]]:
         """Returns each frozen product's weight [out, in] in forward order, and whether backward needs its input's
-        gradient: nothing below the first layer's queries, keys and values is trained."""
+        gradient: nothing below the first layer's queries, keys and values is trained. For encoded weights others of
+        --dtype stand in, one for each shape."""
         linears = [m for m in self.model.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
-        return [(linear.weight_view(), place > 0) for place, linear in enumerate(linears)]
+        weights, dtype = [linear.weight_view() for linear in linears], TORCH_DTYPES[self._options.dtype]
+        shapes = {weight.shape for weight in weights if weight.is_meta}
+        instead = {shape: torch.randn(shape, device=self._device).to(dtype) for shape in shapes}
+        return [(instead.get(weight.shape, weight), place > 0) for place, weight in enumerate(weights)]

@@ -1,10 +1,12 @@
 """Runs the first tests and benchmarks on a machine with a GPU, part by part: bash tools/gpu_first_hour.sh OUT [PART
 ...]
 
-First whether everything is right, then what decides how products and norms run, then whole steps. A part that fails or
-takes longer than its nine minutes does not stop the others. For each part OUT gets its log, a JSON and a Markdown file,
-and at the end summary.json and summary.md over all parts that OUT has, also from earlier calls. Without PART all parts
-run; a part is named by its number or its name. The status is 0 where all parts passed and 1 where one did not.
+First whether everything is right, then what decides how products and norms run, then whole steps, then layouts of
+several GPUs where there are some. A part that fails or takes longer than its nine minutes does not stop the others. For
+each part OUT gets its log, a JSON and a Markdown file, and at the end summary.json and summary.md over all parts that
+OUT has, also from earlier calls, with the figures that have a target and whether they met it. Without PART all parts
+run that have not passed yet, so that a second call resumes where the first stopped. A part that is named, by its number
+or its name, runs again. The status is 1 where a part of OUT did not pass, else 0.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,69 +30,13 @@ from engine.errors import UserError
 from engine.telemetry.errors import run_command
 from engine.telemetry.format import format_columns
 from rankfold.benchmarking.first_hour_figures import key_figures, record_of_tests
+from rankfold.benchmarking.first_hour_parts import PARTS, ROOT, Part
+from rankfold.benchmarking.first_hour_targets import judge
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 540.0
 """Seconds that one part may take."""
-PRESET = "--preset llama3-8b"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """A part of the first hour: one command.
-
-    Args:
-        name: of the part and, with its number, of its files.
-        tool: "tests" for pytest, or a section of `rankfold benchmark`.
-        arguments: of the tool, without those that say where results go.
-    """
-
-    name: str
-    tool: str
-    arguments: str
-
-    def command(self, stem: Path) -> list[str]:
-        """Returns the whole command; its results begin with `stem`."""
-        if self.tool == "tests":
-            files = [
-                str(found.relative_to(ROOT)) for word in self.arguments.split() for found in sorted(ROOT.glob(word))
-            ]
-            # the project's own pytest options want pytest-timeout, which a machine with a GPU may lack
-            return [
-                sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-o", "addopts=", "-p", "no:cacheprovider",
-                f"--junitxml={stem}.xml", *files,
-            ]  # fmt: skip
-        results = ["--json", f"{stem}.json", "--markdown", f"{stem}.md"]
-        return [sys.executable, "tools/benchmark.py", self.tool, *shlex.split(self.arguments), *results]
-
-
-PARTS = (
-    Part(
-        name="test-kernels",
-        tool="tests",
-        arguments="tests/kernels/test_triton_[!t]*.py tests/kernels/test_linear_cross_entropy.py",
-    ),
-    Part(
-        name="test-training",
-        tool="tests",
-        arguments="tests/kernels/test_triton_training.py tests/unit/test_cuda_graph.py "
-        "tests/unit/test_varlen_attention.py",
-    ),
-    Part(
-        name="check-kernels",
-        tool="kernels",
-        arguments="--repeats 0 --only norm,swiglu,low-rank,dropout,head,attention",
-    ),
-    Part(name="check-lora-tax", tool="lora-tax", arguments="--repeats 0"),
-    Part(name="product", tool="kernels", arguments="--only product"),
-    Part(name="elementwise", tool="kernels", arguments="--only norm,swiglu"),
-    Part(name="attention", tool="kernels", arguments="--only attention"),
-    Part(name="step", tool="step", arguments=f"{PRESET} --peers none --repeats 10"),
-    Part(name="step-peft", tool="step", arguments=f"{PRESET} --rows 1 --peers peft --repeats 10"),
-    Part(name="graph", tool="graph", arguments="--dtype bfloat16"),
-    Part(name="lora-tax", tool="lora-tax", arguments=""),
-    Part(name="memory", tool="memory", arguments=f"{PRESET} --peers peft"),
-)
+PASSED, LEFT_OUT = "passed", "left out"
+"""Statuses: a part that ran to its end, and one for which this machine has too few GPUs or too little memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +46,10 @@ class Outcome:
     Args:
         number, name, command: of the part.
         seconds: it took.
-        status: "passed", "failed" or "out of time".
-        figures: its main figures in a few words.
+        status: PASSED, "failed", "out of time" or LEFT_OUT.
+        figures: its main figures in a few words, or why it was left out.
+        targets: its figures that have a target.
+        missed: how many of them missed it.
     """
 
     number: int
@@ -109,6 +58,8 @@ class Outcome:
     seconds: float
     status: str
     figures: str
+    targets: tuple[str, ...] = ()
+    missed: int = 0
 
 
 def chosen_parts(names: Sequence[str], parts: Sequence[Part] = PARTS) -> list[tuple[int, Part]]:
@@ -130,13 +81,17 @@ def run_part(number: int, part: Part, out: Path, seconds: float = SECONDS) -> Ou
     """Runs one part, with its output in its log, and leaves JSON and Markdown, whatever the outcome."""
     stem = out / f"{number:02d}-{part.name}"
     for old in out.glob(f"{stem.name}.*"):
-        old.unlink()
+        if old.is_dir():
+            shutil.rmtree(old)
+        else:
+            old.unlink()
+    part.prepare(stem)
     command, start = part.command(stem), time.monotonic()
     with Path(f"{stem}.log").open("wb") as log:
         # a session of its own: the processes that a section starts end with it
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            status = "passed" if process.wait(seconds) == 0 else "failed"
+            status = PASSED if process.wait(seconds) == 0 else "failed"
         except subprocess.TimeoutExpired:
             status = "out of time"
         finally:
@@ -144,7 +99,8 @@ def run_part(number: int, part: Part, out: Path, seconds: float = SECONDS) -> Ou
     taken = time.monotonic() - start
     log_text = Path(f"{stem}.log").read_text(encoding="utf-8", errors="replace")
     record = _record(stem, part)
-    figures = key_figures(record, log_text) if status == "passed" or record is not None else _last_line(log_text)
+    figures = _last_line(log_text) if record is None else key_figures(record)
+    judged = judge(record, log_text)
     outcome = Outcome(
         number=number,
         name=part.name,
@@ -152,6 +108,8 @@ def run_part(number: int, part: Part, out: Path, seconds: float = SECONDS) -> Ou
         seconds=round(taken, 1),
         status=status,
         figures=figures,
+        targets=tuple(map(str, judged)),
+        missed=sum(not one.is_met for one in judged),
     )
     _write_what_is_missing(stem, outcome, record)
     return outcome
@@ -185,6 +143,9 @@ def _write_what_is_missing(stem: Path, outcome: Outcome, record: dict[str, Any] 
         lines = [f"### {outcome.name}", f"`{outcome.command}`", f"- {outcome.status}: {outcome.figures}"]
         lines += [f"- failed: {name}" for name in (record or {}).get("failed", ())]
         path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    if outcome.targets:
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n" + "".join(f"- {line}\n" for line in ("Targets:", *outcome.targets)))
     Path(f"{stem}.outcome").write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
 
 
@@ -200,22 +161,60 @@ def summarise(out: Path) -> str:
     (out / "summary.json").write_text(
         json.dumps([asdict(each) for each in outcomes], indent=2) + "\n", encoding="utf-8"
     )
-    head = ("part", "seconds", "status", "key figures")
-    rows = [(f"{each.number} {each.name}", f"{each.seconds:.0f}", each.status, each.figures) for each in outcomes]
+    head = ("part", "seconds", "status", "targets", "key figures")
+    rows = [
+        (f"{each.number} {each.name}", f"{each.seconds:.0f}", each.status, _targets(each), each.figures)
+        for each in outcomes
+    ]
     cells = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
-    lines = [f"| {' | '.join(row)} |" for row in (head, ("---", "---:", "---", "---"), *cells)]
+    lines = [f"| {' | '.join(row)} |" for row in (head, ("---", "---:", "---", "---", "---"), *cells)]
     (out / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return "\n".join(line.rstrip() for line in format_columns((head, *rows)))
 
 
-def _require_gpu() -> None:
-    """Raises UserError where torch is missing or sees no GPU."""
+def _targets(outcome: Outcome) -> str:
+    met = len(outcome.targets) - outcome.missed
+    return f"{met} of {len(outcome.targets)} met" if outcome.targets else ""
+
+
+def _has_passed(number: int, part: Part, out: Path) -> bool:
+    """Whether an earlier call ran this part to its end."""
+    path = out / f"{number:02d}-{part.name}.outcome"
+    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["status"] == PASSED
+
+
+def leave_out(number: int, part: Part, out: Path, why: str) -> Outcome:
+    """Notes that this machine cannot run a part."""
+    stem = out / f"{number:02d}-{part.name}"
+    outcome = Outcome(
+        number=number, name=part.name, command=shlex.join(part.command(stem)), seconds=0.0, status=LEFT_OUT, figures=why
+    )
+    _write_what_is_missing(stem, outcome, None)
+    return outcome
+
+
+def _what_is_missing(part: Part, gpus: int, gib: float) -> str:
+    """Returns why a machine with so many GPUs, of so much memory each, cannot run a part; "" where it can."""
+    if part.gpus > gpus:
+        return f"needs {part.gpus} GPUs, here {'is' if gpus == 1 else 'are'} {gpus}"
+    if part.memory > gib:
+        return f"needs a GPU of {part.memory} GiB, here it has {gib:.0f}"
+    return ""
+
+
+def _require_gpu() -> tuple[int, float]:
+    """Returns the number of GPUs and the GiB of the first.
+
+    Raises:
+        UserError: torch is missing or sees no GPU.
+    """
     try:
         import torch
     except ImportError:
         raise UserError(f"{sys.executable} has no torch: name an interpreter that has it by PYTHON=...") from None
     if not torch.cuda.is_available():
         raise UserError("torch sees no GPU here: run this on a machine with one, or add --dry-run to see the commands.")
+    return torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory / 2**30
 
 
 def main() -> None:
@@ -229,17 +228,24 @@ def main() -> None:
         for number, part in chosen:
             print(f"{number} {part.name}: {shlex.join(part.command(arguments.out / f'{number:02d}-{part.name}'))}")
         return
-    _require_gpu()
+    gpus, gib = _require_gpu()
     out = arguments.out.absolute()  # the parts run in the repository's folder
     out.mkdir(parents=True, exist_ok=True)
-    failed = False
     for number, part in chosen:
-        print(f"[first hour] {number} {part.name}", file=sys.stderr, flush=True)
-        outcome = run_part(number, part, out)
-        failed |= outcome.status != "passed"
-        print(f"[first hour] {outcome.status} after {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
+        if not arguments.parts and _has_passed(number, part, out):
+            _say(f"{number} {part.name}: passed before")
+            continue
+        _say(f"{number} {part.name}")
+        why = _what_is_missing(part, gpus, gib)
+        outcome = leave_out(number, part, out, why) if why else run_part(number, part, out)
+        _say(why or f"{outcome.status} after {outcome.seconds:.0f} s")
     print(summarise(out))
-    sys.exit(1 if failed else 0)
+    outcomes = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    sys.exit(0 if all(each["status"] in (PASSED, LEFT_OUT) for each in outcomes) else 1)
+
+
+def _say(what: str) -> None:
+    print(f"[first hour] {what}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,21 +20,17 @@ def record_of_tests(xml: str) -> dict[str, Any]:
     return {"section": "tests", "counts": counts, "failed": failed}
 
 
-def key_figures(record: dict[str, Any] | None, log: str) -> str:
-    """Returns the main figures in one line.
-
-    Args:
-        record: what the part wrote as JSON.
-        log: what it printed.
-    """
-    if record is None:
-        return "it left no results"
+def key_figures(record: dict[str, Any]) -> str:
+    """Returns the main figures in one line of what a part wrote as JSON."""
+    if "certified" in record:
+        layouts = record["comparisons"]
+        return f"{sum(one['certified'] for one in layouts)} of {len(layouts)} layouts compute what one process does"
     match record.get("section"):
         case "tests":
             return ", ".join(f"{count} {what}" for what, count in record["counts"].items())
         case "step":
             return _step(record)
-        case "graph":
+        case "graph" | "machine-speed":
             return _rows([record])
         case _:
             tables = record.get("tables", [])

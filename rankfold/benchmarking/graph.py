@@ -148,7 +148,9 @@ def run(options: GraphOptions) -> Table:
         raise UserError("the section graph replays CUDA graphs and torch sees no GPU here: run it on one.")
     kernels, sentence = choose_kernels(options.kernels, device=device, dtype=TORCH_DTYPES[options.dtype])
     head_dim = options.hidden // options.heads
-    choice = choose_attention(kernels, device=device, dtype=TORCH_DTYPES[options.dtype], head_dim=head_dim, packed=True)
+    choice = choose_attention(
+        kernels, "auto", device=device, dtype=TORCH_DTYPES[options.dtype], head_dim=head_dim, packed=True
+    )
     if not choice.on_device:
         raise UserError(f"no graph can be captured here ({choice.sentence}): use --dtype bfloat16.")
     measured = {}

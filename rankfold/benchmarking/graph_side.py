@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,6 +36,7 @@ from rankfold.benchmarking.model import (
     WEIGHT_DECAY,
     draw,
     hf_config,
+    mixed_lengths,
 )
 from rankfold.benchmarking.sections import GraphOptions
 
@@ -126,8 +126,7 @@ def make_batch(options: GraphOptions, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
     for _ in range(rows):
-        cuts = torch.randperm(length - 1, generator=generator)[: options.documents - 1].sort().values + 1
-        lengths += [stop - start for start, stop in pairwise([0, *cuts.tolist(), length])]
+        lengths += mixed_lengths(length, options.documents, generator)
     tokens = torch.randint(options.vocab, (rows * length,), generator=generator)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     labels = torch.cat((tokens[1:], tokens[:1]))

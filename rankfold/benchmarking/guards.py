@@ -37,9 +37,10 @@ from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.liveness import LivenessGuard
 from engine.training.guards.replicas import ReplicaGuard
 from engine.training.guards.run_guards import FROZEN_EVERY, Guards, StepSeen
+from engine.training.host_copy import StepFigures
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
-from engine.training.step import StepResult, TrainStep
+from engine.training.step import TrainStep
 from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.graph_side import make_batch
 from rankfold.benchmarking.machine import describe
@@ -123,16 +124,17 @@ class _Rank:
         dist.barrier()
         begin, own = _now(), torch.zeros(2, dtype=torch.float64)
         result = self._step(batches, targets, LEARNING_RATE)
+        figures = StepFigures(result)
         if guarded:
             at = _now()
-            self._guards.after(StepSeen(self._count, batches, targets, LEARNING_RATE, self._count, result))
+            self._guards.after(StepSeen(self._count, batches, targets, LEARNING_RATE, self._count, result, figures))
             own += _now() - at
-        figures = _read(self._before or result)
+        (self._before or figures).read()
         if guarded:
             at = _now()
-            self._guards.read(self._count, *figures)
+            self._guards.read(self._count)
             own += _now() - at
-        self._before = result
+        self._before = figures
         return _timed(_now() - begin, own)
 
     def _alone(self, work: Callable[[], object]) -> Timed:
@@ -156,10 +158,6 @@ def _now() -> Tensor:
 def _timed(spent: Tensor, own: Tensor) -> Timed:
     (seconds, cpu), (own_seconds, own_cpu) = spent.tolist(), own.tolist()
     return Timed(seconds, own_seconds, cpu, own_cpu)
-
-
-def _read(result: StepResult) -> tuple[float, float]:
-    return float(result.loss), float(result.grad_norm)
 
 
 def _rank(rank: int, options: GuardsOptions, folder: str, answers: Any) -> None:

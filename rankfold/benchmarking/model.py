@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -93,17 +94,31 @@ def draw_batches(options: ModelOptions, device: torch.device, count: int) -> lis
     return [torch.randint(options.vocab, shape, generator=generator).to(device) for _ in range(count)]
 
 
+def mixed_lengths(length: int, documents: int, generator: torch.Generator) -> list[int]:
+    """Returns the lengths of the documents of a row, cut at random places."""
+    cuts = torch.randperm(length - 1, generator=generator)[: documents - 1].sort().values + 1
+    return [stop - start for start, stop in pairwise([0, *cuts.tolist(), length])]
+
+
+def document_lengths(options: ModelOptions) -> tuple[int, ...]:
+    """Returns the lengths of all documents of a batch, the same for every batch."""
+    generator = torch.Generator().manual_seed(0)
+    rows = (mixed_lengths(options.length, options.documents, generator) for _ in range(options.rows))
+    return tuple(length for row in rows for length in row)
+
+
 def step_operations(options: ModelOptions) -> int:
     """Returns the floating-point operations of a LoRA step: what any implementation multiplies, without adapters.
 
     4 per weight and token (forward and input gradient; no weight gradient) over all linears and the head, and causal
-    attention's 6 L s h a token, forward and backward. That nothing is needed below the first layer is not subtracted,
-    as it is not in published figures.
+    attention's 6 L s h a token of a document of s, forward and backward. That nothing is needed below the first layer
+    is not subtracted, as it is not in published figures.
     """
     hidden, kv_width = options.hidden, options.kv_width
     layer = hidden * (2 * hidden + 2 * kv_width) + 3 * hidden * options.intermediate
     weights = options.layers * layer + hidden * options.vocab
-    return options.tokens * (4 * weights + 6 * options.layers * options.length * hidden)
+    squares = sum(length * length for length in document_lengths(options))
+    return 4 * options.tokens * weights + 6 * options.layers * squares * hidden
 
 
 def attention_kernel(loss: Tensor) -> str:

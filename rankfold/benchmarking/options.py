@@ -10,6 +10,7 @@ import argparse
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
+from engine.choices import BASE_DTYPES
 from engine.config.model import KERNELS, DType
 from engine.errors import UserError
 
@@ -63,6 +64,15 @@ def _check_heads(record: Any) -> None:
         raise UserError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}: change one.")
 
 
+def check_documents(record: Any) -> None:
+    """Checks that each document of a row can have 2 tokens, so that one can be predicted."""
+    if record.length < 2 * record.documents:
+        raise UserError(
+            f"--length {record.length} leaves documents of less than 2 tokens with --documents {record.documents}: "
+            "give longer rows or fewer documents."
+        )
+
+
 def check_common(record: Any) -> None:
     """Checks dropout, choices and peers, which every section has."""
     if not 0.0 <= record.dropout < 1.0:
@@ -109,9 +119,11 @@ class ModelOptions:
     rank: int = option(16, "rank of the adapters")
     rows: int = option(2, "rows in a batch")
     length: int = option(512, "tokens in a row")
+    documents: int = option(1, "documents in a row, of mixed lengths; with more than one there are no peers")
     dropout: float = option(0.0, "dropout on the adapters' input")
     dtype: str = option("float32", "of weights and activations", DTYPES)
     kernels: str = option("auto", "the engine's kernels", KERNELS)
+    base_dtype: str = option("none", "how the engine stores frozen weights; none as --dtype", ("none", *BASE_DTYPES))
     peers: str = option("all", "peers to compare the engine with: all, none, or a list")
     threads: int = option(0, "CPU threads; 0 leaves torch's choice")
     device: str = option("auto", "auto takes a GPU where there is one", DEVICES)
@@ -121,8 +133,13 @@ class ModelOptions:
         if self.length < 2:
             raise UserError(f"--length is {self.length}: give at least 2 tokens, so that one can be predicted.")
         at_least(self, 0, "threads")
+        at_least(self, 1, "documents")
         _check_heads(self)
         check_common(self)
+        if self.documents > 1 and chosen_names(self.peers, self.PEERS, "peers"):
+            raise UserError(f"--documents {self.documents} packs rows, which the peers here do not: add --peers none.")
+        if self.base_dtype != "none" and chosen_names(self.peers, self.PEERS, "peers"):
+            raise UserError(f"--base-dtype {self.base_dtype} rounds weights, which the peers keep: add --peers none.")
 
     @property
     def tokens(self) -> int:
@@ -151,6 +168,7 @@ class StepOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
+        check_documents(self)
         at_least(self, 1, "repeats")
         at_least(self, 0, "warmup")
 
@@ -170,6 +188,7 @@ class MemoryOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
+        check_documents(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +208,7 @@ class KernelOptions:
     )  # fmt: skip
 
     tokens: int | None = by_device(1024, 8192, "tokens")
-    length: int | None = by_device(512, 4096, "tokens in a document, for attention")
+    length: int | None = by_device(512, 4096, "tokens in a document, or in a row of several, for attention")
     hidden: int | None = by_device(1024, 4096, "width of the residual stream")
     heads: int | None = by_device(16, 32, "number of query heads; the head size is hidden / heads")
     kv_heads: int | None = by_device(8, 8, "number of key/value heads")

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from engine.errors import UserError
 from rankfold.benchmarking.options import (
+    DEVICES,
     DTYPES,
     KernelOptions,
     MemoryOptions,
@@ -15,8 +16,29 @@ from rankfold.benchmarking.options import (
     StepOptions,
     TaxOptions,
     at_least,
+    by_device,
+    check_documents,
     option,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedOptions:
+    """The speeds of this machine that all other figures are held against: memory, products, and launches.
+
+    Raises:
+        UserError: sizes below 1.
+    """
+
+    copy_mib: int | None = by_device(128, 4096, "MiB of the copy")
+    size: int | None = by_device(2048, 8192, "rows and columns of the square products")
+    repeats: int = option(15, "timed runs of each")
+    warmup: int = option(3, "untimed runs of each before")
+    device: str = option("auto", "auto takes a GPU where there is one", DEVICES)
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "copy_mib", "size", "repeats")
+        at_least(self, 0, "warmup")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +61,7 @@ class GraphOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
-        for name in ("documents", "accumulation", "repeats"):
+        for name in ("accumulation", "repeats"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} is {getattr(self, name)}: give a number of at least 1.")
         if min(self.row_lengths()) < 2 * self.documents:
@@ -122,14 +144,10 @@ class GuardsOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
-        at_least(self, 1, "documents", "repeats")
+        at_least(self, 1, "repeats")
         at_least(self, 2, "ranks")
         at_least(self, 0, "warmup")
-        if self.length < 2 * self.documents:
-            raise UserError(
-                f"--length {self.length} leaves documents of less than 2 tokens with --documents {self.documents}: "
-                "give longer rows or fewer documents."
-            )
+        check_documents(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +206,7 @@ SECTIONS: dict[str, type] = {
     "step": StepOptions,
     "kernels": KernelOptions,
     "lora-tax": TaxOptions,
+    "machine-speed": SpeedOptions,
     "memory": MemoryOptions,
     "graph": GraphOptions,
     "preprocess": PreprocessOptions,

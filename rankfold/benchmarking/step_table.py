@@ -78,6 +78,7 @@ def step_table(options: StepOptions, device: torch.device, measured: StepMeasure
             **({"speedup_over_peft": paired_ratio(clock[PEER], clock[ENGINE])._asdict()} if PEER in clock else {}),
             "speedup": {name: paired_ratio(clock[name], clock[ENGINE])._asdict() for name in _peers(measured)},
             "step_operations": step_operations(options),
+            "ceiling_operations": measured.ceiling_operations,
             "peak_bytes": measured.memory,
             "attention": measured.attention,
             "arrangement": measured.arrangement,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import UserError
+from engine.files.durable import write_named
 from engine.telemetry.output import say
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ def certify(options: CertifyOptions, worker: Path | None = None) -> Certificate:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        with write_named(path) as file:
+            file.write(text)
     except OSError as error:
         raise UserError(f"--json {path} cannot be written ({error.strerror}): give another path.") from None
 

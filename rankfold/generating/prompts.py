@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.files.documents import parse_record, read_text
+from engine.files.durable import write_named
 from engine.files.refusals import writing
 from engine.inference.generate import Answer, Request
 
@@ -102,7 +103,7 @@ class RecordsOut:
         self._file: TextIO = sys.stdout
         if path is not None:
             with self._writing():
-                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+                self._file = write_named(path)
 
     def add(self, answer: Answer) -> None:
         """Takes an answer in any order."""

@@ -20,7 +20,7 @@ from rankfold.benchmarking import step
 from rankfold.benchmarking.arrangement import arrange
 from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.floor import GemmFloor
-from rankfold.benchmarking.model import attention_kernel, draw, draw_batches, step_operations
+from rankfold.benchmarking.model import attention_kernel, document_lengths, draw, draw_batches, step_operations
 from rankfold.benchmarking.options import StepOptions, add_options, read_options
 from rankfold.benchmarking.peak_memory import peak_above_now
 from rankfold.benchmarking.peft_side import PeftSide
@@ -171,6 +171,35 @@ def test_turns_are_spread_over_the_rounds(repeats: int, turns: list[int]) -> Non
 def test_sides_that_fit_are_alive_at_once(shares: dict[str, float | None]) -> None:
     arrangement = arrange(shares, 5)
     assert arrangement.blocks == ((tuple(shares), 5),) and "alive at once" in arrangement.sentence
+
+
+def test_packed_rows_of_the_engines_side() -> None:
+    """Documents see themselves alone: each token's loss is that of its document in a row of its own."""
+    options = replace(SMALL, documents=3, dropout=0.0, peers="none")
+    side = EngineSide(options, CPU)
+    (ids,) = draw_batches(options, CPU, 1)
+    lengths = document_lengths(options)
+    assert len(lengths) == 3 * options.rows and len(set(lengths[:3])) > 1
+    assert sum(lengths[:3]) == sum(lengths[3:6]) == options.length
+    total, targets, start = 0.0, 0, 0
+    for length in lengths:
+        if length > 1:
+            alone = EngineSide(replace(SMALL, rows=1, length=length, dropout=0.0), CPU)
+            document = ids.flatten()[start : start + length][None]
+            total += alone.loss(document).item() * (length - 1)
+        targets += length - 1
+        start += length
+    assert side.loss(ids).item() == pytest.approx(total / targets, rel=1e-5)
+    side.prepare()
+    assert float(side.step(ids).loss) == pytest.approx(total / targets, rel=1e-5)
+    attention = [6 * SMALL.layers * SMALL.hidden * squares for squares in (
+        sum(length**2 for length in lengths), SMALL.rows * SMALL.length**2
+    )]  # fmt: skip
+    assert step_operations(SMALL) - step_operations(options) == attention[1] - attention[0]
+    with pytest.raises(UserError, match="--documents 2 packs rows, .* add --peers none"):
+        StepOptions(documents=2)
+    with pytest.raises(UserError, match="--length 4 leaves documents of less than 2 tokens with --documents 3"):
+        StepOptions(documents=3, length=4, peers="none")
 
 
 def test_floor_counts_what_a_lora_step_multiplies() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from engine.models.dtypes import TORCH_DTYPES
+from engine.ops.attention.flash import FLASH2
 from engine.ops.attention.varlen import why_not_varlen
 from engine.ops.kernels import REFERENCE
 from rankfold.benchmarking import graph
@@ -83,8 +84,8 @@ def test_steps_are_packed_in_changing_ways():
 def test_the_defaults_run_on_a_gpu():
     """Attention must read the documents on the device, which torch's kernel does in 16 bits alone."""
     options, kernels = GraphOptions(), replace(REFERENCE, name="triton")
-    setting = {"device": torch.device("cuda"), "dtype": TORCH_DTYPES[options.dtype], "capability": (9, 0)}
-    assert why_not_varlen(kernels, **setting, head_dim=options.hidden // options.heads) is None
+    assert why_not_varlen(kernels, device=torch.device("cuda"), dtype=TORCH_DTYPES[options.dtype]) is None
+    assert FLASH2.why_not(head_dim=options.hidden // options.heads, capability=(9, 0)) is None
 
 
 def test_without_a_gpu_there_is_nothing_to_measure():

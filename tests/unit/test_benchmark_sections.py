@@ -18,10 +18,12 @@ pytest.importorskip("peft", reason="the lora-tax and memory sections compare wit
 pytest.importorskip("triton", reason="the kernels section counts bytes with the Triton kernels' own functions")
 
 from engine.errors import UserError
+from engine.kernels.records import Documents
 from engine.ops.kernels import REFERENCE
 from rankfold.benchmarking.case import Case, Wrong
 from rankfold.benchmarking.case import check as check_case
 from rankfold.benchmarking.ceilings import Demand
+from rankfold.benchmarking.kernels import attention
 from rankfold.benchmarking.kernels.first_calls import measure_first_calls
 from rankfold.benchmarking.kernels.section import GROUPS, make_setting
 from rankfold.benchmarking.kernels.setting import Setting
@@ -88,7 +90,8 @@ def test_kernels_section(tmp_path: Path) -> None:
         for name in ("triton", "compile", "liger", "quack", "flash-attn", "flash-attn-4")
     )
     winners = [sentence for sentence in record["tables"][-1]["findings"] if "winner" in sentence]
-    assert len(winners) == 3 * 4  # forward with x made and with x given, and backward, of four linears
+    # forward with x made and with x given, backward, and backward with dB by two backends, of four linears
+    assert len(winners) == 5 * 4
     # by hand: x and y of 16 x 16 floats, 16 weights, 16 reciprocal norms
     assert cases["RMSNorm forward"]["moved_bytes"] == 4 * (2 * 16 * 16 + 16 + 16)
     # logits and input gradient of a head, 2 operations a product
@@ -109,6 +112,13 @@ def test_triton_kernels_are_checked_by_the_interpreter(tmp_path: Path) -> None:
     }
     assert expected <= found
     assert "nothing was timed" in record["findings"][0] and "median ms" not in rows[0]
+
+
+def test_torchs_function_for_documents_takes_the_call() -> None:
+    """On tensors that have shapes alone; it runs on a GPU only."""
+    q, k, v = (torch.empty(12, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (6, 2, 2))
+    documents = Documents(lengths=(5, 7), offsets=torch.empty(3, dtype=torch.int32, device="meta"), max_length=7)
+    assert attention._varlen_attn(documents, q, k, v).shape == q.shape
 
 
 def test_first_calls_of_two_processes() -> None:

@@ -9,17 +9,25 @@ import sys
 import time
 from argparse import ArgumentParser
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from engine.errors import UserError
-from rankfold.benchmarking.first_hour import PARTS, ROOT, Part, chosen_parts, run_part, summarise
+from rankfold.benchmarking import first_hour
+from rankfold.benchmarking.first_hour import LEFT_OUT, chosen_parts, run_part, summarise
 from rankfold.benchmarking.first_hour_figures import key_figures
+from rankfold.benchmarking.first_hour_parts import PARTS, ROOT, Part
+from rankfold.benchmarking.first_hour_targets import judge
 from rankfold.benchmarking.options import add_options, for_device, read_options
 from rankfold.benchmarking.sections import SECTIONS
+from rankfold.certifying.layouts import check_comparable, other_layout, own_layout
+from rankfold.planning import memory
 
-SECTION_PARTS = [part for part in PARTS if part.tool != "tests"]
+SECTION_PARTS = [part for part in PARTS if part.tool not in ("tests", "plan")]
+LAYOUT_PARTS = [part for part in PARTS if part.arguments.startswith("certify")]
+MEMORY_PARTS = [part for part in PARTS if part.arguments.startswith("memory") and part.tool == "plan"]
 TEST_PARTS = [part for part in PARTS if part.tool == "tests"]
 
 
@@ -28,7 +36,7 @@ def test_sections_take_their_arguments(part: Part) -> None:
     kind, parser = SECTIONS[part.tool], ArgumentParser(allow_abbrev=False)
     add_options(parser, kind)
     options = for_device(read_options(parser.parse_args(part.arguments.split()), kind), "cuda")
-    assert options.device == "auto" and options.dtype == "bfloat16"
+    assert options.device == "auto" and getattr(options, "dtype", "bfloat16") == "bfloat16"
 
 
 @pytest.mark.parametrize("part", TEST_PARTS, ids=lambda part: part.name)
@@ -40,10 +48,36 @@ def test_tests_are_there_and_have_some_for_a_gpu(part: Part) -> None:
     assert len(marked) >= len(files) - 2, "nothing for a GPU in some of them"
 
 
+@pytest.mark.parametrize("part", LAYOUT_PARTS, ids=lambda part: part.name)
+def test_layouts_fit_the_small_run_and_the_gpus(part: Part, tmp_path: Path) -> None:
+    part.prepare(tmp_path / "it")
+    words = part.command(tmp_path / "it")
+    config = Path(words[words.index("--config") + 1])
+    own = own_layout(config, 1)
+    others = [other_layout(config, 1, text) for word, text in pairwise(words) if word == "--against"]
+    check_comparable(own, others)
+    assert {other.num_ranks for other in others} == {part.gpus} and own.num_ranks == 1
+
+
+@pytest.mark.parametrize("part", MEMORY_PARTS, ids=lambda part: part.name)
+def test_what_is_measured_fits_the_gpu(
+    part: Part, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    parser = ArgumentParser()
+    memory.add_arguments(parser)
+    arguments = parser.parse_args(part.arguments.split()[1:])
+    assert arguments.measure
+    arguments.measure = False
+    memory.run(arguments)
+    assert "at most: fits" in capsys.readouterr().out
+    assert part.memory < arguments.gpu_memory
+
+
 def test_parts_are_named_by_number_or_name() -> None:
     assert [number for number, _ in chosen_parts([])] == list(range(1, len(PARTS) + 1))
-    assert [part.name for _, part in chosen_parts(["step", "1"])] == ["test-kernels", "step"]
-    with pytest.raises(UserError, match=r"no part 'nope': name some of 1 test-kernels, .*memory\."):
+    assert [part.name for _, part in chosen_parts(["step", "1"])] == ["machine-speed", "step"]
+    with pytest.raises(UserError, match=r"no part 'nope': name some of 1 machine-speed, 2 test-kernels, .*gpus\."):
         chosen_parts(["nope"])
 
 
@@ -75,7 +109,7 @@ def test_every_part_leaves_its_files_and_a_line_of_the_summary(tmp_path: Path) -
     run_part(3, _stand_in("", "silent"), tmp_path)
     text = summarise(tmp_path)
     assert [line.split()[:2] for line in text.splitlines()[1:]] == [["1", "right"], ["2", "wrong"], ["3", "silent"]]
-    assert "it left no results" in text
+    assert "it printed nothing" in text
     assert [each["name"] for each in json.loads((tmp_path / "summary.json").read_text())] == [
         "right",
         "wrong",
@@ -144,7 +178,78 @@ def test_figures_of_a_step() -> None:
         "section": "step", "seconds": {"engine": [0.4, 0.5, 0.6]}, "step_operations": 2.5e14,
         "speedup": {"PEFT": {"median": 1.5}},
     }  # fmt: skip
-    assert key_figures(record, "") == "500.0 ms, 500 TFLOP/s; 1.50 times PEFT"
+    assert key_figures(record) == "500.0 ms, 500 TFLOP/s; 1.50 times PEFT"
+
+
+def test_figures_are_held_against_their_targets() -> None:
+    step = {
+        "section": "step", "seconds": {"engine": [0.5], "square product": [0.1]}, "step_operations": 3.0,
+        "ceiling_operations": 1.0, "speedup": {"PEFT": {"median": 1.5}, "Liger": {"median": 0.9}},
+    }  # fmt: skip
+    assert [str(one) for one in judge(step, "")] == [
+        "share of the square product's speed 0.60 (target 0.75, missed)",
+        "speed over PEFT 1.50 (target 1.00)",
+        "speed over Liger 0.90 (target 1.00, missed)",
+    ]
+    graph = {
+        "section": "graph",
+        "rows": [
+            ("512 tokens, no graph", "1", "1", "1", "1.00", ""),
+            ("512 tokens, graphs of layers", "1", "1", "1", "1.60", "0.1"),
+            ("1024 tokens, graphs of layers", "1", "1", "1", "1.10", "0.1"),
+        ],
+    }
+    assert [(one.value, one.is_met) for one in judge(graph, "")] == [(1.6, True)]
+    case = {"seconds": {"torch": [1.0], "triton": [2.0]}, "limit_seconds": [1.7]}
+    kernels = {
+        "section": "kernels",
+        "tables": [{"group": "norm", "cases": {"forward": case}}, {"group": "dropout", "cases": {"mask": case}}],
+    }
+    assert [str(one) for one in judge(kernels, "")] == ["forward: share of the limit 0.85 (target 0.90, missed)"]
+    tax = {
+        "linear": "column",
+        "dropout": 0.1,
+        "seconds": {
+            "frozen": [1.0],
+            "frozen, engine (triton)": [0.9],
+            "engine (triton)": [0.93],
+            "engine (triton), not folded": [3.0],
+        },
+    }
+    (found,) = judge({"section": "lora-tax", "tables": [{"cases": [tax]}]}, "")
+    assert found.value == pytest.approx(0.93 / 0.9) and found.is_met
+    log = "on cuda      predicted  measured  factor\nGiB in a step   10.0  11.5  1.150\ntokens/s  5  6  1.2\n"
+    assert [(one.value, one.is_met) for one in judge(None, log)] == [(1.15, False)]
+
+
+def test_a_second_call_goes_on_where_the_first_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parts that passed are left alone, unless named; those that need more than is here are left out, and do not
+    count as failures."""
+    log = tmp_path / "ran"
+    note = f"open({str(log)!r}, 'a').write(NAME)"
+    parts = (
+        _stand_in(note.replace("NAME", "'right '"), "right"),
+        _stand_in(note.replace("NAME", "'wrong '") + "; raise SystemExit(1)", "wrong"),
+        replace(_stand_in("", "many"), gpus=2), replace(_stand_in("", "large"), memory=136),
+    )  # fmt: skip
+    monkeypatch.setattr(first_hour, "chosen_parts", lambda names: chosen_parts(names, parts))
+    monkeypatch.setattr(first_hour, "_require_gpu", lambda: (1, 79.1))
+
+    def call(*words: str) -> object:
+        monkeypatch.setattr(sys, "argv", ["gpu_first_hour.sh", str(tmp_path / "out"), *words])
+        with pytest.raises(SystemExit) as ended:
+            first_hour.main()
+        return ended.value.code
+
+    assert call() == 1 and log.read_text() == "right wrong "
+    outcomes = {one["name"]: one for one in json.loads((tmp_path / "out" / "summary.json").read_text())}
+    assert (outcomes["many"]["status"], outcomes["many"]["figures"]) == (LEFT_OUT, "needs 2 GPUs, here is 1")
+    assert outcomes["large"]["figures"] == "needs a GPU of 136 GiB, here it has 79"
+    assert call() == 1 and log.read_text() == "right wrong wrong "
+    assert "1 right: passed before" in capsys.readouterr().err
+    assert call("right") == 1 and log.read_text() == "right wrong wrong right "
 
 
 def _script(*arguments: str, torch: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -1,11 +1,14 @@
-"""Causal attention, forward and backward, on documents of one length.
+"""Causal attention, forward and backward, on documents of one length and on rows of mixed lengths.
 
 Legend: T tokens, H query heads, K key/value heads, D head dimension, S tokens of a document.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,11 +16,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.kernels.records import Documents
-from engine.ops.kernels import Kernels
+from engine.ops.attention.flash import FLASH2, FLASH_KERNELS, FlashKernel, activate
+from engine.ops.attention.varlen import VarlenAttention
+from engine.ops.kernels import Attention
 from rankfold.benchmarking.case import TORCH, Case, Contestant, Results
 from rankfold.benchmarking.ceilings import Demand
 from rankfold.benchmarking.kernels.setting import Setting
+from rankfold.benchmarking.model import mixed_lengths
 
+_DOCUMENTS = 10
+"""Documents in a row of several."""
 _SDPA = {
     "torch, flash": SDPBackend.FLASH_ATTENTION,
     "torch, cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -33,73 +41,163 @@ def _dense(length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def causal(setting: Setting) -> Case:
-    options, draws = setting.options, setting.draws("attention")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Problem:
+    """Documents, and attention's inputs.
+
+    Args:
+        documents: on the host and on the device.
+        first: q, k, v, [T, heads, D].
+        leaves: copies that require a gradient.
+        dout: [T, H, D].
+    """
+
+    documents: Documents
+    first: list[Tensor]
+    leaves: list[Tensor]
+    dout: Tensor
+
+    def contestant(self, attend: Callable[..., Tensor], kernel: FlashKernel = FLASH2, note: str = "") -> Contestant:
+        """Returns forward and backward of `attend`, with `kernel` as torch's flash ops."""
+
+        def run() -> Results:
+            out = attend(*self.leaves)
+            return out.detach(), *torch.autograd.grad(out, self.leaves, self.dout)
+
+        return Contestant(run=run, reset=lambda: _activate(kernel), note=note)
+
+
+def _activate(kernel: FlashKernel) -> None:
+    why = activate(kernel)
+    assert why is None, why
+
+
+def _problem(setting: Setting, name: str, lengths: tuple[int, ...]) -> _Problem:
+    options, draws = setting.options, setting.draws(name)
     first = [
         draws.normal(options.tokens, heads, options.head_dim)
         for heads in (options.heads, options.kv_heads, options.kv_heads)
     ]
-    dout = draws.normal(*first[0].shape)
-    leaves = [tensor.clone().requires_grad_() for tensor in first]
-    lengths = (options.length,) * (options.tokens // options.length)
-    offsets = torch.arange(len(lengths) + 1, dtype=torch.int32, device=setting.device) * options.length
-    documents = Documents(lengths=lengths, offsets=offsets, max_length=options.length)
+    offsets = torch.tensor([0, *lengths], device=setting.device).cumsum(0).to(torch.int32)
+    return _Problem(
+        documents=Documents(lengths=lengths, offsets=offsets, max_length=max(lengths)),
+        first=first,
+        leaves=[tensor.clone().requires_grad_() for tensor in first],
+        dout=draws.normal(*first[0].shape),
+    )
 
-    def contestant(attend: Callable[..., Tensor], note: str = "") -> Contestant:
-        def run() -> Results:
-            out = attend(*leaves)
-            return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
-        return Contestant(run=run, note=note)
+def _engine(setting: Setting, problem: _Problem) -> dict[str, Contestant]:
+    """Returns each backend's attention by document, and one call for all documents by each flash kernel there is."""
+    documents, scale = problem.documents, setting.options.head_dim**-0.5
 
-    def engine(kernels: Kernels) -> Contestant:
-        return contestant(lambda q, k, v: kernels.attention(q, k, v, documents, scale=options.head_dim**-0.5))
+    def attend(attention: Attention) -> Callable[..., Tensor]:
+        return lambda q, k, v: attention(q, k, v, documents, scale=scale)
 
-    contestants = {name: engine(kernels) for name, kernels in setting.backends.items()}
+    found = {name: problem.contestant(attend(kernels.attention)) for name, kernels in setting.backends.items()}
+    for kernel in _flash_kernels(setting):
+        found[f"one call, {kernel.title}"] = problem.contestant(attend(VarlenAttention()), kernel)
+    return found
+
+
+def _flash_kernels(setting: Setting) -> list[FlashKernel]:
+    """Returns the kernels that can run here, with torch's own active."""
+    if setting.device.type != "cuda" or setting.dtype == torch.float32:
+        return []
+    where = {
+        "head_dim": setting.options.head_dim,
+        "capability": torch.cuda.get_device_capability(setting.device),
+    }
+    found = [kernel for kernel in FLASH_KERNELS if kernel.why_not(**where) is None and activate(kernel) is None]
+    _activate(FLASH2)
+    return found
+
+
+def causal(setting: Setting) -> Case:
+    options = setting.options
+    problem = _problem(setting, "attention", (options.length,) * (options.tokens // options.length))
+    contestants = _engine(setting, problem)
     if TORCH in setting.peers:
-        contestants[TORCH] = contestant(lambda *qkv: _dense(options.length, *qkv))
-        contestants |= {name: contestant(_pinned(setting, backend)) for name, backend in _usable(setting, leaves)}
+        contestants[TORCH] = problem.contestant(lambda *qkv: _dense(options.length, *qkv))
+        for name, backend in _usable(setting, problem.leaves):
+            contestants[name] = problem.contestant(_pinned(setting, backend))
     if "flash-attn" in setting.peers:
         from flash_attn import flash_attn_func
 
-        contestants["flash-attn"] = contestant(_flash(setting, flash_attn_func))
+        contestants["flash-attn"] = problem.contestant(_flash(setting, flash_attn_func))
     if "flash-attn-4" in setting.peers:
         from flash_attn.cute import flash_attn_func as newer
 
-        contestants["flash-attn-4"] = contestant(_flash(setting, lambda *qkv, causal: newer(*qkv, causal=causal)[0]))
+        newest = _flash(setting, lambda *qkv, causal: newer(*qkv, causal=causal)[0])
+        contestants["flash-attn-4"] = problem.contestant(newest)
+    return _case(setting, problem, f"{options.tokens // options.length}x{options.length}", contestants)
 
+
+def packed(setting: Setting) -> Case:
+    """Returns the case of rows of several documents of mixed lengths."""
+    options = setting.options
+    generator = torch.Generator().manual_seed(0)
+    count = min(_DOCUMENTS, options.length // 2)
+    rows = [mixed_lengths(options.length, count, generator) for _ in range(options.tokens // options.length)]
+    problem = _problem(setting, "packed attention", tuple(length for row in rows for length in row))
+    contestants = _engine(setting, problem)
+    lengths = problem.documents.lengths
+    if TORCH in setting.peers:
+        contestants[TORCH] = problem.contestant(partial(_by_document, lengths), note="a call for each document")
+        if setting.device.type == "cuda" and setting.dtype != torch.float32:
+            contestants["torch, varlen_attn"] = problem.contestant(partial(_varlen_attn, problem.documents))
+    return _case(setting, problem, f"{len(lengths)} of {min(lengths)} to {max(lengths)}", contestants)
+
+
+def _by_document(lengths: tuple[int, ...], *qkv: Tensor) -> Tensor:
+    pieces = zip(*(tensor.split(lengths) for tensor in qkv), lengths, strict=True)
+    return torch.cat([_dense(length, q, k, v) for q, k, v, length in pieces])
+
+
+def _varlen_attn(documents: Documents, *qkv: Tensor) -> Tensor:
+    """Runs torch's function for documents of several lengths, by the kernel of its own choice."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 has no such argument, and takes fewer key/value heads without it
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    offsets, longest = documents.offsets, documents.max_length
+    return varlen_attn(*qkv, offsets, offsets, longest, longest, window_size=(-1, 0), **grouped)
+
+
+def _case(setting: Setting, problem: _Problem, size: str, contestants: dict[str, Contestant]) -> Case:
+    options = setting.options
     return Case(
-        size=f"{len(lengths)}x{options.length}, {options.heads}/{options.kv_heads} heads of {options.head_dim}",
-        demand=_demand(setting),
+        size=f"{size}, {options.heads}/{options.kv_heads} heads of {options.head_dim}",
+        demand=_demand(setting, problem.documents.lengths),
         contestants=contestants,
-        answer=lambda: _answer(options.length, first, dout),
+        answer=lambda: _answer(problem),
         trace=True,
     )
 
 
-def _answer(length: int, qkv: list[Tensor], dout: Tensor) -> Results:
+def _answer(problem: _Problem) -> Results:
     """Computes the answer in float64 by plain products, one document at a time, since all its scores are kept."""
     parts = []
-    for start in range(0, dout.shape[0], length):
-        document = slice(start, start + length)
-        wide = [tensor[document].double().requires_grad_() for tensor in qkv]
+    lengths = problem.documents.lengths
+    for *qkv, dout in zip(*(tensor.split(lengths) for tensor in (*problem.first, problem.dout)), strict=True):
+        wide = [tensor.double().requires_grad_() for tensor in qkv]
         with sdpa_kernel(SDPBackend.MATH):
-            out = _dense(length, *wide)
-            parts.append((out.detach(), *torch.autograd.grad(out, wide, dout[document].double())))
+            out = _dense(dout.shape[0], *wide)
+            parts.append((out.detach(), *torch.autograd.grad(out, wide, dout.double())))
     return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
 
 
-def _demand(setting: Setting) -> Demand:
-    """Returns the demand. Half of the square is masked: 2 T S H D operations forward; backward recomputes scores and
-    has 2.5 times as many. Forward reads q, k, v and writes out; backward reads those and dout and writes three
-    gradients.
+def _demand(setting: Setting, lengths: tuple[int, ...]) -> Demand:
+    """Returns the demand. Half of each document's square is masked: 2 S^2 H D operations forward; backward recomputes
+    scores and has 2.5 times as many. Forward reads q, k, v and writes out; backward reads those and dout and writes
+    three gradients.
     """
     options = setting.options
     query = options.tokens * options.heads * options.head_dim
     key = options.tokens * options.kv_heads * options.head_dim
     return Demand(
         moved=(6 * query + 6 * key) * setting.itemsize,
-        operations=7 * options.tokens * options.length * options.heads * options.head_dim,
+        operations=7 * sum(length * length for length in lengths) * options.heads * options.head_dim,
     )
 
 
@@ -136,4 +234,7 @@ def _flash(setting: Setting, function: Callable[..., Tensor]) -> Callable[..., T
     return attend
 
 
-CASES = {"causal attention, forward and backward": causal}
+CASES = {
+    "causal attention, forward and backward": causal,
+    "causal attention of packed documents, forward and backward": packed,
+}

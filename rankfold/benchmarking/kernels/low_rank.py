@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.records import AdapterSection
+from engine.kernels.records import AdapterPlace, AdapterSection
 from engine.ops.kernels import Kernels
 from rankfold.benchmarking.case import TORCH, Case, Contestant, Results
 from rankfold.benchmarking.ceilings import Demand
@@ -93,13 +93,14 @@ def _with_torch(
 def project(setting: Setting, *, dropped: bool) -> Case:
     """Returns the case H = drop(x) A^T."""
     given = _inputs(setting, "project")
+    whole = AdapterPlace(first_column=0, num_columns=0, first_row=0, num_ranks=given.a.shape[0])
 
     def engine(kernels: Kernels) -> Contestant:
         out, mask = torch.empty_like(given.h), setting.drawn(kernels, given.x.shape[1]) if dropped else None
         scale = setting.keep_scale if dropped else 1.0
 
         def run() -> Results:
-            kernels.project(given.x, given.a, mask, scale, out)
+            kernels.project(given.x, given.a, mask, scale, [whole], out)
             return (out,)
 
         return Contestant(run=run)

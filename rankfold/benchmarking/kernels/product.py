@@ -8,6 +8,10 @@ H is beside x already, where the op that makes x writes it there; where x comes 
 the fold has to copy it, which is a contestant of its own. The scale of the adapters is applied to H and dH and omitted
 here.
 
+What to do in backward alone is decided by all of it, dB included: the fold has dH from its product and reads dY again
+for dB, while otherwise one read of dY gives both. The fold's dX lies in rows that are wider than dX; where attention
+reads it, it is copied, again a contestant of its own. `engine.ops.kernels.gpu_folds` is the table that follows.
+
 Legend: T tokens, I input features, O output features of all sections, R rows of the stacked A, r of each section.
 """
 
@@ -19,12 +23,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.layers.linear import FOLD_MULTIPLE
+from engine.kernels.records import AdapterSection
+from engine.ops.kernels import Kernels
 from rankfold.benchmarking.case import Case, Contestant, Results, deviation
 from rankfold.benchmarking.ceilings import Demand
 from rankfold.benchmarking.kernels.setting import Setting
 
 FOLD, COPIED, SEPARATE, FROZEN = "fold", "fold, x copied", "separate", "frozen alone"
+DENSE = "fold, dX copied"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +85,8 @@ def _linear(setting: Setting, name: str) -> _Linear:
     inputs, widths = _widths(setting)[name]
     draws, rank = setting.draws(f"product {name}"), setting.options.rank
     num_ranks = rank * len(widths)
-    extended = setting.empty(sum(widths), inputs + -(-num_ranks // FOLD_MULTIPLE) * FOLD_MULTIPLE).zero_()
+    multiple = max(kernels.fold_multiple for kernels in setting.backends.values())
+    extended = setting.empty(sum(widths), inputs + -(-num_ranks // multiple) * multiple).zero_()
     extended[:, :inputs] = draws.normal(sum(widths), inputs, scale=inputs**-0.5)
     starts = [sum(widths[:index]) for index in range(len(widths))]
     linear = _Linear(
@@ -200,8 +207,78 @@ def backward(setting: Setting, *, name: str) -> Case:
     )
 
 
+def whole_backward(setting: Setting, *, name: str) -> Case:
+    """Returns the case dH, the whole dX and dB += dY^T H from dY, by each backend's kernels."""
+    linear, draws = _linear(setting, name), setting.draws(f"product {name}, dy")
+    tokens, outputs = setting.options.tokens, linear.extended.shape[0]
+    dy, h = draws.normal(tokens, outputs), draws.normal(tokens, linear.num_ranks)
+    both = setting.empty(tokens, linear.extended.shape[1])
+    dx, dh = setting.empty(tokens, linear.inputs), setting.empty(tokens, linear.num_ranks)
+    db = [setting.empty(*b.shape, dtype=torch.float32) for _, _, b in linear.sections()]
+    sections = [
+        AdapterSection(
+            first_column=columns.start,
+            num_columns=columns.stop - columns.start,
+            first_row=ranks.start,
+            num_ranks=linear.rank,
+            b=b,
+            db=buffer,
+        )
+        for (columns, ranks, b), buffer in zip(linear.sections(), db, strict=True)
+    ]
+
+    def clear() -> None:
+        for buffer in db:
+            buffer.zero_()
+
+    def fold(kernels: Kernels, *, copied: bool) -> Results:
+        torch.mm(dy, linear.extended, out=both)
+        low = both[:, linear.inputs : linear.inputs + linear.num_ranks]
+        kernels.b_gradient(dy, h, sections)
+        whole = both[:, : linear.inputs].addmm_(low, linear.a)
+        return whole.contiguous() if copied else whole, low, *db
+
+    def separate(kernels: Kernels) -> Results:
+        if kernels.output_gradients is not None:
+            kernels.output_gradients(dy, h, sections, dh_out=dh)
+        else:
+            for columns, ranks, b in linear.sections():
+                torch.mm(dy[:, columns], b, out=dh[:, ranks])
+            kernels.b_gradient(dy, h, sections)
+        return torch.mm(dy, linear.weight, out=dx).addmm_(dh, linear.a), dh, *db
+
+    def frozen() -> Results:
+        return (torch.mm(dy, linear.weight, out=dx),)
+
+    def answer() -> Results:
+        low = torch.cat([dy[:, columns].double() @ b.double() for columns, _, b in linear.sections()], dim=1)
+        gradients = [dy[:, columns].double().t() @ h[:, ranks].double() for columns, ranks, _ in linear.sections()]
+        return dy.double() @ linear.weight.double() + low @ linear.a.double(), low, *gradients
+
+    contestants, verdicts = {}, {}
+    for backend, kernels in setting.backends.items():
+        runs = {FOLD: partial(fold, kernels, copied=False), SEPARATE: partial(separate, kernels)}
+        if name == "o":  # attention takes the gradient of its output without gaps
+            runs = {DENSE: partial(fold, kernels, copied=True), SEPARATE: partial(separate, kernels)}
+        named = {f"{backend}, {way}": Contestant(run=run, reset=clear) for way, run in runs.items()}
+        contestants |= named
+        verdicts[backend] = tuple(named)
+    contestants[FROZEN] = Contestant(
+        run=frozen, error=lambda found: deviation(found, (dy.double() @ linear.weight.double(),))
+    )
+    return Case(
+        size=_size(setting, linear),
+        demand=_demand(setting, linear),
+        contestants=contestants,
+        answer=answer,
+        baseline=FROZEN,
+        verdicts=verdicts,
+    )
+
+
+_DIRECTIONS = {"forward": forward, "backward": backward, "backward with dB": whole_backward}
 CASES = {
-    f"{name}, {direction.__name__}": partial(direction, name=name)
+    f"{name}, {title}": partial(direction, name=name)
     for name in ("qkv", "o", "gate and up", "down")
-    for direction in (forward, backward)
+    for title, direction in _DIRECTIONS.items()
 }

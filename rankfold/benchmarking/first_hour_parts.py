@@ -1,0 +1,118 @@
+"""The parts of the first hour on a machine with a GPU: their commands and what each needs. Does not import torch."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankfold.benchmarking.small_run import write_small_run
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESET = "--preset llama3-8b"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A part of the first hour: one command.
+
+    Args:
+        name: of the part and, with its number, of its files.
+        tool: "tests" for pytest, "plan" for `rankfold plan`, or a section of `rankfold benchmark`.
+        arguments: of the tool, without those that say where results go.
+        gpus: GPUs that it needs.
+        memory: GiB that a GPU needs for it.
+    """
+
+    name: str
+    tool: str
+    arguments: str
+    gpus: int = 1
+    memory: int = 0
+
+    def command(self, stem: Path) -> list[str]:
+        """Returns the whole command; its results begin with `stem`."""
+        if self.tool == "tests":
+            files = [
+                str(found.relative_to(ROOT)) for word in self.arguments.split() for found in sorted(ROOT.glob(word))
+            ]
+            # the project's own pytest options want pytest-timeout, which a machine with a GPU may lack
+            return [
+                sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-o", "addopts=", "-p", "no:cacheprovider",
+                f"--junitxml={stem}.xml", *files,
+            ]  # fmt: skip
+        words = [word.replace("RUN", f"{stem}.run") for word in shlex.split(self.arguments)]
+        if self.tool == "plan":
+            return [
+                sys.executable,
+                "tools/plan.py",
+                *words,
+                *(["--json", f"{stem}.json"] if "certify" in words else []),
+            ]
+        return [
+            sys.executable, "tools/benchmark.py", self.tool, *words,
+            "--json", f"{stem}.json", "--markdown", f"{stem}.md",
+        ]  # fmt: skip
+
+    def prepare(self, stem: Path) -> None:
+        """Writes the files that the command reads."""
+        if "RUN" in self.arguments:
+            write_small_run(Path(f"{stem}.run"))
+
+
+def _layouts(gpus: int, *layouts: str) -> Part:
+    """Returns the part that compares a small training on these layouts with that on one GPU."""
+    return Part(
+        name=f"layouts-{gpus}-gpus",
+        tool="plan",
+        arguments="certify --config RUN/run.yaml " + " ".join(f"--against {one}" for one in layouts),
+        gpus=gpus,
+    )
+
+
+_SEVENTY = "--config examples/llama2_70b_one_gpu/run.yaml --model examples/memory/models/llama-2-70b.json"
+_EIGHT = "--config examples/llama3_8b_one_gpu/lora.yaml --model examples/memory/models/llama-3-8b.json"
+
+PARTS = (
+    Part(name="machine-speed", tool="machine-speed", arguments=""),
+    Part(
+        name="test-kernels",
+        tool="tests",
+        arguments="tests/kernels/test_triton_[!t]*.py tests/kernels/test_linear_cross_entropy.py",
+    ),
+    Part(
+        name="test-training",
+        tool="tests",
+        arguments="tests/kernels/test_triton_training.py tests/unit/test_cuda_graph.py "
+        "tests/unit/test_varlen_attention.py",
+    ),
+    Part(
+        name="check-kernels",
+        tool="kernels",
+        arguments="--repeats 0 --only norm,swiglu,low-rank,dropout,head,attention",
+    ),
+    Part(name="check-encoded", tool="kernels", arguments="--repeats 0 --only quantize"),
+    Part(name="check-lora-tax", tool="lora-tax", arguments="--repeats 0"),
+    Part(name="product", tool="kernels", arguments="--only product"),
+    Part(name="elementwise", tool="kernels", arguments="--only norm,swiglu,rope"),
+    Part(name="attention", tool="kernels", arguments="--only attention"),
+    Part(name="head", tool="kernels", arguments="--only loss,head"),
+    Part(name="encoded", tool="kernels", arguments="--only quantize"),
+    Part(name="step", tool="step", arguments=f"{PRESET} --peers none --repeats 10"),
+    Part(name="step-packed", tool="step", arguments=f"{PRESET} --peers none --repeats 10 --documents 8"),
+    Part(name="step-fp8", tool="step", arguments=f"{PRESET} --peers none --repeats 10 --base-dtype fp8"),
+    Part(name="step-nf4", tool="step", arguments=f"{PRESET} --peers none --repeats 10 --base-dtype nf4"),
+    Part(name="step-peft", tool="step", arguments=f"{PRESET} --rows 1 --peers peft --repeats 10"),
+    Part(name="step-liger", tool="step", arguments=f"{PRESET} --rows 1 --peers liger --repeats 10"),
+    Part(name="graph", tool="graph", arguments="--dtype bfloat16"),
+    Part(name="lora-tax", tool="lora-tax", arguments=""),
+    Part(name="memory", tool="memory", arguments=f"{PRESET} --peers peft"),
+    Part(name="memory-8b", tool="plan", arguments=f"memory {_EIGHT} --gpu-memory 80 --measure", memory=76),
+    Part(name="memory-70b", tool="plan", arguments=f"memory {_SEVENTY} --gpu-memory 139 --measure", memory=136),
+    _layouts(2, "tensor=2,sequence=true", "tensor=2,sequence=false", "pipeline=2", "context=2", "data=2",
+             "data=2,parallel.shard=parameters"),
+    _layouts(8, "tensor=8", "tensor=2,pipeline=2,data=2", "tensor=2,context=2,data=2,parallel.shard=optimizer",
+             "pipeline=4,virtual=1,data=2", "data=8,parallel.shard=parameters"),
+)  # fmt: skip
+"""In order: whether everything is right, then what decides how kernels run, then whole steps, then several GPUs."""

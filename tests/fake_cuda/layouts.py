@@ -1,0 +1,176 @@
+"""The cases: layouts of a small model, and where their host may wait for the device."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One rank of a layout.
+
+    Args:
+        options: of the run, beside those that all have.
+        world, rank: which rank of how many.
+        model: keys of config.json that differ from the small Llama's.
+        trains_all: all parameters, in place of adapters.
+        generates: tokens, in place of training; with the number of pipeline ranks in `pipeline`.
+        quick: belongs to the quick suite.
+        expects: operations that must have been seen, so that the case shows what its name says.
+    """
+
+    options: str = ""
+    world: int = 1
+    rank: int = 0
+    model: dict[str, Any] = field(default_factory=dict)
+    trains_all: bool = False
+    generates: bool = False
+    pipeline: int = 1
+    quick: bool = False
+    expects: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        return 4 if "pipeline" in self.options or "layers" in self.options else 2
+
+    @property
+    def global_batch_size(self) -> int:
+        """Two micro-batches a rank, four where they go through a pipeline."""
+        sizes = re.findall(r"--parallel.(?:tensor|context|pipeline) (\d+)", self.options)
+        return self.world // prod(map(int, sizes)) * (4 if "pipeline" in self.options else 2)
+
+    @property
+    def steps(self) -> int:
+        """Enough for moments that one step leaves and the next one finds, and for a graph to be replayed twice."""
+        return 5 if "graph" in self.options else 3
+
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
+    "vocab_size": 1000, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+}  # fmt: skip
+GEMMA = {
+    "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 32, "sliding_window": 32,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 32,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
+WIDE = {"hidden_size": 1024, "intermediate_size": 2048}
+TIED = {"tie_word_embeddings": True}
+TP2, TP8, PP2, PP4, CP4 = (
+    f"--parallel.{axis}" for axis in ("tensor 2", "tensor 8", "pipeline 2", "pipeline 4", "context 4")
+)
+PACKED = "--data.packing true"
+ULYSSES = "--parallel.context_method ulysses"
+JOINT = "--parallel.sequence false --parallel.lora_reduce joint"
+
+CASES = {
+    # one GPU
+    "triton kernels": Case(expects=("triton launches",)),
+    "reference kernels": Case(options="--model.kernels reference"),
+    "packed rows": Case(options=PACKED),
+    "all parameters": Case(trains_all=True),
+    "all parameters in float16": Case(trains_all=True, options="--model.dtype float16"),
+    "all parameters, tied": Case(trains_all=True, model=TIED),
+    "dora": Case(options="--lora.dora true"),
+    "embedding and head adapters": Case(options="--lora.targets [q_proj,embed_tokens,lm_head]"),
+    "gemma 2": Case(model=GEMMA),
+    "qwen 3, tensor 2": Case(model=QWEN, options=TP2, world=8, rank=1),
+    # tensor, context and pipeline
+    "tensor 8": Case(options=TP8, world=8, rank=3, model={"num_attention_heads": 16}),
+    "tensor 8, joint sums": Case(options=f"{TP8} {JOINT}", world=8, rank=3),
+    "tensor 8, local sums": Case(options=f"{TP8} --parallel.sequence false", world=8, rank=3),
+    "tensor 2, all parameters, tied": Case(options=TP2, world=8, rank=3, trains_all=True, model=TIED),
+    "ring of 4": Case(options=CP4, world=8, rank=2, expects=("transfer",)),
+    "ulysses of 4": Case(options=f"{CP4} {ULYSSES}", world=8, rank=2, expects=("all_to_all",)),
+    "ring of 2, tensor 2": Case(options=f"--parallel.context 2 {TP2}", world=8, rank=2, expects=("transfer",)),
+    "1f1b, first rank": Case(options=PP4, world=4, rank=0, expects=("transfer",)),
+    "1f1b, inner rank": Case(options=PP4, world=8, rank=5, expects=("transfer",)),
+    "1f1b, last rank": Case(options=PP4, world=8, rank=7, expects=("transfer",)),
+    "interleaved, tied": Case(
+        options=f"{PP2} --parallel.virtual 2", world=8, rank=7, trains_all=True, model=TIED, expects=("transfer",)
+    ),
+    "zero bubble": Case(
+        options=f"{PP2} --parallel.schedule zb_h1", world=8, rank=0, trains_all=True, expects=("transfer",)
+    ),
+    "zero bubble in a V, tied": Case(
+        options=f"{PP2} --parallel.schedule zb_v", world=8, rank=7, trains_all=True, model=TIED, quick=True,
+        expects=("transfer",),
+    ),
+    "tensor 2, pipeline 2, ring of 2": Case(
+        options=f"{TP2} {PP2} --parallel.context 2", world=8, rank=5, expects=("transfer", "all_gather")
+    ),
+    # sharded state
+    "sharded optimizer": Case(options="--parallel.shard optimizer", world=8, rank=2, expects=("reduce_scatter",)),
+    "sharded gradients": Case(options="--parallel.shard gradients", world=8, rank=2, trains_all=True),
+    "sharded parameters": Case(
+        options="--parallel.shard parameters", world=8, rank=2, trains_all=True, expects=("all_gather",)
+    ),
+    "sharded parameters, adapters": Case(options="--parallel.shard parameters", world=8, rank=2),
+    "sharded parameters, a stage that trains nothing": Case(
+        options=f"--parallel.shard parameters {PP2} --lora.layers [3]", world=8, rank=0, quick=True,
+        expects=("all_to_all",),
+    ),
+    "sharded parameters in nf4": Case(options="--parallel.shard parameters --model.base_dtype nf4", world=8, rank=1),
+    # memory
+    "offloaded activations": Case(options="--memory.offload_activations true", model=WIDE, quick=True),
+    "offloaded weights": Case(options="--memory.offload_weights true", model=WIDE),
+    "offloaded weights in nf4": Case(options="--memory.offload_weights true --model.base_dtype nf4", model=WIDE),
+    "offloaded optimizer": Case(options="--memory.offload_optimizer true", trains_all=True),
+    "offloaded optimizer, sharded parameters": Case(
+        options="--memory.offload_optimizer true --parallel.shard parameters", world=8, rank=1, trains_all=True,
+        quick=True,
+    ),
+    "recomputed layers": Case(options="--memory.recompute full"),
+    "recomputed attention, activations in float8": Case(
+        options="--memory.recompute attention --memory.activation_dtype float8"
+    ),
+    # an encoded base
+    "nf4": Case(options="--model.base_dtype nf4"),
+    "int8, tensor 2": Case(options=f"--model.base_dtype int8 {TP2}", world=8, rank=1),
+    "fp8": Case(options="--model.base_dtype fp8"),
+    "fp8 by row, tensor 2": Case(options=f"--model.base_dtype fp8_row {TP2}", world=8, rank=1),
+    # graphs
+    "graphs of layers": Case(options=f"{PACKED} --memory.cuda_graph layer"),
+    "graphs of layers, tensor 2, pipeline 2": Case(
+        options=f"{PACKED} --memory.cuda_graph layer {TP2} {PP2}", world=8, rank=1, expects=("transfer",)
+    ),
+    "graph of a step": Case(options=f"{PACKED} --memory.cuda_graph step"),
+    "graph of a step in nf4": Case(options=f"{PACKED} --memory.cuda_graph step --model.base_dtype nf4"),
+    "graph of a step, tensor 2, recomputed": Case(
+        options=f"{PACKED} --memory.cuda_graph step --memory.recompute full {TP2}", world=8, rank=1, quick=True
+    ),
+    # objectives, meters, tokens
+    "dpo, tensor 2, pipeline 2": Case(options=f"--objective.name dpo {TP2} {PP2}", world=8, rank=7),
+    "dpo, ring of 2": Case(options="--objective.name dpo --parallel.context 2", world=8, rank=1, quick=True),
+    "measured communication": Case(options=f"{TP2} --log.communication true", world=8, rank=1, quick=True),
+    "measured communication, ring of 4": Case(options=f"{CP4} --log.communication true", world=8, rank=1),
+    "synthetic steps": Case(
+        options=f"--train.synthetic_steps 2 {TP2} --memory.offload_optimizer true", world=8, rank=1
+    ),
+    "tokens": Case(generates=True, quick=True),
+    "tokens, tensor 2, pipeline 2, first": Case(options=TP2, world=4, rank=1, pipeline=2, generates=True),
+    "tokens, tensor 2, pipeline 2, last": Case(options=TP2, world=4, rank=3, pipeline=2, generates=True),
+}  # fmt: skip
+
+MAY_WAIT = {
+    ("engine/training/host_copy.py", "HostCopy.read"): "figures of the step before, behind which lies an event",
+    ("engine/training/guards/replicas.py", "ReplicaGuard.finish"): "copies differ, which ends the run",
+    ("engine/training/guards/liveness.py", "LivenessGuard.verdict"): "once in a run",
+    ("engine/layers/rounding.py", "RoundingReport.error"): "once, what rounding did in the first step",
+    ("engine/training/guards/run_guards.py", "Guards.begin"): "before the loop",
+    ("engine/training/guards/run_guards.py", "Guards.finish"): "after the loop",
+    ("engine/training/guards/liveness.py", "LivenessGuard._look"): "twice in a run, for masters in host memory",
+    ("engine/training/guards/nonfinite.py", "Locator.locate"): "a step that was not finite is computed again",
+    ("engine/training/evaluate.py", "evaluate"): "the means of an evaluation",
+    ("engine/training/state.py", "state_contents"): "a save's counters",
+    ("engine/training/state.py", "state_tensors"): "a save finds masters in host memory as they are",
+    ("engine/checkpoint/snapshot.py", "Snapshot.take"): "a save's copy",
+    ("engine/inference/model_part.py", "InferenceStage.decode"): "tokens go to the host and come back",
+    ("engine/inference/model_part.py", "InferenceStage.move"): "between two tokens",
+}
+"""Where the host may wait for the device once the run has begun: file and function, and what for."""

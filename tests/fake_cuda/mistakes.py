@@ -1,0 +1,302 @@
+"""Mistakes made on purpose, each with what is to be said of it; and the same done right, of which nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.distributed.collectives import all_reduce_async, exchange_async
+from engine.distributed.mesh import Axis, build_mesh
+from engine.distributed.ranks import RankGrid
+from engine.kernels.triton import swiglu
+from tests.fake_cuda.cuda import DEVICE
+from tests.fake_cuda.recorder import Recorder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """A mistake.
+
+    Args:
+        make: makes it.
+        said: part of what is reported; None where nothing may be.
+    """
+
+    make: Callable[[Recorder], None]
+    said: str | None
+
+
+def _there(*shape: int) -> Tensor:
+    return torch.ones(shape or (8,), device=DEVICE)
+
+
+def _axis(name: str = "cp") -> Axis:
+    return Axis(name, 4, 1, dist.group.WORLD)
+
+
+def _connected() -> Axis:
+    axis = _axis()
+    all_reduce_async(_there(), axis)[1].wait()
+    return axis
+
+
+def item(device: Recorder) -> None:
+    float(_there().sum())
+
+
+def tolist(device: Recorder) -> None:
+    _there().tolist()
+
+
+def nonzero(device: Recorder) -> None:
+    _there().nonzero()
+
+
+def boolean_index(device: Recorder) -> None:
+    x = _there()
+    x[x > 0]
+
+
+def pageable_copy(device: Recorder) -> None:
+    torch.empty(8).copy_(_there(), non_blocking=True)
+
+
+def blocking_copy(device: Recorder) -> None:
+    torch.empty(8, pin_memory=True).copy_(_there())
+
+
+def number_to_device(device: Recorder) -> None:
+    torch.tensor([1.0, 2.0], device=DEVICE)
+
+
+def pinned_copy(device: Recorder) -> None:
+    host = torch.empty(8, pin_memory=True)
+    host.copy_(_there(), non_blocking=True)
+
+
+def reading_before_arrival(device: Recorder) -> None:
+    host = torch.empty(8, pin_memory=True)
+    host.copy_(_there(), non_blocking=True)
+    host.add(1)
+
+
+def synchronise(device: Recorder) -> None:
+    torch.cuda.current_stream().synchronize()
+
+
+def mixed_devices(device: Recorder) -> None:
+    try:
+        _there() + torch.ones(8)
+    except RuntimeError as error:
+        device.report(str(error))
+
+
+def _beside(x: Tensor, *, waits: bool = True, records: bool = True) -> torch.cuda.Stream:
+    side = torch.cuda.Stream(DEVICE)
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.mul_(2)
+    if records:
+        x.record_stream(side)
+    return side
+
+
+def unrecorded(device: Recorder) -> None:
+    _beside(_there(), records=False)
+
+
+def recorded(device: Recorder) -> None:
+    _beside(_there())
+
+
+def kept_until_waited(device: Recorder) -> None:
+    x = _there()
+    torch.cuda.current_stream().wait_stream(_beside(x, records=False))
+
+
+def over_as_the_host_knows(device: Recorder) -> None:
+    x = _there()
+    assert _beside(x, records=False).record_event().query()
+    x.add(1)
+
+
+def resized_too_early(device: Recorder) -> None:
+    x = _there()
+    side = _beside(x, records=False)
+    x.untyped_storage().resize_(0)
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def used_without_memory(device: Recorder) -> None:
+    x = _there()
+    x.untyped_storage().resize_(0)
+    x.add(1)
+
+
+def read_too_early(device: Recorder) -> None:
+    x = _there()
+    side = _beside(x)
+    x.add(1)
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def not_waited_for(device: Recorder) -> None:
+    _beside(_there(), waits=False)
+
+
+def on_the_host(device: Recorder) -> None:
+    axis = _connected()
+    all_reduce_async(torch.ones(8), axis)[1].wait()
+
+
+def not_contiguous(device: Recorder) -> None:
+    axis = _connected()
+    all_reduce_async(_there(4, 4).t()[1:], axis)[1].wait()
+
+
+def used_before_the_wait(device: Recorder) -> None:
+    axis = _connected()
+    x, handle = all_reduce_async(_there(), axis)
+    x.add(1)
+    handle.wait()
+
+
+def nobody_waits(device: Recorder) -> None:
+    axis = _connected()
+    all_reduce_async(_there(), axis)
+
+
+def side_stream_waits_first(device: Recorder) -> None:
+    axis = _connected()
+    work = dist.all_reduce(_there(), group=axis.group, async_op=True)
+    with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
+        work.wait()
+    work.wait()
+
+
+def transfer_first(device: Recorder) -> None:
+    exchange_async(_there(), _axis(), to=2, source=0, received=(8,))[1].wait()
+
+
+def mesh_first(device: Recorder) -> None:
+    mesh = build_mesh(RankGrid(cp=4), device_type="cuda", num_kv_heads=4)
+    exchange_async(_there(), mesh.cp, to=2, source=0, received=(8,))[1].wait()
+
+
+def _captured(inside: Callable[[], object], after: Callable[[], object] = lambda: None) -> torch.cuda.CUDAGraph:
+    stream, graph = torch.cuda.Stream(DEVICE), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            inside()
+        after()
+        graph.replay()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
+def captured_well(device: Recorder) -> None:
+    axis, x, host = _connected(), _there(), torch.empty(8, pin_memory=True)
+    _captured(lambda: (all_reduce_async(x, axis)[1].wait(), host.copy_(x + 1, non_blocking=True)))
+
+
+def captured_read(device: Recorder) -> None:
+    x = _there()
+    _captured(lambda: x.sum().item())
+
+
+def captured_pageable(device: Recorder) -> None:
+    x, host = _there(), torch.ones(8)
+    _captured(lambda: x.copy_(host, non_blocking=True))
+
+
+def captured_connection(device: Recorder) -> None:
+    x = _there()
+    _captured(lambda: all_reduce_async(x, _axis())[1].wait())
+
+
+def captured_question(device: Recorder) -> None:
+    axis, x = _connected(), _there()
+
+    def inside() -> None:
+        handle = all_reduce_async(x, axis)[1]
+        handle.done()
+        handle.wait()
+
+    _captured(inside)
+
+
+def captured_side_stream(device: Recorder) -> None:
+    x = _there()
+    _captured(lambda: _beside(x))
+
+
+def captured_wait_for_before(device: Recorder) -> None:
+    axis, x = _connected(), _there()
+    handle = all_reduce_async(x, axis)[1]
+    _captured(handle.wait)
+
+
+def replayed_on_freed_memory(device: Recorder) -> None:
+    inputs = [_there()]
+    _captured(lambda: inputs[0].mul_(2), inputs.clear)
+
+
+def launch_on_the_host(device: Recorder) -> None:
+    swiglu.swiglu_forward(_there(4, 8), out=torch.empty(4, 4))
+
+
+def launch_without_an_argument(device: Recorder) -> None:
+    x = _there()
+    swiglu._forward_kernel[(1,)](x, 8, x, 4, TOKENS=16, FEATURES=16)
+
+
+def launch_with_a_hole(device: Recorder) -> None:
+    x = _there()
+    swiglu._forward_kernel[(1,)](x, 8, (x, None), 4, 1, 4, TOKENS=16, FEATURES=16)
+
+
+MISTAKES = {
+    "item": Mistake(make=item, said="the host waits for the device: item"),
+    "tolist": Mistake(make=tolist, said="the host waits for the device: tolist"),
+    "nonzero": Mistake(make=nonzero, said="the host waits for the device: nonzero"),
+    "index by a mask": Mistake(make=boolean_index, said="the host waits for the device: index by a mask"),
+    "copy to pageable memory": Mistake(make=pageable_copy, said="cuda -> cpu, pageable memory"),
+    "blocking copy": Mistake(make=blocking_copy, said="a blocking copy cuda -> cpu, pinned memory"),
+    "numbers to the device": Mistake(make=number_to_device, said="a blocking copy cpu -> cuda, pageable memory"),
+    "copy to pinned memory": Mistake(make=pinned_copy, said=None),
+    "reading what has not arrived": Mistake(make=reading_before_arrival, said="the host reads at"),
+    "synchronize": Mistake(make=synchronise, said="the host waits for the device: stream.synchronize"),
+    "mixed devices": Mistake(make=mixed_devices, said=" devices"),
+    "unrecorded": Mistake(make=unrecorded, said="record_stream was not called"),
+    "recorded": Mistake(make=recorded, said=None),
+    "kept until waited for": Mistake(make=kept_until_waited, said=None),
+    "over, as the host knows": Mistake(make=over_as_the_host_knows, said=None),
+    "resized too early": Mistake(make=resized_too_early, said="is given back"),
+    "used without memory": Mistake(make=used_without_memory, said="uses memory that has been given back"),
+    "read too early": Mistake(make=read_too_early, said="without having waited for it"),
+    "not waited for": Mistake(make=not_waited_for, said="without having waited for it"),
+    "collective on the host": Mistake(make=on_the_host, said="on cpu: NCCL takes tensors of a GPU"),
+    "collective not contiguous": Mistake(make=not_contiguous, said="NCCL takes contiguous tensors"),
+    "collective's result used early": Mistake(make=used_before_the_wait, said="without having waited for it"),
+    "collective nobody waits for": Mistake(make=nobody_waits, said="nobody waits for the all_reduce"),
+    "side stream waits first": Mistake(make=side_stream_waits_first, said="record_stream was not called"),
+    "transfer first": Mistake(make=transfer_first, said="is a transfer"),
+    "connected by the mesh": Mistake(make=mesh_first, said=None),
+    "captured well": Mistake(make=captured_well, said=None),
+    "read in a capture": Mistake(make=captured_read, said="item inside a graph's capture"),
+    "pageable copy in a capture": Mistake(make=captured_pageable, said="pageable memory inside a graph's capture"),
+    "communicator made in a capture": Mistake(make=captured_connection, said="is made inside a graph's capture"),
+    "question in a capture": Mistake(make=captured_question, said="asked whether it is done inside a graph's capture"),
+    "side stream in a capture": Mistake(make=captured_side_stream, said="a capture ends before it has waited for"),
+    "wait for what was before a capture": Mistake(make=captured_wait_for_before, said="from before the capture"),
+    "launch on the host": Mistake(make=launch_on_the_host, said="_forward_kernel is launched at"),
+    "launch without an argument": Mistake(make=launch_without_an_argument, said="missing a required argument"),
+    "launch with a hole": Mistake(make=launch_with_a_hole, said="with a None inside y_ptr"),
+    "replay on freed memory": Mistake(make=replayed_on_freed_memory, said="has been given back"),
+}

@@ -1,0 +1,259 @@
+"""Runs a case: a rank is built, takes steps with their reports and guards, evaluates, and copies what a save writes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses import fake_tensor
+
+from engine.batch import Batch
+from engine.checkpoint.commit import owned
+from engine.checkpoint.snapshot import Snapshot
+from engine.checkpoint.tokenizer_files import BASES_OWN
+from engine.config.load import parse_config
+from engine.config.rules import check_config, check_world
+from engine.config.run import RunConfig
+from engine.data.collate import pin
+from engine.data.dataset import TokenDataset
+from engine.data.loader import DataLoader, EvalLoader
+from engine.distributed.transfer_meter import METER
+from engine.runtime.launch import Launch
+from engine.telemetry.listener import RunListener
+from engine.telemetry.log import Log
+from engine.telemetry.metrics import MetricsWriter
+from engine.telemetry.progress import TrainProgress
+from engine.training.best import BestLoss
+from engine.training.build import Training, build_training
+from engine.training.data import data_position, loader_options
+from engine.training.evaluate import evaluate
+from engine.training.guards.run_guards import StepSeen, build_guards
+from engine.training.host_copy import StepFigures
+from engine.training.reports.forecast import MemoryForecast
+from engine.training.reports.observation import Observation
+from engine.training.reports.step_reporter import RunClock, StepReporter
+from engine.training.start_model import check_model, model_source
+from engine.training.state import state_contents, state_tensors
+from engine.training.warm_up import warm_up
+from rankfold.planning.memory_measure import draw_batches
+from tests.fake_cuda import cuda, mistakes, nccl, recorder, triton_launches
+from tests.fake_cuda.layouts import CASES, LLAMA, MAY_WAIT, Case
+from tests.fake_cuda.recorder import Recorder
+
+SILENT = Log(rank=1)
+
+
+@contextmanager
+def watched(device: Recorder) -> Iterator[None]:
+    """Everything inside is on the device that does not exist, and watched."""
+    recorder.install_reads(device)
+    cuda.install(device)
+    nccl.install(device)
+    triton_launches.install(device)
+    for switch in ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp"):
+        getattr(torch.backends.cuda, switch)(False)  # a build with CUDA asks the device whether it has them
+    # real tensors of the host are what a loader's threads build
+    module: Any = fake_tensor
+    module.init_gpu_context = lambda device: None
+    module.FakeTensorMode.avoid_device_init = True
+    mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.autograd.set_multithreading_enabled(False), mode, device:
+        yield
+
+
+def run_case(name: str) -> dict[str, Any]:
+    """Returns what was found in a case."""
+    case, device = CASES[name], Recorder(frozenset(MAY_WAIT))
+    with tempfile.TemporaryDirectory() as folder:
+        (_generate if case.generates else _train)(case, Path(folder), device)
+    gc.collect()
+    return {
+        "mistakes": dict(device.mistakes),
+        "operations": dict(device.operations),
+        "reads": dict(device.reads),
+        "waited": sorted(map(list, device.used)),
+        "error": None,
+    }
+
+
+def make_mistakes() -> dict[str, Any]:
+    """Returns, for each of `mistakes.py`, what is to be said of it and what was found."""
+    device, found = Recorder(frozenset()), {}
+    device.is_running = True
+    with watched(device):
+        for name, mistake in mistakes.MISTAKES.items():
+            device.mistakes.clear()
+            with nccl.nccl_world(1, 4):
+                mistake.make(device)
+            gc.collect()
+            found[name] = [mistake.said, list(device.mistakes)]
+    return {"made": found, "error": None}
+
+
+def _config(case: Case, folder: Path) -> RunConfig:
+    (folder / "config.json").write_text(
+        json.dumps({**LLAMA, "num_hidden_layers": case.layers, **case.model}), encoding="utf-8"
+    )
+    what = ["--lora.rank", "16", "--lora.dropout", "0.1", "--guards.liveness_steps", "3"]
+    if case.trains_all:
+        what = ["--lora.rank", "0", "--trainable", '["*"]']
+    config = parse_config(
+        [
+            "--model.path", str(folder), "--model.init", "random", *what, "--data.seq_length", "64",
+            "--train.global_batch_size", str(case.global_batch_size), "--model.dtype", "bfloat16",
+            "--guards.replicas_every", "2", "--log.peak_tflops", "100", *case.options.split(),
+        ]
+    )  # fmt: skip
+    check_config(config)
+    check_world(config, case.world)
+    return config
+
+
+def _train(case: Case, folder: Path, device: Recorder) -> None:
+    """The life of a run, from the build to a save."""
+    config = _config(case, folder)
+    launch = Launch(rank=case.rank, world_size=case.world, device=cuda.DEVICE)
+    dataset = _dataset(config)
+    with ExitStack() as opened:
+        opened.enter_context(watched(device))
+        opened.enter_context(nccl.nccl_world(case.rank, case.world) if case.world > 1 else nullcontext())
+        source = model_source(config)
+        plan = check_model(config, source.model, case.world)
+        training = build_training(config, launch, source, plan, SILENT, documents_per_row=4)
+        warm_up(config, launch, training, SILENT)
+        reporter, guards, loader = _reporter(config, launch, training, dataset, folder)
+        opened.callback(METER.stop)
+        reporter.start()
+        guards.begin(0, 0)
+        device.is_running = True
+        take_step = training.step if training.graphs is None else training.graphs
+        consumed = 0
+        for step in range(1, case.steps + 1):
+            batches, targets = _batches(config, training, loader, consumed)
+            reporter.before(step)
+            result = take_step(batches, targets, 1e-3)
+            consumed += config.train.global_batch_size
+            reporter.after(
+                StepSeen(step, batches, targets, 1e-3, consumed, result, StepFigures(result)), rows=16, tokens=1024
+            )
+        reporter.catch_up(last=True)
+        guards.finish(case.steps, consumed)
+        guards._locator.locate(batches, targets, case.steps)
+        _evaluate(config, launch, training, dataset, batches)
+        if tensors := state_tensors(training):
+            Snapshot(tensors).take(owned(tensors))
+        if training.mesh.is_writer:
+            state_contents(
+                config,
+                training,
+                step=case.steps,
+                consumed=consumed,
+                fingerprint=None,
+                data="",
+                tokenizer=BASES_OWN,
+                best=BestLoss(),
+            )
+
+
+def _dataset(config: RunConfig) -> TokenDataset:
+    """Documents of 8 to 64 tokens."""
+    generator = np.random.default_rng(1)
+    lengths = generator.integers(8, config.data.seq_length + 1, size=256)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    targets = np.ones(offsets[-1], dtype=bool)
+    targets[offsets[:-1]] = False
+    tokens = generator.integers(0, LLAMA["vocab_size"], size=offsets[-1], dtype=np.int32)
+    return TokenDataset(tokens, targets, offsets, seq_length=config.row_length, packing=config.data.fills_rows)
+
+
+def _reporter(
+    config: RunConfig, launch: Launch, training: Training, dataset: TokenDataset, folder: Path
+) -> tuple[StepReporter, Any, DataLoader]:
+    """What reports and watches the steps, and the loader."""
+    loader = DataLoader(
+        dataset,
+        global_batch_size=config.train.global_batch_size,
+        seed=config.train.seed,
+        num_workers=0,
+        pin_memory=True,
+        **loader_options(config, launch.device, **data_position(config, launch)),
+    )
+    guards = build_guards(config, training, launch, say=lambda line: None)
+    reporter = StepReporter(
+        config.log,
+        training,
+        loader,
+        RunClock(),
+        metrics=MetricsWriter(None),
+        progress=TrainProgress(SILENT, None),
+        listener=RunListener(),
+        observation=Observation(config, launch, training, folder),
+        guards=guards,
+        forecast=MemoryForecast(config, replace(launch, rank=1), training, dataset),  # another rank predicts
+    )
+    return reporter, guards, loader
+
+
+def _batches(config: RunConfig, training: Training, loader: DataLoader, consumed: int) -> tuple[list[Batch], float]:
+    """A step's micro-batches in pinned memory of the host, and the number of its targets."""
+    if not config.objective.compares_answers:
+        return loader.batches(consumed), loader.target_count(consumed)
+    host = Launch(rank=0, world_size=training.mesh.grid.world_size, device=torch.device("cpu"))
+    return [pin(batch) for batch in draw_batches(config, training, host)], float(config.train.global_batch_size)
+
+
+def _evaluate(
+    config: RunConfig, launch: Launch, training: Training, dataset: TokenDataset, batches: list[Batch]
+) -> None:
+    if config.objective.compares_answers:
+        training.stages.figures(batches)
+        return
+    options = loader_options(config, launch.device, **data_position(config, launch))
+    loader = EvalLoader(dataset, max_samples=2 * training.mesh.dp.size, **options)
+    evaluate(training.stages, loader, training.mesh)
+
+
+def _generate(case: Case, folder: Path, device: Recorder) -> None:
+    """A prompt and a few tokens, with a penalty and top-p."""
+    from engine.distributed.mesh import build_mesh
+    from engine.distributed.ranks import RankGrid
+    from engine.inference.model_part import InferenceStage
+    from engine.inference.sampling import Sampling
+    from engine.models.decoder import Decoder
+    from engine.training import generation
+
+    config = _config(case, folder)
+    launch = Launch(rank=case.rank, world_size=case.world, device=cuda.DEVICE)
+    with ExitStack() as opened:
+        opened.enter_context(watched(device))
+        opened.enter_context(nccl.nccl_world(case.rank, case.world) if case.world > 1 else nullcontext())
+        source = model_source(config)
+        plan, decoder = check_model(config, source.model, case.world), source.model.decoder
+        grid = RankGrid(tp=config.parallel.tensor, pp=case.pipeline)
+        mesh = build_mesh(grid, device_type="cuda", num_kv_heads=decoder.num_kv_heads)
+        model = Decoder(
+            decoder,
+            layout=generation._layout(config, mesh, decoder, launch, SILENT),
+            plan=plan.modules,
+            device=launch.device,
+            dtype=torch.bfloat16,
+            part=generation._parts(decoder, case.pipeline)[mesh.pp.rank],
+        )
+        sampling = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.1, seed=1)
+        stage = InferenceStage(
+            model, tp=mesh.tp, pp=mesh.pp, sampling=sampling, slots=4, length=64, device=launch.device
+        )
+        stage.prefill([[1, 2, 3], [4, 5]], [0, 1], [0, 1])
+        device.is_running = True
+        for position in (3, 4, 5):
+            stage.decode([1, 1], [position, position - 1], [0, 1])
+        stage.move(1, 0)
+        stage.finish()

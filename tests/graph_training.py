@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 ROWS, LENGTH, DOCUMENTS = 2, 24, 6
 SHAPE = StaticShape(rows=ROWS, length=LENGTH, documents=DOCUMENTS)
 PACKINGS = ((24,), (9, 15), (5, 5, 5, 9), (1, 23), (8, 8, 8), (13, 11), (20,), (2, 3, 4, 15))
-ON_DEVICE = replace(REFERENCE, attention=VarlenAttention(attend=varlen_attn, shares_heads=True))
+ON_DEVICE = replace(REFERENCE, attention=VarlenAttention(attend=varlen_attn))
 EVERYTHING, LAYERS = r".*", r"layers\..*_proj"
 
 

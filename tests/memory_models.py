@@ -49,7 +49,7 @@ def build_with(
     mesh = mesh or single_process_mesh()
     layout = TensorLayout(
         tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=case.sequence_parallel, joint_reduce=case.joint,
-        fold=case.fold, kernels=kernels, base=case.encoding(),
+        fold=case.fold, kernels=kernels, base=case.encoding(device),
     )  # fmt: skip
     own = memory if transfer is None else replace(memory, offload=False)
     model = Decoder(case.config, layout=layout, plan=case.plan(), device=device, dtype=dtype, memory=own)

@@ -69,9 +69,22 @@ class SmallTraining:
     fold: bool = True
 
     def run(
-        self, kernels: Kernels, *, steps: int, device: torch.device, dtype: torch.dtype = torch.float32
+        self,
+        kernels: Kernels,
+        *,
+        steps: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        start: torch.dtype | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses of `steps` steps of AdamW, fp32 on the CPU, and the fp32 gradients of the first by parameter name."""
+        """Losses of `steps` steps of AdamW, fp32 on the CPU, and the fp32 gradients of the first by parameter name.
+
+        Args:
+            kernels: the backend.
+            steps: of the optimizer; with none the gradients alone.
+            device, dtype: of the model.
+            start: what the initial weights are rounded to, where that is less than `dtype`.
+        """
         settings = AdapterSettings(rank=5, scale=1.5, dropout=self.dropout)
         plan = TrainingPlan(
             trains=lambda module: any(part in module for part in self.trained),
@@ -85,6 +98,8 @@ class SmallTraining:
         for shard in shards:
             if "lora" in shard.name:
                 fill_normal(shard, 0.1, 4)
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.data.to(start or dtype))
         flat, mesh = FlatParameters(shard_entries(model), device), single_process_mesh()
         optimizer = FlatAdamW(flat, mesh, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, clip_grad_norm=1.0)
         reducer = GradientReducer(flat, mesh, bucket_bytes=1 << 20)
@@ -97,7 +112,7 @@ class SmallTraining:
         for number in range(steps):
             batch = self._batch(number)
             losses.append(step([batch], float(batch.loss_weights_BS.sum()), 3e-3).loss.cpu())
-        return torch.stack(losses), gradients
+        return torch.stack(losses) if losses else torch.empty(0), gradients
 
     def _batch(self, number: int) -> Batch:
         return packed_batch(self.documents, self.config.vocab_size, number)

@@ -12,6 +12,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 Init = Literal["checkpoint", "random"]
 Kernels = Literal["auto", "reference", "native", "triton", "apex"]
 DTYPES: tuple[DType, ...] = get_args(DType)
+Attention = Literal["auto", "flash2", "flash3", "flash4"]
 KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 
 
@@ -33,6 +34,11 @@ class ModelOptions:
             GPU kernels,
             on a CPU only for tests: in float32 with TRITON_INTERPRET=1 set. "apex" is "auto" with the norms of NVIDIA
             apex, on a GPU. A backend named here that cannot run is an error.
+        attention: Attention on a GPU. "auto" computes packed documents in one call by the newest FlashAttention that
+            is installed for the GPU, rows of one document by the kernel that torch prefers, and logs which. "flash2" is
+            torch's own; "flash3" (package flash_attn_interface, Hopper) and "flash4" (package flash_attn.cute,
+            Blackwell and Hopper) have to be installed. One that is named is taken for all rows; one that cannot run is
+            an error.
         init: "checkpoint" reads the weights of model.path; "random" draws new ones for the config.json found there.
     """
 
@@ -41,6 +47,7 @@ class ModelOptions:
     base_dtype: BaseDType | None = None
     init: Init = "checkpoint"
     kernels: Kernels = "auto"
+    attention: Attention = "auto"
 
     def __post_init__(self) -> None:
         require(bool(self.path), "model.path is empty, but the folder of a model is expected: set model.path.")
@@ -49,3 +56,4 @@ class ModelOptions:
             require_choice("model.base_dtype", self.base_dtype, BASE_DTYPES)
         require_choice("model.init", self.init, get_args(Init))
         require_choice("model.kernels", self.kernels, KERNELS)
+        require_choice("model.attention", self.attention, get_args(Attention))

@@ -43,7 +43,7 @@ SAID: dict[str, tuple[str, ...]] = {
 
 SILENT: dict[str, tuple[str, ...]] = {
     # the base is compared by fingerprint; kernels agree to rounding; weights are not drawn again
-    "model": ("path", "init", "kernels"),
+    "model": ("path", "init", "kernels", "attention"),
     # factors come from the checkpoint
     "lora": ("init", "init_from"),
     # the content of the training data is compared by fingerprint, whatever its path; printed samples

@@ -113,7 +113,7 @@ def import_checkpoint(
     specs = _specs_per_rank(source, tensor)
     files = _planned_partitions(source, specs)
     names = [file.name for file in files]
-    plan = {"import": tensor, "version": ENGINE_VERSION, "files": names}
+    plan = {"import": tensor, "files": names}
     companions = source.model.companions()
     total = sum(file.num_bytes for file in files) + companions.num_bytes
     inputs = [source.model.path]

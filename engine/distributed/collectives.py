@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,9 +28,20 @@ _reduce_scatter: Callable[..., Any] = (
 )
 
 
-_Part = tuple[Any, str, Axis, int | None, int]
-"""A piece of work and what is reported if it fails, see `raise_if_lost`: its operation, axis, and peer if it has one;
-and its number in the log of operations, 0 where it is not one operation."""
+class _Part(NamedTuple):
+    """A piece of work.
+
+    Args:
+        work: torch's.
+        operation, axis, peer: what is reported if it fails, see `raise_if_lost`; the peer only where there is one.
+        note: its operation, peer and number in the log of operations; of several, one of them.
+    """
+
+    work: Any
+    operation: str
+    axis: Axis
+    peer: int | None
+    note: tuple[str, int | None, int]
 
 
 class Handle:
@@ -48,7 +59,7 @@ class Handle:
 
     def done(self) -> bool:
         """Whether `wait` would return at once; asks the device nothing that it would have to finish for."""
-        return all(work.is_completed() for work, *_ in self._parts)
+        return all(part.work.is_completed() for part in self._parts)
 
     def wait(self) -> None:
         """Blocks the CPU with Gloo, the current stream with NCCL.
@@ -56,16 +67,15 @@ class Handle:
         Raises:
             CommunicationError: another rank is gone or does not answer.
         """
-        for work, operation, axis, peer, number in self._parts:
-            if number:
-                LOG.waiting(operation, axis.name, axis.group, peer, number)
+        for work, operation, axis, peer, (noted, noted_peer, number) in self._parts:
+            LOG.waiting(noted, axis.name, axis.group, noted_peer, number)
             try:
                 work.wait()
             except RuntimeError as error:
+                LOG.wait_ended(failed=True)
                 raise_if_lost(error, operation, axis=axis.name, group=axis.group, peer=peer)
                 raise
-            finally:
-                LOG.wait_ended()
+            LOG.wait_ended()
         self._parts = ()
 
 
@@ -84,7 +94,7 @@ def _start(operation: str, primitive: Callable[..., Any], axis: Axis, *arguments
     if begun is not None:
         sent = sent_bytes(operation, arguments, axis.size)
         work = METER.watched(work, begun, f"{axis.name} {operation}", sent, arguments)
-    return Handle((work, operation, axis, None, number))
+    return Handle(_Part(work, operation, axis, None, (operation, None, number)))
 
 
 def _start_transfers(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis) -> list[_Part]:
@@ -113,12 +123,11 @@ def _start_transfers(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis)
         raise
     if begun is not None:
         works = _watched_transfers(works, begun, operations, axis)
+    notes = [(_transfer(is_send), peer, number) for (is_send, _, peer), number in zip(operations, numbers, strict=True)]
     if len(works) != len(posts):  # one for all of them, which does not block
-        return [(work, "send and receive", axis, None, 0) for work in works]
-    return [
-        (work, _transfer(is_send), axis, peer, number)
-        for work, (is_send, _, peer), number in zip(works, operations, numbers, strict=True)
-    ]
+        note = next((one for one in notes if one[0] == "receive"), notes[0])
+        return [_Part(work, "send and receive", axis, None, note) for work in works]
+    return [_Part(work, note[0], axis, note[1], note) for work, note in zip(works, notes, strict=True)]
 
 
 def _watched_transfers(
@@ -176,6 +185,13 @@ def all_to_all_async(
     source = tensor.contiguous()
     out = source.new_empty(sum(received), *source.shape[1:])
     return out, _start("all_to_all", dist.all_to_all_single, axis, out, source, [*received], [*sent])
+
+
+def broadcast_async(tensor: Tensor, axis: Axis, source: int) -> tuple[Tensor, Handle]:
+    """Fills `tensor`, which must be contiguous, with that of rank `source` of the axis."""
+    if axis.size == 1:
+        return tensor, Handle()
+    return tensor, _start("broadcast", dist.broadcast, axis, tensor, group_src=source)
 
 
 def exchange_async(

@@ -2,12 +2,12 @@
 
 Built once at launch. Layers receive the `Axis` they communicate on as an argument; there is no module-level group
 state. Each group is made with the default group's timeout, which torch does not do by itself, is described to the
-backend by its axis, which is what NCCL's watchdog prints, and is connected before anything else uses it.
+backend by its axes, which is what NCCL's watchdog prints, and is connected before anything else uses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -123,13 +123,13 @@ def build_mesh(grid: RankGrid, *, device_type: str, num_kv_heads: int) -> Mesh:
     """
     if grid.world_size == 1:
         return single_process_mesh()
-    groups = {name: grid.groups(name) for name in AXES}
-    groups["dp_cp"] = grid.groups("dp", "cp")
-    groups["kv_replica"] = _kv_groups(grid, num_kv_heads)
-    groups["pp_ends"] = _end_groups(grid)
-    timeout = _default_timeout(device_type)
+    sets = {name: grid.groups(name) for name in AXES}
+    sets["dp_cp"] = grid.groups("dp", "cp")
+    sets["kv_replica"] = _kv_groups(grid, num_kv_heads)
+    sets["pp_ends"] = _end_groups(grid)
     with communicating("making the process groups"):
-        axes = {name: _axis(name, sets, timeout) for name, sets in groups.items()}
+        groups = _Groups(sets, _default_timeout(device_type))
+        axes = {name: groups.axis(name) for name in sets}
         for axis in axes.values():
             _connect(axis, device_type)
     return Mesh(grid=grid, **axes)
@@ -161,17 +161,37 @@ def _end_groups(grid: RankGrid) -> list[list[int]]:
     return [[ranks[0], ranks[-1]] for ranks in grid.groups("pp")] if grid.pp > 1 else []
 
 
-def _axis(name: str, groups: list[list[int]], timeout: timedelta | None) -> Axis:
-    """The group of `groups` that holds this rank, if any; every rank makes all of them, in the same order."""
-    rank = dist.get_rank()
-    axis = Axis(name)
-    for ranks in groups:
-        if len(ranks) == 1:
-            continue
-        if name in AXES and len(ranks) == dist.get_world_size():
-            group = dist.group.WORLD  # spares a communicator
-        else:
-            group = dist.new_group(ranks, timeout=timeout, group_desc=name)
-        if rank in ranks:
-            axis = Axis(name, len(ranks), ranks.index(rank), group)
-    return axis
+class _Groups:
+    """The process groups of all axes. Axes of the same ranks share one, and those of all ranks the default group: a
+    communicator takes memory on the device, and time to make. Every rank makes all groups, in the same order.
+
+    Args:
+        sets: the sets of ranks of each axis.
+        timeout: of the groups.
+    """
+
+    def __init__(self, sets: Mapping[str, list[list[int]]], timeout: timedelta | None) -> None:
+        self._sets, self._rank = sets, dist.get_rank()
+        names: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
+        for name, groups in sets.items():
+            for ranks in groups:
+                if len(ranks) > 1:
+                    names.setdefault(self._key(name, ranks), []).append(name)
+        everybody = dist.get_world_size()
+        self._made = {
+            key: dist.group.WORLD
+            if len(key[1]) == everybody and not key[0]
+            else dist.new_group(list(key[1]), timeout=timeout, group_desc=", ".join(sharing))
+            for key, sharing in names.items()
+        }
+
+    def _key(self, name: str, ranks: list[int]) -> tuple[bool, tuple[int, ...]]:
+        # what the ends of a pipeline sum must not queue up behind a receive that was posted ahead on its group
+        return name == "pp_ends", tuple(ranks)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of this name as this rank sees it."""
+        for ranks in self._sets[name]:
+            if self._rank in ranks and len(ranks) > 1:
+                return Axis(name, len(ranks), ranks.index(self._rank), self._made[self._key(name, ranks)])
+        return Axis(name)

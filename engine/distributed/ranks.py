@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -52,3 +53,24 @@ def kv_replica_ranks(tensor_size: int, num_kv_heads: int) -> list[list[int]]:
     """Tensor-parallel ranks that hold the same key/value heads, when there are fewer heads than ranks."""
     copies = max(1, tensor_size // num_kv_heads)
     return [list(range(start, start + copies)) for start in range(0, tensor_size, copies)]
+
+
+SPELLED_RANKS = 8
+"""Ranks that a text names one by one."""
+
+
+def progression(ranks: Sequence[int]) -> range | None:
+    """Returns the ranks as a range, as the groups of a mesh are; None where their distances differ."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if step <= 0:
+        return None
+    whole = range(ranks[0], ranks[0] + step * len(ranks), step)
+    return whole if tuple(whole) == tuple(ranks) else None
+
+
+def spelled_ranks(ranks: Sequence[int]) -> str:
+    """Names all ranks of a group, in few words where they are many, and different groups differently."""
+    whole = progression(ranks) if len(ranks) > SPELLED_RANKS else None
+    if whole is None:
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"ranks {whole[0]} to {whole[-1]}" + (f" in steps of {whole.step}" if whole.step > 1 else "")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from engine.distributed.operations import LOG
 from engine.errors import UserError
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits
@@ -156,6 +157,7 @@ class Generator:
             free = self._limits.slots - len(rows)
             first = len(rows) if waiting and free else 0
             tokens = self._prefill(waiting, rows) if waiting and free else self._decode(rows)
+            LOG.progressed()
             for row, token in zip(rows[first:], tokens, strict=True):
                 self._take(row, token, on_text)
             for row in rows:

@@ -32,9 +32,6 @@ from engine.ops.operands import LinearOperands, RowsSink
 from engine.ops.parallel_linear import column_linear, row_linear
 from engine.ops.products import FOLDED, JOINED, SEPARATE, Way
 
-FOLD_MULTIPLE = 8
-"""Columns added to a weight are padded to a multiple of this: the matrix units' alignment."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
@@ -103,7 +100,8 @@ class _ParallelLinear(ShardedModule):
         may_fold = may_fold and layout.fold and shared is None
         forward_way, backward_way = self._ways(rows, adapted=bool(adapted), may_fold=may_fold)
         folded = FOLDED in (forward_way, backward_way)
-        extra = -(-rank // FOLD_MULTIPLE) * FOLD_MULTIPLE if folded else 0
+        multiple = layout.kernels.fold_multiple
+        extra = -(-rank // multiple) * multiple if folded else 0
         if shared is None:
             holder = build if self.encoded is None else replace(build, device=torch.device("meta"))
             self.storage = holder.empty((rows, self.in_features + extra))

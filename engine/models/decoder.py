@@ -268,7 +268,7 @@ class Decoder(nn.Module):
         config, tp = self.config, self.layout.tp
         kernels = self.layout.kernels
         if config.logits_softcap is not None:
-            kernels = replace(kernels, loss=capped_loss(config.logits_softcap))
+            kernels = replace(kernels, loss=capped_loss(config.logits_softcap, kernels.loss.tokens_multiple))
         # the loss reads the head as numbers, so that it is never stored encoded
         build = replace(build, layout=replace(self.layout, kernels=kernels, base=None))
         self.vocab_spec = padded_split_spec((config.vocab_size, config.hidden), 0, rank=tp.rank, size=tp.size)

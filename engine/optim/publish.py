@@ -42,11 +42,11 @@ class CopyPublish:
     """
 
     def __init__(self, slots: Sequence[Slot], master: Tensor, weights: Sequence[Tensor]) -> None:
-        self._weights = list(weights)
+        self._weights = _Targets(weights)
         self._masters = [slot.view(master) for slot in slots]
 
     def start(self) -> None:
-        _copy(self._weights, self._masters)
+        self._weights.copy_from(self._masters)
 
     def finish(self) -> None:
         pass
@@ -58,7 +58,8 @@ class _GatheredBucket:
     def __init__(self, bucket: Bucket, master: Tensor, axis: Axis, weights: SpreadWeights | None) -> None:
         self._bucket, self._axis = bucket, axis
         self._master = master[bucket.own(axis.size)]
-        self.weights = [target(slot, weights) for slot in bucket.slots]
+        targets = [target(slot, weights) for slot in bucket.slots]
+        self._dtype, self._weights = targets[0].dtype, _Targets(targets)
         self._is_stale = False
         self._in_flight: tuple[Tensor, Tensor, Handle] | None = None
         """This rank's part, which must live until it is sent; the output; and the all-gather's handle."""
@@ -71,7 +72,7 @@ class _GatheredBucket:
 
     def start(self) -> None:
         if self._is_stale and self._in_flight is None:
-            part = self._master.to(self.weights[0].dtype)
+            part = self._master.to(self._dtype)
             self._in_flight = (part, *all_gather_async(part, self._axis))
 
     @torch.no_grad()
@@ -82,7 +83,7 @@ class _GatheredBucket:
         assert self._in_flight is not None
         _, whole, handle = self._in_flight
         handle.wait()
-        _copy(self.weights, [slot.view(whole, self._bucket.start) for slot in self._bucket.slots])
+        self._weights.copy_from([slot.view(whole, self._bucket.start) for slot in self._bucket.slots])
         self._is_stale, self._in_flight = False, None
 
     def release(self) -> None:
@@ -138,7 +139,7 @@ class AllToAllPublish:
     def __init__(self, buckets: Sequence[Bucket], master: Tensor, weights: SpreadWeights) -> None:
         self._master, self._weights, axis = master, weights, weights.axis
         self._sent: list[Tensor] = []
-        self._targets: list[Tensor] = []
+        targets: list[Tensor] = []
         self._sent_sizes, self._received_sizes = [0] * axis.size, [0] * axis.size
         self._dtype = buckets[0].slots[0].entry.parameter.dtype if buckets else master.dtype
         for source in range(axis.size):
@@ -155,8 +156,9 @@ class AllToAllPublish:
                         self._sent.append(master[begin : begin + last - first])
                         self._sent_sizes[keeper] += last - first
                     if keeper == axis.rank:
-                        self._targets += _targets(run.slot, weights, first, last)
+                        targets += _targets(run.slot, weights, first, last)
                         self._received_sizes[source] += last - first
+        self._shapes, self._targets = [target.shape for target in targets], _Targets(targets)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -164,17 +166,31 @@ class AllToAllPublish:
         sent = torch.cat(self._sent) if self._sent else self._master[:0]
         sizes = {"sent": self._sent_sizes, "received": self._received_sizes}
         received = all_to_all(sent.to(self._dtype), self._weights.axis, **sizes)
-        parts = received.split([target.numel() for target in self._targets])
-        _copy(self._targets, [part.view(target.shape) for part, target in zip(parts, self._targets, strict=True)])
+        parts = received.split([shape.numel() for shape in self._shapes])
+        self._targets.copy_from([part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)])
 
     def finish(self) -> None:
         pass
 
 
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into its target; a rank whose layers train nothing has none, which torch refuses."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
+class _Targets:
+    """Weights that are copied to together, from sources without gaps.
+
+    Dense ones apart from the others, for torch copies a whole list tensor by tensor where one of it is not dense, as B
+    is that lies beside its weight. A rank whose layers train nothing has none, and torch refuses an empty list.
+
+    Args:
+        tensors: the weights.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        places = [[place for place, to in enumerate(tensors) if to.is_contiguous() == dense] for dense in (True, False)]
+        self._alike = [(own, [tensors[place] for place in own]) for own in places if own]
+
+    def copy_from(self, sources: Sequence[Tensor]) -> None:
+        """Copies each source into its weight, and rounds it."""
+        for places, targets in self._alike:
+            torch._foreach_copy_(targets, [sources[place] for place in places])
 
 
 def target(slot: Slot, weights: SpreadWeights | None) -> Tensor:

@@ -90,7 +90,7 @@ def build_training(
     if (sentence := host_sentence(places, weights, flat)) is not None:
         log.info(sentence)
     with checked_together([] if source.weights is None else [source.weights.checks], mesh.world, learn=True):
-        fill_parameters(config, source, plan, entries, flat, weights, log)
+        fill_parameters(config, source, plan, entries, flat, weights, mesh.dp_cp, log)
         fill_base(config, source.model, source.weights, stages.models(), weights, log)
     optimizer = _optimizer(config.optim, flat, mesh, choices.optimizer, loss_scale)
     reducer = GradientReducer(flat, mesh, bucket_bytes=_bucket_bytes(config))

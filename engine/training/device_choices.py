@@ -76,9 +76,11 @@ def choose_model_kernels(
         packed: rows may hold several documents.
 
     Raises:
-        UserError: kernels were asked for by name that cannot run here.
+        UserError: kernels, or a kernel of attention, were asked for by name that cannot run here.
     """
     dtype = TORCH_DTYPES[config.model.dtype]
     kernels, sentence = choose_kernels(config.model.kernels, device=device, dtype=dtype)
-    attention = choose_attention(kernels, device=device, dtype=dtype, head_dim=decoder.head_dim, packed=packed)
+    attention = choose_attention(
+        kernels, config.model.attention, device=device, dtype=dtype, head_dim=decoder.head_dim, packed=packed
+    )
     return attention, sentence

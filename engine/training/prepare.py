@@ -152,6 +152,9 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
     decoder = source.model.decoder
     folder = RunFolder(config.checkpoint, launch, metrics=config.log.metrics)
     opened.callback(folder.close)
+    parallel = config.parallel
+    several_write = parallel.tensor * parallel.pipeline > 1 or parallel.shard != "none"
+    folder.check_shared(launch, several_write=several_write, warn=log.warning)
     start = _find_start(config, launch, log, folder, source, plan)
     data_comes_last = bool(config.train.synthetic_steps)
     read = None if data_comes_last else _read_data(config, launch, log, folder, decoder, start)
@@ -190,7 +193,8 @@ def _find_start(
     resume = folder.resume_path()
     if resume is None:
         return Start(resume=None, point=None, best=BestLoss())
-    point = StartingPoint.of(check_state(resume, config, source, plan, log.info))
+    source.agree_on_fingerprint(launch.rank)
+    point = StartingPoint.of(check_state(resume, config, source, plan, log.info, looks_at_files=launch.rank == 0))
     # an evaluation after the checkpoint's step may have been recorded after the checkpoint was written
     name = config.log.metrics
     recorded = None if name is None or launch.rank else recorded_evaluation(folder.path / name, point.step)

@@ -84,12 +84,16 @@ def compute_references(
         UserError: one is not finite.
     """
     mesh, stages = training.mesh, training.stages
-    options = loader_options(config, data_rank=mesh.dp.rank, data_size=mesh.dp.size, context_rank=mesh.cp.rank)
+    place = {"data_rank": mesh.dp.rank, "data_size": mesh.dp.size, "context_rank": mesh.cp.rank}
+    options = loader_options(config, stages.step.device, **place)
     options["seq_length"] = dataset.seq_length
+    loader = EvalLoader(
+        dataset, num_workers=config.data.num_workers, pin_memory=stages.step.device.type == "cuda", **options
+    )
     found = torch.zeros(len(dataset.lengths), dtype=torch.float32, device=stages.step.device)
     read = told = 0
     with Progress(log, f"reference of the {name} data", len(dataset), "rows") as progress:
-        for group in groups(EvalLoader(dataset, **options), group_size(mesh)):
+        for group in groups(loader, group_size(mesh)):
             for batch, logps in zip(group, stages.references(group) or (), strict=False):
                 assert batch.answers is not None
                 documents = torch.tensor(batch.answers.documents, dtype=torch.int64, device=found.device)

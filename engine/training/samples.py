@@ -6,6 +6,7 @@ pass through the whole of its row. A few short samples cost as much as evaluatin
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -84,8 +85,11 @@ class TextSamples:
         self._ends = end_tokens(training.source.model.path, tokenizer.eos_id)
         mesh = training.mesh
         # copies of the model on other data ranks continue the same prompts
-        shape = loader_options(config, data_rank=0, data_size=1, context_rank=mesh.cp.rank)
+        device = training.stages.step.device
+        shape = loader_options(config, device, data_rank=0, data_size=1, context_rank=mesh.cp.rank)
         self._pad_multiple, self._cp = shape["pad_multiple"], mesh.cp
+        # all lengths of a text, which grows by a token at a time
+        self._length_multiple = math.lcm(2 * self._pad_multiple * mesh.cp.size, shape["length_multiple"])
 
     def run(self) -> list[tuple[str, str]]:
         """Each prompt and what it is continued with; the same on all ranks."""
@@ -103,7 +107,7 @@ class TextSamples:
     def _next(self, texts: list[list[int]]) -> list[int]:
         """The most likely token after each text, all of which go through the pipeline together."""
         mesh, stages = self._training.mesh, self._training.stages
-        longest = round_up(max(map(len, texts)), self._pad_multiple * 2 * self._cp.size)
+        longest = round_up(max(map(len, texts)), self._length_multiple)
         dataset = TokenDataset.from_documents([(ids, [False] * len(ids)) for ids in texts], seq_length=longest)
         batches = [
             rank_batch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, cast
 
@@ -24,6 +25,7 @@ from engine.telemetry.format import format_bytes
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.best import BestLoss
 from engine.training.build import Training
+from engine.training.start_model import ModelSource
 from engine.training.state import state_contents, state_tensors
 
 _SECONDS_FOR_A_SAVE = 30.0
@@ -64,10 +66,12 @@ class StateSaver:
         self._tokenizer = tokenizer
         self._say, self._metrics, self._is_first = say, metrics, launch.rank == 0
         self._run_dir, self._problems = run_dir, 0
+        self._fingerprint: Future[str | None] | None = None
+        """Of the base, read while the first steps are taken; on the rank that writes the manifest."""
         options = config.checkpoint
         if self._is_first:
             tidy(run_dir, None, say)
-            training.source.fingerprint()  # now, rather than while training waits for the first save
+            self._fingerprint = _in_background(training.source.fresh_fingerprint)
         tensors = state_tensors(training)
         mine = sum(shard.tensor.nbytes for shard in tensors), secrets.token_hex(4)
         everyone = gather_objects(mine, Axis("world", launch.world_size, launch.rank))
@@ -107,6 +111,7 @@ class StateSaver:
         contents = state_contents(
             self._config,
             self._training,
+            fingerprint=None if self._fingerprint is None else _result_or(self._fingerprint, self._training.source),
             step=step,
             consumed=consumed,
             data=self._data,
@@ -180,6 +185,27 @@ class StateSaver:
         if report.problem is not None:
             self._say(f"warning: {report.problem}")
         self._metrics.write({"step": report.step, "save_pause_seconds": report.pause, "save_seconds": report.seconds})
+
+
+def _in_background(work: Callable[[], str | None]) -> Future[str | None]:
+    """Returns the result to come of `work`, which begins in a thread of its own."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="fingerprint")
+    outcome = pool.submit(work)
+    pool.shutdown(wait=False)
+    return outcome
+
+
+def _result_or(outcome: Future[str | None], source: ModelSource) -> str | None:
+    """Returns the fingerprint that was read in the background, or reads it now where that failed: steps have been taken
+    meanwhile, and an error of the disk that has passed must not lose them.
+
+    Raises:
+        UserError: it cannot be read now either.
+    """
+    try:
+        return outcome.result()
+    except UserError:
+        return source.fingerprint()
 
 
 def tidy(run_dir: Path, options: CheckpointOptions | None, say: Callable[[str], None]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.distributed.operations import LOG
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
 from engine.objectives.objective import Objective
@@ -138,6 +139,7 @@ class ModelStage:
                 out = self._loss(microbatch, model.token_losses(out, batch, context))
         if keeps:
             self._alive[microbatch] = activation, out
+        LOG.progressed(on_device=True)  # on a single device, and in a long accumulation, nothing else shows it
         return None if model.head is not None else out.detach()
 
     def _loss(self, microbatch: int, token_losses_T: Tensor) -> Tensor:
@@ -174,6 +176,7 @@ class ModelStage:
             self._defer(self._deferred[microbatch])
             out.backward(gradient)
             self._defer(None)
+        LOG.progressed(on_device=True)
         made = activation.grad if activation is not None else None
         if self._graphs is None or slot is None:
             return made

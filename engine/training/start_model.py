@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import cast
 
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.model_weights import WeightSource, open_source
 from engine.config.run import RunConfig
+from engine.distributed.collectives import broadcast_object
 from engine.layers.context import TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.describe import meta_model
@@ -33,6 +35,20 @@ class ModelSource:
     def fingerprint(self) -> str | None:
         """Returns the fingerprint of the weights; None when there are none."""
         return self.weights.fingerprint() if self.weights is not None else None
+
+    def fresh_fingerprint(self) -> str | None:
+        """Returns the fingerprint, from files that are opened anew where it has to be read: in a thread of its own."""
+        if self.weights is None or self.weights.known_fingerprint() is not None:
+            return self.fingerprint()
+        return open_source(self.model.path).fingerprint()
+
+    def agree_on_fingerprint(self, rank: int) -> None:
+        """Has rank 0 read the fingerprint, and the others take it over: it is small reads all over the model, which on
+        a shared disk each rank would repeat. Collective.
+        """
+        if self.weights is not None:
+            mine = self.weights.fingerprint() if rank == 0 else None
+            self.weights.know_fingerprint(cast(str, broadcast_object(mine)))
 
     def sums(self) -> dict[str, str] | None:
         """Checksums of the whole tensors, once all ranks have read the weights; None when there are none."""

@@ -40,6 +40,7 @@ def state_contents(
     *,
     step: int,
     consumed: int,
+    fingerprint: str | None,
     data: str,
     tokenizer: TrainedTokenizer,
     best: BestLoss,
@@ -49,6 +50,7 @@ def state_contents(
     Args:
         step: steps taken.
         consumed: samples consumed: the data cursor.
+        fingerprint: of the base's weights as they were read, not as they are stored; None without a base.
         data: fingerprint of the training data.
         tokenizer: what the data was tokenised with.
         best: what the evaluations so far come to.
@@ -70,7 +72,7 @@ def state_contents(
         state |= {"loss_scale": float(scale.value), "good_steps": float(scale.good_steps)}
     base = {
         "path": str(Path(config.model.path).resolve()),
-        "fingerprint": training.source.fingerprint(),  # of the weights as they were read, not as they are stored
+        "fingerprint": fingerprint,
         "sums": training.source.sums(),
         "dtype": config.model.base_dtype,
     }
@@ -90,16 +92,19 @@ def check_state(
     source: ModelSource,
     plan: ModelPlan,
     say: Callable[[str], None] | None = None,
+    *,
+    looks_at_files: bool = True,
 ) -> TrainingCheckpoint:
     """Opens a checkpoint to resume from; reads no tensor of it.
 
     Args:
+        looks_at_files: whether this rank looks whether all files of the checkpoint are there; one has to.
         say: gets a line where the base cannot be compared with all of what the checkpoint was trained on.
 
     Raises:
         UserError: the checkpoint is damaged, or belongs to another base or to other parameters that train.
     """
-    checkpoint = TrainingCheckpoint(path)
+    checkpoint = TrainingCheckpoint(path, looks_at_files=looks_at_files)
     _check_recorded(checkpoint)
     _check_best(checkpoint)
     if checkpoint.lora:
@@ -129,7 +134,7 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
     Raises:
         UserError: as `check_state`.
     """
-    checkpoint = check_state(path, config, training.source, training.plan)
+    checkpoint = check_state(path, config, training.source, training.plan, looks_at_files=False)  # it has been done
     optimizer = training.optimizer
     with checked_together([checkpoint.checks], training.mesh.world):
         for name, tensor, spec in optimizer.state_shards():

@@ -21,6 +21,7 @@ from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import peak_memory_bytes
 from engine.training.guards.run_guards import StepSeen
+from engine.training.host_copy import StepFigures
 from engine.training.prepare import PreparedRun, prepare
 from engine.training.reports.summary import RunSummary, announce
 from engine.training.resuming import RunComplete
@@ -96,7 +97,7 @@ class Trainer:
         result = self._take_step(batches, targets, lr)
         self.step += 1
         self._consumed += len(rows)
-        seen = StepSeen(self.step, batches, targets, lr, self._consumed, result)
+        seen = StepSeen(self.step, batches, targets, lr, self._consumed, result, StepFigures(result))
         run.reporter.after(seen, rows=len(rows), tokens=tokens)
 
     def _announce(self) -> None:

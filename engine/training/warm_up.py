@@ -63,7 +63,7 @@ def _synthetic_loader(config: RunConfig, launch: Launch, *, vocabulary: int) -> 
         seed=config.train.seed,
         num_workers=0,
         pin_memory=launch.device.type == "cuda",
-        **loader_options(config, **place),
+        **loader_options(config, launch.device, **place),
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.loading import load_copies, load_parameters
 from engine.config.run import RunConfig
+from engine.distributed.mesh import Axis
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec
 from engine.layers.context import LORA_LEAVES
 from engine.layers.module import ShardEntry
@@ -27,20 +28,29 @@ def fill_parameters(
     entries: list[ShardEntry],
     flat: FlatParameters,
     weights: SpreadWeights,
+    copies: Axis,
     log: Log,
 ) -> None:
     """Fills weights from the checkpoint (or draws them), and adapters fresh or from PEFT. Trained tensors are
-    filled in their fp32 masters, so that nothing is rounded to the compute dtype on the way."""
+    filled in their fp32 masters, so that nothing is rounded to the compute dtype on the way. Collective.
+
+    Args:
+        copies: the ranks that hold the same parts of what is not sharded, of which one reads each.
+    """
     masters = flat.master_shards()
-    frozen = [part for entry in entries if entry.sink is None for part in weights.parts(entry)]
-    base = frozen + [shard for shard in masters if shard.name.rpartition(".")[2] not in LORA_LEAVES]
+    base = [shard for shard in masters if shard.name.rpartition(".")[2] not in LORA_LEAVES]
+    copied: list[NamedShard] = []
+    for part in (part for entry in entries if entry.sink is None for part in weights.parts(entry)):
+        is_copy = not weights.is_spread and part.tensor.device == flat.gradient.device
+        (copied if is_copy else base).append(part)
     adapters = [shard for shard in masters if shard.name.rpartition(".")[2] in LORA_LEAVES]
     if source.weights is None:
         std = float(source.model.hf_config.get("initializer_range", 0.02))
-        initialise_weights(base, config.train.seed, std, norm=1.0 - source.model.decoder.norm_offset)
+        initialise_weights(copied + base, config.train.seed, std, norm=1.0 - source.model.decoder.norm_offset)
     else:
-        total = sum(shard.tensor.nbytes for shard in base)
+        total = sum(shard.tensor.nbytes for shard in copied + base)
         with Progress(log, "reading weights", total, "bytes") as progress:
+            load_copies(copied, source.weights, copies, progress=progress.advance)
             load_parameters(base, source.weights, progress=progress.advance)
     if config.lora.rank > 0:
         if config.lora.init_from is None:
@@ -51,7 +61,7 @@ def fill_parameters(
                 _initialise_magnitudes(lengths, config, source, dtype)
         else:
             start = adapter_source(config, source, plan)
-            load_parameters(adapters + [shard for shard in base if shard.name in start], start)
+            load_parameters(adapters + [shard for shard in copied + base if shard.name in start], start)
     flat.publish()
 
 

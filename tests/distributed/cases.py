@@ -24,6 +24,7 @@ from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.quantized_backends import choose_quantized
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
@@ -79,8 +80,13 @@ class Case:
             seed=SEED,
         )
 
-    def encoding(self) -> BaseEncoding | None:
-        return None if self.base is None else BaseEncoding(encoding=encoding(self.base))
+    def encoding(self, device: torch.device | None = None) -> BaseEncoding | None:
+        """How frozen weights are stored; by the Triton kernels where `device` is a GPU, by plain torch otherwise."""
+        if self.base is None:
+            return None
+        wanted = "triton" if device is not None and device.type == "cuda" else "reference"
+        backend = choose_quantized(wanted, device or torch.device("cpu"))
+        return BaseEncoding(encoding=encoding(self.base, backend.arithmetic), operands=backend.operands)
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.optim.state_sharding import ShardLevel
 from engine.training.guards.run_guards import Guards, StepSeen
-from engine.training.step import StepResult
+from engine.training.host_copy import StepFigures
 from tests.distributed.sharded_runs import GLOBAL_ROWS, SMALL, Layout, Run
 
 OPTIONS = GuardOptions(liveness_steps=3, replicas_every=2)
@@ -66,17 +66,14 @@ def drive(run: Run, options: GuardOptions, *, steps: int, fault: Fault = no_faul
 
 def _loop(run: Run, guards: Guards, steps: int, fault: Fault, lr: Rate) -> None:
     guards.begin(0, 0)
-    pending: tuple[int, StepResult] | None = None
     for step in range(1, steps + 1):
         fault(run, step)
         batches, targets = run.batches(step)
         result = run.step(batches, targets, lr(step))
-        guards.after(StepSeen(step, batches, targets, lr(step), step * GLOBAL_ROWS, result))
-        if pending is not None:
-            guards.read(pending[0], float(pending[1].loss), float(pending[1].grad_norm))
-        pending = step, result
-    assert pending is not None
-    guards.read(pending[0], float(pending[1].loss), float(pending[1].grad_norm))
+        guards.after(StepSeen(step, batches, targets, lr(step), step * GLOBAL_ROWS, result, StepFigures(result)))
+        if step > 1:
+            guards.read(step - 1)
+    guards.read(steps)
     guards.finish(steps, steps * GLOBAL_ROWS)
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from tests.commands import REPOSITORY, losses
 from tests.warm_python import warm_python
@@ -93,6 +94,8 @@ def test_an_error_is_the_jobs_error(job: dict[str, str], tmp_path: Path) -> None
     result = _start({**job, "SLURM_JOB_NUM_NODES": "1"}, tmp_path, "--train.stepz", 3)
     output, _ = result.communicate(timeout=100)
     assert result.returncode != 0 and "--train.stepz is not an option" in output
+    limited = "--shutdown-timeout" not in get_args_parser().format_help()
+    assert ("kills the ranks 30 seconds after" in output) == limited
     assert not Path(job["STUBS"], "asked").exists()
 
 

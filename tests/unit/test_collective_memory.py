@@ -90,6 +90,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> _Device:
     monkeypatch.setattr("engine.distributed.transfer_meter._event", lambda _: _Event())
     monkeypatch.setattr(METER, "moment", lambda _: _Event() if METER.on else None)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: device.start(tensor))
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, **_: device.start(tensor))
     monkeypatch.setattr(collectives, "_all_gather", lambda out, source, **_: device.start(out, source))
     monkeypatch.setattr(collectives, "_reduce_scatter", lambda out, source, **_: device.start(out, source))
     monkeypatch.setattr(dist, "all_to_all_single", lambda out, source, *_, **__: device.start(out, source))
@@ -114,6 +115,7 @@ STARTS: dict[str, Callable[[], Handle | list[Handle]]] = {
     "all_gather_async": lambda: collectives.all_gather_async(_fresh(), AXIS)[1],
     "reduce_scatter_async": lambda: collectives.reduce_scatter_async(_fresh(), AXIS)[1],
     "all_to_all_async": lambda: collectives.all_to_all_async(_fresh(), AXIS, sent=EVEN, received=EVEN)[1],
+    "broadcast_async": lambda: collectives.broadcast_async(_dense(), AXIS, 0)[1],
     "exchange_async": lambda: collectives.exchange_async(_dense(), AXIS, to=2, source=0, received=(3, 3))[1],
     "post_async": lambda: collectives.post_async([(True, _dense(), 2), (False, _dense(), 0)], AXIS),
 }

@@ -1,6 +1,6 @@
 """Graphed training against the same training without graphs, bit for bit.
 
-On a CPU functions stand in for graphs (tests.graph_stand_in), and torch's varlen_attn is computed by plain torch. On a
+On a CPU functions stand in for graphs (tests.graph_stand_in), and torch's flash op is computed by plain torch. On a
 GPU: python -m pytest -m gpu tests/unit/test_cuda_graph.py
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.recompute import MemoryPlan
+from engine.ops.attention.varlen import VarlenAttention
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import Kernels
 from engine.optim import reduce
@@ -169,10 +170,9 @@ def test_full_buckets_leave_during_a_replayed_backward(monkeypatch: pytest.Monke
 
 
 def _gpu_kernels() -> Kernels:
-    from engine.ops.attention.varlen import torch_varlen
     from engine.ops.triton_backend import TRITON
 
-    return replace(TRITON, attention=torch_varlen())
+    return replace(TRITON, attention=VarlenAttention())
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def _on_gpu(steps: list[Step], device: torch.device) -> list[Step]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("case", ["adapters", "upper adapters", "everything"])
+@pytest.mark.parametrize("case", ["adapters", "adapters on nf4", "adapters on fp8", "upper adapters", "everything"])
 @pytest.mark.parametrize("kind", ["step", "layer"])
 def test_fifty_steps_on_a_gpu_are_the_same_bit_for_bit(kind: str, case: str, accumulation: int):
     device = torch.device("cuda", torch.cuda.current_device())

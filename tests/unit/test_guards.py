@@ -17,6 +17,7 @@ from engine.errors import UserError
 from engine.training.guards.fingerprint import AT_ONCE, Fingerprints
 from engine.training.guards.run_guards import Guards, StepSeen
 from engine.training.guards.spikes import NO_LIMIT, RunningLimit, as_float32
+from engine.training.host_copy import StepFigures
 from tests.distributed.guarded_runs import OPTIONS, build_run, drive, guards_of, zero_b
 from tests.distributed.sharded_runs import Layout, Run
 from tests.graph_training import make_steps, pair
@@ -171,8 +172,8 @@ def test_an_adapter_that_the_model_does_not_see_change():
 
     def fault(run: Run, step: int) -> None:
         if step == 0:
-            place = [slot.entry.name for slot in run.flat.slots].index(ADAPTER)
-            run.flat._publish._weights[place] = torch.empty_like(run.flat._publish._weights[place])
+            parameter = _entry(run, ADAPTER).parameter
+            parameter.data = parameter.data.clone()
 
     said = drive(build_run(ALONE), OPTIONS, steps=6, fault=fault)
     assert len(said) == 1
@@ -291,9 +292,9 @@ def test_figures_that_are_not_reported_are_judged_too():
         _leap(run, step)
         batches, targets = run.batches(step)
         result = run.step(batches, targets, 1e-3)
-        guards.after(StepSeen(step, batches, targets, 1e-3, 0, result))
+        guards.after(StepSeen(step, batches, targets, 1e-3, 0, result, StepFigures(result)))
         if step % 5 == 0:
-            guards.read(step, float(result.loss), float(result.grad_norm))
+            guards.read(step)
         assert len(said) == (1 if step >= 15 else 0)
     assert said[0].startswith(f"step {LEAP}: ")
 
@@ -319,8 +320,8 @@ def test_a_replayed_step_is_guarded_like_another(kind: str):
         before = built.flat.master.clone()
         result = graphs(step.batches, step.targets, step.lr)
         assert torch.equal(before, built.flat.master) == (number == LEAP or step.lr == 0)
-        guards.after(StepSeen(number, step.batches, step.targets, step.lr, 0, result))
-        guards.read(number, float(result.loss), float(result.grad_norm))
+        guards.after(StepSeen(number, step.batches, step.targets, step.lr, 0, result, StepFigures(result)))
+        guards.read(number)
     assert len(said) == 1 and said[0].startswith(f"step {LEAP}: the loss is "), said
     assert said[0].endswith("; the update was skipped")
     assert graphs.counts.replayed > 0
@@ -339,8 +340,8 @@ def test_a_replayed_step_is_computed_again_without_the_graph():
         if number == 5:
             weight[1, 1] = torch.nan
         result = graphs(step.batches, step.targets, step.lr)
-        guards.after(StepSeen(number, step.batches, step.targets, step.lr, 0, result))
-        guards.read(number, float(result.loss), float(result.grad_norm))
+        guards.after(StepSeen(number, step.batches, step.targets, step.lr, 0, result, StepFigures(result)))
+        guards.read(number)
     assert len(said) == 2
     assert "is the output of layers.1.attention.o_proj, in forward of micro-batch 0, on rank 0" in said[0]
 

@@ -11,6 +11,7 @@ from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.optim.loss_scale import LossScale
 from engine.training.guards.run_guards import Guards, StepSeen
+from engine.training.host_copy import StepFigures
 from engine.training.step import StepResult
 from tests.distributed.guarded_runs import OPTIONS, build_run, guards_of
 from tests.distributed.sharded_runs import Layout
@@ -21,8 +22,8 @@ ALONE = Layout(case="adapters", grid=RankGrid())
 def _see(guards: Guards, step: int, *, loss: float, scale: float) -> None:
     figures = [torch.tensor(value) for value in (loss, float("inf"), scale)]
     result = StepResult(figures[0], figures[1], torch.zeros(0), figures[2])
-    guards.after(StepSeen(step, [], 1.0, 1e-3, 0, result))
-    guards.read(step, loss, float("inf"))
+    guards.after(StepSeen(step, [], 1.0, 1e-3, 0, result, StepFigures(result)))
+    guards.read(step)
 
 
 def _guards(said: list[str], *, scaled: bool) -> Guards:

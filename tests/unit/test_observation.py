@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +23,9 @@ from engine.distributed.transfer_meter import METER, Moved, TransferMeter
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.models.flops import forward_flops, step_flops, trained_work
+from engine.telemetry import rank_file
 from engine.telemetry.rank_file import RankFile
+from engine.training.reports import flops_ceiling
 from engine.training.reports.flops_ceiling import measure_products
 from engine.training.reports.phases import PhaseClock
 from engine.training.reports.profiler import StepTraces
@@ -152,6 +157,32 @@ def test_the_ceiling_leaves_random_numbers_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_a_gpus_ceiling_is_timed_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU on which a product takes 2 ms, but 5 ms in the first group; the host's clock would see neither."""
+    done = [0.0, 0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.milliseconds = done[0]
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.milliseconds - self.milliseconds
+
+    def product() -> None:
+        done[0] += 5.0 if done[1] < 4 else 2.0
+        done[1] += 1
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert flops_ceiling._by_events(product) == pytest.approx(2e-3)
+    assert done[1] == 20
+
+
+@pytest.mark.filterwarnings("error")
 def test_traces_of_chosen_steps(tmp_path: Path) -> None:
     traces = StepTraces((2, 3, 5), tmp_path, rank=1)
     written = []
@@ -169,7 +200,81 @@ def test_traces_of_chosen_steps(tmp_path: Path) -> None:
 def test_a_rank_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "telemetry").write_text("a file", encoding="utf-8")
     with pytest.raises(UserError, match="the telemetry file of a rank"):
-        RankFile(tmp_path / "telemetry", 0)
+        RankFile(tmp_path / "telemetry", 0, print)
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class _SlowFile(io.StringIO):
+    """A file on a disk that does not answer until the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on, self.flushes = threading.Event(), 0
+
+    def write(self, text: str) -> int:
+        assert self.goes_on.wait(20)
+        return super().write(text)
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+
+def test_a_record_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_file, "_MOMENT_SECONDS", 0.01)
+    slow = _SlowFile()
+    monkeypatch.setattr(rank_file, "open_append", lambda path: slow)
+    file = RankFile(tmp_path, 0, print)
+    for step in range(1, 101):
+        file.write({"step": step})  # would stop here
+    assert slow.getvalue() == ""
+    slow.goes_on.set()
+    monkeypatch.setattr(slow, "close", lambda: None)
+    file.close()
+    assert [json.loads(line)["step"] for line in slow.getvalue().splitlines()] == list(range(1, 101))
+    assert slow.flushes < 20, "records that come together are written together"
+
+
+def test_closing_writes_all_records(tmp_path: Path) -> None:
+    """As a run does that ends by an error; without waiting for the moment to pass."""
+    file = RankFile(tmp_path, 3, print)
+    begin = time.monotonic()
+    for step in (1, 2, 3):
+        file.write({"step": step})
+    file.close()
+    file.close()
+    assert time.monotonic() - begin < 1.5
+    assert [record["step"] for record in _records(tmp_path / "rank_00003.jsonl")] == [1, 2, 3]
+
+
+class _FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        self.flush()
+
+
+def test_a_full_disk_ends_the_run_at_the_next_record_or_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_file, "_MOMENT_SECONDS", 0.001)
+    monkeypatch.setattr(rank_file, "open_append", lambda path: _FullDisk())
+    said: list[str] = []
+    file = RankFile(tmp_path, 0, said.append)
+    with pytest.raises(UserError, match="cannot be written .No space left on device"):
+        for step in range(10_000):
+            file.write({"step": step})
+            time.sleep(0.002)
+    file.close()
+    assert said == []
+    file = RankFile(tmp_path, 0, said.append)
+    file.write({"step": 1})
+    file.close()
+    file.close()
+    assert len(said) == 1 and said[0].startswith("warning: ") and "No space left on device" in said[0]
 
 
 @pytest.mark.parametrize("values", [{"profile_steps": (0,)}, {"peak_tflops": -1.0}])

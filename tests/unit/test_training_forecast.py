@@ -15,6 +15,7 @@ from engine.errors import UserError
 from engine.runtime.launch import Launch
 from engine.telemetry.format import format_bytes
 from engine.training.build import Training
+from engine.training.data import loader_options
 from engine.training.reports import forecast
 from engine.training.reports.forecast import MemoryForecast
 from rankfold.planning.memory_measure import build, measure
@@ -55,6 +56,18 @@ def test_the_line_is_for_the_longest_row_of_the_data(run: tuple[RunConfig, Train
     assert f"the largest part {found.estimate.largest_part()} with " in line
     packed = _forecast(run, dataset=_rows(100, 128, 16, packing=True)).estimate
     assert packed == _forecast(run, dataset=_rows(512)).estimate and packed.step > 1.5 * measured
+
+
+def test_rows_on_a_gpu_are_as_the_loader_pads_them(run: tuple[RunConfig, Training]) -> None:
+    """Native kernels on both: a GPU's would hold other buffers."""
+    estimates = {length: _forecast(run, dataset=_rows(length)).estimate.step for length in (100, 128, 510, 512)}
+    config = replace(run[0], model=replace(run[0].model, kernels="native"))
+    of_a_gpu = {length: _forecast((config, run[1]), GPU, _rows(length)).estimate.step for length in (100, 128, 510)}
+    assert estimates[100] < estimates[128] and estimates[510] < estimates[512]
+    assert of_a_gpu[100] == of_a_gpu[128] < of_a_gpu[510]
+    shape = {"data_rank": 0, "data_size": 1, "context_rank": 0}
+    multiples = [loader_options(config, device, **shape)["length_multiple"] for device in (CPU.device, GPU.device)]
+    assert multiples == [1, 128]
 
 
 def test_a_difference_of_more_than_a_tenth_is_told_once(run: tuple[RunConfig, Training]) -> None:

@@ -21,6 +21,7 @@ from engine.config.conversion.trainers import recognise
 from engine.config.load import from_yaml
 from engine.config.rules import check_config
 from engine.errors import UserError
+from engine.files.durable import write_named
 from engine.files.refusals import writing
 from engine.printable import printable
 
@@ -65,7 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
     check_config(from_yaml(text))
     with writing(arguments.out, "give another --out"):
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
+        with write_named(arguments.out) as file:
+            file.write(text)
     print(printable(report(conversion, shutil.get_terminal_size((120, 24)).columns)))
     print(f"\nwrote {arguments.out}\nstart it with: {_launch(arguments.out, ranks)}")
 

@@ -140,12 +140,16 @@ class _WatchedStage:
     def __init__(self, stage: ModelStage, watch: _Watch) -> None:
         self._stage, self._watch = stage, watch
         self.model, self.entries, self.step = stage.model, stage.entries, stage.step
-        self.load, self.before_last_backward = stage.load, stage.before_last_backward
+        self.load = stage.load
         self.objective, self.references, self.baseline = stage.objective, stage.references, stage.baseline
 
     @property
     def sums(self) -> Tensor:
         return self._stage.sums
+
+    def before_last_backward(self, start: Callable[[Iterable[ShardEntry]], None]) -> None:
+        """Leaves all reductions to the end of the step: gradients are looked at after backward, and one that is being
+        summed is no longer this rank's own, or has been given up."""
 
     def forward(self, microbatch: int, activation: Tensor | None = None) -> Tensor | None:
         watch = self._watch

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.distributed.collectives import Handle, all_gather_async, all_reduce_async, gather_objects
+from engine.distributed.collectives import all_gather_async, all_reduce, gather_objects
 from engine.distributed.mesh import Axis, Mesh
 from engine.distributed.sharding import ShardSpec
 from engine.layers.encoded_storage import EncodedEntry
 from engine.layers.module import ShardEntry
 from engine.layers.storage import SpreadWeights
 from engine.training.guards.fingerprint import Fingerprints
+from engine.training.host_copy import HostCopy
 
 NAMED = 3
 """Differences that a sentence names."""
@@ -62,13 +63,12 @@ class PendingComparison:
 
     Args:
         step: after which it was started.
-        num_different: 0-dim int64; on all ranks the same once `handle` is waited for.
+        num_different: 0-dim int64, the same on all ranks, on its way to the host.
     """
 
     step: int
     gathered: tuple[_Gathered, ...]
-    num_different: Tensor
-    handle: Handle
+    num_different: HostCopy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,13 +165,12 @@ class ReplicaGuard:
             whole = whole.view(axis.size, len(things))
             different += (whole != whole[0]).any(0).sum()
             gathered.append(_Gathered(axis=axis, things=tuple(things), whole=whole))
-        different, handle = all_reduce_async(different, self._world, dist.ReduceOp.MAX)
-        return PendingComparison(step=step, gathered=tuple(gathered), num_different=different, handle=handle)
+        different = all_reduce(different, self._world, dist.ReduceOp.MAX)
+        return PendingComparison(step=step, gathered=tuple(gathered), num_different=HostCopy(different))
 
     def finish(self, pending: PendingComparison) -> list[Difference]:
         """Returns what differs anywhere in the run, the same list on all ranks. Collective where something does."""
-        pending.handle.wait()
-        if not int(pending.num_different):
+        if not int(pending.num_different.read()):
             return []
         mine = [difference for gathered in pending.gathered for difference in self._differences(gathered)]
         everyones: dict[Difference, None] = {}

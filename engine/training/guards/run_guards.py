@@ -30,6 +30,7 @@ from engine.training.guards.liveness import LivenessGuard
 from engine.training.guards.nonfinite import Locator
 from engine.training.guards.replicas import PendingComparison, ReplicaGuard
 from engine.training.guards.spikes import LEAST_LOSS, LEAST_NORM, NO_LIMIT, RunningLimit
+from engine.training.host_copy import StepFigures
 from engine.training.step import StepResult, TrainStep
 
 FROZEN_EVERY = 10
@@ -53,6 +54,7 @@ class StepSeen:
         lr: learning rate.
         consumed: the data cursor after it.
         result: its figures, on the device.
+        figures: the same on their way to the host.
         loss_limit, norm_limit: above these the device left its update out.
     """
 
@@ -62,6 +64,7 @@ class StepSeen:
     lr: float
     consumed: int
     result: StepResult
+    figures: StepFigures
     loss_limit: float = NO_LIMIT
     norm_limit: float = NO_LIMIT
 
@@ -146,26 +149,14 @@ class Guards:
         if self._compares and self._is_due(seen.step):
             self._compare(seen)
 
-    def read(self, step: int, loss: float, norm: float) -> None:
-        """The figures of `step` were read; those of the steps before it that were not are read here.
-
-        Args:
-            step: a step of which `after` was told.
-            loss, norm: of it, equal on all ranks.
+    def read(self, step: int) -> None:
+        """Reads and judges the figures of all steps up to `step`, of which `after` was told.
 
         Raises:
             UserError: a guard saw what its policy stops at.
         """
-        ready: list[StepSeen] = []
         while self._unread and self._unread[0].step <= step:
-            ready.append(self._unread.popleft())
-        figures = [(loss, norm)]
-        if len(ready) > 1:
-            before = [figure for seen in ready[:-1] for figure in (seen.result.loss, seen.result.grad_norm)]
-            values = torch.stack(before).tolist()
-            figures = [*zip(values[::2], values[1::2], strict=True), *figures]
-        for seen, (one_loss, one_norm) in zip(ready, figures, strict=True):
-            self._judge(seen, one_loss, one_norm)
+            self._judge(self._unread.popleft())
         self._set_limits()
         self._read_comparison(step)
         self._read_liveness(step)
@@ -190,8 +181,9 @@ class Guards:
 
     # spikes, and what is not finite
 
-    def _judge(self, seen: StepSeen, loss: float, norm: float) -> None:
-        if isfinite(loss) and not isfinite(norm) and self._is_overflow(seen):
+    def _judge(self, seen: StepSeen) -> None:
+        loss, norm, scale, _ = seen.figures.read()
+        if isfinite(loss) and not isfinite(norm) and self._is_overflow(seen, scale):
             return
         finite = isfinite(loss) and isfinite(norm)
         skipped = not finite or loss > seen.loss_limit or norm > seen.norm_limit
@@ -209,13 +201,10 @@ class Guards:
                 "at the data around this step; optim.max_skipped_steps says how many may follow each other."
             )
 
-    def _is_overflow(self, seen: StepSeen) -> bool:
+    def _is_overflow(self, seen: StepSeen, scale: float) -> bool:
         """Whether a gradient that is not finite is a normal event of float16: the scale has been halved, and the next
         step tries again. At the scale's floor nothing is left to halve."""
-        if self._optimizer.loss_scale is None:
-            return False
-        scale = float(seen.result.loss_scale)
-        if scale <= FLOOR:
+        if self._optimizer.loss_scale is None or scale <= FLOOR:
             return False
         self._say(
             f"step {seen.step}: the gradient overflowed, the update was skipped and the loss scale {scale:g} halved"

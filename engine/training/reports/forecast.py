@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from engine.config.run import RunConfig
+from engine.data.collate import padded_length, round_up
 from engine.data.dataset import TokenDataset
 from engine.errors import UserError
 from engine.planning.ledger import largest_part
@@ -19,6 +22,7 @@ from engine.planning.rank_layout import Layout, Workload
 from engine.runtime.launch import Launch
 from engine.telemetry.format import format_bytes
 from engine.training.build import Training
+from engine.training.data import loader_options
 
 TOLERANCE = 0.1
 """Share of the prediction by which the measured peak may differ before that is reported."""
@@ -94,17 +98,23 @@ def _predict(config: RunConfig, launch: Launch, training: Training, dataset: Tok
     Raises:
         UserError: the planner does not know what is asked for.
     """
-    workload = workload_of(config, training.source.model.decoder, training.plan.modules, device_type=launch.device.type)
+    device = launch.device
+    workload = workload_of(config, training.source.model.decoder, training.plan.modules, device_type=device.type)
     data = max(1, launch.world_size // config.parallel.model_parallel_size)
     layout = Layout(parallel=config.parallel, data=data)
-    return predict_layout(_with_rows(workload, config, dataset), layout, memory_plan_of(config))[0]
+    return predict_layout(_with_rows(workload, config, device, dataset), layout, memory_plan_of(config))[0]
 
 
-def _with_rows(workload: Workload, config: RunConfig, dataset: TokenDataset) -> Workload:
+def _with_rows(workload: Workload, config: RunConfig, device: torch.device, dataset: TokenDataset) -> Workload:
     """The workload with rows as they are padded: to the longest of the data, unless they are packed."""
     if dataset.packing or not len(dataset):
         return workload
-    multiple = 2 * config.parallel.context * config.parallel.tensor
-    longest = -(-int(dataset.row_lengths.max()) // multiple) * multiple
-    length = min(workload.seq_length, longest)
+    options = loader_options(config, device, data_rank=0, data_size=1, context_rank=0)
+    longest = padded_length(
+        int(dataset.row_lengths.max()),
+        limit=dataset.seq_length,
+        pad_multiple=options["pad_multiple"],
+        length_multiple=options["length_multiple"],
+    )
+    length = min(workload.seq_length, round_up(longest, 2 * config.parallel.context * config.parallel.tensor))
     return replace(workload, seq_length=length, longest_document=min(workload.document_length, length))

@@ -24,6 +24,7 @@ from engine.models.describe import num_parameters
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.flops import step_flops, trained_work
 from engine.runtime.launch import Launch
+from engine.telemetry.output import say
 from engine.telemetry.process_memory import peak_memory_bytes
 from engine.telemetry.rank_file import RankFile
 from engine.training.build import Training
@@ -53,7 +54,7 @@ class Observation:
             text = json.dumps(_environment(launch, training, sizes, self._ceiling), indent=2)
             write_durably(run_dir / ENVIRONMENT, text)
         # last, so that nothing is left open where the lines above fail
-        self._file = RankFile(run_dir / TELEMETRY, launch.rank) if config.log.metrics else None
+        self._file = RankFile(run_dir / TELEMETRY, launch.rank, say) if config.log.metrics else None
         if config.log.communication:
             METER.start()
 

@@ -30,7 +30,8 @@ class StepTraces:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities, record_shapes=True)
+        # torch 2.11 warns where the events of several cycles are not kept; here there is one
+        self._profile = profile(activities=activities, record_shapes=True, acc_events=True)
         self._profile.__enter__()
         self._first = step
 

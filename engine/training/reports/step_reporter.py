@@ -1,7 +1,8 @@
 """Reports each step to the metrics file, the progress line, the listener, the telemetry and the guards.
 
-The figures of a step lie on the device. They are read when the next step has been handed to it, so that the device does
-not wait for the host: a step is reported one step late, and the last one of the run when the loop has ended.
+The figures of a step are copied to the host behind it, and read when the next step has been handed to the device. The
+device does not wait for the host, and the host waits for no more than the step it reports: while the next one runs it
+prepares the one after. A step is reported one step late, and the last one of the run when the loop has ended.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from engine.telemetry.process_memory import peak_memory_bytes
 from engine.telemetry.progress import TrainProgress
 from engine.training.build import Training
 from engine.training.guards.run_guards import Guards, StepSeen
+from engine.training.host_copy import StepFigures
 from engine.training.reports.forecast import MemoryForecast
 from engine.training.reports.observation import Observation
-from engine.training.step import StepResult
 
 
 class RunClock:
@@ -50,10 +51,10 @@ class RunClock:
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """A step whose figures are still on the device."""
+    """A step whose figures may still be on the device."""
 
     step: int
-    result: StepResult
+    figures: StepFigures
     lr: float
     consumed: int
     rows: int
@@ -131,7 +132,7 @@ class StepReporter:
                 self._progress.info(f"step {seen.step}: {report.line()}")
         self._guards.after(seen)
         self._read(
-            _Unread(seen.step, seen.result, seen.lr, seen.consumed, rows, tokens, finished=self._clock.now()),
+            _Unread(seen.step, seen.figures, seen.lr, seen.consumed, rows, tokens, finished=self._clock.now()),
             last=False,
         )
 
@@ -157,12 +158,12 @@ class StepReporter:
             self._report(ready, last=last)
 
     def _report(self, ready: _Unread, *, last: bool) -> None:
-        loss, norm = float(ready.result.loss), float(ready.result.grad_norm)
+        loss, norm, loss_scale, metrics = ready.figures.read()
         self.losses.append((ready.step, loss))
         rows, tokens, seconds = self._rows, self._step_tokens, ready.finished - self._since
         self._since, self._rows, self._step_tokens = ready.finished, 0, 0
         memory = peak_memory_bytes()
-        more = self._named_figures(ready.result)
+        more = self._named_figures(metrics, loss_scale)
         seen = self._observation.report(step=ready.step, rows=rows, tokens=tokens, seconds=seconds)
         stalled, self._stalled = self._loader.stalled - self._stalled, self._loader.stalled
         more["data_stall"] = stalled
@@ -191,11 +192,11 @@ class StepReporter:
         for warning in (self._stuck.seen(loss), self._forecast.seen(memory, last=last)):
             if warning is not None:
                 self._progress.info(warning)
-        self._guards.read(ready.step, loss, norm)
+        self._guards.read(ready.step)
 
-    def _named_figures(self, result: StepResult) -> dict[str, float]:
+    def _named_figures(self, metrics: list[float], loss_scale: float) -> dict[str, float]:
         """The objective's metrics by name, with the loss scale where there is one."""
-        more = dict(self._training.objective.named(result.metrics.tolist()))
+        more = dict(self._training.objective.named(metrics))
         if self._training.optimizer.loss_scale is not None:
-            more["loss_scale"] = float(result.loss_scale)
+            more["loss_scale"] = loss_scale
         return more

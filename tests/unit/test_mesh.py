@@ -1,0 +1,48 @@
+"""Which process groups a mesh makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from engine.distributed.mesh import Mesh, build_mesh
+from engine.distributed.ranks import RankGrid
+from tests.fake_world import fake_world
+
+
+def _built(monkeypatch: pytest.MonkeyPatch, grid: RankGrid, num_kv_heads: int = 8) -> tuple[Mesh, Counter[str]]:
+    """The mesh of rank 0, and how many groups were made under each description."""
+    made: Counter[str] = Counter()
+    new_group = dist.new_group
+
+    def counted(*args: Any, group_desc: str, **options: Any) -> Any:
+        made[group_desc] += 1
+        return new_group(*args, group_desc=group_desc, **options)
+
+    monkeypatch.setattr(dist, "new_group", counted)
+    with fake_world(0, grid.world_size):
+        mesh = build_mesh(grid, device_type="cpu", num_kv_heads=num_kv_heads)
+        world = dist.group.WORLD
+        for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.dp_cp, mesh.kv_replica, mesh.pp_ends):
+            assert (axis.group is world) == (axis.size == grid.world_size > 1 and axis.name != "pp_ends"), axis.name
+    monkeypatch.undo()
+    return mesh, made
+
+
+def test_axes_of_the_same_ranks_share_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, made = _built(monkeypatch, RankGrid(dp=8))
+    assert not made and mesh.dp.group is mesh.dp_cp.group and (mesh.dp.name, mesh.dp_cp.name) == ("dp", "dp_cp")
+    mesh, made = _built(monkeypatch, RankGrid(tp=2, dp=4))
+    assert made == {"tp": 4, "dp, dp_cp": 2} and mesh.dp.group is mesh.dp_cp.group
+    mesh, made = _built(monkeypatch, RankGrid(tp=2, dp=2, cp=2), num_kv_heads=1)
+    assert made == {"tp, kv_replica": 4, "cp": 4, "dp": 4, "dp_cp": 2} and mesh.tp.group is mesh.kv_replica.group
+    assert mesh.dp.group is not mesh.dp_cp.group and mesh.cp.group is not mesh.dp_cp.group
+
+
+def test_the_ends_of_a_pipeline_have_a_group_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On that of the pipeline their sum would queue up behind receives that were posted ahead."""
+    mesh, made = _built(monkeypatch, RankGrid(pp=2))
+    assert made == {"pp_ends": 1} and mesh.pp.group is not mesh.pp_ends.group

@@ -3,7 +3,8 @@
 Rows are slots of the global batch, columns are positions in a row. Layers see the rows flattened to T = B * S tokens,
 row after row. Nothing here knows about ranks: a rank's batch is a selection of slots.
 
-Legend: B rows (micro-batch), S columns (row length), T = B * S, D documents.
+Legend: B rows (micro-batch), S columns (row length), T = B * S, D documents; of pictures P patches, F numbers of a
+patch, K feature rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,45 @@ from engine.zigzag import ContextPlan
 IGNORE_LABEL = -100
 """Label of a position that carries no loss."""
 
-Record = TypeVar("Record", "Answers", "Batch")
+Record = TypeVar("Record", "Answers", "Batch", "Images", "ExpertTokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Images:
+    """The pictures of a micro-batch for one vision tower, as tiles that are cut into patches.
+
+    Context-parallel ranks of one row have the same patches, because the tower's work is dealt out to them, but each
+    places only the features of its own columns.
+
+    Args:
+        patches_PF: float32 from the loader, all patches of all tiles, tile after tile, each flattened in the order that
+            the family's tower reads.
+        grids: (rows, columns) in patches of each tile, on the host.
+        documents: the document that each tile belongs to, counted as in `Batch.document_lengths`, on the host.
+        places_K: int64 rows of the T tokens that this rank holds, which features replace. Empty where features
+            replace nothing (a tower that is attended to).
+        features_K: int64, the feature row for each of the places, ascending; None where all rows are placed, in order.
+    """
+
+    patches_PF: Tensor
+    grids: tuple[tuple[int, int], ...]
+    documents: tuple[int, ...]
+    places_K: Tensor
+    features_K: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertTokens:
+    """Which weights each token takes, where a model has others for pictures: a partition of the T tokens that this rank
+    holds, so that no rank waits for the device to learn how many there are.
+
+    Args:
+        vision_V: int64, ascending, the tokens of the vision expert; may be empty.
+        language_L: int64, ascending, all others.
+    """
+
+    vision_V: Tensor
+    language_L: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +104,12 @@ class Batch:
             ranks; None where they are whole.
         embeddings_TH: optional input embeddings that replace the embedding lookup.
         answers: the answers to compare, where the objective compares answers; None otherwise.
+        images: the pictures of the rows, for a model that has a vision tower; None for others. Without pictures it has
+            no tiles.
+        cross_images: the same pictures in a second resolution, for a model whose layers attend to it; None for others.
+        experts: which tokens take the weights for pictures, for a model that has such; None for others.
+        grid_positions_3BS: int64 positions in time, height and width, for a model that rotates by all three; None for
+            others.
         mismatched: the questions of the same rows with other questions' answers, where the objective needs their
             likelihoods; None otherwise.
     """
@@ -79,6 +124,10 @@ class Batch:
     context_plan: ContextPlan | None = None
     embeddings_TH: Tensor | None = None
     answers: Answers | None = None
+    images: Images | None = None
+    cross_images: Images | None = None
+    experts: ExpertTokens | None = None
+    grid_positions_3BS: Tensor | None = None
     mismatched: Batch | None = None
 
     @property
@@ -103,6 +152,9 @@ class Batch:
         return replace(
             moved,
             answers=None if self.answers is None else _changed(self.answers, change),
+            images=None if self.images is None else _changed(self.images, change),
+            cross_images=None if self.cross_images is None else _changed(self.cross_images, change),
+            experts=None if self.experts is None else _changed(self.experts, change),
             mismatched=None if self.mismatched is None else self.mismatched.map(change),
         )
 

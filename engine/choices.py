@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+VISION = "vision."
+"""Prefix of the names of a vision model's modules, and of their parameters."""
+
 BaseDType = Literal["nf4", "int8", "fp8", "fp8_row"]
 """How frozen linears are stored."""
 BASE_DTYPES: tuple[BaseDType, ...] = get_args(BaseDType)

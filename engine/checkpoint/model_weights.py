@@ -272,7 +272,8 @@ class HfSource(WeightSource):
         if self.has_tied_head:
             wanted.add(f"{names.head}.weight")
         unknown = sorted(name for name in stored - wanted if not name.endswith(_HARMLESS))
-        outside = [name for name in unknown if nested and not name.startswith((names.body, f"{names.head}."))]
+        beside = (names.body, f"{names.head}.")
+        outside = [name for name in unknown if names.is_unused(name) or (nested and not name.startswith(beside))]
         if strange := sorted(set(unknown) - set(outside)):
             self._refuse_encoded(strange)
             raise UserError(

@@ -3,6 +3,9 @@
 A module has one name in the engine (`layers.3.attention.q_proj`) and may have others, its aliases, such as the name
 in the Hugging Face checkpoint (`model.layers.3.self_attn.q_proj`). A pattern matches a module when it matches any of
 these.
+
+Short names mean the language model's modules. Those of a vision model (`vision.resampler.kv_proj`) are matched from
+their beginning on, by either name, or from the component behind `vision.`.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import difflib
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 
+from engine.choices import VISION
 from engine.config.patterns import name_pattern
 from engine.errors import UserError
 
@@ -37,7 +41,7 @@ def matches_target(module: str, targets: Sequence[str], aliases: Sequence[str] =
     return any(
         name_pattern(target).matches(end)
         for name in (module, *aliases)
-        for end in _endings(name)
+        for end in _endings(name, whole=module.startswith(VISION))
         for target in expressions
     )
 
@@ -55,7 +59,10 @@ def matches_trainable(module: str, patterns: Sequence[str], aliases: Sequence[st
         aliases: further full names of the same module.
     """
     return any(
-        fnmatch.fnmatchcase(run, pattern) for name in (module, *aliases) for run in _runs(name) for pattern in patterns
+        fnmatch.fnmatchcase(run, pattern)
+        for name in (module, *aliases)
+        for run in _runs(name, whole=module.startswith(VISION))
+        for pattern in patterns
     )
 
 
@@ -95,14 +102,23 @@ def require_matched(
     raise UserError(f"{option} contains {missing[0]!r}, which matches no module of this model: {hint}")
 
 
-def _endings(name: str) -> list[str]:
-    """Returns the name and every end of it that starts at a component."""
+def _beginnings(name: str, *, whole: bool) -> list[int]:
+    """Returns at which components of a name a pattern may begin: all, or for `whole` names the first alone."""
+    if whole:
+        return [0, 1] if name.startswith(VISION) else [0]
+    return list(range(name.count(".") + 1))
+
+
+def _endings(name: str, *, whole: bool) -> list[str]:
+    """Returns the name and every end of it that a pattern may match."""
     parts = name.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts))]
+    return [".".join(parts[start:]) for start in _beginnings(name, whole=whole)]
 
 
-def _runs(name: str) -> list[str]:
-    """Returns every run of whole components of the name."""
+def _runs(name: str, *, whole: bool) -> list[str]:
+    """Returns every run of whole components of the name that a pattern may match."""
     parts = name.split(".")
     size = len(parts)
-    return [".".join(parts[start:end]) for start in range(size) for end in range(start + 1, size + 1)]
+    return [
+        ".".join(parts[start:end]) for start in _beginnings(name, whole=whole) for end in range(start + 1, size + 1)
+    ]

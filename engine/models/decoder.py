@@ -30,6 +30,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomputed
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.storage import SpreadWeights, StorageUser
+from engine.layers.vision import VisionEncoder
 from engine.models.decoder_config import DecoderConfig, Rope
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.capped_loss import capped_loss
@@ -211,6 +212,7 @@ class Decoder(nn.Module):
         self.part = part or Part(first=0, last=config.num_layers)
         build = LayerContext(layout=layout, plan=plan, device=device, dtype=dtype)
         self.embedding: VocabParallelEmbedding | None = None
+        self.vision: VisionEncoder | None = None
         self.norm: RMSNorm | None = None
         self.head: ColumnParallelLinear | None = None
         weights = weights or SpreadWeights(Axis("dp_cp"))
@@ -241,6 +243,10 @@ class Decoder(nn.Module):
                 build=build,
             )
             yield StorageUser(module=self.embedding, needs_backward=self.embedding.operands.a_RV is not None)
+        if self.part.embedding and config.vision is not None:
+            recompute = memory.level(0) in ("attention", "full")
+            self.vision = VisionEncoder(config.vision, config.hidden, build=build, recompute=recompute)
+            yield StorageUser(module=self.vision, needs_backward=bool(self.vision.model.trained))
         self.layers = nn.ModuleList()
         for index in range(self.part.first, self.part.last):
             self.layers.append(DecoderLayer(index, config, memory=memory, build=build))
@@ -335,18 +341,22 @@ class Decoder(nn.Module):
 
     def embed(self, batch: Batch, *, adapters: bool = True) -> Tensor:
         """Returns the residual stream that enters the first layer. Embeddings that are handed in are it already."""
-        if batch.embeddings_TH is None:
-            embedding = self.embedding
-            assert embedding is not None
-            x = self._units[0].run(lambda ids: embedding(ids, adapters=adapters), batch.tokens_BS.flatten())
-            return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
-        x = batch.embeddings_TH
-        return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x
+        if batch.embeddings_TH is not None:
+            x = batch.embeddings_TH
+            return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x
+        embedding, vision = self.embedding, self.vision
+        assert embedding is not None
+        x = self._units[0].run(lambda ids: embedding(ids, adapters=adapters), batch.tokens_BS.flatten())
+        if self.embedding_multiplier != 1.0:
+            x = x * self.embedding_multiplier
+        if vision is None:
+            return x
+        return self._units[1].run(lambda x_TH: vision(x_TH, batch.images, adapters=adapters), x)
 
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
         """Runs this part's layers."""
         saved = self.saved.layers(len(self.layers), context, self._resident)
-        first = int(self.part.embedding)
+        first = int(self.part.embedding) + int(self.vision is not None)
         units = self._units[first : first + len(self.layers)]
         for layer, unit, kept in zip(self.layers, units, saved, strict=True):
             with kept:

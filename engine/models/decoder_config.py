@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from engine.layers.vision import VisionConfig
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
@@ -88,6 +90,7 @@ class DecoderConfig:
         second_rope: another rotary embedding, for the layers whose kind asks for it.
         layer_kinds: one for each layer; empty where all are alike and plain.
         max_row_length: rows may not be longer, because positions beyond mean something else; None for no limit.
+        vision: the model whose features stand in the places of tokens; None for a model of text alone.
     """
 
     family: str
@@ -121,6 +124,7 @@ class DecoderConfig:
     second_rope: Rope | None = None
     layer_kinds: tuple[LayerKind, ...] = ()
     max_row_length: int | None = None
+    vision: VisionConfig | None = None
 
     @property
     def context_length(self) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
+from engine.choices import VISION
 from engine.distributed.mesh import shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
+from engine.layers.plain_module import build_plain, linear_names
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.encoded_weight import BaseEncoding
@@ -45,6 +49,14 @@ def module_names(config: DecoderConfig) -> list[str]:
     if config.tied_embeddings:
         names.append("lm_head")
     return list(dict.fromkeys(names))
+
+
+@lru_cache(maxsize=4)
+def vision_linears(config: DecoderConfig) -> frozenset[str]:
+    """Returns the engine names of a vision model's linears, which may have adapters; none without a vision model."""
+    if config.vision is None:
+        return frozenset()
+    return frozenset(f"{VISION}{name}" for name in linear_names(build_plain(config.vision.build)))
 
 
 def num_parameters(config: DecoderConfig) -> int:

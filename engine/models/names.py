@@ -11,6 +11,7 @@ The engine's names:
     layers.{i}.{attention_output_norm,mlp_output_norm}.weight    before the outputs join the residual stream
     norm.weight
     lm_head.weight                         absent when embeddings are tied
+    vision.{...}                           of a vision model, the checkpoint's own names below `NameMap.vision`
 
 Adapters add `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank]; one adapter over query, key and value
 belongs to module `layers.{i}.attention.qkv_proj`, one over gate and up to `layers.{i}.mlp.gate_up_proj`. Layer indices
@@ -25,8 +26,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from engine.choices import VISION
 from engine.models.decoder_config import DecoderConfig
 
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
@@ -94,12 +97,16 @@ class NameMap:
             "model.language_model." where the language model is nested).
         head: full module name of the output head.
         rows: of `part_rows`, needed to tell the parts of fused modules apart.
+        vision: first component below `vision.` of a vision model's names -> its full name in the checkpoint.
+        unused: names, with the wildcards of a shell, of tensors that a checkpoint has and nothing is computed with.
     """
 
     layer_modules: Mapping[str, str | FusedPart]
     body: str = "model."
     head: str = "lm_head"
     rows: Mapping[str, int] = field(default_factory=dict)
+    vision: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[str, ...]:
@@ -127,10 +134,17 @@ class NameMap:
         of a part."""
         if module == "lm_head":
             return self.head
+        if module.startswith(VISION):
+            root, dot, rest = module.removeprefix(VISION).partition(".")
+            return self.vision[root] + dot + rest
         if match := _LAYER.match(module):
             place = self.layer_modules[match[2]]
             return f"{self.body}layers.{match[1]}.{place.module if isinstance(place, FusedPart) else place}"
         return self.body + module
+
+    def is_unused(self, hf_name: str) -> bool:
+        """Returns whether a tensor of the checkpoint is one of `unused`."""
+        return any(fnmatchcase(hf_name, pattern) for pattern in self.unused)
 
     def to_hf(self, name: str) -> HfLocation:
         """Returns the place of the logical tensor `name`."""
@@ -147,6 +161,9 @@ class NameMap:
         """
         if hf_module == self.head:
             return "lm_head"
+        for root, place in self.vision.items():
+            if f"{hf_module}.".startswith(f"{place}."):
+                return VISION + root + hf_module.removeprefix(place)
         if not hf_module.startswith(self.body):
             return None
         rest = hf_module[len(self.body) :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from engine.choices import VISION
 from engine.config.lora import LoraOptions
 from engine.config.matching import matches_target, matches_trainable, require_matched
 from engine.config.run import RunConfig
@@ -11,11 +12,13 @@ from engine.conversion.peft_read import AdapterSource
 from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TrainingPlan
 from engine.models.decoder_config import DecoderConfig
-from engine.models.describe import module_names
+from engine.models.describe import module_names, vision_linears
 from engine.models.names import FUSED, GATE_UP, QKV, NameMap, fused_parts
 
 
-def _carries_adapter(module: str) -> bool:
+def _carries_adapter(module: str, decoder: DecoderConfig) -> bool:
+    if module.startswith(VISION):
+        return module in vision_linears(decoder)
     leaf = module.rpartition(".")[2]
     return leaf.endswith("_proj") or leaf in ("lm_head", "embed_tokens")
 
@@ -32,7 +35,7 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
     require_matched("trainable", config.trainable, modules, matches_trainable)
     settings: dict[str, AdapterSettings] = {}
     if config.lora.rank > 0:
-        candidates = {name: aliases for name, aliases in modules.items() if _carries_adapter(name)}
+        candidates = {name: aliases for name, aliases in modules.items() if _carries_adapter(name, decoder)}
         fusable = _fusable(config.lora, decoder, names)
         for fused in fusable:
             for part in fused_parts(fused):

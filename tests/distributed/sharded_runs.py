@@ -35,6 +35,7 @@ from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from tests.distributed.cases import Case, make_batch, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
+from tests.toy_vision import ToyVisionConfig, with_pictures
 
 CPU = torch.device("cpu")
 LEVELS: tuple[ShardLevel, ...] = ("none", "optimizer", "gradients", "parameters")
@@ -51,6 +52,7 @@ BLOCKS = small_config(num_layers=2, hidden=128, intermediate=256, head_dim=16)
 """Two ranks cut it at multiples of 64."""
 WIDE = small_config(num_layers=3, hidden=96, intermediate=160, vocab_size=259)
 """So wide that padding is less than a hundredth of what a rank holds."""
+PICTURES = small_config(num_layers=2, embedding_multiplier=3.0, vision=ToyVisionConfig())
 CASES = {
     "adapters": Case(config=SMALL, adapters=EVERY_LINEAR),
     "everything": Case(config=replace(SMALL, qkv_bias=True, qk_norm=True), trained=".*"),
@@ -68,6 +70,9 @@ CASES = {
     "blocks, adapters": Case(config=BLOCKS, adapters=EVERY_LINEAR),
     "blocks, part": Case(config=BLOCKS, adapters=r"layers\.1\..*_proj", trained=r"layers\.1\.attention\.q_proj"),
     "wide, adapters": Case(config=WIDE, adapters=EVERY_LINEAR),
+    "vision in full": Case(config=PICTURES, adapters=EVERY_LINEAR, trained=r"vision\..*"),
+    "vision's adapters": Case(config=PICTURES, adapters=r"vision\.blocks\..*_proj", trained=r"vision\.resampler"),
+    "frozen vision": Case(config=PICTURES, adapters=EVERY_LINEAR),
 }
 
 
@@ -219,7 +224,10 @@ class Run:
         for index in range(self.layout.accumulation):
             rows = [(slot, _documents(step, slot)) for slot in range(index * size, (index + 1) * size)]
             total += float(make_batch(rows, **common).loss_weights_BS.sum())
-            whole = make_batch(rows[mesh.dp.rank * share : (mesh.dp.rank + 1) * share], **common)
+            own = rows[mesh.dp.rank * share : (mesh.dp.rank + 1) * share]
+            whole = make_batch(own, **common)
+            if self.case.config.vision is not None:
+                whole = with_pictures(whole, [slot for slot, _ in own], seed=step)
             mine.append(context_part(whole, size=mesh.cp.size, rank=mesh.cp.rank))
         return mine, total
 

@@ -1,0 +1,199 @@
+"""A vision model in front of the first layer: its features take the places of the tokens that stand for them.
+
+    x[t] <- features[i]    for each token t that stands for feature row i
+
+The vision model is a `PlainModule`, whole on every tensor and context rank. The tiles of a micro-batch are dealt out to
+these ranks, contiguous and with about as many patches each; each rank encodes its own, and features are gathered once.
+Backward brings the gradient of each feature row to the rank that made it. Ranks whose tiles are none run the same
+collectives, and report to the same gradient sinks.
+
+It follows the embedding and not the first layer, because token embeddings may be scaled and features are not, and it
+comes before tokens are anybody's alone: with sequence parallelism each rank places the features of its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engine.batch import Images
+from engine.choices import VISION
+from engine.distributed.collectives import all_gather, all_reduce, local_part
+from engine.distributed.mesh import Axis
+from engine.layers.context import LayerContext
+from engine.layers.module import ShardedModule
+from engine.layers.plain_module import PlainModule
+
+Grid = tuple[int, int]
+
+
+class VisionConfig(Protocol):
+    """A vision model's sizes, and how it is built."""
+
+    def build(self) -> nn.Module:
+        """Returns the model: (patches_PF, grids) -> features [K, hidden], tile after tile."""
+
+    def num_features(self, grid: Grid) -> int:
+        """Returns the feature rows of a tile of (rows, columns) patches."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank encodes of a micro-batch: tiles [first, last), and the patches and feature rows of these.
+
+    Args:
+        tiles, patches, features: ranges, each within the whole micro-batch.
+    """
+
+    tiles: slice
+    patches: slice
+    features: slice
+
+
+def deal_out(grids: Sequence[Grid], features: Sequence[int], ranks: int) -> list[_Share]:
+    """Splits tiles into contiguous runs with about as many patches each, one for each rank; some may be empty."""
+    patches = [rows * columns for rows, columns in grids]
+    total, shares = sum(patches), []
+    tile = patch = feature = 0
+    for rank in range(ranks):
+        first = (tile, patch, feature)
+        limit = total * (rank + 1) / ranks
+        while tile < len(grids) and (rank == ranks - 1 or patch + patches[tile] / 2 <= limit):
+            patch, feature, tile = patch + patches[tile], feature + features[tile], tile + 1
+        shares.append(_Share(*(slice(*ends) for ends in zip(first, (tile, patch, feature), strict=True))))
+    return shares
+
+
+class VisionEncoder(ShardedModule):
+    """The vision model of a decoder, and the placing of its features.
+
+    Args:
+        config: of the vision model.
+        width: of a feature row.
+        build: what trains, and the ranks that tiles are dealt out to.
+        recompute: whether blocks keep their inputs alone for backward.
+    """
+
+    def __init__(self, config: VisionConfig, width: int, *, build: LayerContext, recompute: bool) -> None:
+        super().__init__()
+        self._config, self._width, self._layout, self._dtype = config, width, build.layout, build.dtype
+        self.model = PlainModule(VISION, config.build, build=build, recompute=recompute)
+        self._leaves = [entry.parameter for entry in self.model.trained]
+
+    def forward(self, x_TH: Tensor, images: Images | None, *, adapters: bool = True) -> Tensor:
+        """Places the features of `images`, of which every rank has all patches.
+
+        Args:
+            x_TH: token embeddings, [T, hidden] or this rank's [T / tp, hidden] with sequence parallelism.
+            adapters: False leaves the vision model's adapters out.
+        """
+        if not self._leaves and (images is None or not images.grids):
+            return x_TH
+        return _PlaceFeatures.apply(x_TH, self, images, adapters, *self._leaves)
+
+    @property
+    def axes(self) -> tuple[Axis, Axis]:
+        """The ranks that share the tiles, the inner ones first."""
+        return self._layout.tp, self._layout.cp
+
+    def shares(self, images: Images) -> list[_Share]:
+        """Returns what each rank encodes, tensor rank by tensor rank of each context rank."""
+        tp, cp = self.axes
+        counts = [self._config.num_features(grid) for grid in images.grids]
+        return deal_out(images.grids, counts, tp.size * cp.size)
+
+    def own(self, shares: Sequence[_Share]) -> _Share:
+        """Returns this rank's share."""
+        tp, cp = self.axes
+        return shares[cp.rank * tp.size + tp.rank]
+
+    def encode(self, images: Images, share: _Share, *, adapters: bool) -> Tensor:
+        """Returns the features of a share, [k, hidden]."""
+        grids = images.grids[share.tiles]
+        if not grids:
+            return images.patches_PF.new_empty(0, self._width, dtype=self._dtype)
+        return self.model.run(images.patches_PF[share.patches].to(self._dtype), grids, adapters=adapters)
+
+    def gather(self, features_kH: Tensor, shares: Sequence[_Share]) -> Tensor:
+        """Returns the features of all ranks, [K, hidden], from this rank's."""
+        counts = [share.features.stop - share.features.start for share in shares]
+        if len(counts) == 1:
+            return features_kH
+        most = max(counts)  # what is gathered has one length on all ranks
+        padded = features_kH.new_zeros(most, self._width)
+        padded[: features_kH.shape[0]] = features_kH
+        for axis in self.axes:
+            padded = all_gather(padded, axis)
+        rows = padded.view(len(counts), most, self._width)
+        return torch.cat([rows[rank, :count] for rank, count in enumerate(counts)])
+
+    def feature_of_token(self, images: Images, num_tokens: int) -> Tensor:
+        """Returns int64 [T], or this rank's [T / tp] with sequence parallelism: the feature row that stands at each
+        token, K where none does."""
+        places, rows = images.places_K, images.features_K
+        total = sum(self._config.num_features(grid) for grid in images.grids)
+        if rows is None:
+            rows = torch.arange(total, device=places.device)
+        tp = self._layout.tp if self._layout.splits_tokens else Axis("tp")
+        index = torch.full((num_tokens * tp.size,), total, dtype=torch.int64, device=places.device)
+        index[places] = rows
+        return local_part(index, tp)
+
+    def complete(self, gradient_KH: Tensor) -> Tensor:
+        """Sums a gradient of all features over the ranks that hold different tokens."""
+        gradient_KH = all_reduce(gradient_KH, self._layout.cp)
+        return all_reduce(gradient_KH, self._layout.tp) if self._layout.splits_tokens else gradient_KH
+
+    def add_gradients(self, features_kH: Tensor | None, gradient_kH: Tensor | None) -> None:
+        """Adds the gradients of what trains, given the gradient of this rank's features; without any, only reports."""
+        found: Sequence[Tensor | None] = [None] * len(self._leaves)
+        if features_kH is not None and features_kH.requires_grad:
+            found = torch.autograd.grad(features_kH, self._leaves, gradient_kH, allow_unused=True)
+        for entry, gradient in zip(self.model.trained, found, strict=True):
+            assert entry.sink is not None
+            if gradient is None:
+                entry.sink.added()
+            else:
+                entry.sink.add(gradient)
+
+
+class _PlaceFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, encoder: VisionEncoder, images: Images | None, adapters: bool, *leaves: Tensor
+    ) -> Tensor:
+        ctx.encoder, ctx.num_leaves, ctx.features, ctx.shares = encoder, len(leaves), None, None
+        if images is None or not images.grids:
+            return x_TH.view_as(x_TH)
+        shares = encoder.shares(images)
+        with torch.set_grad_enabled(any(ctx.needs_input_grad[4:])):
+            own = encoder.encode(images, encoder.own(shares), adapters=adapters)
+        features_KH = encoder.gather(own.detach(), shares)
+        index_T = encoder.feature_of_token(images, x_TH.shape[0])
+        is_text_T1 = (index_T == features_KH.shape[0])[:, None]
+        rows_TH = torch.cat([features_KH, features_KH.new_zeros(1, features_KH.shape[1])])[index_T]
+        ctx.save_for_backward(index_T, is_text_T1)
+        ctx.features, ctx.shares = own, shares
+        return torch.where(is_text_T1, x_TH, rows_TH)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Any, ...]:
+        encoder: VisionEncoder = ctx.encoder
+        nothing = (None,) * (3 + ctx.num_leaves)
+        if ctx.shares is None:
+            encoder.add_gradients(None, None)
+            return dy_TH, *nothing
+        index_T, is_text_T1 = ctx.saved_tensors
+        if ctx.num_leaves:
+            total = ctx.shares[-1].features.stop
+            # every feature row has one place; what other tokens give goes to a row that nobody reads
+            gradient_KH = dy_TH.new_zeros(total + 1, dy_TH.shape[1])
+            gradient_KH[index_T] = dy_TH
+            gradient_KH = encoder.complete(gradient_KH[:total])
+            encoder.add_gradients(ctx.features, gradient_KH[encoder.own(ctx.shares).features])
+            ctx.features = None
+        return (dy_TH * is_text_T1 if ctx.needs_input_grad[0] else None), *nothing

@@ -1,0 +1,84 @@
+"""A vision model in front of the decoder, in every layout against one process, and on one process against autograd."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from engine.distributed.mesh import build_mesh, single_process_mesh
+from engine.distributed.ranks import RankGrid
+from engine.layers.vision import deal_out
+from engine.optim.state_sharding import ShardLevel
+from tests.distributed.cases import relative_error
+from tests.distributed.sharded_runs import Layout, Run, Trained, assemble
+from tests.spawning import spawn
+
+pytestmark = pytest.mark.distributed
+
+KINDS = ("vision in full", "vision's adapters", "frozen vision")
+ONE = Layout(case="vision in full", grid=RankGrid(), dropout=0.1)
+LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {
+    "tp2": (replace(ONE, grid=RankGrid(tp=2)), "none"),
+    "tp2 sequence": (replace(ONE, grid=RankGrid(tp=2), sequence=True), "none"),
+    "pp2": (replace(ONE, grid=RankGrid(pp=2), layers=(1, 1)), "none"),
+    # "cp2": (replace(ONE, grid=RankGrid(cp=2)), "none"),
+    "dp2, optimizer": (replace(ONE, grid=RankGrid(dp=2)), "optimizer"),
+    "dp2, gradients": (replace(ONE, grid=RankGrid(dp=2)), "gradients"),
+    "dp2, parameters": (replace(ONE, grid=RankGrid(dp=2)), "parameters"),
+    "dp2, parameters, recomputed": (replace(ONE, grid=RankGrid(dp=2), recompute="full"), "parameters"),
+    "one, recomputed": (replace(ONE, recompute="full"), "none"),
+}
+NUM_STEPS = 4
+
+
+def _of_kind(layout: Layout, kind: str) -> Layout:
+    return replace(layout, case=kind, dropout=0.0 if kind == "vision's adapters" else layout.dropout)
+
+
+def _run_all(names: list[str]) -> dict[tuple[str, str], Trained]:
+    seen = {}
+    for name in names:
+        layout, level = LAYOUTS[name]
+        for kind in KINDS:
+            mesh = build_mesh(layout.grid, device_type="cpu", num_kv_heads=2)
+            seen[name, kind] = Run(_of_kind(layout, kind), mesh, level).trained(NUM_STEPS)
+    return seen
+
+
+@functools.cache
+def _ranks() -> list[dict[tuple[str, str], Trained]]:
+    return spawn(_run_all, world=2, args=([name for name in LAYOUTS if not name.startswith("one")],), timeout=200)
+
+
+@functools.cache
+def _one(kind: str, recompute: str = "selective") -> Trained:
+    layout = _of_kind(replace(ONE, recompute=recompute), kind)
+    return Run(layout, single_process_mesh(), "none").trained(NUM_STEPS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_equal_one_process(name: str, kind: str):
+    expected = _one(kind)
+    found = [_one(kind, "full")] if name.startswith("one") else [rank[name, kind] for rank in _ranks()]
+    assert found[-1].losses == pytest.approx(expected.losses, rel=1e-5)
+    assert found[0].norms == pytest.approx(expected.norms, rel=1e-5)
+    assert found[-1].evaluation == pytest.approx(expected.evaluation, rel=1e-5) or name.startswith("dp2")
+    whole, reference = assemble([one.masters for one in found]), assemble([expected.masters])
+    assert whole.keys() == reference.keys() and any(key.startswith("vision") for key in whole) != (
+        kind == "frozen vision"
+    )
+    errors = {key: relative_error(value, reference[key]) for key, value in whole.items()}
+    assert max(errors.values()) < 1e-5, {key: error for key, error in errors.items() if error >= 1e-5}
+
+
+def test_tiles_are_dealt_out_whole_and_evenly():
+    grids, features = [(4, 4), (1, 2), (8, 8), (4, 4), (2, 2)], [4, 1, 8, 4, 2]
+    for ranks in (1, 2, 3, 7):
+        shares = deal_out(grids, features, ranks)
+        assert [tile for share in shares for tile in range(5)[share.tiles]] == list(range(5))
+        assert [row for share in shares for row in range(19)[share.features]] == list(range(19))
+        assert [patch for share in shares for patch in range(102)[share.patches]] == list(range(102))
+    assert [(share.patches.stop - share.patches.start) for share in deal_out([(2, 2)] * 6, [1] * 6, 3)] == [8, 8, 8]

@@ -1,0 +1,84 @@
+"""A small vision model with a feature for each row of patches, and pictures for it that depend on the row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from engine.batch import Batch, Images
+
+FEATURES = 12
+"""Numbers of a patch."""
+Grids = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class ToyVisionConfig:
+    hidden: int = 32
+    width: int = 20
+    num_blocks: int = 2
+
+    def build(self) -> nn.Module:
+        return _ToyVision(self)
+
+    def num_features(self, grid: tuple[int, int]) -> int:
+        return grid[0]
+
+    def flops(self, grids: Grids) -> int:
+        return 2 * sum(rows * columns for rows, columns in grids) * FEATURES * self.width
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up_proj, self.down_proj = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down_proj(torch.tanh(self.up_proj(self.norm(x))))
+
+
+class _ToyVision(nn.Module):
+    def __init__(self, config: ToyVisionConfig) -> None:
+        super().__init__()
+        self.embed = nn.Linear(FEATURES, config.width)
+        self.scale = nn.Parameter(torch.ones(config.width))
+        self.blocks = nn.ModuleList(_Block(config.width) for _ in range(config.num_blocks))
+        self.resampler = nn.Linear(config.width, config.hidden)
+        self.register_buffer("table", torch.linspace(0, 1, config.width), persistent=False)
+
+    def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
+        x = self.embed(patches_PF) * self.scale + self.table
+        for block in self.blocks:
+            x = block(x)
+        rows = [
+            tile.view(*grid, -1).mean(dim=1)
+            for tile, grid in zip(x.split([a * b for a, b in grids]), grids, strict=True)
+        ]
+        return self.resampler(torch.cat(rows))
+
+
+def with_pictures(batch: Batch, slots: Sequence[int], *, seed: int) -> Batch:
+    """Gives rows none, one or two pictures, of several sizes, by their slots in the global batch."""
+    patches, grids, places, documents = [], [], [], []
+    ends = torch.tensor(batch.document_lengths).cumsum(0).tolist()
+    for row, slot in enumerate(slots):
+        place = row * batch.row_length + 1
+        for number in range(slot % 3):
+            generator = torch.Generator().manual_seed(100 * seed + 10 * slot + number)
+            grid = (2 + (slot + number) % 3, 1 + (slot + 2 * number) % 4)
+            patches.append(torch.randn(grid[0] * grid[1], FEATURES, generator=generator))
+            grids.append(grid)
+            places.extend(range(place, place + grid[0]))
+            documents.append(sum(end <= place for end in ends))
+            place += grid[0] + 1
+    images = Images(
+        patches_PF=torch.cat(patches) if patches else torch.empty(0, FEATURES),
+        grids=tuple(grids),
+        documents=tuple(documents),
+        places_K=torch.tensor(places, dtype=torch.int64),
+    )
+    return replace(batch, images=images)

@@ -1,0 +1,86 @@
+"""MiniCPM-V 2.0: timm's SigLIP without its last block, and a resampler with a stored position for each query."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from engine.errors import UserError
+from engine.models.vision.resampler import Positions, Resampler, ResamplerConfig
+from engine.models.vision.sizes import Grids, counts_from_hf
+from engine.models.vision.tiles import run_by_length
+from engine.models.vision.timm_vit import SIGLIP_SO400M_384, TimmViT, TimmViTConfig, timm_vit_from_hf
+
+CHECKPOINT_PREFIX = ""
+"""What precedes the parameters' names in a checkpoint."""
+
+_TOWER = "vit_so400m_patch14_siglip_384"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MiniCPMV2VisionConfig:
+    """Sizes of tower and resampler."""
+
+    tower: TimmViTConfig
+    resampler: ResamplerConfig
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> MiniCPMV2VisionConfig:
+        """Reads a `config.json`.
+
+        Raises:
+            UserError: it names another tower, or a size is missing or does not fit.
+        """
+        name = hf.get("vision_encoder")
+        if "fixture_vision" not in hf and (not isinstance(name, str) or name.split(".")[0] != _TOWER):
+            raise UserError(
+                f"config.json has vision_encoder {name!r}, but MiniCPM-V 2.0 is supported with {_TOWER} alone: use the "
+                "released model."
+            )
+        dropped = 1 if hf.get("drop_vision_last_layer", True) else 0
+        tower = timm_vit_from_hf(hf, SIGLIP_SO400M_384, dropped=dropped)
+        if (patch := counts_from_hf(hf, ("patch_size",))["patch_size"]) != tower.patch:
+            raise UserError(
+                f"config.json has patch_size {patch}, but its tower has patches of {tower.patch}: correct it or copy "
+                "it again."
+            )
+        return cls(
+            tower=tower,
+            resampler=ResamplerConfig.from_hf(
+                hf, "query_num", tower_width=tower.width, positions=Positions.KEYS_AND_QUERIES
+            ),
+        )
+
+    @property
+    def rows_per_tile(self) -> int:
+        """Feature rows of one tile."""
+        return self.resampler.num_queries
+
+    def flops(self, grids: Grids) -> int:
+        """Returns the FLOPs of these tiles in forward."""
+        return sum(self.tower.flops(h * w) + self.resampler.flops(h * w) for h, w in grids)
+
+
+class MiniCPMV2Vision(nn.Module):
+    """Tower and resampler. Tiles may have any size; the original computes each alone."""
+
+    def __init__(self, config: MiniCPMV2VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vpm = TimmViT(config.tower)
+        self.resampler = Resampler(config.resampler)
+
+    def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
+        """Returns the feature rows of all tiles: [tiles * queries, decoder's width].
+
+        Args:
+            patches_PF: tile after tile, each row by row, flattened as (channel, y, x), normalised.
+            grids: rows and columns of each tile.
+        """
+        return run_by_length(patches_PF, grids, self._features, self.config.resampler.width)
+
+    def _features(self, patches_NLF: Tensor, grids: Grids) -> Tensor:
+        return self.resampler(self.vpm(patches_NLF, grids), grids)

@@ -1,0 +1,222 @@
+"""MiniCPM-V 2.6 and MiniCPM-Llama3-V 2.5: SigLIP for tiles of any shape, and a resampler without query positions.
+
+The encoder is transformers' (Idefics2), whose names and numbers both checkpoints have; only the embeddings are ours,
+because patches come flattened and positions are found as the originals find them.
+
+**Batches in 2.5.** The original pads the tiles of a batch to the longest, and writes its mask of patches on the wrong
+axis. So every position of the batch is marked as a patch: padding takes part in attention, and patch k of a tile has the
+position of row 0 and of the column at k / (length of the longest tile). A tile's features therefore depend on what is
+beside it. Here they are those of the tile alone in its batch, whatever is beside it: attention sees the tile's patches,
+and patch k has the column at k / (its own length). Nothing else is possible for rows that are packed and dealt out to
+ranks, and it is what the original itself computes with `batch_vision_input` false.
+
+Legend: N tiles, L patches of a tile, F = 3 * patch ** 2, V width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from engine.errors import UserError
+from engine.models.vision.resampler import Positions, Resampler, ResamplerConfig
+from engine.models.vision.sizes import Grids, counts_from_hf, square_side
+from engine.models.vision.tiles import encoder_flops, positions_of, run_by_length
+
+CHECKPOINT_PREFIX = ""
+"""What precedes the parameters' names in a checkpoint."""
+
+_ACTIVATION = "gelu_pytorch_tanh"
+_NORM_EPS = 1e-6
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size",
+)  # fmt: skip
+_DEFAULTS = {"hidden_act": _ACTIVATION, "layer_norm_eps": _NORM_EPS, "attention_dropout": 0.0, "num_channels": 3}
+
+
+class PatchPlaces(Enum):
+    """Where in the stored table a patch finds its position."""
+
+    GRID = "at its row and column, as shares of the tile's"
+    FLAT = "in the first row, at its share of the tile's patches"
+
+
+_PLACES = {
+    "siglip": PatchPlaces.GRID,
+    "siglip_vision_model": PatchPlaces.GRID,
+    "idefics2": PatchPlaces.FLAT,
+    "idefics2_vision": PatchPlaces.FLAT,
+}
+"""By the tower's model_type: SigLIP is MiniCPM-V 2.6's, Idefics2 is 2.5's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MiniCPMV26VisionConfig:
+    """Sizes of tower and resampler.
+
+    Args:
+        width, mlp_width, num_heads: of a layer.
+        num_layers: that are computed, without the one that the original may drop.
+        patch: pixels on a side of a patch.
+        table_side: positions on a side of the stored table.
+        places: where patches find their positions.
+    """
+
+    width: int
+    mlp_width: int
+    num_heads: int
+    num_layers: int
+    patch: int
+    table_side: int
+    places: PatchPlaces
+    resampler: ResamplerConfig
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> MiniCPMV26VisionConfig:
+        """Reads the `config.json` of either model.
+
+        Raises:
+            UserError: it is another version or tower, or a size is missing or does not fit.
+        """
+        if (version := hf.get("version", 2.6)) not in (2.5, 2.6, "2.5", "2.6"):
+            raise UserError(
+                f"config.json has version {version!r} of MiniCPM-V, but only 2.0, 2.5 and 2.6 are supported: use one of "
+                "them."
+            )
+        vision = hf.get("vision_config")
+        sizes = counts_from_hf(vision, _SIZES, "vision_config")
+        assert isinstance(vision, Mapping)
+        if (kind := vision.get("model_type")) not in _PLACES:
+            raise UserError(
+                f"config.json has a vision tower of type {kind!r}, but MiniCPM-V has siglip or idefics2: correct "
+                "vision_config.model_type or copy it again."
+            )
+        for key, value in _DEFAULTS.items():
+            if vision.get(key, value) != value:
+                raise UserError(
+                    f"config.json has vision_config.{key} {vision[key]!r}, but this model's tower has {value!r}: use a "
+                    "model with that."
+                )
+        width = sizes["hidden_size"]
+        if width % sizes["num_attention_heads"]:
+            raise UserError(
+                f"config.json has vision_config.hidden_size {width}, which does not divide into "
+                f"{sizes['num_attention_heads']} heads: correct it or copy it again."
+            )
+        return cls(
+            width=width,
+            mlp_width=sizes["intermediate_size"],
+            num_heads=sizes["num_attention_heads"],
+            num_layers=sizes["num_hidden_layers"] - (1 if hf.get("drop_vision_last_layer", True) else 0),
+            patch=sizes["patch_size"],
+            table_side=square_side(sizes["image_size"], sizes["patch_size"], "vision_config"),
+            places=_PLACES[kind],
+            resampler=ResamplerConfig.from_hf(hf, "query_num", tower_width=width, positions=Positions.KEYS),
+        )
+
+    @property
+    def rows_per_tile(self) -> int:
+        """Feature rows of one tile."""
+        return self.resampler.num_queries
+
+    def flops(self, grids: Grids) -> int:
+        """Returns the FLOPs of these tiles in forward."""
+        total = 0
+        for rows, columns in grids:
+            length = rows * columns
+            total += 2 * length * 3 * self.patch**2 * self.width + self.resampler.flops(length)
+            total += encoder_flops(length, width=self.width, mlp_width=self.mlp_width, depth=self.num_layers)
+        return total
+
+
+def position_buckets(count: int, side: int) -> Tensor:
+    """Returns which of `side` places on an axis each of `count` patches has: int64 [count], on the host.
+
+    Shares and bounds are rounded as in the originals, which decides between neighbours where a share falls on a bound:
+    the step is rounded to fp32 before `arange`.
+    """
+    step = float(np.float32(1) / np.float32(count))
+    shares = torch.arange(0, 1 - 1e-6, step, dtype=torch.float32, device="cpu")
+    bounds = torch.arange(1 / side, 1.0, 1 / side, dtype=torch.float32, device="cpu")
+    return torch.bucketize(shares, bounds, right=True)
+
+
+class _Embeddings(nn.Module):
+    def __init__(self, config: MiniCPMV26VisionConfig) -> None:
+        super().__init__()
+        self.side = config.table_side
+        self.places = config.places
+        self.patch_embedding = nn.Conv2d(3, config.width, config.patch, config.patch)
+        self.position_embedding = nn.Embedding(config.table_side**2, config.width)
+
+    def forward(self, patches_NLF: Tensor, grids: Grids) -> Tensor:
+        x = linear(patches_NLF, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
+        return x + positions_of(grids, lambda grid: self.position_embedding(self._places(grid).to(x.device, non_blocking=True)))
+
+    def _places(self, grid: tuple[int, int]) -> Tensor:
+        rows, columns = grid
+        if self.places is PatchPlaces.FLAT:
+            return position_buckets(rows * columns, self.side)
+        down, across = position_buckets(rows, self.side), position_buckets(columns, self.side)
+        return (down[:, None] * self.side + across).flatten()
+
+
+class _Tower(nn.Module):
+    """SigLIP, from patches to normalised features."""
+
+    def __init__(self, config: MiniCPMV26VisionConfig) -> None:
+        super().__init__()
+        from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
+        from transformers.models.idefics2.modeling_idefics2 import Idefics2Encoder
+
+        encoder = Idefics2VisionConfig(
+            hidden_size=config.width,
+            intermediate_size=config.mlp_width,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            hidden_act=_ACTIVATION,
+            layer_norm_eps=_NORM_EPS,
+            attn_implementation="sdpa",
+        )
+        self.embeddings = _Embeddings(config)
+        self.encoder = Idefics2Encoder(encoder)
+        self.post_layernorm = nn.LayerNorm(config.width, eps=_NORM_EPS)
+
+    def forward(self, patches_NLF: Tensor, grids: Grids) -> Tensor:
+        """Returns [N, L, V].
+
+        Args:
+            patches_NLF: tiles with equally many patches, each flattened as (channel, y, x).
+            grids: of these tiles.
+        """
+        x = self.embeddings(patches_NLF, grids)
+        return self.post_layernorm(self.encoder(inputs_embeds=x, attention_mask=None).last_hidden_state)
+
+
+class MiniCPMV26Vision(nn.Module):
+    """Tower and resampler. Tiles may have any size; the original pads them and masks the padding."""
+
+    def __init__(self, config: MiniCPMV26VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vpm = _Tower(config)
+        self.resampler = Resampler(config.resampler)
+
+    def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
+        """Returns the feature rows of all tiles: [tiles * queries, decoder's width].
+
+        Args:
+            patches_PF: tile after tile, each row by row, flattened as (channel, y, x), normalised.
+            grids: rows and columns of each tile.
+        """
+        return run_by_length(patches_PF, grids, self._features, self.config.resampler.width)
+
+    def _features(self, patches_NLF: Tensor, grids: Grids) -> Tensor:
+        return self.resampler(self.vpm(patches_NLF, grids), grids)

@@ -1,0 +1,56 @@
+"""Tiles of many sizes through modules that take a batch of one length.
+
+Sizes are known on the host, so that grouping costs no synchronisation. Tiles with equally many patches form a batch
+whatever their shapes, because attention sees lengths alone; there is no padding, and nothing of a tile depends on the
+others. Positions do depend on the shape, and are computed once for each.
+
+Legend: P patches of all tiles, N tiles of one length, L patches of each, F = 3 * patch ** 2, Q feature rows of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.models.vision.sizes import Grids
+
+
+def run_by_length(patches_PF: Tensor, grids: Grids, run: Callable[[Tensor, Grids], Tensor], width: int) -> Tensor:
+    """Returns the feature rows of all tiles, in the order of `grids`: [tiles * Q, width].
+
+    Args:
+        patches_PF: tile after tile, each row by row.
+        run: [N, L, F] and the N grids to [N, Q, width]; called once for each length.
+        width: of a feature row; without tiles there is no other way to know it.
+    """
+    if not grids:
+        return patches_PF.new_empty(0, width)
+    lengths = [rows * columns for rows, columns in grids]
+    tiles = patches_PF.split(lengths)
+    features = [patches_PF] * len(grids)
+    for length in sorted(set(lengths)):
+        places = [place for place, other in enumerate(lengths) if other == length]
+        rows_NQ = run(torch.stack([tiles[place] for place in places]), tuple(grids[place] for place in places))
+        for place, rows in zip(places, rows_NQ.unbind(), strict=True):
+            features[place] = rows
+    return torch.cat(features)
+
+
+def positions_of(grids: Grids, table: Callable[[tuple[int, int]], Tensor]) -> Tensor:
+    """Returns what `table` has for the patches of each tile: [N, L, width], or [1, L, width] where all shapes are equal.
+
+    Args:
+        grids: of equally many patches each.
+        table: a grid to [L, width]; called once for each shape.
+    """
+    tables = {grid: table(grid) for grid in grids}
+    if len(tables) == 1:
+        return tables[grids[0]].unsqueeze(0)
+    return torch.stack([tables[grid] for grid in grids])
+
+
+def encoder_flops(length: int, *, width: int, mlp_width: int, depth: int) -> int:
+    """Returns the FLOPs of a plain transformer encoder in forward, for one sequence; norms are left out."""
+    return depth * (2 * length * width * (4 * width + 2 * mlp_width) + 4 * length**2 * width)

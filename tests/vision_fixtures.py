@@ -1,0 +1,53 @@
+"""Small vision-language checkpoints, and what the models' original code made of them; see tests/shared_data.py."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import Any
+
+import torch
+from einops import rearrange
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.shared_data import shared
+
+
+class VisionFixture:
+    """One folder of vision/: weights in fp32, inputs, and expected outputs."""
+
+    def __init__(self, name: str) -> None:
+        self.folder = shared(f"vision/{name}")
+        self.hf: dict[str, Any] = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+
+    def _load(self, name: str) -> dict[str, Tensor]:
+        tensors = load_file(self.folder / f"{name}.safetensors")
+        return {key: value.float() if value.is_floating_point() else value for key, value in tensors.items()}
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        return self._load("model")
+
+    @cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        return self._load("inputs")
+
+    @cached_property
+    def expected(self) -> dict[str, Tensor]:
+        return self._load("expected")
+
+    @property
+    def cases(self) -> list[str]:
+        return sorted({key.partition(".")[0] for key in self.inputs})
+
+    def pictures(self, case: str, kind: str = "images") -> list[Tensor]:
+        """The normalised pictures [3, H, W] of all samples of a case, in order."""
+        found = [key for key in self.inputs if key.startswith(f"{case}.{kind}.")]
+        return [self.inputs[key] for key in sorted(found, key=lambda key: [int(part) for part in key.split(".")[2:]])]
+
+    def patches(self, case: str, patch: int, kind: str = "images") -> tuple[Tensor, tuple[tuple[int, int], ...]]:
+        """The same as patches [P, 3 * patch ** 2], features in the order (c, y, x), and the tiles' grids."""
+        pictures = self.pictures(case, kind)
+        flat = [rearrange(x, "c (h a) (w b) -> (h w) (c a b)", a=patch, b=patch) for x in pictures]
+        return torch.cat(flat), tuple((x.shape[1] // patch, x.shape[2] // patch) for x in pictures)

@@ -1,11 +1,10 @@
-"""The small checkpoints of vision-language models that the originals' code has run, and what it gave."""
+"""Small vision-language checkpoints, and what the models' original code made of them; see tests/shared_data.py."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,32 +12,49 @@ from einops import rearrange
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-Tensors = dict[str, Tensor]
+from tests.shared_data import shared
 
 
-@dataclass(frozen=True)
 class VisionFixture:
-    """A folder of them; weights are upcast, as the original computed in fp32."""
+    """One folder of vision/: weights in fp32, inputs, and expected outputs."""
 
-    config: dict[str, Any]
-    weights: Tensors
-    inputs: Tensors
-    expected: Tensors
+    def __init__(self, name: str) -> None:
+        self.folder = shared(f"vision/{name}")
+        self.hf: dict[str, Any] = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
 
-    @classmethod
-    def read(cls, folder: Path) -> VisionFixture:
-        weights, inputs, expected = (
-            load_file(folder / f"{name}.safetensors") for name in ("model", "inputs", "expected")
-        )
-        return cls(
-            config=json.loads((folder / "config.json").read_text(encoding="utf-8")),
-            weights={name: tensor.float() for name, tensor in weights.items()},
-            inputs=inputs,
-            expected=expected,
-        )
+    def _load(self, name: str) -> dict[str, Tensor]:
+        tensors = load_file(self.folder / f"{name}.safetensors")
+        return {key: value.float() if value.is_floating_point() else value for key, value in tensors.items()}
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        return self._load("model")
+
+    @cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        return self._load("inputs")
+
+    @cached_property
+    def expected(self) -> dict[str, Tensor]:
+        return self._load("expected")
+
+    @property
+    def cases(self) -> list[str]:
+        return sorted({key.partition(".")[0] for key in self.inputs})
+
+    def pictures(self, case: str, kind: str = "images") -> list[Tensor]:
+        """The normalised pictures [3, H, W] of all samples of a case, in order."""
+        found = [key for key in self.inputs if key.startswith(f"{case}.{kind}.")]
+        return [self.inputs[key] for key in sorted(found, key=lambda key: [int(part) for part in key.split(".")[2:]])]
+
+    def patches(self, case: str, patch: int, kind: str = "images") -> tuple[Tensor, tuple[tuple[int, int], ...]]:
+        """The same as patches [P, 3 * patch ** 2], features in the order (c, y, x), and the tiles' grids."""
+        pictures = self.pictures(case, kind)
+        flat = [flatten_picture(picture, patch) for picture in pictures]
+        return torch.cat(flat), tuple((x.shape[1] // patch, x.shape[2] // patch) for x in pictures)
 
     def load(self, module: nn.Module, prefix: str, *roots: str) -> None:
-        """Gives a module the weights whose names, behind the prefix, begin with one of its roots: neither more nor fewer."""
+        """Gives a module the weights whose names begin, behind the prefix, with one of its roots: no more, no fewer."""
         names = [name for name in self.weights if name.startswith(tuple(prefix + root for root in roots))]
         module.load_state_dict({name.removeprefix(prefix): self.weights[name] for name in names})
 

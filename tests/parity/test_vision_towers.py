@@ -65,26 +65,26 @@ def read(data_dir: Path, name: str) -> VisionFixture:
     folder = data_dir / "vision" / name
     if not folder.exists():
         pytest.skip(f"{folder} is absent")
-    return VisionFixture.read(folder)
+    return VisionFixture(name)
 
 
 def minicpm_v2_0(data_dir: Path) -> tuple[VisionFixture, MiniCPMV2Vision]:
     fixture = read(data_dir, "minicpm-v-2")
-    module = MiniCPMV2Vision(MiniCPMV2VisionConfig.from_hf(fixture.config))
+    module = MiniCPMV2Vision(MiniCPMV2VisionConfig.from_hf(fixture.hf))
     fixture.load(module, minicpm_v2.CHECKPOINT_PREFIX, "vpm.", "resampler.")
     return fixture, module
 
 
 def minicpm_v26(data_dir: Path) -> tuple[VisionFixture, MiniCPMV26Vision]:
     fixture = read(data_dir, "minicpm-v-2_6")
-    module = MiniCPMV26Vision(MiniCPMV26VisionConfig.from_hf(fixture.config))
+    module = MiniCPMV26Vision(MiniCPMV26VisionConfig.from_hf(fixture.hf))
     fixture.load(module, minicpm_v2_6.CHECKPOINT_PREFIX, "vpm.", "resampler.")
     return fixture, module
 
 
 def omni(data_dir: Path) -> tuple[VisionFixture, OmniLMMVision]:
     fixture = read(data_dir, "omnilmm")
-    module = OmniLMMVision(OmniLMMVisionConfig.from_hf(fixture.config))
+    module = OmniLMMVision(OmniLMMVisionConfig.from_hf(fixture.hf))
     fixture.load(module, omnilmm.CHECKPOINT_PREFIX, "vision_tower.", "resampler.")
     return fixture, module
 
@@ -124,7 +124,7 @@ def test_omnilmm_features(data_dir: Path, case: str) -> None:
 
 def test_resampler_with_stored_query_positions_and_two_heads(data_dir: Path) -> None:
     fixture = read(data_dir, "minicpm-resampler-256")
-    sizes = fixture.config["v20"]
+    sizes = fixture.hf["v20"]
     module = resampler(sizes["grid_size"] ** 2, sizes, Positions.KEYS_AND_QUERIES)
     fixture.load(module, "v20.", "")
     for index, (x, grid) in enumerate(zip(fixture.series("v20.x"), fixture.series("v20.tgt"), strict=True)):
@@ -134,7 +134,7 @@ def test_resampler_with_stored_query_positions_and_two_heads(data_dir: Path) -> 
 def test_resampler_of_two_heads_sees_no_padding(data_dir: Path) -> None:
     """What lies behind a tile in the original's batch is garbage, which has no place in ours."""
     fixture = read(data_dir, "minicpm-resampler-256")
-    sizes = fixture.config["v26"]
+    sizes = fixture.hf["v26"]
     module = resampler(sizes["num_queries"], sizes, Positions.KEYS)
     fixture.load(module, "v26.", "")
     for x, (rows, columns), expected in zip(
@@ -167,7 +167,7 @@ class WholeModel:
         from transformers import AutoModelForCausalLM
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        hf = fixture.config
+        hf = fixture.hf
         keys = (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
             "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings",

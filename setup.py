@@ -64,6 +64,8 @@ setup(
         "jinja2",
         "markupsafe",
         "numpy",
+        "einops",
+        "pillow",
         "jsonargparse>=4.50",
         "docstring-parser",
         "PyYAML",

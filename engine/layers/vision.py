@@ -40,6 +40,9 @@ class VisionConfig(Protocol):
     def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile of (rows, columns) patches."""
 
+    def flops(self, grids: tuple[Grid, ...]) -> int:
+        """Returns the FLOPs of these tiles in forward."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Share:

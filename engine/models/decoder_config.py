@@ -5,7 +5,7 @@ Families translate a Hugging Face `config.json` into this record; the decoder is
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from engine.layers.vision import VisionConfig
@@ -146,4 +146,4 @@ class DecoderConfig:
         return self.layer_kinds[index] if self.layer_kinds else PLAIN_LAYER
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(replace(self, vision=None))  # which config.json describes

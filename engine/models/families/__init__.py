@@ -8,7 +8,21 @@ from typing import Any, NamedTuple
 
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
-from engine.models.families import gemma2, gemma3, granite, llama, minicpm, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from engine.models.families import (
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    minicpm,
+    minicpm_v,
+    mistral,
+    olmo2,
+    omnilmm,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from engine.models.families.checking import check_kinds, part_of
 from engine.models.families.reading import NAMES, REQUIRED
 from engine.models.names import NameMap, part_rows
@@ -34,9 +48,10 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(granite.config_from_hf),
     "llama": Family(llama.config_from_hf),
     "minicpm": Family(minicpm.config_from_hf),
-    "minicpmv": Family(minicpm.config_from_hf),
+    "minicpmv": Family(minicpm_v.config_from_hf, minicpm_v.NAMES),
     "mistral": Family(mistral.config_from_hf),
     "olmo2": Family(olmo2.config_from_hf, olmo2.NAMES),
+    "omnilmm": Family(omnilmm.config_from_hf, omnilmm.NAMES),
     "phi3": Family(phi3.config_from_hf, fused=phi3.FUSED),
     "qwen2": Family(qwen2.config_from_hf),
     "qwen3": Family(qwen3.config_from_hf),

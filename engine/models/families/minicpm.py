@@ -1,8 +1,4 @@
-"""MiniCPM 1 and 2, and the language model of MiniCPM-V 2.0: Granite's formula under other names.
-
-MiniCPM-V keeps the language model's sizes at the top of its config; its vision tower and resampler are passed through
-conversions untouched.
-"""
+"""MiniCPM 1 and 2, and the language model of MiniCPM-V 2.0: Granite's formula under other names."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     if missing := [key for key in _FACTORS if key not in hf]:
         raise UserError(
             f"config.json has model_type {hf.get('model_type')!r} and lacks {', '.join(missing)}: MiniCPM 1, 2 and "
-            "MiniCPM-V 2.0 have them all, and MiniCPM-V from 2.5 on is not supported; use one of the former."
+            "MiniCPM-V 2.0 have them all; use one of these."
         )
     if hf.get("num_experts"):
         raise UserError("config.json has num_experts, and the decoder has no mixture of experts: use a dense MiniCPM.")

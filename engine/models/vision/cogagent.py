@@ -81,10 +81,18 @@ class CrossVisionConfig:
         skipped = f"{vit}.blocks.{self.num_layers}.*"
         return (skipped, f"{vit}.norm.*", f"{vit}.head.*", f"{vit}.rope.freqs_*", f"{vit}.blocks.*.attn.rope.freqs_*")
 
+    def build(self) -> CogAgentCrossVision:
+        """Returns the module."""
+        return CogAgentCrossVision(self)
+
     @property
     def rows_per_tile(self) -> int:
         """Encoded rows of one picture."""
         return self.side**2
+
+    def num_features(self, grid: tuple[int, int]) -> int:
+        """Returns the feature rows of a tile."""
+        return self.rows_per_tile
 
 
 def rotary_tables(config: CrossVisionConfig, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -96,10 +96,18 @@ class CogVLMVisionConfig:
             second_positions=hf.get("cross_hidden_size") is not None,  # which CogAgent alone has
         )
 
+    def build(self) -> CogVLMVision:
+        """Returns the module."""
+        return CogVLMVision(self)
+
     @property
     def rows_per_tile(self) -> int:
         """Feature rows of one picture, boi and eoi among them."""
         return (self.side // _MERGE if self.merges else self.side) ** 2 + 2
+
+    def num_features(self, grid: tuple[int, int]) -> int:
+        """Returns the feature rows of a tile."""
+        return self.rows_per_tile
 
 
 class _PatchEmbedding(nn.Module):

@@ -54,10 +54,18 @@ class MiniCPMV2VisionConfig:
             ),
         )
 
+    def build(self) -> MiniCPMV2Vision:
+        """Returns the module."""
+        return MiniCPMV2Vision(self)
+
     @property
     def rows_per_tile(self) -> int:
         """Feature rows of one tile."""
         return self.resampler.num_queries
+
+    def num_features(self, grid: tuple[int, int]) -> int:
+        """Returns the feature rows of a tile."""
+        return self.rows_per_tile
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these tiles in forward."""

@@ -121,10 +121,18 @@ class MiniCPMV26VisionConfig:
             resampler=ResamplerConfig.from_hf(hf, "query_num", tower_width=width, positions=Positions.KEYS),
         )
 
+    def build(self) -> MiniCPMV26Vision:
+        """Returns the module."""
+        return MiniCPMV26Vision(self)
+
     @property
     def rows_per_tile(self) -> int:
         """Feature rows of one tile."""
         return self.resampler.num_queries
+
+    def num_features(self, grid: tuple[int, int]) -> int:
+        """Returns the feature rows of a tile."""
+        return self.rows_per_tile
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these tiles in forward."""
@@ -158,7 +166,9 @@ class _Embeddings(nn.Module):
 
     def forward(self, patches_NLF: Tensor, grids: Grids) -> Tensor:
         x = linear(patches_NLF, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
-        return x + positions_of(grids, lambda grid: self.position_embedding(self._places(grid).to(x.device, non_blocking=True)))
+        return x + positions_of(
+            grids, lambda grid: self.position_embedding(self._places(grid).to(x.device, non_blocking=True))
+        )
 
     def _places(self, grid: tuple[int, int]) -> Tensor:
         rows, columns = grid

@@ -45,10 +45,18 @@ class OmniLMMVisionConfig:
             side=square_side(counts_from_hf(hf, ("image_size",))["image_size"], tower.patch, "image_size"),
         )
 
+    def build(self) -> OmniLMMVision:
+        """Returns the module."""
+        return OmniLMMVision(self)
+
     @property
     def rows_per_tile(self) -> int:
         """Feature rows of one picture."""
         return self.resampler.num_queries
+
+    def num_features(self, grid: tuple[int, int]) -> int:
+        """Returns the feature rows of a tile."""
+        return self.rows_per_tile
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these pictures in forward."""

@@ -103,9 +103,7 @@ class _CrossAttention(nn.Module):
     def forward(self, queries_QD: Tensor, keys_NLD: Tensor, values_NLD: Tensor) -> Tensor:
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         heads = self.num_heads
-        q = repeat(
-            linear(queries_QD, weights[0], biases[0]), "q (h d) -> n h q d", n=keys_NLD.shape[0], h=heads
-        )
+        q = repeat(linear(queries_QD, weights[0], biases[0]), "q (h d) -> n h q d", n=keys_NLD.shape[0], h=heads)
         k = rearrange(linear(keys_NLD, weights[1], biases[1]), "n l (h d) -> n h l d", h=heads)
         v = rearrange(linear(values_NLD, weights[2], biases[2]), "n l (h d) -> n h l d", h=heads)
         return self.out_proj(rearrange(scaled_dot_product_attention(q, k, v), "n h q d -> n q (h d)"))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from einops import rearrange
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ class VisionFixture:
         )
 
     def load(self, module: nn.Module, prefix: str, *roots: str) -> None:
-        """Gives a module the weights whose names, behind the prefix, begin with one of its roots: neither more nor fewer."""
+        """Gives a module the weights whose names begin with one of its roots, neither more nor fewer."""
         names = [name for name in self.weights if name.startswith(tuple(prefix + root for root in roots))]
         module.load_state_dict({name.removeprefix(prefix): self.weights[name] for name in names})
 

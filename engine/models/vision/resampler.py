@@ -83,11 +83,14 @@ class ResamplerConfig:
     def num_heads(self) -> int:
         return self.width // _HEAD_DIM
 
-    def flops(self, length: int) -> int:
-        """Returns the FLOPs in forward for one tile of so many patches; the queries' own projection is shared."""
+    def flops(self, grids: Grids) -> int:
+        """Returns the FLOPs of these tiles in forward; norms are left out."""
+        lengths = [rows * columns for rows, columns in grids]
         inputs = self.tower_width if self.tower_width != self.width else 0
-        keys = 2 * length * self.width * (inputs + 2 * self.width)
-        return keys + 4 * length * self.num_queries * self.width + 4 * self.num_queries * self.width**2
+        per_patch = 2 * self.width * (inputs + 2 * self.width) + 4 * self.num_queries * self.width
+        product = 2 * self.num_queries * self.width**2
+        # queries are projected once for all tiles of a length; out_proj and proj have rows of every tile
+        return sum(lengths) * per_patch + (2 * len(lengths) + len(set(lengths))) * product
 
 
 class _CrossAttention(nn.Module):
@@ -103,9 +106,7 @@ class _CrossAttention(nn.Module):
     def forward(self, queries_QD: Tensor, keys_NLD: Tensor, values_NLD: Tensor) -> Tensor:
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         heads = self.num_heads
-        q = repeat(
-            linear(queries_QD, weights[0], biases[0]), "q (h d) -> n h q d", n=keys_NLD.shape[0], h=heads
-        )
+        q = repeat(linear(queries_QD, weights[0], biases[0]), "q (h d) -> n h q d", n=keys_NLD.shape[0], h=heads)
         k = rearrange(linear(keys_NLD, weights[1], biases[1]), "n l (h d) -> n h l d", h=heads)
         v = rearrange(linear(values_NLD, weights[2], biases[2]), "n l (h d) -> n h l d", h=heads)
         return self.out_proj(rearrange(scaled_dot_product_attention(q, k, v), "n h q d -> n q (h d)"))

@@ -173,7 +173,10 @@ class WholeModel:
             "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings",
         )  # fmt: skip
         config = CONFIG_MAPPING[family](
-            **{key: hf[key] for key in keys}, tie_word_embeddings=False, sliding_window=None, attn_implementation="eager"
+            **{key: hf[key] for key in keys},
+            tie_word_embeddings=False,
+            sliding_window=None,
+            attn_implementation="eager",
         )
         weights = {
             name.removeprefix(prefix): tensor.clone()
@@ -247,6 +250,8 @@ def test_minicpm_v_gradients(
         bounded_places(fixture, case),
         module(pictures.patches, pictures.grids),
         position_ids=fixture.inputs[f"{case}.position_ids"],
+        # without one, transformers takes the zeros of padding for the start of another document
+        attention_mask=torch.ones_like(fixture.inputs[f"{case}.input_ids"]),
     )
     close(logits, fixture.expected[f"{case}.logits"])
     loss = cross_entropy(logits.flatten(0, 1), fixture.inputs[f"{case}.labels"].flatten())

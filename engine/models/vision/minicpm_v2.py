@@ -69,7 +69,7 @@ class MiniCPMV2VisionConfig:
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these tiles in forward."""
-        return sum(self.tower.flops(h * w) + self.resampler.flops(h * w) for h, w in grids)
+        return self.tower.flops(grids) + self.resampler.flops(grids)
 
 
 class MiniCPMV2Vision(nn.Module):

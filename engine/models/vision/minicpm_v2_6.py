@@ -4,11 +4,11 @@ The encoder is transformers' (Idefics2), whose names and numbers both checkpoint
 because patches come flattened and positions are found as the originals find them.
 
 **Batches in 2.5.** The original pads the tiles of a batch to the longest, and writes its mask of patches on the wrong
-axis. So every position of the batch is marked as a patch: padding takes part in attention, and patch k of a tile has the
-position of row 0 and of the column at k / (length of the longest tile). A tile's features therefore depend on what is
-beside it. Here they are those of the tile alone in its batch, whatever is beside it: attention sees the tile's patches,
-and patch k has the column at k / (its own length). Nothing else is possible for rows that are packed and dealt out to
-ranks, and it is what the original itself computes with `batch_vision_input` false.
+axis. So every position of the batch counts as a patch: padding takes part in attention, and patch k of a tile has the
+position of row 0 and of the column at k / (length of the longest tile). A tile's features then depend on what is beside
+it. Here they are always those of the tile alone in its batch: attention sees the tile's patches, and patch k has the
+column at k / (its own length). Features of tiles that are packed and dealt out to ranks must not depend on their
+neighbours, and the original itself computes these with `batch_vision_input` false.
 
 Legend: N tiles, L patches of a tile, F = 3 * patch ** 2, V width.
 """
@@ -87,8 +87,8 @@ class MiniCPMV26VisionConfig:
         """
         if (version := hf.get("version", 2.6)) not in (2.5, 2.6, "2.5", "2.6"):
             raise UserError(
-                f"config.json has version {version!r} of MiniCPM-V, but only 2.0, 2.5 and 2.6 are supported: use one of "
-                "them."
+                f"config.json has version {version!r} of MiniCPM-V, but only 2.0, 2.5 and 2.6 are supported: use one "
+                "of them."
             )
         vision = hf.get("vision_config")
         sizes = counts_from_hf(vision, _SIZES, "vision_config")
@@ -136,12 +136,10 @@ class MiniCPMV26VisionConfig:
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these tiles in forward."""
-        total = 0
-        for rows, columns in grids:
-            length = rows * columns
-            total += 2 * length * 3 * self.patch**2 * self.width + self.resampler.flops(length)
-            total += encoder_flops(length, width=self.width, mlp_width=self.mlp_width, depth=self.num_layers)
-        return total
+        lengths = [rows * columns for rows, columns in grids]
+        embedding = 2 * sum(lengths) * 3 * self.patch**2 * self.width
+        encoder = encoder_flops(lengths, width=self.width, mlp_width=self.mlp_width, depth=self.num_layers)
+        return embedding + encoder + self.resampler.flops(grids)
 
 
 def position_buckets(count: int, side: int) -> Tensor:
@@ -166,15 +164,14 @@ class _Embeddings(nn.Module):
 
     def forward(self, patches_NLF: Tensor, grids: Grids) -> Tensor:
         x = linear(patches_NLF, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
-        return x + positions_of(
-            grids, lambda grid: self.position_embedding(self._places(grid).to(x.device, non_blocking=True))
-        )
+        return x + positions_of(grids, lambda grid: self.position_embedding(self._places(grid, x.device)))
 
-    def _places(self, grid: tuple[int, int]) -> Tensor:
+    def _places(self, grid: tuple[int, int], device: torch.device) -> Tensor:
         rows, columns = grid
         if self.places is PatchPlaces.FLAT:
-            return position_buckets(rows * columns, self.side)
-        down, across = position_buckets(rows, self.side), position_buckets(columns, self.side)
+            return position_buckets(rows * columns, self.side).to(device, non_blocking=True)
+        down = position_buckets(rows, self.side).to(device, non_blocking=True)
+        across = position_buckets(columns, self.side).to(device, non_blocking=True)
         return (down[:, None] * self.side + across).flatten()
 
 

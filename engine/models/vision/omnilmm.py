@@ -60,7 +60,7 @@ class OmniLMMVisionConfig:
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these pictures in forward."""
-        return sum(self.tower.flops(h * w) + self.resampler.flops(h * w) for h, w in grids)
+        return self.tower.flops(grids) + self.resampler.flops(grids)
 
 
 class OmniLMMVision(nn.Module):

@@ -83,11 +83,14 @@ class ResamplerConfig:
     def num_heads(self) -> int:
         return self.width // _HEAD_DIM
 
-    def flops(self, length: int) -> int:
-        """Returns the FLOPs in forward for one tile of so many patches; the queries' own projection is shared."""
+    def flops(self, grids: Grids) -> int:
+        """Returns the FLOPs of these tiles in forward; norms are left out."""
+        lengths = [rows * columns for rows, columns in grids]
         inputs = self.tower_width if self.tower_width != self.width else 0
-        keys = 2 * length * self.width * (inputs + 2 * self.width)
-        return keys + 4 * length * self.num_queries * self.width + 4 * self.num_queries * self.width**2
+        per_patch = 2 * self.width * (inputs + 2 * self.width) + 4 * self.num_queries * self.width
+        product = 2 * self.num_queries * self.width**2
+        # queries are projected once for all tiles of a length; out_proj and proj have rows of every tile
+        return sum(lengths) * per_patch + (2 * len(lengths) + len(set(lengths))) * product
 
 
 class _CrossAttention(nn.Module):

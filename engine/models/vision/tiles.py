@@ -9,7 +9,7 @@ Legend: P patches of all tiles, N tiles of one length, L patches of each, F = 3 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ def run_by_length(patches_PF: Tensor, grids: Grids, run: Callable[[Tensor, Grids
 
 
 def positions_of(grids: Grids, table: Callable[[tuple[int, int]], Tensor]) -> Tensor:
-    """Returns what `table` has for the patches of each tile: [N, L, width], or [1, L, width] where all shapes are equal.
+    """Returns what `table` has for the patches of each tile: [N, L, width], or [1, L, width] if all shapes are equal.
 
     Args:
         grids: of equally many patches each.
@@ -51,6 +51,11 @@ def positions_of(grids: Grids, table: Callable[[tuple[int, int]], Tensor]) -> Te
     return torch.stack([tables[grid] for grid in grids])
 
 
-def encoder_flops(length: int, *, width: int, mlp_width: int, depth: int) -> int:
-    """Returns the FLOPs of a plain transformer encoder in forward, for one sequence; norms are left out."""
-    return depth * (2 * length * width * (4 * width + 2 * mlp_width) + 4 * length**2 * width)
+def encoder_flops(lengths: Sequence[int], *, width: int, mlp_width: int, depth: int) -> int:
+    """Returns the FLOPs of a plain transformer encoder in forward, for sequences of these lengths; norms are left out.
+
+    For each position and layer that is 2 * width * (4 * width + 2 * mlp_width) for linears and 4 * length * width for
+    attention.
+    """
+    linears = 2 * width * (4 * width + 2 * mlp_width)
+    return depth * sum(length * (linears + 4 * length * width) for length in lengths)

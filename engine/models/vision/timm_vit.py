@@ -1,8 +1,8 @@
-"""The towers that MiniCPM-V 2.0 and OmniLMM take from timm, under timm's names: SigLIP so400m, and EVA02-E CLIP "plus".
+"""The towers that MiniCPM-V 2.0 and OmniLMM take from timm, by its names: SigLIP so400m, and EVA02-E CLIP "plus".
 
-Both have fused query, key and value, an MLP with the exact GELU, and one table of positions, resized for each tile. They
-differ in the places of the norms, EVA's class token, and its biases. timm is not needed. What the originals remove is
-absent here: the attention pool, the head, and the last block.
+Both have fused query, key and value, an MLP with the exact GELU, and one table of positions, resized for each tile.
+They differ in the places of the norms, EVA's class token, and its biases. timm is not needed. What the originals remove
+is absent here: the attention pool, the head, and the last block.
 
 Legend: N tiles, L patches of a tile, F = 3 * patch ** 2, V width.
 """
@@ -68,12 +68,12 @@ class TimmViTConfig:
         """Positions in front of the patches."""
         return 1 if self.kind is TimmKind.EVA_PLUS else 0
 
-    def flops(self, length: int) -> int:
-        """Returns the FLOPs in forward for one tile of so many patches."""
-        embedding = 2 * length * 3 * self.patch**2 * self.width
-        return embedding + encoder_flops(
-            length + self.extra_positions, width=self.width, mlp_width=self.mlp_width, depth=self.depth
-        )
+    def flops(self, grids: Grids) -> int:
+        """Returns the FLOPs of these tiles in forward; norms and resized tables are left out."""
+        lengths = [rows * columns for rows, columns in grids]
+        embedding = 2 * sum(lengths) * 3 * self.patch**2 * self.width
+        positions = [length + self.extra_positions for length in lengths]
+        return embedding + encoder_flops(positions, width=self.width, mlp_width=self.mlp_width, depth=self.depth)
 
 
 SIGLIP_SO400M_384 = TimmViTConfig(

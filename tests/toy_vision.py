@@ -21,6 +21,14 @@ class ToyVisionConfig:
     width: int = 20
     num_blocks: int = 2
 
+    @property
+    def patch_features(self) -> int:
+        return FEATURES
+
+    @property
+    def usual_tile(self) -> tuple[int, int]:
+        return 4, 3
+
     def build(self) -> nn.Module:
         return _ToyVision(self)
 

@@ -229,7 +229,23 @@ def _modules_to_save(full: list[str], adapted: list[str], model: ModelFolder) ->
             "the tied embedding was trained in full beside adapters, and a PEFT folder would untie it: "
             "export with --format hf --merge."
         )
-    return [model.names.module_to_hf(module) for module in modules]
+    return [model.names.module_to_hf(module) for module in _outermost(modules, full, model)]
+
+
+def _outermost(modules: list[str], full: list[str], model: ModelFolder) -> list[str]:
+    """Returns the modules that are in no other of them; PEFT takes a module with all that is below it.
+
+    Raises:
+        UserError: some of what is below a module was not trained.
+    """
+    found = [module for module in modules if not any(module.startswith(f"{outer}.") for outer in modules)]
+    for module in found:
+        if frozen := [name for name in model.expected_shapes() if name.startswith(f"{module}.") and name not in full]:
+            raise UserError(
+                f"{module} was trained in full without {frozen[0]}, and a PEFT folder can only save a module with all "
+                "that is below it: export with --format hf --merge."
+            )
+    return found
 
 
 def _target_modules(parts: list[str], model: ModelFolder) -> list[str]:

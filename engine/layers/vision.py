@@ -34,6 +34,14 @@ Grid = tuple[int, int]
 class VisionConfig(Protocol):
     """A vision model's sizes, and how it is built."""
 
+    @property
+    def patch_features(self) -> int:
+        """Numbers of a patch."""
+
+    @property
+    def usual_tile(self) -> Grid:
+        """The size of a tile that the family cuts most pictures into."""
+
     def build(self) -> nn.Module:
         """Returns the model: (patches_PF, grids) -> features [K, hidden], tile after tile."""
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from engine.choices import VISION
 from engine.models.decoder_config import DecoderConfig
 
 
@@ -67,9 +68,9 @@ def trained_work(config: DecoderConfig, trained: Mapping[str, tuple[int, ...]]) 
     lowest = min((_layer(name, layers) for name in trained), default=layers + 1)
     per_token = 0
     for name, shape in trained.items():
-        if "lora" in name:
+        if "lora" in name and not name.startswith(VISION):
             per_token += 6 * prod(shape)
-        elif len(shape) == 2 and not name.startswith("embed"):
+        elif len(shape) == 2 and not name.startswith(("embed", VISION)):
             per_token += 2 * prod(shape)
     return TrainedWork(share=max(0, layers - max(lowest, 0)) / layers, head=lowest <= layers, per_token=per_token)
 
@@ -95,6 +96,6 @@ def _layer(name: str, layers: int) -> int:
     parts = name.split(".")
     if parts[0] == "layers":
         return int(parts[1])
-    if parts[0].startswith("embed"):
+    if parts[0] == "vision" or parts[0].startswith("embed"):
         return -1
     return layers + 1 if parts[0] == "lm_head" else layers

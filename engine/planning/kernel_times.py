@@ -78,7 +78,7 @@ def kernel_times(
 
     shape = model.shape
     lowest = first_trainable if first_trainable is not None else shape.first_trainable_layer
-    count("ends", model.embedding(saved=shape.embedding_trains).launches, shape.embedding_trains)
+    count("ends", model.embedding(memory.level(0), saved=shape.embedding_trains).launches, shape.embedding_trains)
     for index, kind in enumerate(shape.kinds):
         plan = MemoryPlan(recompute=memory.level(index), stored_dtype=memory.stored_dtype)
         count("layers", model.layer(kind, plan, needs=True).launches, index >= lowest)

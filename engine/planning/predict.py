@@ -34,6 +34,7 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         micro_batch=config.train.micro_batch_size,
         global_batch=config.train.global_batch_size,
         seq_length=config.row_length,
+        tiles=usual_tiles(decoder, config.train.micro_batch_size),
         longest_document=config.data.seq_length,
         answers=_answers(config),
         refers_to_base=config.objective.has_reference and config.objective.reference == "base",
@@ -45,6 +46,11 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         offload_weights=config.memory.offload_weights,
         offload_optimizer=config.memory.offload_optimizer,
     )
+
+
+def usual_tiles(decoder: DecoderConfig, count: int) -> tuple[tuple[int, int], ...]:
+    """Returns so many tiles of the size that most pictures are cut into; none for a model of text alone."""
+    return () if decoder.vision is None else (decoder.vision.usual_tile,) * count
 
 
 def _answers(config: RunConfig) -> int:

@@ -57,6 +57,7 @@ class Workload:
         micro_batch: rows of a micro-batch.
         global_batch: rows of a step, over all ranks.
         seq_length: tokens of a row.
+        tiles: (rows, columns) in patches of each tile of a micro-batch, where the model has a vision model.
         longest_document: tokens of the longest document of a row; 0 where one fills the row.
         answers: of a micro-batch, where the objective compares answers; else 0.
         refers_to_base: each step goes through the model without adapters first, for the objective to compare with.
@@ -77,6 +78,7 @@ class Workload:
     global_batch: int
     seq_length: int
     kernels: str
+    tiles: tuple[tuple[int, int], ...] = ()
     longest_document: int = 0
     answers: int = 0
     refers_to_base: bool = False

@@ -112,7 +112,8 @@ class ModelShape:
 
     Args:
         kinds: for each layer the number of the first one that is like it.
-        embedding_trains: whether the embedding's matrix, or an adapter on it, does.
+        embedding_trains: whether the embedding's matrix, an adapter on it, or anything of a vision model does.
+        embedding_parameters: of the embedding, and of a vision model, which is beside it on the first stage.
     """
 
     hidden: int
@@ -157,13 +158,15 @@ def model_shape(config: DecoderConfig, plan: TrainingPlan, layout: TensorLayout,
     _check_products(model, device_type)
     assert model.embedding is not None and model.head is not None and model.norm is not None
     operands = model.embedding.operands
+    vision = [] if model.vision is None else list(shard_entries(model.vision))
+    vision_trains = any(entry.sink is not None for entry in vision)
     return ModelShape(
         hidden=config.hidden,
         layers=tuple(map(_layer, model.layers)),
         kinds=_kinds(model),
         layer_parameters=tuple(_layer_parameters(layer) for layer in model.layers),
-        embedding_trains=operands.sink is not None or operands.a_RV is not None,
-        embedding_parameters=_parameters(shard_entries(model.embedding)),
+        embedding_trains=operands.sink is not None or operands.a_RV is not None or vision_trains,
+        embedding_parameters=_parameters([*shard_entries(model.embedding), *vision]),
         head_parameters=_parameters([*shard_entries(model.norm), *shard_entries(model.head)]),
         tied=config.tied_embeddings,
     )

@@ -68,7 +68,7 @@ def stage_bytes(
     """
     shape, stream = model.shape, model.stream
     tables = model.tables()
-    first = model.embedding(saved=trains) if stage.embedding else None
+    first = model.embedding(memory.level(0), saved=trains) if stage.embedding else None
     needs = shape.embedding_trains if stage.embedding else gives_gradient
     runs = list(_layer_groups(model, stage, memory, needs=needs and trains, trains=trains, defers=defers))
     needs = needs or any(shape.layers[index].trains for index in range(stage.first, stage.last))

@@ -204,9 +204,9 @@ class _Times:
         of it is in forward."""
         return self._end(self._model.head(needs=True, saved=True, defers=False).launches)
 
-    def embedding(self, *, trains: bool) -> PieceTime:
-        """Returns the work of the embedding."""
-        return self._end(self._model.embedding(saved=trains).launches)
+    def embedding(self, level: Level, *, trains: bool) -> PieceTime:
+        """Returns the work of the embedding, and of a vision model."""
+        return self._end(self._model.embedding(level, saved=trains).launches)
 
     def _end(self, launches: PieceLaunches) -> PieceTime:
         forward, backward, weights = (
@@ -300,7 +300,7 @@ def _stage(times: _Times, memory: MemoryPlan, shape: ModelShape, stage: Part, *,
     """Returns the work of one stage."""
     found = PieceTime()
     if stage.embedding:
-        found += times.embedding(trains=trains and shape.embedding_trains)
+        found += times.embedding(memory.level(0), trains=trains and shape.embedding_trains)
     for index in range(stage.first, stage.last):
         layer = times.layer(shape.kinds[index], memory.level(index))
         found += layer if trains and index >= shape.first_trainable_layer else PieceTime(layer.forward)

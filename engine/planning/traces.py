@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import Batch, Images
 from engine.config.parallel import ParallelOptions
 from engine.distributed.mesh import Axis, Unconnected, shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.layers.context import TensorLayout
 from engine.layers.module import shard_entries
-from engine.layers.recompute import MemoryPlan
+from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.saved import SavedTensors
 from engine.models.decoder import Decoder, Part
 from engine.ops.attention.token_context import TokenContext
@@ -169,14 +169,19 @@ class RankModel:
         key = ("a layer", kind, memory, needs, saved, defers)
         return self._once(key, part, body, memory=memory, needs=needs, saved=saved, defers=defers)
 
-    def embedding(self, *, saved: bool) -> Trace:
-        """Traces the embedding, from token ids to the residual stream."""
+    def embedding(self, level: Level, *, saved: bool) -> Trace:
+        """Traces the embedding, from token ids and the pictures' patches to the residual stream.
+
+        Args:
+            level: of the first layer, which a vision model follows.
+        """
 
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
             return model.embed(batch)
 
         part = Part(first=0, last=0, embedding=True, head=False)
-        return self._once(("the embedding", saved), part, body, needs=False, saved=saved)
+        memory = MemoryPlan(recompute="selective" if self._workload.decoder.vision is None else level)
+        return self._once(("the embedding", memory, saved), part, body, memory=memory, needs=False, saved=saved)
 
     def head(self, *, needs: bool, saved: bool, defers: bool) -> Trace:
         """Traces norm, head and loss; of an objective's loss, the part that grows with the tokens.
@@ -333,6 +338,22 @@ def _batch(workload: Workload, ranks: int) -> Batch:
         document_offsets=torch.empty(len(lengths) + 1, dtype=torch.int32, device=META),
         document_lengths=lengths,
         context_plan=make_plan(whole, 0) if ranks > 1 else None,
+        images=_images(workload),
+    )
+
+
+def _images(workload: Workload) -> Images | None:
+    """Makes the patches of the workload's tiles, whose features stand at the first tokens."""
+    vision = workload.decoder.vision
+    if vision is None:
+        return None
+    features = sum(map(vision.num_features, workload.tiles))
+    patches = sum(rows * columns for rows, columns in workload.tiles)
+    return Images(
+        patches_PF=torch.empty(patches, vision.patch_features, device=META),
+        grids=workload.tiles,
+        documents=(0,) * len(workload.tiles),
+        places_K=torch.empty(features, dtype=torch.int64, device=META),
     )
 
 

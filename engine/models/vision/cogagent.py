@@ -90,6 +90,16 @@ class CrossVisionConfig:
         """Encoded rows of one picture."""
         return self.side**2
 
+    @property
+    def patch_features(self) -> int:
+        """Numbers of a patch."""
+        return 3 * self.patch**2
+
+    @property
+    def usual_tile(self) -> tuple[int, int]:
+        """Rows and columns, in patches, of a picture."""
+        return self.side, self.side
+
     def num_features(self, grid: tuple[int, int]) -> int:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile

@@ -105,6 +105,16 @@ class CogVLMVisionConfig:
         """Feature rows of one picture, boi and eoi among them."""
         return (self.side // _MERGE if self.merges else self.side) ** 2 + 2
 
+    @property
+    def patch_features(self) -> int:
+        """Numbers of a patch."""
+        return 3 * self.patch**2
+
+    @property
+    def usual_tile(self) -> tuple[int, int]:
+        """Rows and columns, in patches, of a picture."""
+        return self.side, self.side
+
     def num_features(self, grid: tuple[int, int]) -> int:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile

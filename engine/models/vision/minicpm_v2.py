@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine.errors import UserError
 from engine.models.vision.resampler import Positions, Resampler, ResamplerConfig
-from engine.models.vision.sizes import Grids, counts_from_hf
+from engine.models.vision.sizes import Grids, counts_from_hf, square_side
 from engine.models.vision.tiles import run_by_length
 from engine.models.vision.timm_vit import SIGLIP_SO400M_384, TimmViT, TimmViTConfig, timm_vit_from_hf
 
@@ -22,10 +22,15 @@ _TOWER = "vit_so400m_patch14_siglip_384"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MiniCPMV2VisionConfig:
-    """Sizes of tower and resampler."""
+    """Sizes of tower and resampler.
+
+    Args:
+        slice_side: patches on a side of a square slice.
+    """
 
     tower: TimmViTConfig
     resampler: ResamplerConfig
+    slice_side: int
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> MiniCPMV2VisionConfig:
@@ -52,6 +57,7 @@ class MiniCPMV2VisionConfig:
             resampler=ResamplerConfig.from_hf(
                 hf, "query_num", tower_width=tower.width, positions=Positions.KEYS_AND_QUERIES
             ),
+            slice_side=square_side(int(hf.get("scale_resolution", 448)), patch, "scale_resolution"),
         )
 
     def build(self) -> MiniCPMV2Vision:
@@ -62,6 +68,16 @@ class MiniCPMV2VisionConfig:
     def rows_per_tile(self) -> int:
         """Feature rows of one tile."""
         return self.resampler.num_queries
+
+    @property
+    def patch_features(self) -> int:
+        """Numbers of a patch."""
+        return 3 * self.tower.patch**2
+
+    @property
+    def usual_tile(self) -> tuple[int, int]:
+        """Rows and columns, in patches, of a slice, which most tiles are."""
+        return self.slice_side, self.slice_side
 
     def num_features(self, grid: tuple[int, int]) -> int:
         """Returns the feature rows of a tile."""

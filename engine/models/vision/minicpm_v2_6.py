@@ -67,6 +67,7 @@ class MiniCPMV26VisionConfig:
         patch: pixels on a side of a patch.
         table_side: positions on a side of the stored table.
         places: where patches find their positions.
+        slice_side: patches on a side of a square slice.
     """
 
     width: int
@@ -76,6 +77,7 @@ class MiniCPMV26VisionConfig:
     patch: int
     table_side: int
     places: PatchPlaces
+    slice_side: int
     resampler: ResamplerConfig
 
     @classmethod
@@ -118,6 +120,7 @@ class MiniCPMV26VisionConfig:
             patch=sizes["patch_size"],
             table_side=square_side(sizes["image_size"], sizes["patch_size"], "vision_config"),
             places=_PLACES[kind],
+            slice_side=_slice_side(hf, sizes["patch_size"]),
             resampler=ResamplerConfig.from_hf(hf, "query_num", tower_width=width, positions=Positions.KEYS),
         )
 
@@ -130,6 +133,16 @@ class MiniCPMV26VisionConfig:
         """Feature rows of one tile."""
         return self.resampler.num_queries
 
+    @property
+    def patch_features(self) -> int:
+        """Numbers of a patch."""
+        return 3 * self.patch**2
+
+    @property
+    def usual_tile(self) -> tuple[int, int]:
+        """Rows and columns, in patches, of a slice, which most tiles are."""
+        return self.slice_side, self.slice_side
+
     def num_features(self, grid: tuple[int, int]) -> int:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile
@@ -140,6 +153,12 @@ class MiniCPMV26VisionConfig:
         embedding = 2 * sum(lengths) * 3 * self.patch**2 * self.width
         encoder = encoder_flops(lengths, width=self.width, mlp_width=self.mlp_width, depth=self.num_layers)
         return embedding + encoder + self.resampler.flops(grids)
+
+
+def _slice_side(hf: Mapping[str, Any], patch: int) -> int:
+    slices = hf.get("slice_config")
+    slices = slices if isinstance(slices, Mapping) else {}
+    return square_side(int(slices.get("scale_resolution", 448)), patch, "slice_config.scale_resolution")
 
 
 def position_buckets(count: int, side: int) -> Tensor:

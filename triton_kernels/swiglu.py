@@ -19,7 +19,16 @@ from torch import Tensor
 
 from engine.kernels.records import AdapterSection, InputUpdate
 from engine.kernels.triton.dropout import keep_tile, mask_arguments
-from engine.kernels.triton.launch import SMALLEST_DOT, ceil_div, num_warps, power_of_2, rows_of, two_programs
+from engine.kernels.triton.launch import (
+    SMALLEST_DOT,
+    casts,
+    ceil_div,
+    multiplies_in_shared_memory,
+    num_warps,
+    power_of_2,
+    rows_of,
+    two_programs,
+)
 from engine.kernels.triton.lora import (
     NO_UPDATE,
     NO_UPDATE_OPTIONS,
@@ -32,7 +41,7 @@ from engine.kernels.triton.lora import (
     update_options,
     update_tile,
 )
-from engine.kernels.triton.quantize import casts, quantize_rows, row_code_arguments, row_codes, store_row_codes
+from engine.kernels.triton.quantize import quantize_rows, row_code_arguments, row_codes, store_row_codes
 
 _LONGEST = 16384
 """Features of a row that a program holds at once."""
@@ -393,7 +402,7 @@ def swiglu_backward_adapted(
             a_gradients(dh_rows, y_TF, mask, sections, keep_scale=keep_scale)
         return result
     tokens = 32 if options["DOT"] == tl.float32 else 64
-    features = power_of_2(num_features, SMALLEST_DOT, tokens)
+    features = power_of_2(num_features, SMALLEST_DOT, tokens if multiplies_in_shared_memory(rows.device) else 32)
     split_length = _TILES_EACH * tokens
     splits = ceil_div(num_tokens, split_length)
     result = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)

@@ -41,8 +41,8 @@ from engine.kernels.triton.launch import casts, ceil_div, num_warps, power_of_2,
 
 _LONGEST = 16384
 """Features of a row that a program holds at once; longer rows are walked twice, the second time from cache."""
-_LARGEST_OF = 8192
-"""Features that a program takes at once where it needs only their largest: so few that none is spilled anywhere."""
+_LARGEST_OF = 2048
+"""Features that a program takes at once where it needs only their largest."""
 
 
 @triton.jit
@@ -343,7 +343,8 @@ def quantize_matrix(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple
             rows.shape[1],
             SCALED=column_scale_F is not None,
             FEATURES=features,
-            num_warps=num_warps(features),
+            # 8 elements a thread: the assembler spills some of 16, so that more threads are resident
+            num_warps=num_warps(2 * features),
         )
     scale = torch.empty((), dtype=torch.float32, device=rows.device)
     return _quantize(rows, column_scale_F, largest_T.amax(), scale)

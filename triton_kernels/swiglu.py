@@ -368,6 +368,17 @@ def swiglu_backward(
     return result.view(gate_up_T2F.shape) if out is None else out
 
 
+def _adapted_tile(options: dict[str, object], device: torch.device) -> tuple[int, dict[str, object]]:
+    """Returns the tokens of a tile, which is as many features wide, and the options of its programs.
+
+    Operands that take registers get a quarter of the tile and four warps, of which two programs fit with all the
+    registers that a thread may have.
+    """
+    if options["DOT"] == tl.float32:
+        return 32, two_programs(options)
+    return (64, two_programs(options)) if multiplies_in_shared_memory(device) else (32, {"num_warps": 4})
+
+
 def swiglu_backward_adapted(
     dy_TF: Tensor,
     gate_up_T2F: Tensor,
@@ -401,8 +412,8 @@ def swiglu_backward_adapted(
         if y_TF is not None:
             a_gradients(dh_rows, y_TF, mask, sections, keep_scale=keep_scale)
         return result
-    tokens = 32 if options["DOT"] == tl.float32 else 64
-    features = power_of_2(num_features, SMALLEST_DOT, tokens if multiplies_in_shared_memory(rows.device) else 32)
+    tokens, programs = _adapted_tile(options, rows.device)
+    features = power_of_2(num_features, SMALLEST_DOT, tokens)
     split_length = _TILES_EACH * tokens
     splits = ceil_div(num_tokens, split_length)
     result = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
@@ -432,7 +443,7 @@ def swiglu_backward_adapted(
         TOKENS=tokens,
         FEATURES=features,
         STAGES=2,
-        **two_programs(options),
+        **programs,
     )
     add_a_partials(partial, sections)
     return result.view(gate_up_T2F.shape)

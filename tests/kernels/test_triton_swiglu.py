@@ -105,7 +105,7 @@ def test_backward_with_the_adapters_own_gradient(
 def test_backward_with_the_tiles_of_other_gpus(
     place, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In 16 bits the tests above run with those of Hopper: 64 features where these have 32."""
+    """In 16 bits the tests above run with those of Hopper: 64 tokens and features where these have 32."""
     monkeypatch.setattr(launch, "capability", lambda device: capability)
     _assert_backward_adapted(place, (70, 123), (16,), 5)
 

@@ -1,4 +1,4 @@
-"""Helpers of the launchers: views of rows, block sizes, and the arithmetic of tl.dot.
+"""Helpers of the launchers: views of rows, block sizes, what architectures differ in, and the arithmetic of tl.dot.
 
 Sizes are plain integers here: Triton's own functions of them cost the host microseconds a call.
 
@@ -47,6 +47,25 @@ def dot_options(x: Tensor) -> dict[str, object]:
     fp32."""
     dtype = tl.float32 if x.device.type == "cpu" else _TYPES[x.dtype]
     return {"DOT": dtype, "PRECISION": "ieee" if dtype == tl.float32 else "tf32"}
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Returns a GPU's compute capability; (0, 0) for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def casts(x: Tensor) -> bool:
+    """Returns whether Triton has casts to and from e4m3 where x lies; else the bits are put together."""
+    return capability(x.device) >= (8, 9)
+
+
+def multiplies_in_shared_memory(device: torch.device) -> bool:
+    """Returns whether products take their operands from shared memory and keep only sums in registers: Hopper's do.
+
+    On other GPUs a program needs registers for operands too, or to fetch sums, so that its tiles have to be smaller.
+    """
+    return capability(device)[0] == 9
 
 
 def dot_blocks(x: Tensor, num_ranks: int, length: int) -> tuple[int, int, dict[str, object]]:

@@ -130,7 +130,8 @@ def project(
     if h_TR.numel() == 0:
         return h_TR
     ranks, inputs, options = dot_blocks(x_TI, num_ranks, num_inputs)
-    tokens = power_of_2(num_tokens, SMALLEST_DOT, 64)
+    # three stages of tiles have to fit into the shared memory of every GPU
+    tokens, inputs = power_of_2(num_tokens, SMALLEST_DOT, 64), min(inputs, 64 if ranks > 64 else inputs)
     blocks = (ceil_div(num_tokens, tokens), ceil_div(num_ranks, ranks))
     splits, split_length = split_count(blocks[0] * blocks[1], num_inputs, inputs, x_TI.device)
     target, split_stride = h_TR, 0

@@ -22,8 +22,6 @@ Legend: T tokens, F features; O rows, I columns, N blocks of a row, P pairs of c
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -39,10 +37,12 @@ from engine.kernels.reference_quantize import (
     scale_of,
 )
 from engine.kernels.reference_quantize import row_decode as reference_decode
-from engine.kernels.triton.launch import ceil_div, num_warps, power_of_2, rows_of
+from engine.kernels.triton.launch import casts, ceil_div, num_warps, power_of_2, rows_of
 
 _LONGEST = 16384
 """Features of a row that a program holds at once; longer rows are walked twice, the second time from cache."""
+_LARGEST_OF = 2048
+"""Features that a program takes at once where it needs only their largest."""
 
 
 @triton.jit
@@ -334,7 +334,7 @@ def quantize_matrix(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple
     rows = rows_of(x_TF)
     largest_T = torch.zeros(max(rows.shape[0], 1), dtype=torch.int32, device=rows.device)
     if rows.numel() > 0:
-        features = power_of_2(rows.shape[1], 16, _LONGEST)
+        features = power_of_2(rows.shape[1], 16, _LARGEST_OF)
         _row_absmax_kernel[(rows.shape[0],)](
             rows,
             rows.stride(0),
@@ -343,7 +343,8 @@ def quantize_matrix(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple
             rows.shape[1],
             SCALED=column_scale_F is not None,
             FEATURES=features,
-            num_warps=num_warps(features),
+            # 8 elements a thread: the assembler spills some of 16, so that more threads are resident
+            num_warps=num_warps(2 * features),
         )
     scale = torch.empty((), dtype=torch.float32, device=rows.device)
     return _quantize(rows, column_scale_F, largest_T.amax(), scale)
@@ -372,16 +373,6 @@ def transpose_codes(codes_OI: Tensor) -> Tensor:
             codes_OI.view(torch.uint8), codes_OI.stride(0), out, rows, columns, ROWS=64, COLUMNS=64, num_warps=4
         )
     return out.view(codes_OI.dtype)
-
-
-def casts(x: Tensor) -> bool:
-    """Returns whether Triton has casts to and from e4m3 where x lies; else the bits are put together."""
-    return x.device.type == "cuda" and _casts_on(x.device)
-
-
-@cache
-def _casts_on(gpu: torch.device) -> bool:
-    return torch.cuda.get_device_capability(gpu) >= (8, 9)
 
 
 def float_bits(value: float) -> int:

@@ -25,6 +25,7 @@ from torch import Tensor
 from engine.kernels.records import InputUpdate
 from engine.kernels.triton.launch import (
     SMALLEST_DOT,
+    casts,
     ceil_div,
     num_processors,
     num_warps,
@@ -42,7 +43,7 @@ from engine.kernels.triton.lora import (
     update_tile,
 )
 from engine.kernels.triton.partial_sums import sum_partials
-from engine.kernels.triton.quantize import casts, row_code_arguments, row_codes, store_row_codes
+from engine.kernels.triton.quantize import row_code_arguments, row_codes, store_row_codes
 
 _LONGEST, _LONGEST_SUMMED = 16384, 8192
 """Features of a row that backward holds in registers; fewer where the weight's gradient takes as many again."""
@@ -159,6 +160,50 @@ def _weight_tile(weight_ptr, features_F, ok_TF):
 
 
 @triton.jit
+def _load_tile(
+    dy_ptr,
+    dy_stride,
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    tokens_T,
+    ok_T,
+    start,
+    num_features,
+    FEATURES: tl.constexpr,
+):
+    """Loads dy and x as they are, and the weight, at the FEATURES columns from `start` on; the columns come first."""
+    features_F = start + tl.arange(0, FEATURES)
+    ok_TF = ok_T[:, None] & (features_F < num_features)[None, :]
+    x_TF = tl.load(x_ptr + tokens_T[:, None] * x_stride + features_F[None, :], mask=ok_TF, other=0.0)
+    dy_TF = tl.load(dy_ptr + tokens_T[:, None] * dy_stride + features_F[None, :], mask=ok_TF, other=0.0)
+    return features_F, ok_TF, dy_TF, x_TF, _weight_tile(weight_ptr, features_F, ok_TF)
+
+
+@triton.jit
+def _first_walk(
+    dy_ptr,
+    dy_stride,
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    rstd_T1,
+    tokens_T,
+    ok_T,
+    num_features,
+    FEATURES: tl.constexpr,
+):
+    """Returns the sum over features of g xhat of each token, without the update's share."""
+    total_TF = tl.zeros([tokens_T.shape[0], FEATURES], tl.float32)
+    for start in tl.range(0, num_features, FEATURES, num_stages=3):
+        _, _, dy_TF, x_TF, weight_TF = _load_tile(
+            dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, tokens_T, ok_T, start, num_features, FEATURES
+        )
+        total_TF += x_TF.to(tl.float32) * dy_TF.to(tl.float32) * weight_TF
+    return tl.sum(total_TF * rstd_T1, 1)
+
+
+@triton.jit
 def _backward_tiles_kernel(
     dy_ptr,
     dy_stride,
@@ -191,36 +236,23 @@ def _backward_tiles_kernel(
     FEATURES: tl.constexpr,
     RANKS: tl.constexpr,
     MANY: tl.constexpr,
-    FIRST_STAGES: tl.constexpr,
-    SECOND_STAGES: tl.constexpr,
 ):
     tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     ok_T = tokens_T < num_tokens
     rstd_T1 = tl.load(rstd_ptr + tokens_T, mask=ok_T, other=0.0)[:, None]
 
-    # first walk: sum over features of g xhat, the update's share being dH . H
-    total_TF = tl.zeros([TOKENS, FEATURES], tl.float32)
-    for start in tl.range(0, num_features, FEATURES, num_stages=FIRST_STAGES):
-        features_F = start + tl.arange(0, FEATURES)
-        ok_TF = ok_T[:, None] & (features_F < num_features)[None, :]
-        x_TF = tl.load(x_ptr + tokens_T[:, None] * x_stride + features_F[None, :], mask=ok_TF, other=0.0)
-        dy_TF = tl.load(dy_ptr + tokens_T[:, None] * dy_stride + features_F[None, :], mask=ok_TF, other=0.0)
-        weight_TF = _weight_tile(weight_ptr, features_F, ok_TF)
-        total_TF += x_TF.to(tl.float32) * dy_TF.to(tl.float32) * weight_TF
-    sum_T = tl.sum(total_TF * rstd_T1, 1)
-    if UPDATE:
+    sum_T = _first_walk(dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, rstd_T1, tokens_T, ok_T, num_features, FEATURES)
+    if UPDATE:  # its share is dH . H
         sum_T = _add_dot(sum_T, dh_ptr, dh_stride, h_ptr, h_stride, h_scale, tokens_T, ok_T, num_ranks, RANKS)
         dh_TR = rank_tile(dh_ptr, dh_stride, tokens_T, ok_T, 0, num_ranks, DOT, RANKS)
     mean_T1 = (sum_T / num_features)[:, None]
 
     # second walk: the update is made tile by tile; tiles start at a whole byte of the mask
-    for block in tl.range(0, tl.cdiv(num_features, FEATURES), num_stages=SECOND_STAGES):
-        features_F = block * FEATURES + tl.arange(0, FEATURES)
-        ok_TF = ok_T[:, None] & (features_F < num_features)[None, :]
+    for block in tl.range(0, tl.cdiv(num_features, FEATURES), num_stages=2):
         # before the update, so that they arrive while it is made
-        x_TF = tl.load(x_ptr + tokens_T[:, None] * x_stride + features_F[None, :], mask=ok_TF, other=0.0)
-        dy_TF = tl.load(dy_ptr + tokens_T[:, None] * dy_stride + features_F[None, :], mask=ok_TF, other=0.0)
-        weight_TF = _weight_tile(weight_ptr, features_F, ok_TF)
+        features_F, ok_TF, dy_TF, x_TF, weight_TF = _load_tile(
+            dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, tokens_T, ok_T, block * FEATURES, num_features, FEATURES
+        )
         whole_TF = dy_TF.to(tl.float32)
         if UPDATE:
             whole_TF += update_tile(
@@ -395,8 +427,6 @@ def _launch_backward_tiles(
         **options,
         TOKENS=SMALLEST_DOT,
         FEATURES=features,
-        FIRST_STAGES=3,
-        SECOND_STAGES=2,
         **two_programs(options),
     )
     if partial is not None and dw_F is not None:

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from engine.kernels.records import AdapterSection, InputUpdate
 from engine.kernels.triton.dropout import keep_tile, mask_arguments
-from engine.kernels.triton.launch import SMALLEST_DOT, ceil_div, num_warps, power_of_2, rows_of, two_programs
+from engine.kernels.triton.launch import (
+    SMALLEST_DOT,
+    casts,
+    ceil_div,
+    multiplies_in_shared_memory,
+    num_warps,
+    power_of_2,
+    rows_of,
+    two_programs,
+)
 from engine.kernels.triton.lora import (
     NO_UPDATE,
     NO_UPDATE_OPTIONS,
@@ -32,7 +41,7 @@ from engine.kernels.triton.lora import (
     update_options,
     update_tile,
 )
-from engine.kernels.triton.quantize import casts, quantize_rows, row_code_arguments, row_codes, store_row_codes
+from engine.kernels.triton.quantize import quantize_rows, row_code_arguments, row_codes, store_row_codes
 
 _LONGEST = 16384
 """Features of a row that a program holds at once."""
@@ -359,6 +368,17 @@ def swiglu_backward(
     return result.view(gate_up_T2F.shape) if out is None else out
 
 
+def _adapted_tile(options: dict[str, object], device: torch.device) -> tuple[int, dict[str, object]]:
+    """Returns the tokens of a tile, which is as many features wide, and the options of its programs.
+
+    Operands that take registers get a quarter of the tile and four warps, of which two programs fit with all the
+    registers that a thread may have.
+    """
+    if options["DOT"] == tl.float32:
+        return 32, two_programs(options)
+    return (64, two_programs(options)) if multiplies_in_shared_memory(device) else (32, {"num_warps": 4})
+
+
 def swiglu_backward_adapted(
     dy_TF: Tensor,
     gate_up_T2F: Tensor,
@@ -392,7 +412,7 @@ def swiglu_backward_adapted(
         if y_TF is not None:
             a_gradients(dh_rows, y_TF, mask, sections, keep_scale=keep_scale)
         return result
-    tokens = 32 if options["DOT"] == tl.float32 else 64
+    tokens, programs = _adapted_tile(options, rows.device)
     features = power_of_2(num_features, SMALLEST_DOT, tokens)
     split_length = _TILES_EACH * tokens
     splits = ceil_div(num_tokens, split_length)
@@ -423,7 +443,7 @@ def swiglu_backward_adapted(
         TOKENS=tokens,
         FEATURES=features,
         STAGES=2,
-        **two_programs(options),
+        **programs,
     )
     add_a_partials(partial, sections)
     return result.view(gate_up_T2F.shape)

@@ -43,13 +43,13 @@ PROCESSORS = 132
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def look_like_a_gpu() -> None:
-    """Makes launchers plan for CPU tensors as they would for a GPU's."""
+def look_like_a_gpu(capability: Callable[[], tuple[int, int]] = lambda: (9, 0)) -> None:
+    """Makes launchers plan for CPU tensors as they would for a GPU's, of the compute capability that is asked for."""
     types = {torch.float32: "ieee", torch.bfloat16: "tf32", torch.float16: "tf32"}
     options = {dtype: {"DOT": launch._TYPES[dtype], "PRECISION": precision} for dtype, precision in types.items()}
     as_on_a_gpu: dict[str, Callable[..., object]] = {
         "dot_options": lambda x: options[x.dtype],
-        "casts": lambda x: True,
+        "capability": lambda device: capability(),
         "num_processors": lambda device: PROCESSORS,
     }
     for module in (launch, lora, output_gradients, rmsnorm, swiglu, head_norm, quantize):
@@ -158,9 +158,9 @@ def main() -> None:
     warnings.simplefilter("error", UserWarning)
     # says which default the next version changes, and nothing about a kernel
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
-    look_like_a_gpu()
-    print(json.dumps({"triton": triton.__version__}), flush=True)
     compiler = _Compiler()
+    look_like_a_gpu(lambda: divmod(compiler.arch, 10))
+    print(json.dumps({"triton": triton.__version__}), flush=True)
     compiler.replace_launches()
     for compiler.arch in options.arch:
         for case in cases_of(options.names):

@@ -26,6 +26,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from engine.kernels.triton import launch
+
 _AS_BITS = {tl.bfloat16: (np.uint16, torch.bfloat16), tl.float8e4nv: (np.uint8, torch.float8_e4m3fn)}
 
 
@@ -37,8 +39,7 @@ def compute_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [one for name, one in sys.modules.items() if name.startswith("engine.kernels.triton.")]:
         if "dot_options" in vars(module):
             monkeypatch.setattr(module, "dot_options", _as_for_a_gpu(vars(module)["dot_options"]))
-        if "casts" in vars(module):
-            monkeypatch.setattr(module, "casts", lambda x: True)
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
 
 
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels.records import InputUpdate
-from engine.kernels.triton import swiglu
+from engine.kernels.triton import launch, swiglu
 from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places, random_rows
 from tests.kernels.native_support import a_section
 from tests.kernels.triton_masks import drawn_mask
@@ -97,6 +97,22 @@ def test_backward_with_the_adapters_own_gradient(
 ) -> None:
     """With the update and without. The second adapter of three is frozen. Where fp32 is multiplied, 21 ranks are too
     many for one block, so that y is written."""
+    _assert_backward_adapted(place, shape, ranks, offset)
+
+
+@places
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)], ids=str)
+def test_backward_with_the_tiles_of_other_gpus(
+    place, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits the tests above run with those of Hopper: 64 tokens and features where these have 32."""
+    monkeypatch.setattr(launch, "capability", lambda device: capability)
+    _assert_backward_adapted(place, (70, 123), (16,), 5)
+
+
+def _assert_backward_adapted(
+    place: tuple[str, torch.dtype], shape: tuple[int, int], ranks: tuple[int, ...], offset: int | None
+) -> None:
     (num_tokens, num_features), rank = shape, sum(ranks)
     gate_up = random_rows(place, num_tokens, 2 * num_features, gap=5)
     dy, dh = random_rows(place, num_tokens, num_features, gap=3, seed=1), random_rows(place, num_tokens, rank, seed=3)

@@ -224,12 +224,7 @@ def test_figures_are_held_against_their_targets() -> None:
     tax = {
         "linear": "column",
         "dropout": 0.1,
-        "seconds": {
-            "frozen": [1.0],
-            "frozen, engine (triton)": [0.9],
-            "engine (triton)": [0.93],
-            "engine (triton), not folded": [3.0],
-        },
+        "over_frozen": {"engine (triton)": 0.93 / 0.9, "engine (triton), not folded": 3.0},
     }
     (found,) = judge({"section": "lora-tax", "tables": [{"cases": [tax]}]}, "")
     assert found.value == pytest.approx(0.93 / 0.9) and found.is_met

@@ -26,7 +26,7 @@ from engine.distributed.operations import LOG
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.files.durable import sync_folder, write_durably
-from engine.files.refusals import writing
+from engine.files.refusals import FileError, writing
 from engine.kernels.checksum import Checksum
 
 RUN_CONFIG = "run.yaml"
@@ -173,8 +173,8 @@ def leave_record(staging: Path, rank: int, written: RankPart) -> None:
 
 def leave_failure(staging: Path, rank: int, reason: str) -> None:
     """Writes the reason why there will be no part of this rank, for rank 0; does its best on a failing disk."""
-    with suppress(OSError), open(staging / _failed_name(rank), "w", encoding="utf-8") as file:
-        file.write(reason)
+    with suppress(FileError):
+        write_durably(staging / _failed_name(rank), reason)  # whole or absent: others read it as soon as it is there
 
 
 def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[RankPart]:

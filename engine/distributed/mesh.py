@@ -128,7 +128,7 @@ def build_mesh(grid: RankGrid, *, device_type: str, num_kv_heads: int) -> Mesh:
     sets["kv_replica"] = _kv_groups(grid, num_kv_heads)
     sets["pp_ends"] = _end_groups(grid)
     with communicating("making the process groups"):
-        groups = _Groups(sets, _default_timeout(device_type))
+        groups = _Groups(sets, _default_timeout(device_type), alone=_groups_alone(grid))
         axes = {name: groups.axis(name) for name in sets}
         for axis in axes.values():
             _connect(axis, device_type)
@@ -161,6 +161,15 @@ def _end_groups(grid: RankGrid) -> list[list[int]]:
     return [[ranks[0], ranks[-1]] for ranks in grid.groups("pp")] if grid.pp > 1 else []
 
 
+def _groups_alone(grid: RankGrid) -> frozenset[str]:
+    """Returns the axes that share no process group, since a group's operations run one after the other.
+
+    What the ends of a pipeline sum must not queue up behind a receive that was posted ahead, nor keys and values of
+    context attention, which a layer waits for, behind the gradients of the layers above it.
+    """
+    return frozenset({"pp_ends", "dp_cp"} if grid.cp > 1 and grid.dp == 1 else {"pp_ends"})
+
+
 class _Groups:
     """The process groups of all axes. Axes of the same ranks share one, and those of all ranks the default group: a
     communicator takes memory on the device, and time to make. Every rank makes all groups, in the same order.
@@ -168,11 +177,12 @@ class _Groups:
     Args:
         sets: the sets of ranks of each axis.
         timeout: of the groups.
+        alone: axes that share a group with no other axis of the same ranks.
     """
 
-    def __init__(self, sets: Mapping[str, list[list[int]]], timeout: timedelta | None) -> None:
-        self._sets, self._rank = sets, dist.get_rank()
-        names: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
+    def __init__(self, sets: Mapping[str, list[list[int]]], timeout: timedelta | None, alone: frozenset[str]) -> None:
+        self._sets, self._rank, self._alone = sets, dist.get_rank(), alone
+        names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         for name, groups in sets.items():
             for ranks in groups:
                 if len(ranks) > 1:
@@ -185,9 +195,8 @@ class _Groups:
             for key, sharing in names.items()
         }
 
-    def _key(self, name: str, ranks: list[int]) -> tuple[bool, tuple[int, ...]]:
-        # what the ends of a pipeline sum must not queue up behind a receive that was posted ahead on its group
-        return name == "pp_ends", tuple(ranks)
+    def _key(self, name: str, ranks: list[int]) -> tuple[str, tuple[int, ...]]:
+        return name if name in self._alone else "", tuple(ranks)
 
     def axis(self, name: str) -> Axis:
         """The axis of this name as this rank sees it."""

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from engine.distributed.failures import communicating
+from engine.runtime.network import interface_towards, name_is_usable
 from engine.runtime.rendezvous import meet
 from engine.telemetry.ending import joins_others
 
@@ -157,6 +158,17 @@ def keep_kernels_on_this_node() -> None:
         os.environ["TRITON_CACHE_DIR"] = str(folder)
 
 
+def choose_interface(world_size: int) -> None:
+    """Has Gloo take the network on which torchrun has met, where several machines run and this one's name stands for
+    an address that only itself can reach. Does nothing where GLOO_SOCKET_IFNAME is set.
+    """
+    if world_size == ranks_of_this_node() or "GLOO_SOCKET_IFNAME" in os.environ or name_is_usable():
+        return
+    name = interface_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    if name is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -219,6 +231,8 @@ def start(timeout_seconds: float = 600.0, *, deterministic: bool = False) -> Lau
     rank, meeting = rank_from_environment(), ""
     if world_size > 1:
         joins_others()
+        if device.type == "cpu":
+            choose_interface(world_size)
         with communicating("joining the process group"):
             store, meeting = meet(rank, world_size, timeout_seconds)
             dist.init_process_group(

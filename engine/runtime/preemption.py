@@ -9,12 +9,16 @@ all places, in one request, and leaves word of the furthest. Until there is a si
 Places are counted, not steps, because an evaluation has some too: it is left where it stands, so that the time that a
 scheduler gives goes to the save. A signal during a save is answered after it.
 
+The store may be lost, with the machine that holds it, or never answer. Ranks that know of a signal then cannot agree:
+each ends in a sentence, at its next place and within a time limit.
+
 A launcher forwards what the scheduler may have sent to everybody already, so signals close together are one. A later
 one ends the process at once.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -60,6 +64,8 @@ class Preemption:
         self._wanted: str | None = None
         """What this rank was sent, for the others."""
         self._told, self._held_since = False, 0.0
+        self._deadline = math.inf
+        """Until when the main thread waits for the others, since this rank knows of a signal."""
         self._old: dict[signal.Signals, object] = {}
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
@@ -99,23 +105,34 @@ class Preemption:
             Whether the run stops here.
 
         Raises:
-            CommunicationError: a rank does not answer, so that nothing can be saved together.
+            CommunicationError: a rank, or the store, does not answer, so that nothing can be saved together.
         """
         with self._lock:
             here = self._passed
-            if not self._held:
+            if not self._held and time.monotonic() < self._deadline:
                 self._passed += 1
                 return False
-        self._agreed.wait()
+        # The thread that has the store decides, unless a request of its own never returns.
+        if not self._agreed.wait(max(0.0, self._deadline - time.monotonic())):
+            raise CommunicationError(self._without_the_store(), timed_out=False)
         if self._lost is not None:
             raise CommunicationError(self._lost, timed_out=False)
         assert self._stop_at is not None
         self._passed += 1
         return here >= self._stop_at
 
-    def poll(self, store: dist.Store) -> None:
-        """Asks and answers the other ranks; to be called every now and then."""
-        if self._agreed.is_set():
+    def poll(self, store: dist.Store | None) -> None:
+        """Asks and answers the other ranks; to be called every now and then.
+
+        Args:
+            store: that all ranks share; None once it is lost.
+        """
+        if self._agreed.is_set() or self._world_size == 1:
+            return
+        if store is None:
+            if self._wanted is not None or self._held:
+                self._hold()
+                self._give_up(self._without_the_store())
             return
         if self._wanted is not None and not self._told:
             self._told = True
@@ -125,6 +142,7 @@ class Preemption:
                 return
             self.reason = store.get("stop/reason").decode()
             self._held_since = time.monotonic()
+            self._set_deadline()
             store.set(f"stop/{self._rank}", str(self._hold()))
             store.add("stop/answers", 1)
             if self._rank == 0:
@@ -144,16 +162,16 @@ class Preemption:
         elif time.monotonic() - self._held_since > ANSWER_SECONDS:
             missing = some_ranks([rank for rank in range(self._world_size) if not store.check([f"stop/{rank}"])])
             store.set("stop/missing", missing)
-            self._give_up(missing)
+            self._give_up(self._without(missing))
 
     def _hear(self, store: dist.Store) -> None:
         late = time.monotonic() - self._held_since - ANSWER_SECONDS
         if store.check(["stop/at"]):
             self._stop(int(store.get("stop/at")))
         elif late > 0 and store.check(["stop/missing"]):
-            self._give_up(store.get("stop/missing").decode())
+            self._give_up(self._without(store.get("stop/missing").decode()))
         elif late > _WORD_SECONDS + 2 * seconds_between_looks(self._world_size):
-            self._give_up("rank 0")
+            self._give_up(self._without("rank 0"))
 
     def _stop(self, place: int) -> None:
         self._stop_at = place
@@ -163,6 +181,7 @@ class Preemption:
         """Asks for a stop, as a signal does; `reason` says which signal, and to which rank."""
         if self._wanted is not None:
             return
+        self._set_deadline()
         self._wanted = reason
         if self._world_size == 1:
             self.reason = reason
@@ -179,13 +198,28 @@ class Preemption:
     def _announce(self) -> None:
         self._say(f"{self.reason}: the run stops after the step under way and saves; a second signal ends it at once")
 
-    def _give_up(self, missing: str) -> None:
-        self._lost = (
+    def _set_deadline(self) -> None:
+        """Gives the thread with the store the time that it may take, and once more that of the last word."""
+        patience = ANSWER_SECONDS + 2 * (_WORD_SECONDS + 2 * seconds_between_looks(self._world_size))
+        self._deadline = min(self._deadline, time.monotonic() + patience)
+
+    def _without(self, missing: str) -> str:
+        return (
             f"rank {self._rank} could not agree with {missing} where to stop "
             f"({self.reason}; no answer for {ANSWER_SECONDS:g} s)"
         )
+
+    def _without_the_store(self) -> str:
+        return (
+            f"rank {self._rank} could not agree with the others where to stop "
+            f"({self.reason or self._wanted}; the store that the ranks share is lost or does not answer)"
+        )
+
+    def _give_up(self, lost: str) -> None:
+        self._lost = lost
         self._agreed.set()
         time.sleep(_LEAVE_SECONDS)  # the main thread ends the process, unless it waits for what does not come
+        self._say(f"error: {lost}.")
         end_at_once(EXIT_USER_ERROR)
 
     def _listen(self, reader: int) -> None:

@@ -30,7 +30,7 @@ from engine.runtime.hang_report import RankState, explain
 _ANSWER_SECONDS = 2.0
 """How long a report waits for the other ranks; to that comes twice the time between two looks."""
 
-Poll = Callable[[dist.Store], None]
+Poll = Callable[[dist.Store | None], None]
 
 
 def seconds_between_looks(world_size: int) -> float:
@@ -47,7 +47,7 @@ class Watchdog:
         folder: of the run.
         report_after: seconds without any progress after which all ranks are asked.
         say: prints a line, whatever the rank.
-        polls: called with the store at each look.
+        polls: called with the store at each look, and with None once it is lost.
         mark: leaves a mark on the device, where the host runs ahead of it; None where the host waits.
     """
 
@@ -108,8 +108,11 @@ class Watchdog:
             except (dist.DistNetworkError, dist.DistStoreError):
                 # who holds the store hangs or has ended; in the latter case this rank's next operation says so
                 self._store = None
-            if self._store is None and self._is_late():
-                self._tell_alone()
+            if self._store is None:
+                for poll in self._polls:
+                    poll(None)
+                if self._is_late():
+                    self._tell_alone()
 
     def _look(self, store: dist.Store) -> None:
         self._publish(store)

@@ -5,15 +5,19 @@ last record, which may be one more or less) and, where it is measured, communica
 needed. A run that resumes from a checkpoint writes the steps after it a second time; the later record counts.
 
 A thread writes, so that no step waits for a disk that all ranks share, and what comes within a moment is written
-together. Closing writes the rest; what a killed process leaves unwritten is that moment's.
+together. Closing writes the rest, unless the disk does not answer; what a killed process leaves unwritten is that
+moment's.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,8 @@ from engine.errors import UserError
 from engine.files.durable import open_append
 
 _MOMENT_SECONDS = 2.0
+_CLOSE_SECONDS = 30.0
+"""How long closing waits for the disk."""
 _QUEUED = 4096
 """Records that wait to be written at most; with more, the run waits for the disk."""
 
@@ -62,11 +68,23 @@ class RankFile:
         self._lines.put(json.dumps(record) + "\n")
 
     def close(self) -> None:
-        """Writes what is left and closes the file; may be called twice. A failure that no `write` told is a line."""
+        """Writes what is left and closes the file; may be called twice. A failure that no `write` told is a line.
+
+        So is a disk that does not answer in time: the end of a run does not wait for it.
+        """
         if not self._closing.is_set():
             self._closing.set()
-            self._lines.put(None)
-            self._thread.join()
+            deadline = time.monotonic() + _CLOSE_SECONDS
+            with suppress(queue.Full):
+                self._lines.put(None, timeout=_CLOSE_SECONDS)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+            if self._thread.is_alive():
+                self._is_told = True
+                self._say(
+                    f"warning: {self._path}, the telemetry file of a rank, lacks the last records: its disk did not "
+                    f"answer for {_CLOSE_SECONDS:g} s."
+                )
+                return  # closing the file could wait for the disk as well
             try:
                 self._file.close()
             except OSError as error:
@@ -86,10 +104,14 @@ class RankFile:
             is_over = None in lines
             if self._failure is None:
                 try:
-                    self._file.write("".join(line for line in lines if line is not None))
-                    self._file.flush()
+                    self._append("".join(line for line in lines if line is not None).encode())
                 except OSError as error:
                     self._failure = error
+
+    def _append(self, data: bytes) -> None:
+        # Past Python's buffer, whose lock the interpreter wants at its end, which a dead disk would then not allow.
+        while data:
+            data = data[os.write(self._file.fileno(), data) :]
 
     def _refusal(self, error: OSError) -> UserError:
         return UserError(

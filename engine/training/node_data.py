@@ -2,7 +2,9 @@
 
 The ranks of a machine meet in a folder of their own among its temporary files, not in a collective: tokenising may
 take longer than `train.collective_timeout`, and machines need not share a disk. The folder's name follows from the
-launcher, whose children they all are, and from this start, and it is deleted by the last who has mapped its files.
+launcher, whose children they all are, and from this start, and it is deleted by the last who has mapped its files. The
+first rank holds the system's lock on it as long as it lives, so that the first rank of a later run can tell, and
+delete, what a killed one has left.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ from pathlib import Path
 from engine.data.dataset import TokenDataset
 from engine.data.mapped_dataset import map_dataset, save_dataset
 from engine.errors import UserError
+from engine.files.durable import delete_folder
+from engine.files.holder import take_system_lock
 from engine.runtime.launch import Launch, Launcher, local_rank, ranks_of_this_node
 from engine.telemetry.output import say
 
+_PREFIX = "rankfold-data-"
 _READY, _PROBLEM, _NO_ROOM = "ready", "problem", "no-room"
 _FIRST_LOOK, _LAST_LOOK = 0.01, 0.5
 """Seconds between two looks for the first rank's result, at first and after a while."""
@@ -41,8 +46,10 @@ class NodeData:
         self._say, self._rank, self._size = say, rank, size
         self._prefix = None
         if key is not None and size > 1:
-            self._prefix = Path(tempfile.gettempdir()) / f"rankfold-{os.getuid()}-{key}"
+            self._prefix = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getuid()}-{key}"
         self._count = 0
+        self._held: list[int] = []
+        """Folders that this process has locked; the system closes them."""
 
     @classmethod
     def of_this_process(cls, launch: Launch) -> NodeData:
@@ -67,7 +74,8 @@ class NodeData:
 
     def _lead(self, folder: Path, build: Callable[[], TokenDataset]) -> TokenDataset:
         try:
-            folder.mkdir(mode=0o700)
+            self._tidy()
+            self._held.append(_make_and_lock(folder))
         except OSError as error:
             raise UserError(
                 f"{folder} cannot be made ({error.strerror}), in which the ranks of this machine share the data: "
@@ -91,6 +99,19 @@ class NodeData:
             self._tell(folder, _NO_ROOM, "")
             return dataset
         return self._mapped(folder)
+
+    def _tidy(self) -> None:
+        """Deletes folders of this user's runs whose first rank has ended."""
+        for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{os.getuid()}-*"):
+            with suppress(OSError):  # it is another's, or others delete it too
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    found = os.fstat(descriptor)
+                    is_own = found.st_uid == os.getuid() and not found.st_mode & 0o077
+                    if is_own and take_system_lock(descriptor):
+                        delete_folder(folder)
+                finally:
+                    os.close(descriptor)
 
     def _follow(self, folder: Path, build: Callable[[], TokenDataset]) -> TokenDataset:
         pause = _FIRST_LOOK
@@ -128,6 +149,28 @@ class NodeData:
         with suppress(FileNotFoundError):  # another has counted at the same moment, and deleted them
             if sum(name.startswith("seen-") for name in os.listdir(folder)) == self._size:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_and_lock(folder: Path) -> int:
+    """Makes a folder that is locked as soon as it has its name; returns its descriptor.
+
+    Raises:
+        OSError: the system does not allow it, or there is something of that name.
+    """
+    while True:
+        unnamed = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=folder.parent))
+        with suppress(FileNotFoundError):  # a run that starts now has found it not yet locked, and deletes it
+            descriptor = os.open(unnamed, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                if take_system_lock(descriptor) is not False:
+                    unnamed.rename(folder)
+                    return descriptor
+            except OSError as error:
+                os.close(descriptor)
+                if not isinstance(error, FileNotFoundError):
+                    unnamed.rmdir()
+                raise
+            os.close(descriptor)
 
 
 def _require_own(folder: Path) -> None:

@@ -36,7 +36,23 @@ from rankfold.benchmarking.first_hour_targets import judge
 SECONDS = 540.0
 """Seconds that one part may take."""
 PASSED, LEFT_OUT = "passed", "left out"
-"""Statuses: a part that ran to its end, and one for which this machine has too few GPUs or too little memory."""
+"""Statuses: a part that ran to its end, and one for which this machine has too few GPUs, too little memory, or GPUs
+that are too old."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs of a machine.
+
+    Args:
+        number: of them.
+        gib: memory of the first.
+        capability: compute capability of the first.
+    """
+
+    number: int
+    gib: float
+    capability: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,12 +95,7 @@ def chosen_parts(names: Sequence[str], parts: Sequence[Part] = PARTS) -> list[tu
 
 def run_part(number: int, part: Part, out: Path, seconds: float = SECONDS) -> Outcome:
     """Runs one part, with its output in its log, and leaves JSON and Markdown, whatever the outcome."""
-    stem = out / f"{number:02d}-{part.name}"
-    for old in out.glob(f"{stem.name}.*"):
-        if old.is_dir():
-            shutil.rmtree(old)
-        else:
-            old.unlink()
+    stem = _cleared(number, part, out)
     part.prepare(stem)
     command, start = part.command(stem), time.monotonic()
     with Path(f"{stem}.log").open("wb") as log:
@@ -113,6 +124,17 @@ def run_part(number: int, part: Part, out: Path, seconds: float = SECONDS) -> Ou
     )
     _write_what_is_missing(stem, outcome, record)
     return outcome
+
+
+def _cleared(number: int, part: Part, out: Path) -> Path:
+    """Deletes what an earlier call left of a part, and returns what its files begin with."""
+    stem = out / f"{number:02d}-{part.name}"
+    for old in out.glob(f"{stem.name}.*"):
+        if old.is_dir():
+            shutil.rmtree(old)
+        else:
+            old.unlink()
+    return stem
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -184,8 +206,8 @@ def _has_passed(number: int, part: Part, out: Path) -> bool:
 
 
 def leave_out(number: int, part: Part, out: Path, why: str) -> Outcome:
-    """Notes that this machine cannot run a part."""
-    stem = out / f"{number:02d}-{part.name}"
+    """Notes that this machine cannot run a part, in place of what an earlier call left of it."""
+    stem = _cleared(number, part, out)
     outcome = Outcome(
         number=number, name=part.name, command=shlex.join(part.command(stem)), seconds=0.0, status=LEFT_OUT, figures=why
     )
@@ -193,17 +215,20 @@ def leave_out(number: int, part: Part, out: Path, why: str) -> Outcome:
     return outcome
 
 
-def _what_is_missing(part: Part, gpus: int, gib: float) -> str:
-    """Returns why a machine with so many GPUs, of so much memory each, cannot run a part; "" where it can."""
-    if part.gpus > gpus:
-        return f"needs {part.gpus} GPUs, here {'is' if gpus == 1 else 'are'} {gpus}"
-    if part.memory > gib:
-        return f"needs a GPU of {part.memory} GiB, here it has {gib:.0f}"
+def _what_is_missing(part: Part, here: Gpus) -> str:
+    """Returns why a machine with these GPUs cannot run a part; "" where it can."""
+    if part.gpus > here.number:
+        return f"needs {part.gpus} GPUs, here {'is' if here.number == 1 else 'are'} {here.number}"
+    if part.memory > here.gib:
+        return f"needs a GPU of {part.memory} GiB, here it has {here.gib:.0f}"
+    if part.capability > here.capability:
+        needed, found = (".".join(map(str, one)) for one in (part.capability, here.capability))
+        return f"needs a GPU of compute capability {needed}, here it has {found}"
     return ""
 
 
-def _require_gpu() -> tuple[int, float]:
-    """Returns the number of GPUs and the GiB of the first.
+def _require_gpu() -> Gpus:
+    """Returns the GPUs of this machine.
 
     Raises:
         UserError: torch is missing or sees no GPU.
@@ -214,7 +239,8 @@ def _require_gpu() -> tuple[int, float]:
         raise UserError(f"{sys.executable} has no torch: name an interpreter that has it by PYTHON=...") from None
     if not torch.cuda.is_available():
         raise UserError("torch sees no GPU here: run this on a machine with one, or add --dry-run to see the commands.")
-    return torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory / 2**30
+    found = torch.cuda.get_device_properties(0)
+    return Gpus(torch.cuda.device_count(), found.total_memory / 2**30, (found.major, found.minor))
 
 
 def main() -> None:
@@ -228,7 +254,7 @@ def main() -> None:
         for number, part in chosen:
             print(f"{number} {part.name}: {shlex.join(part.command(arguments.out / f'{number:02d}-{part.name}'))}")
         return
-    gpus, gib = _require_gpu()
+    here = _require_gpu()
     out = arguments.out.absolute()  # the parts run in the repository's folder
     out.mkdir(parents=True, exist_ok=True)
     for number, part in chosen:
@@ -236,7 +262,7 @@ def main() -> None:
             _say(f"{number} {part.name}: passed before")
             continue
         _say(f"{number} {part.name}")
-        why = _what_is_missing(part, gpus, gib)
+        why = _what_is_missing(part, here)
         outcome = leave_out(number, part, out, why) if why else run_part(number, part, out)
         _say(why or f"{outcome.status} after {outcome.seconds:.0f} s")
     print(summarise(out))

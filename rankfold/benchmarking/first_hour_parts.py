@@ -23,6 +23,7 @@ class Part:
         arguments: of the tool, without those that say where results go.
         gpus: GPUs that it needs.
         memory: GiB that a GPU needs for it.
+        capability: the least compute capability of a GPU that has the products for it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Part:
     arguments: str
     gpus: int = 1
     memory: int = 0
+    capability: tuple[int, int] = (0, 0)
 
     def command(self, stem: Path) -> list[str]:
         """Returns the whole command; its results begin with `stem`."""
@@ -101,7 +103,12 @@ PARTS = (
     Part(name="encoded", tool="kernels", arguments="--only quantize"),
     Part(name="step", tool="step", arguments=f"{PRESET} --peers none --repeats 10"),
     Part(name="step-packed", tool="step", arguments=f"{PRESET} --peers none --repeats 10 --documents 8"),
-    Part(name="step-fp8", tool="step", arguments=f"{PRESET} --peers none --repeats 10 --base-dtype fp8"),
+    Part(
+        name="step-fp8",
+        tool="step",
+        arguments=f"{PRESET} --peers none --repeats 10 --base-dtype fp8",
+        capability=(8, 9),
+    ),
     Part(name="step-nf4", tool="step", arguments=f"{PRESET} --peers none --repeats 10 --base-dtype nf4"),
     Part(name="step-peft", tool="step", arguments=f"{PRESET} --rows 1 --peers peft --repeats 10"),
     Part(name="step-liger", tool="step", arguments=f"{PRESET} --rows 1 --peers liger --repeats 10"),

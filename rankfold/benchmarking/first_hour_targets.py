@@ -77,10 +77,8 @@ def _kernels(record: dict[str, Any]) -> Iterator[Judged]:
 
 def _lora_tax(record: dict[str, Any]) -> Iterator[Judged]:
     for case in (case for table in record["tables"] for case in table.get("cases", ())):
-        frozen = [statistics.median(seconds) for who, seconds in case["seconds"].items() if who.startswith("frozen")]
-        ours = case["seconds"].get(_LINEAR)
-        if frozen and ours:
-            tax = statistics.median(ours) / min(frozen)
+        tax = case["over_frozen"].get(_LINEAR)
+        if tax is not None:
             what = f"{case['linear']}, dropout {case['dropout']}: tax"
             yield Judged(what, tax, LORA_TAX, tax <= LORA_TAX)
 

@@ -28,7 +28,7 @@ from rankfold.benchmarking.machine import choose_device, describe
 from rankfold.benchmarking.options import Shape, TaxOptions, chosen_names, for_device, read_shapes
 from rankfold.benchmarking.peers import find_peers
 from rankfold.benchmarking.table import Report, Table
-from rankfold.benchmarking.timing import paired_ratio, summarise
+from rankfold.benchmarking.timing import Summary, paired_ratio, summarise
 
 FROZEN, PLAIN, PEFT = "frozen", "torch LoRA", "PEFT"
 TARGETS = {"cpu": 1.10, "cuda": LORA_TAX}
@@ -170,13 +170,18 @@ def _rows(
         figures: tuple[str, ...] = ()
         if timed.samples:
             taken = summarise(timed.seconds(who))
-            ratio = paired_ratio(timed.seconds(who), timed.seconds(_faster_frozen(timed)))
+            ratio = _over_frozen(timed, who)
             share = paired_ratio(timed.limits, timed.seconds(who)).median
             times = (f"{taken.median * 1e3:.3f}", f"{taken.low * 1e3:.3f}", *(f"{value:.3f}" for value in ratio))
             rows.append((name, str(dropout), who, *times, *wanted, f"{share:.1%}", f"{found.error:.0e}"))
         else:
             rows.append((name, str(dropout), who, *figures, *wanted, f"{found.error:.0e}"))
     return rows
+
+
+def _over_frozen(timed: Timed, who: str) -> Summary:
+    """Returns what a contestant takes over the faster frozen linear."""
+    return paired_ratio(timed.seconds(who), timed.seconds(_faster_frozen(timed)))
 
 
 def _faster_frozen(timed: Timed) -> str:
@@ -232,8 +237,7 @@ def _verdicts(where: str, chosen: Kernels, timed: Timed, target: float) -> list[
     """Returns a verdict on the engine as a model takes it, and whether another of its kernels would be faster."""
     if not timed.samples:
         return []
-    base = timed.seconds(_faster_frozen(timed))
-    ratios = {who: paired_ratio(timed.seconds(who), base).median for who in timed.samples if who.startswith("engine")}
+    ratios = {who: _over_frozen(timed, who).median for who in timed.samples if who.startswith("engine")}
     taken, fastest = f"engine ({chosen.name})", min(ratios, key=lambda who: ratios[who])
     if taken not in ratios:
         return []
@@ -248,6 +252,7 @@ def _record(name: str, dropout: float, case: Case, timed: Timed, checked: dict[s
         "dropout": dropout,
         "operations": case.demand.operations,
         "seconds": {who: timed.seconds(who) for who in timed.samples},
+        "over_frozen": {who: _over_frozen(timed, who).median for who in case.contestants if timed.samples},
         "error": {who: found.error for who, found in checked.items()},
         "first_call_seconds": {who: found.first_seconds for who, found in checked.items()},
     }

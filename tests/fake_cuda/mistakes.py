@@ -13,6 +13,7 @@ from engine.distributed.collectives import all_reduce_async, exchange_async
 from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.kernels.triton import swiglu
+from engine.layers.host_copies import CudaTransfer
 from tests.fake_cuda.cuda import DEVICE
 from tests.fake_cuda.recorder import Recorder
 
@@ -117,6 +118,11 @@ def recorded(device: Recorder) -> None:
 def kept_until_waited(device: Recorder) -> None:
     x = _there()
     torch.cuda.current_stream().wait_stream(_beside(x, records=False))
+
+
+def fetched_and_not_read(device: Recorder) -> None:
+    transfer = CudaTransfer(DEVICE)
+    transfer.fetch(transfer.send(_there()))
 
 
 def over_as_the_host_knows(device: Recorder) -> None:
@@ -276,6 +282,7 @@ MISTAKES = {
     "unrecorded": Mistake(make=unrecorded, said="record_stream was not called"),
     "recorded": Mistake(make=recorded, said=None),
     "kept until waited for": Mistake(make=kept_until_waited, said=None),
+    "fetched, and given up unread": Mistake(make=fetched_and_not_read, said=None),
     "over, as the host knows": Mistake(make=over_as_the_host_knows, said=None),
     "resized too early": Mistake(make=resized_too_early, said="is given back"),
     "used without memory": Mistake(make=used_without_memory, said="uses memory that has been given back"),

@@ -51,12 +51,15 @@ class Ranks:
         stdin.write(f"{name}\n".encode())
         stdin.flush()
         limit = CASE_SECONDS if self._started else START_SECONDS
-        line = stdout.readline() if select.select([stdout], [], [], limit)[0] else b""
-        self._started = True
-        self._errors.seek(0)
-        assert line, f"no answer within {limit:g} s; standard error ends with\n{self._errors.read()[-4000:]}"
-        record: dict[str, Any] = json.loads(line)
-        return record
+        self._started, deadline = True, time.monotonic() + limit
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            line = stdout.readline() if select.select([stdout], [], [], left)[0] else b""
+            self._errors.seek(0)
+            assert line, f"no answer within {limit:g} s; standard error ends with\n{self._errors.read()[-4000:]}"
+            record: dict[str, Any] = json.loads(line)
+            if record["name"] == name:  # a late answer to an earlier question is nobody's
+                return record
 
 
 def _serve() -> None:
@@ -72,20 +75,21 @@ def _serve() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever is printed is no answer
     for line in sys.stdin:
+        name = line.strip()
         number = os.fork()
         if number == 0:
             began = time.monotonic()
             try:
-                name = line.strip()
                 record = runs.make_mistakes() if name == MISTAKES else runs.run_case(name)
             except BaseException:
                 record = {"mistakes": {}, "error": traceback.format_exc()}
-            record["seconds"] = time.monotonic() - began
+            record |= {"name": name, "seconds": time.monotonic() - began}
             os.write(answers, f"{json.dumps(record)}\n".encode())
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
         if status:
-            os.write(answers, f'{{"mistakes": {{}}, "error": "ended with status {status}"}}\n'.encode())
+            record = {"name": name, "mistakes": {}, "error": f"ended with status {status}"}
+            os.write(answers, f"{json.dumps(record)}\n".encode())
 
 
 if __name__ == "__main__":

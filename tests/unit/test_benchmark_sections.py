@@ -4,11 +4,13 @@ and that a contestant which computes something else is refused."""
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import truediv
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from engine.ops.kernels import REFERENCE
 from rankfold.benchmarking.case import Case, Wrong
 from rankfold.benchmarking.case import check as check_case
 from rankfold.benchmarking.ceilings import Demand
+from rankfold.benchmarking.first_hour_targets import judge
 from rankfold.benchmarking.kernels import attention
 from rankfold.benchmarking.kernels.first_calls import measure_first_calls
 from rankfold.benchmarking.kernels.section import GROUPS, make_setting
@@ -151,6 +154,15 @@ def test_lora_tax_section(tmp_path: Path) -> None:
     for case in cases:
         assert {"frozen", "engine (reference)", "torch LoRA", "PEFT"} <= set(case["seconds"])
         assert all(error <= 1e-4 for error in case["error"].values())
+        frozen = [seconds for who, seconds in case["seconds"].items() if who.startswith("frozen")]
+        faster = min(frozen, key=statistics.median)
+        assert case["over_frozen"] == {
+            who: statistics.median(map(truediv, case["seconds"][who], faster)) for who in case["error"]
+        }
+        case["over_frozen"] = {"engine (triton)": case["over_frozen"]["engine (reference)"]}  # as on a GPU
+    judged = [one.value for one in judge({"section": "lora-tax", "tables": [{"cases": cases}]}, "")]
+    column = rows[0].index("over frozen")
+    assert [f"{one:.3f}" for one in judged] == [row[column] for row in rows[2:] if row[2] == "engine (reference)"]
     targets = {row[2]: row[rows[0].index("target")] for row in rows[2:]}
     assert targets["engine (reference)"] == "1.10" and targets["PEFT"] == ""
     assert sum("the target of 1.10" in sentence for sentence in record["tables"][0]["findings"]) == 8

@@ -347,3 +347,14 @@ def test_ranks_of_a_machine_need_their_memory_together() -> None:
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     assert fits_in_host_memory(available // 8) and not fits_in_host_memory(available // 8, ranks=16)
+
+
+def test_a_refusal_is_whole_when_it_is_there(tmp_path: Path) -> None:
+    """Who reads it at that moment reads all of one reason, never a part of the next."""
+    commit_module.leave_failure(tmp_path, 0, "there is no room.")
+    with open(tmp_path / "rank_00000.failed", encoding="utf-8") as reader:
+        commit_module.leave_failure(tmp_path, 0, "the disk fails.")
+        assert reader.read() == "there is no room."
+    assert (tmp_path / "rank_00000.failed").read_text() == "the disk fails."
+    assert len(list(tmp_path.iterdir())) == 1
+    commit_module.leave_failure(tmp_path / "missing", 0, "which nobody can be told.")

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import UserError
+from engine.training.base_encoding import FP8_CAPABILITY
 from rankfold.benchmarking import first_hour
-from rankfold.benchmarking.first_hour import LEFT_OUT, chosen_parts, run_part, summarise
+from rankfold.benchmarking.first_hour import LEFT_OUT, Gpus, chosen_parts, leave_out, run_part, summarise
 from rankfold.benchmarking.first_hour_figures import key_figures
 from rankfold.benchmarking.first_hour_parts import PARTS, ROOT, Part
 from rankfold.benchmarking.first_hour_targets import judge
@@ -124,6 +125,20 @@ def test_a_part_alone_replaces_its_own_results(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "01-it.json").read_text())["status"] == "failed", "the first call's is still there"
 
 
+def test_a_part_that_is_left_out_keeps_nothing_of_an_earlier_call(tmp_path: Path) -> None:
+    run_part(1, _stand_in(WRITES), tmp_path)
+    leave_out(1, _stand_in(WRITES), tmp_path, "needs 2 GPUs, here is 1")
+    assert json.loads((tmp_path / "01-it.json").read_text())["status"] == LEFT_OUT
+    assert "left out: needs 2 GPUs" in (tmp_path / "01-it.md").read_text() and not (tmp_path / "01-it.log").exists()
+
+
+def test_parts_in_fp8_ask_for_what_the_engine_asks_for() -> None:
+    for part in PARTS:
+        words = part.arguments.split()
+        name = words[words.index("--base-dtype") + 1] if "--base-dtype" in words else ""
+        assert part.capability == FP8_CAPABILITY.get(name, (0, 0)), part.name
+
+
 def test_a_part_that_hangs_ends_with_what_it_started(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
@@ -209,12 +224,7 @@ def test_figures_are_held_against_their_targets() -> None:
     tax = {
         "linear": "column",
         "dropout": 0.1,
-        "seconds": {
-            "frozen": [1.0],
-            "frozen, engine (triton)": [0.9],
-            "engine (triton)": [0.93],
-            "engine (triton), not folded": [3.0],
-        },
+        "over_frozen": {"engine (triton)": 0.93 / 0.9, "engine (triton), not folded": 3.0},
     }
     (found,) = judge({"section": "lora-tax", "tables": [{"cases": [tax]}]}, "")
     assert found.value == pytest.approx(0.93 / 0.9) and found.is_met
@@ -233,9 +243,10 @@ def test_a_second_call_goes_on_where_the_first_stopped(
         _stand_in(note.replace("NAME", "'right '"), "right"),
         _stand_in(note.replace("NAME", "'wrong '") + "; raise SystemExit(1)", "wrong"),
         replace(_stand_in("", "many"), gpus=2), replace(_stand_in("", "large"), memory=136),
+        replace(_stand_in("", "new"), capability=(8, 9)),
     )  # fmt: skip
     monkeypatch.setattr(first_hour, "chosen_parts", lambda names: chosen_parts(names, parts))
-    monkeypatch.setattr(first_hour, "_require_gpu", lambda: (1, 79.1))
+    monkeypatch.setattr(first_hour, "_require_gpu", lambda: Gpus(1, 79.1, (8, 0)))
 
     def call(*words: str) -> object:
         monkeypatch.setattr(sys, "argv", ["gpu_first_hour.sh", str(tmp_path / "out"), *words])
@@ -247,6 +258,7 @@ def test_a_second_call_goes_on_where_the_first_stopped(
     outcomes = {one["name"]: one for one in json.loads((tmp_path / "out" / "summary.json").read_text())}
     assert (outcomes["many"]["status"], outcomes["many"]["figures"]) == (LEFT_OUT, "needs 2 GPUs, here is 1")
     assert outcomes["large"]["figures"] == "needs a GPU of 136 GiB, here it has 79"
+    assert outcomes["new"]["figures"] == "needs a GPU of compute capability 8.9, here it has 8.0"
     assert call() == 1 and log.read_text() == "right wrong wrong "
     assert "1 right: passed before" in capsys.readouterr().err
     assert call("right") == 1 and log.read_text() == "right wrong wrong right "

@@ -27,7 +27,8 @@ def _built(monkeypatch: pytest.MonkeyPatch, grid: RankGrid, num_kv_heads: int = 
         mesh = build_mesh(grid, device_type="cpu", num_kv_heads=num_kv_heads)
         world = dist.group.WORLD
         for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.dp_cp, mesh.kv_replica, mesh.pp_ends):
-            assert (axis.group is world) == (axis.size == grid.world_size > 1 and axis.name != "pp_ends"), axis.name
+            alone = axis.name == "pp_ends" or (axis.name == "dp_cp" and grid.cp > 1 and grid.dp == 1)
+            assert (axis.group is world) == (axis.size == grid.world_size > 1 and not alone), axis.name
     monkeypatch.undo()
     return mesh, made
 
@@ -46,3 +47,11 @@ def test_the_ends_of_a_pipeline_have_a_group_of_their_own(monkeypatch: pytest.Mo
     """On that of the pipeline their sum would queue up behind receives that were posted ahead."""
     mesh, made = _built(monkeypatch, RankGrid(pp=2))
     assert made == {"pp_ends": 1} and mesh.pp.group is not mesh.pp_ends.group
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_gradients_are_not_summed_on_the_group_of_context_attention(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without data parallelism the ranks are the same, and a ring's next keys would queue up behind a reduction."""
+    mesh, made = _built(monkeypatch, RankGrid(tp=tp, cp=4))
+    assert made == ({"dp_cp": 1} if tp == 1 else {"tp": 4, "cp": 2, "dp_cp": 2})
+    assert mesh.cp.group is not mesh.dp_cp.group and mesh.cp.size == mesh.dp_cp.size == 4

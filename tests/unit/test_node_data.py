@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Callable
@@ -155,13 +156,51 @@ def test_the_first_rank_of_every_machine_speaks(
 
 def test_another_users_folder_is_refused(temporary: Path) -> None:
     """Its name can be guessed."""
-    folder = temporary / f"rankfold-{os.getuid()}-key-1"
+    folder = temporary / f"rankfold-data-{os.getuid()}-key-1"
     folder.mkdir()
     folder.chmod(0o777)
     (folder / "ready").touch()
     for rank, words in ((0, "cannot be made"), (1, "is not this run's own")):
         with pytest.raises(UserError, match=words):
             NodeData(print, "key", rank=rank, size=2).get(packed)
+
+
+def _start_tokenising() -> int:
+    """Starts a first rank that does not come to an end; returns its process."""
+    reader, writer = os.pipe()
+
+    def build() -> TokenDataset:
+        os.write(writer, b"it tokenises")
+        signal.pause()
+        raise AssertionError
+
+    process = os.fork()
+    if process == 0:
+        try:
+            NodeData(print, "first", rank=0, size=2).get(build)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    assert os.read(reader, 100)
+    os.close(reader)
+    return process
+
+
+def test_what_a_killed_run_leaves_is_deleted_at_the_next_start(temporary: Path) -> None:
+    others = temporary / f"rankfold-data-{os.getuid()}-others"
+    others.mkdir(mode=0o755)
+    process = _start_tokenising()
+    try:
+        (folder,) = set(temporary.iterdir()) - {others}
+        assert NodeData(print, "second", rank=0, size=1).get(plain).report == plain().report
+        on_ranks(plain)
+        assert folder.is_dir(), "its run is alive"
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    assert folder.is_dir()
+    on_ranks(plain)
+    assert list(temporary.iterdir()) == [others]
 
 
 @pytest.mark.parametrize(("key", "size"), [(None, 2), ("key", 1)])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
+import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,34 +208,57 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-class _SlowFile(io.StringIO):
-    """A file on a disk that does not answer until the test lets it."""
+class _SlowDisk:
+    """A disk that does not answer until the test lets it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.goes_on, self.flushes = threading.Event(), 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.goes_on, self.writes, self._write = threading.Event(), 0, os.write
+        monkeypatch.setattr(rank_file, "os", SimpleNamespace(write=self.write))
 
-    def write(self, text: str) -> int:
+    def write(self, descriptor: int, data: bytes) -> int:
         assert self.goes_on.wait(20)
-        return super().write(text)
-
-    def flush(self) -> None:
-        self.flushes += 1
+        self.writes += 1
+        return self._write(descriptor, data[:1000])  # a part of it, as the system may
 
 
 def test_a_record_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_file, "_MOMENT_SECONDS", 0.01)
-    slow = _SlowFile()
-    monkeypatch.setattr(rank_file, "open_append", lambda path: slow)
+    slow = _SlowDisk(monkeypatch)
     file = RankFile(tmp_path, 0, print)
     for step in range(1, 101):
         file.write({"step": step})  # would stop here
-    assert slow.getvalue() == ""
+    assert _records(tmp_path / "rank_00000.jsonl") == []
     slow.goes_on.set()
-    monkeypatch.setattr(slow, "close", lambda: None)
     file.close()
-    assert [json.loads(line)["step"] for line in slow.getvalue().splitlines()] == list(range(1, 101))
-    assert slow.flushes < 20, "records that come together are written together"
+    assert [record["step"] for record in _records(tmp_path / "rank_00000.jsonl")] == list(range(1, 101))
+    assert slow.writes < 20, "records that come together are written together"
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_the_end_of_a_run_does_not_wait_for_a_dead_disk(
+    is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_file, "_MOMENT_SECONDS", 0.01)
+    monkeypatch.setattr(rank_file, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(rank_file, "_QUEUED", 5)
+    slow = _SlowDisk(monkeypatch)
+    said: list[str] = []
+    file = RankFile(tmp_path, 0, said.append)
+    file.write({"step": 1})
+    time.sleep(0.5)  # the thread is at the disk
+    for step in range(2, 7 if is_full else 4):
+        file.write({"step": step})
+    ending = threading.Thread(target=file.close, daemon=True)
+    ending.start()
+    ending.join(10)
+    has_ended = not ending.is_alive()
+    slow.goes_on.set()
+    assert has_ended
+    file.close()
+    assert said == [
+        f"warning: {tmp_path}/rank_00000.jsonl, the telemetry file of a rank, lacks the last records: its disk did not "
+        "answer for 0.2 s."
+    ]
 
 
 def test_closing_writes_all_records(tmp_path: Path) -> None:
@@ -249,19 +273,14 @@ def test_closing_writes_all_records(tmp_path: Path) -> None:
     assert [record["step"] for record in _records(tmp_path / "rank_00003.jsonl")] == [1, 2, 3]
 
 
-class _FullDisk(io.StringIO):
-    def flush(self) -> None:
-        raise OSError(28, "No space left on device")
-
-    def close(self) -> None:
-        self.flush()
-
-
 def test_a_full_disk_ends_the_run_at_the_next_record_or_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
     monkeypatch.setattr(rank_file, "_MOMENT_SECONDS", 0.001)
-    monkeypatch.setattr(rank_file, "open_append", lambda path: _FullDisk())
+    monkeypatch.setattr(rank_file, "os", SimpleNamespace(write=full))
     said: list[str] = []
     file = RankFile(tmp_path, 0, said.append)
     with pytest.raises(UserError, match="cannot be written .No space left on device"):

@@ -94,6 +94,56 @@ def test_a_rank_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) ->
     assert left.wait(5)
 
 
+@pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "silent"])
+@pytest.mark.parametrize("is_held", [True, False], ids=["held", "between two places"])
+def test_without_the_store_a_rank_ends_in_a_sentence(
+    is_lost: bool, is_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder has ended, which the connection says; or it is stopped, and a request never returns."""
+    left = threading.Event()
+    monkeypatch.setattr(preemption, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(preemption, "_WORD_SECONDS", 0.1)
+    monkeypatch.setattr(preemption, "_LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(preemption, "end_at_once", lambda status: left.set())
+    said: list[str] = []
+    one = Preemption(rank=1, world_size=2, say=said.append)
+    assert not one.tick()
+    one.request("SIGTERM to rank 1")
+    if is_held:
+        one.poll(dist.HashStore())
+    if is_lost:
+        one.poll(None)
+    outcome: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            while not one.tick():
+                time.sleep(0.01)
+        except CommunicationError as error:
+            outcome.append(error)
+
+    main = threading.Thread(target=train, daemon=True)
+    main.start()
+    main.join(10)
+    assert not main.is_alive(), "it waits without end"
+    assert str(outcome[0]) == (
+        "rank 1 could not agree with the others where to stop "
+        "(SIGTERM to rank 1; the store that the ranks share is lost or does not answer)"
+    )
+    assert left.is_set() == is_lost
+    assert said == ([f"error: {outcome[0]}."] if is_lost else []), "for a main thread that waits for what never comes"
+
+
+def test_a_lost_store_matters_only_to_a_stop() -> None:
+    alone, one = (Preemption(rank=0, world_size=size, say=print) for size in (1, 2))
+    for each in (alone, one):
+        each.poll(None)
+        assert not each.tick()
+    alone.request("SIGTERM to rank 0")
+    alone.poll(None)
+    assert alone.tick()
+
+
 class _CountingStore:
     """A store in which `calls` are counted for each rank, and the keys they name."""
 

@@ -182,10 +182,15 @@ def _sentence(message: str) -> str:
     return _wrong_type(key, f"is {given[-1].strip()!r}", given[-1].strip())
 
 
+_ITEMS = {"data.mix": "PATH=WEIGHT", "train.sample_prompts": "texts"}
+"""What the items of a list are called where they are not names of modules."""
+_EXAMPLES = {"data.mix": "b.jsonl=0.5", "train.sample_prompts": "Once upon a time"}
+
+
 def _wrong_type(option: str, what: str, value: str | None = None) -> str:
     kind = option_types()[option]
     choices = list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
-    expected = " or ".join(_type_name(choice) for choice in choices)
+    expected = " or ".join(_type_name(option, choice) for choice in choices)
     return f"{option} {what}, but {expected} is expected: {_advice(option, choices[0], value)}"
 
 
@@ -202,12 +207,12 @@ def _advice(option: str, kind: Any, value: str | None) -> str:
     return f"use for example {_example(option, kind)}."
 
 
-def _type_name(kind: Any) -> str:
-    """What a value of this type is called."""
+def _type_name(option: str, kind: Any) -> str:
+    """What a value of this type of an option is called."""
     if get_origin(kind) is Literal:
         return f"{'one of ' if len(get_args(kind)) > 1 else ''}{', '.join(get_args(kind))}"
     if get_origin(kind) is tuple:
-        many = "a list of whole numbers" if get_args(kind)[0] is int else "a list of names"
+        many = "a list of whole numbers" if get_args(kind)[0] is int else f"a list of {_ITEMS.get(option, 'names')}"
         return many if get_args(kind)[-1] is Ellipsis else "a list of two numbers"
     if get_origin(kind) is dict:
         return f"a mapping of names to {'whole ' if get_args(kind)[1] is int else ''}numbers"
@@ -219,7 +224,8 @@ def _example(option: str, kind: Any) -> str:
     """A value that would do: the default where there is one."""
     default: Any = option_fields()[option].default
     if get_origin(kind) is tuple:
-        return f"[{', '.join(str(item) for item in default or ((0,) if get_args(kind)[0] is int else ('lm_head',)))}]"
+        other = (0,) if get_args(kind)[0] is int else (_EXAMPLES.get(option, "lm_head"),)
+        return f"[{', '.join(str(item) for item in default or other)}]"
     if get_origin(kind) is dict:
         return "{down_proj: 32}"
     if kind is bool:

@@ -29,7 +29,7 @@ def legend(entries: Sequence[tuple[str, int]]) -> Markup:
 
 
 def table(
-    rows: Sequence[tuple[str, Sequence[Content]]],
+    rows: Sequence[tuple[Content, Sequence[Content]]],
     head: Sequence[str] = (),
     *,
     even: bool = False,

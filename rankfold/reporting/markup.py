@@ -12,7 +12,7 @@ from markupsafe import Markup
 Content = str | Iterable["Content"] | None
 """Text, which is escaped; Markup, which is not; several of these; or nothing."""
 
-_VOID = frozenset({"meta", "br"})
+_VOID = frozenset({"meta", "br", "wbr"})
 EMPTY = Markup("")
 
 

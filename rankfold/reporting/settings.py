@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -47,9 +48,17 @@ def configuration(runs: Sequence[Run]) -> Markup:
     summary = element("summary", f"all {len(rows)} options")
     return together(
         element("h3", title),
-        table(first, head, even=True) if first else element("p", nothing),
-        element("details", summary, table(rows, head, even=True)),
+        _options(first, head) if first else element("p", nothing),
+        element("details", summary, _options(rows, head)),
     )
+
+
+def _options(rows: Sequence[tuple[str, list[str]]], head: Sequence[str]) -> Markup:
+    """Returns options with their values; where the page is narrow, a name is broken between its words."""
+    broken = [
+        ([(part, element("wbr")) for part in re.findall(r"[^._]+[._]*|[._]+", name)], cells) for name, cells in rows
+    ]
+    return table(broken, head, even=True)
 
 
 def environment(runs: Sequence[Run]) -> Markup:

@@ -84,9 +84,11 @@ def test_some_links(name: str, server: Faults, inputs: Path, tmp_path: Path, vic
 @pytest.mark.parametrize("name", NAMES)
 def test_all_links(name: str, server: Faults, inputs: Path, tmp_path: Path, victims: Path) -> None:  # noqa: F811
     sweep, operations = _sweep(name, server, inputs, tmp_path)
-    for path in _touched(sweep.command, operations):
+    paths = list(_touched(sweep.command, operations))
+    for path in paths:
         for kind in KINDS:
             _check(sweep, victims, path, kind)
+    print(name, f"{len(KINDS)} kinds of links at {len(paths)} paths")
 
 
 @pytest.mark.slow
@@ -102,7 +104,9 @@ def test_all_links_in_what_a_kill_left(
     """The next command goes on with the folder in which they are."""
     sweep, operations = _sweep(name, server, inputs, tmp_path)
     last = max(at for at, operation in enumerate(operations, 1) if operation.startswith("rename"))
-    for path in _touched(sweep.command, operations[:last]):
+    paths = list(_touched(sweep.command, operations[:last]))
+    for path in paths:
         for kind in KINDS:
             _check(sweep, victims, path, kind, at=last // 2)
             _check(sweep, victims, path, kind, at=last)
+    print(name, f"{len(KINDS)} kinds of links at {len(paths)} paths, each after two kills")

@@ -315,6 +315,8 @@ def test_what_is_required() -> None:
         ("parallel: {tensor: true}", "parallel.tensor is 'True', but a whole number is expected"),
         ("lora: {targets: q_proj}", "lora.targets is 'q_proj', but a list of names is expected"),
         ("trainable: lm_head", "trainable is 'lm_head', but a list of names is expected: use for example [lm_head]."),
+        ("data: {mix: {b: 1}}", "but a list of PATH=WEIGHT is expected: use for example [b.jsonl=0.5]."),
+        ("train: {sample_prompts: {a: b}}", "but a list of texts is expected: use for example [Once upon a time]."),
         ("checkpoint: {dir: 5}", "checkpoint.dir is '5', but text or null is expected"),
         ("lora: {rank_pattern: {1: 2}}", "lora.rank_pattern contains 1, but names are expected: put it in quotes"),
     ],

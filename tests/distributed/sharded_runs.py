@@ -267,7 +267,7 @@ class Run:
 
 
 def with_experts(batch: Batch, slots: Sequence[int]) -> Batch:
-    """Gives some rows tokens of pictures, by their slots in the global batch; of others whole micro-batches have none."""
+    """Gives some rows tokens of pictures, by their slots in the global batch; a rank may have none in a step."""
     row_of, column_of = (
         torch.arange(batch.num_tokens) // batch.row_length,
         torch.arange(batch.num_tokens) % batch.row_length,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engine.distributed.sharding import Piece, ShardSpec, split_spec
 from engine.errors import UserError
 from engine.layers.context import LayerContext, TensorLayout
+from engine.layers.experts import VISION_EXPERT, ExpertPair, expert_context
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.layers.norm import QueryKeyNorm, RMSNorm
 from engine.ops.attention.context_parallel import context_attention
@@ -154,6 +155,8 @@ class Attention(nn.Module):
         prefix: engine module name, such as `layers.3.attention`.
         first_site: dropout site of the input; the output projection's is the next one.
         kind: what sets it apart from plain attention.
+        vision_qkv_bias: tokens of pictures have linears of their own, below `<prefix>.vision`, and whether their q/k/v
+            has biases; None where all tokens have the same.
 
     Raises:
         UserError: the heads do not fit the layout, or this kind of attention does not.
@@ -174,6 +177,7 @@ class Attention(nn.Module):
         first_site: int,
         build: LayerContext,
         kind: AttentionKind = PLAIN,
+        vision_qkv_bias: bool | None = None,
     ) -> None:
         super().__init__()
         layout = build.layout
@@ -186,10 +190,25 @@ class Attention(nn.Module):
         if layout.cp.size > 1 and layout.context_method == "ulysses":
             check_context_heads(self.num_heads, self.num_kv_heads, layout.cp.size)
         heads = _Heads(queries=num_heads, keys=num_kv_heads, dim=head_dim)
-        self.qkv = _qkv_linear(prefix, heads, hidden, bias=qkv_bias, site=first_site, build=build)
-        self.o_proj = RowParallelLinear(
-            f"{prefix}.o_proj", heads.width, hidden, bias=out_bias, site=first_site + 1, build=build
-        )
+
+        def linears(prefix: str, qkv_bias: bool, build: LayerContext) -> tuple[nn.Module, nn.Module]:
+            qkv = _qkv_linear(prefix, heads, hidden, bias=qkv_bias, site=first_site, build=build)
+            name = f"{prefix}.o_proj"
+            return qkv, RowParallelLinear(name, heads.width, hidden, bias=out_bias, site=first_site + 1, build=build)
+
+        if vision_qkv_bias is None:
+            self.qkv, self.o_proj = linears(prefix, qkv_bias, build)
+        else:
+            apart = expert_context(build)
+            language = linears(prefix, qkv_bias, apart)
+            vision = linears(f"{prefix}.{VISION_EXPERT}", vision_qkv_bias, apart)
+            width = (self.num_heads + 2 * self.num_kv_heads) * head_dim
+            self.qkv, self.o_proj = (
+                ExpertPair(*pair, width=width, layout=layout, from_stream=first, to_stream=not first)
+                for pair, width, first in zip(
+                    zip(language, vision, strict=True), (width, hidden), (True, False), strict=True
+                )
+            )
         self.q_norm = self.k_norm = self.qk_norm = None
         if qk_norm and kind.qk_norm_over == "all":
             self.qk_norm = QueryKeyNorm(

@@ -106,12 +106,15 @@ class LayerContext:
         layout: of tensors over ranks, and the backends of the ops.
         plan: what is trained.
         device, dtype: of weights and activations.
+        sums_outside: linears leave sums over tensor ranks, of a column linear's input gradient and of a row linear's
+            output, to the code around them.
     """
 
     layout: TensorLayout
     plan: TrainingPlan
     device: torch.device
     dtype: torch.dtype
+    sums_outside: bool = False
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """Makes storage that a loader or an initialiser fills; padding rows must read as zero, hence zeros."""

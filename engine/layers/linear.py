@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.distributed.mesh import Axis
 from engine.distributed.sharding import Piece, ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
 from engine.layers.context import AdapterSettings, LayerContext, TrainingPlan
@@ -125,7 +126,7 @@ class _ParallelLinear(ShardedModule):
             forward_way=forward_way,
             backward_way=backward_way,
             sinks=tuple(self._sinks),
-            axis=layout.tp,
+            axis=Axis(layout.tp.name) if build.sums_outside else layout.tp,
             sequence_parallel=layout.sequence_parallel,
             joint=joint,
             kernels=layout.kernels,
@@ -319,7 +320,7 @@ class ColumnParallelLinear(_ParallelLinear):
             bias=bias,
             site=site,
             joint=joint,
-            may_fold=joint or layout.splits_tokens or layout.tp.size == 1,
+            may_fold=joint or layout.splits_tokens or build.sums_outside or layout.tp.size == 1,
             build=build,
             shared=shared,
         )
@@ -369,6 +370,19 @@ class RowParallelLinear(_ParallelLinear):
             may_fold=True,
             build=build,
         )
+        if build.sums_outside and tp.size > 1:
+            self._check_partial_output(name, bias=bias)
+
+    def _check_partial_output(self, name: str, *, bias: bool) -> None:
+        """Checks that nothing is done with the output that only its sum over tensor ranks allows."""
+        assert not bias, name
+        for option, built in (("dora", self.magnitudes), ("bias", self._adapter_biases)):
+            if built:
+                raise UserError(
+                    f"lora.{option} is true and {name} is to have an adapter, but it is one of two experts, whose "
+                    f"outputs are summed together over parallel.tensor {self.build.layout.tp.size}: set lora.{option} "
+                    "to false, leave that module out of lora.targets, or set parallel.tensor to 1."
+                )
 
     def _bias_spec(self, spec: ShardSpec) -> ShardSpec:
         return replicated_spec(

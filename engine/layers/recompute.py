@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ from torch.utils.checkpoint import checkpoint
 from engine.choices import Recompute
 from engine.errors import UserError
 from engine.layers.attention import Attention
+from engine.layers.cross_attention import CrossAttention
+from engine.layers.experts import ExpertPair
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.mlp import MLP
 from engine.ops.attention.token_context import TokenContext
@@ -124,14 +127,35 @@ class LastLinear(nn.Module):
         return self.linear(u, source, context)
 
 
-def apply_level(level: Level, attention: Attention, mlp: MLP) -> None:
+def apply_level(
+    level: Level, attention: Attention, mlp: MLP | ExpertPair, cross_attention: CrossAttention | None = None
+) -> None:
     """Puts what `level` needs around the linears of a layer."""
+    mlps = (mlp.language, mlp.vision) if isinstance(mlp, ExpertPair) else (mlp,)
     if level == "none":
-        attention.qkv, mlp.gate_up, mlp.down = map(_keeping, (attention.qkv, mlp.gate_up, mlp.down))
+        _wrap(attention, "qkv", _keeping)
+        if cross_attention is not None:
+            _wrap(cross_attention, "query", _keeping)
+        for one in mlps:
+            _wrap(one, "gate_up", _keeping)
+            _wrap(one, "down", _keeping)
     elif level == "attention":
-        attention.o_proj = _last(attention.o_proj)
+        if cross_attention is None:
+            _wrap(attention, "o_proj", _last)
+        else:
+            _wrap(cross_attention, "dense", _last)
     elif level == "full":
-        mlp.down = _last(mlp.down)
+        for one in mlps:
+            _wrap(one, "down", _last)
+
+
+def _wrap(owner: nn.Module, name: str, around: Callable[[Any], nn.Module]) -> None:
+    """Puts something around a linear, or around each of two experts."""
+    linear = getattr(owner, name)
+    if isinstance(linear, ExpertPair):
+        linear.language, linear.vision = around(linear.language), around(linear.vision)
+    else:
+        setattr(owner, name, around(linear))
 
 
 def _last(linear: RowParallelLinear) -> nn.Module:

@@ -22,7 +22,9 @@ from engine.errors import UserError
 from engine.kernels.reference import rope_tables
 from engine.layers.attention import Attention, AttentionKind
 from engine.layers.context import LayerContext, TensorLayout, TrainingPlan
+from engine.layers.cross_attention import CrossAttention
 from engine.layers.embedding import TiedHeadWeight, VocabParallelEmbedding
+from engine.layers.experts import VISION_EXPERT, ExpertPair, expert_context
 from engine.layers.linear import ColumnParallelLinear, Section
 from engine.layers.mlp import MLP
 from engine.layers.module import ShardEntry
@@ -32,7 +34,7 @@ from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.storage import SpreadWeights, StorageUser
 from engine.layers.vision import VisionEncoder
 from engine.models.decoder_config import DecoderConfig, Rope
-from engine.ops.attention.token_context import TokenContext
+from engine.ops.attention.token_context import Experts, PackedTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.head_loss import frozen_head_losses
@@ -40,7 +42,9 @@ from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.rope import inverse_frequencies
 
 SITES_PER_LAYER = 4
-"""Dropout sites of a layer: attention's input, its output projection's, the MLP's input, its down projection's."""
+"""Dropout sites of a layer: attention's input, its output projection's, the MLP's input, its down projection's.
+
+The head's comes after those of all layers, and then two for each layer's cross attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +84,18 @@ def _input(norm: RMSNorm | None) -> LinearInput:
     return GivenInput() if norm is None else norm.as_input()
 
 
+def _experts(batch: Batch, token_index: Tensor) -> Experts:
+    """Packs the tokens by expert; all are the language expert's where the batch does not say."""
+    if batch.experts is None:
+        every = torch.arange(token_index.shape[0], device=token_index.device)
+        return Experts(PackedTokens(every, token_index), PackedTokens(every[:0], token_index[:0]))
+    language, vision = batch.experts.language_L, batch.experts.vision_V
+    return Experts(
+        PackedTokens(language, token_index.index_select(0, language)),
+        PackedTokens(vision, token_index.index_select(0, vision)),
+    )
+
+
 def _frequencies(rope: Rope, rotary_dim: int) -> Tensor:
     """Returns fp32 [rotary_dim / 2]; zeros, which turn nothing, for a rope without a base."""
     if rope.theta is None:
@@ -102,7 +118,8 @@ def _frequencies(rope: Rope, rotary_dim: int) -> Tensor:
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); `memory` says what of it stays for backward.
 
-    Families may have norms on what is added to x too, or there alone, and a factor on it.
+    Families may have norms on what is added to x too, or there alone, and a factor on it. Attention and MLP may have
+    other weights for tokens of pictures, and cross attention to encoded pictures may stand between them.
     """
 
     def __init__(
@@ -117,7 +134,10 @@ class DecoderLayer(nn.Module):
         prefix, site = f"layers.{index}", index * SITES_PER_LAYER
         self.residual_multiplier = config.residual_multiplier
 
-        def norm(name: str, *places: str) -> RMSNorm | None:
+        # norms whose output experts read have partial gradients, as the experts' inputs have
+        inner = expert_context(build) if config.token_experts else build
+
+        def norm(name: str, *places: str, build: LayerContext = inner) -> RMSNorm | None:
             if config.norms not in places:
                 return None
             return RMSNorm(f"{prefix}.{name}", config.hidden, config.norm_eps, offset=config.norm_offset, build=build)
@@ -135,24 +155,55 @@ class DecoderLayer(nn.Module):
             norm_eps=config.norm_eps,
             first_site=site,
             kind=_attention_kind(config, index),
+            vision_qkv_bias=config.vision_qkv_bias if config.token_experts else None,
             build=build,
         )
-        self.attention_output_norm = norm("attention_output_norm", "outputs", "both")
+        self.attention_output_norm = norm("attention_output_norm", "outputs", "both", build=build)
+        self.cross_norm: RMSNorm | None = None
+        self.cross_attention: CrossAttention | None = None
+        if (sizes := config.cross_attention) is not None:
+            self.cross_norm = norm("cross_attention_norm", "inputs", build=build)
+            self.cross_attention = CrossAttention(
+                f"{prefix}.cross_attention",
+                hidden=config.hidden,
+                encoded=sizes.encoded,
+                width=sizes.width,
+                num_heads=config.num_heads,
+                first_site=config.num_layers * SITES_PER_LAYER + 1 + 2 * index,
+                build=build,
+            )
+
         self.post_attention_norm = norm("post_attention_norm", "inputs", "both")
-        self.mlp = MLP(
-            f"{prefix}.mlp",
-            hidden=config.hidden,
-            intermediate=config.intermediate,
-            bias=config.mlp_bias,
-            first_site=site + 2,
-            activation=config.activation,
-            build=build,
-        )
-        self.mlp_output_norm = norm("mlp_output_norm", "outputs", "both")
+
+        def mlp(prefix: str) -> MLP:
+            return MLP(
+                prefix,
+                hidden=config.hidden,
+                intermediate=config.intermediate,
+                bias=config.mlp_bias,
+                first_site=site + 2,
+                activation=config.activation,
+                build=inner,
+            )
+
+        self.mlp: MLP | ExpertPair = mlp(f"{prefix}.mlp")
+        if config.token_experts:
+            self.mlp = ExpertPair(
+                self.mlp,
+                mlp(f"{prefix}.mlp.{VISION_EXPERT}"),
+                width=config.hidden,
+                layout=build.layout,
+                from_stream=True,
+                to_stream=True,
+            )
+            for one in (self.input_norm, self.post_attention_norm):
+                if one is not None and one.weight.sink is not None:
+                    one.weight.sink.uses = 2  # both experts' linears add to it
+        self.mlp_output_norm = norm("mlp_output_norm", "outputs", "both", build=build)
         self.level = memory.level(index)
         if self.mlp_output_norm is None or self.level == "none":
             # a norm on the output of a recomputed region reads its last product, which so must be recomputed too
-            apply_level(self.level, self.attention, self.mlp)
+            apply_level(self.level, self.attention, self.mlp, self.cross_attention)
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         if self.level == "full":
@@ -162,7 +213,12 @@ class DecoderLayer(nn.Module):
         return self._whole(x, context)
 
     def _with_attention(self, x: Tensor, context: TokenContext) -> Tensor:
-        return self._add(x, self.attention(x, _input(self.input_norm), context), self.attention_output_norm)
+        x = self._add(x, self.attention(x, _input(self.input_norm), context), self.attention_output_norm)
+        cross = self.cross_attention
+        if cross is None:
+            return x
+        source = _input(self.cross_norm)
+        return cross.skipped(x, source) if context.encoded is None else self._add(x, cross(x, source, context), None)
 
     def _with_mlp(self, x: Tensor, context: TokenContext) -> Tensor:
         return self._add(x, self.mlp(x, _input(self.post_attention_norm), context), self.mlp_output_norm)
@@ -316,6 +372,7 @@ class Decoder(nn.Module):
             training=training,
             document_offsets=batch.document_offsets,
             adapters=adapters,
+            experts=_experts(batch, token_index) if self.config.token_experts else None,
         )
 
     def _check_row_length(self, length: int) -> None:

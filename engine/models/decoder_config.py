@@ -47,6 +47,21 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CrossAttentionSizes:
+    """The attention of every layer to encoded pictures.
+
+    Args:
+        encoded: features of an encoded row.
+        width: features of the queries, of all heads together.
+        encoder: makes the encoded rows.
+    """
+
+    encoded: int
+    width: int
+    encoder: VisionConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerKind:
     """The ways in which layers differ.
 
@@ -90,6 +105,9 @@ class DecoderConfig:
         second_rope: another rotary embedding, for the layers whose kind asks for it.
         layer_kinds: one for each layer; empty where all are alike and plain.
         max_row_length: rows may not be longer, because positions beyond mean something else; None for no limit.
+        token_experts: tokens of pictures have linears of their own in attention and MLP.
+        vision_qkv_bias: whether q/k/v of those have biases; `qkv_bias` is the text's.
+        cross_attention: of all tokens to encoded pictures, between attention and MLP; None for none.
         vision: the model whose features stand in the places of tokens; None for a model of text alone.
     """
 
@@ -124,6 +142,9 @@ class DecoderConfig:
     second_rope: Rope | None = None
     layer_kinds: tuple[LayerKind, ...] = ()
     max_row_length: int | None = None
+    token_experts: bool = False
+    vision_qkv_bias: bool = False
+    cross_attention: CrossAttentionSizes | None = None
     vision: VisionConfig | None = None
 
     @property

@@ -11,6 +11,10 @@ The engine's names:
     layers.{i}.{attention_output_norm,mlp_output_norm}.weight    before the outputs join the residual stream
     norm.weight
     lm_head.weight                         absent when embeddings are tied
+    layers.{i}.attention.vision.{q_proj,k_proj,v_proj,o_proj}.{weight,bias}    experts: for tokens of pictures; the
+    layers.{i}.mlp.vision.{gate_proj,up_proj,down_proj}.{weight,bias}          plain names are then those of text
+    layers.{i}.cross_attention_norm.weight
+    layers.{i}.cross_attention.{query,key,value,dense}.weight                  to encoded pictures
     vision.{...}                           of a vision model, the checkpoint's own names below `NameMap.vision`
 
 Adapters add `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank]; one adapter over query, key and value
@@ -52,9 +56,14 @@ class FusedPart(NamedTuple):
 
 
 QKV, GATE_UP = "attention.qkv_proj", "mlp.gate_up_proj"
+VISION_QKV, VISION_GATE_UP = "attention.vision.qkv_proj", "mlp.vision.gate_up_proj"
+KEY_VALUE = "cross_attention.key_value"
 FUSED = {
     QKV: ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     GATE_UP: ("mlp.gate_proj", "mlp.up_proj"),
+    VISION_QKV: ("attention.vision.q_proj", "attention.vision.k_proj", "attention.vision.v_proj"),
+    VISION_GATE_UP: ("mlp.vision.gate_proj", "mlp.vision.up_proj"),
+    KEY_VALUE: ("cross_attention.key", "cross_attention.value"),
 }
 """Modules that a checkpoint may fuse -> their parts in the order of their rows."""
 
@@ -70,11 +79,13 @@ def part_rows(config: DecoderConfig) -> dict[str, int]:
     """Returns the output rows of every module that may be part of a fused one."""
     kv = config.num_kv_heads * config.head_dim
     rows = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
-    return {
-        **{f"attention.{name}": count for name, count in rows.items()},
-        "mlp.gate_proj": config.intermediate,
-        "mlp.up_proj": config.intermediate,
-    }
+    found = {}
+    for expert in ("", "vision.") if config.token_experts else ("",):
+        found |= {f"attention.{expert}{name}": count for name, count in rows.items()}
+        found |= dict.fromkeys((f"mlp.{expert}gate_proj", f"mlp.{expert}up_proj"), config.intermediate)
+    if config.cross_attention is not None:
+        found |= dict.fromkeys(FUSED[KEY_VALUE], config.cross_attention.width)
+    return found
 
 
 def fused_rows(config: DecoderConfig, module: str) -> dict[str, slice]:
@@ -97,6 +108,8 @@ class NameMap:
             "model.language_model." where the language model is nested).
         head: full module name of the output head.
         rows: of `part_rows`, needed to tell the parts of fused modules apart.
+        fused_names: module of FUSED -> its name inside a layer of the checkpoint, where that does not follow from its
+            parts'.
         vision: first component below `vision.` of a vision model's names -> its full name in the checkpoint.
         unused: names, with the wildcards of a shell, of tensors that a checkpoint has and nothing is computed with.
     """
@@ -105,6 +118,7 @@ class NameMap:
     body: str = "model."
     head: str = "lm_head"
     rows: Mapping[str, int] = field(default_factory=dict)
+    fused_names: Mapping[str, str] = field(default_factory=dict)
     vision: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
@@ -114,14 +128,15 @@ class NameMap:
         return tuple(module for module in FUSED if module in self.layer_modules)
 
     def fuse(self, modules: Iterable[str]) -> NameMap:
-        """Returns the map of a checkpoint where these modules of FUSED are one matrix each; needs `rows`."""
+        """Returns the map of a checkpoint where these modules of FUSED, those that the model has, are one matrix each;
+        needs `rows`."""
         table = dict(self.layer_modules)
         for fused in modules:
-            if fused in table:
+            if fused in table or FUSED[fused][0] not in table:
                 continue
             whole = table[FUSED[fused][0]]
             assert isinstance(whole, str), fused
-            name = f"{whole.rpartition('.')[0]}.{fused.rpartition('.')[2]}"
+            name = self.fused_names.get(fused, f"{whole.rpartition('.')[0]}.{fused.rpartition('.')[2]}")
             first = 0
             for part in FUSED[fused]:
                 table[part] = FusedPart(name, first, self.rows[part])

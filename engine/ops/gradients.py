@@ -7,8 +7,9 @@ the moment a bucket's reduction may start.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,3 +106,27 @@ class GradientSink:
         """Reports an addition; for ops that write into the buffer themselves."""
         if self._on_ready is not None:
             self._on_ready()
+
+
+class _Unused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sinks: Sequence[GradientSink], *leaves: Tensor) -> Tensor:
+        ctx.sinks, ctx.num_leaves = sinks, len(leaves)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
+        for sink in ctx.sinks:
+            sink.added()
+        return dx, None, *([None] * ctx.num_leaves)
+
+
+def past_unused(x: Tensor, sinks: Sequence[GradientSink], leaves: Sequence[Tensor]) -> Tensor:
+    """Returns x, in whose backward these sinks report that nothing is to be added.
+
+    For a micro-batch that does not reach some of the trained weights: reports are counted before gradients are reduced.
+
+    Args:
+        leaves: the trained tensors that the sinks belong to.
+    """
+    return _Unused.apply(x, sinks, *leaves)

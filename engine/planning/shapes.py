@@ -10,6 +10,7 @@ import torch
 
 from engine.layers.context import LORA_LEAVES, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, encoded_memories
+from engine.layers.experts import ExpertPair
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import ShardEntry, shard_entries
@@ -211,8 +212,12 @@ def _likeness(layer: DecoderLayer) -> object:
 
 
 def _linears(layer: DecoderLayer) -> tuple[ColumnParallelLinear | RowParallelLinear, ...]:
+    """Returns what a token meets: of two experts, the text's, whose sizes are those of the other."""
     attention, mlp = layer.attention, layer.mlp
-    return attention.qkv, attention.o_proj, mlp.gate_up, mlp.down
+    if not isinstance(mlp, ExpertPair):
+        return attention.qkv, attention.o_proj, mlp.gate_up, mlp.down
+    mlp = mlp.language
+    return attention.qkv.language, attention.o_proj.language, mlp.gate_up, mlp.down
 
 
 def _check_products(model: Decoder, device_type: str) -> None:

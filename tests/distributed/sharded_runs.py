@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import Batch, ExpertTokens
 from engine.data.collate import context_part
 from engine.distributed.mesh import Axis, Mesh
 from engine.distributed.ranks import RankGrid
@@ -47,12 +47,14 @@ GLOBAL_ROWS = 8
 SEQ_LENGTH = 24
 CLIP = 0.3
 
+EVERY_EXPERT = r"layers\..*_proj|lm_head|embed_tokens"
 SMALL = small_config(num_layers=2)
 BLOCKS = small_config(num_layers=2, hidden=128, intermediate=256, head_dim=16)
 """Two ranks cut it at multiples of 64."""
 WIDE = small_config(num_layers=3, hidden=96, intermediate=160, vocab_size=259)
 """So wide that padding is less than a hundredth of what a rank holds."""
 PICTURES = small_config(num_layers=2, embedding_multiplier=3.0, vision=ToyVisionConfig())
+EXPERTS = small_config(num_layers=2, token_experts=True, vision_qkv_bias=True)
 CASES = {
     "adapters": Case(config=SMALL, adapters=EVERY_LINEAR),
     "everything": Case(config=replace(SMALL, qkv_bias=True, qk_norm=True), trained=".*"),
@@ -72,6 +74,12 @@ CASES = {
     "wide, adapters": Case(config=WIDE, adapters=EVERY_LINEAR),
     "vision in full": Case(config=PICTURES, adapters=EVERY_LINEAR, trained=r"vision\..*"),
     "vision's adapters": Case(config=PICTURES, adapters=r"vision\.blocks\..*_proj", trained=r"vision\.resampler"),
+    "experts in full": Case(config=EXPERTS, trained=".*"),
+    "experts' adapters": Case(config=EXPERTS, adapters=EVERY_EXPERT),
+    "experts' adapters, unfolded": Case(config=EXPERTS, adapters=EVERY_EXPERT, fold=False),
+    "vision experts' fused adapters": Case(
+        config=EXPERTS, adapters=r".*\.vision\.(qkv|gate_up)_proj", fused=r".*\.vision\.(qkv|gate_up)_proj"
+    ),
     "frozen vision": Case(config=PICTURES, adapters=EVERY_LINEAR),
 }
 
@@ -157,7 +165,7 @@ class Run:
         tensors = TensorLayout(
             tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,
             pp_ends=Axis("pp_ends") if stage_rank[0] == stage_rank[-1] else mesh.pp_ends,
-            base=None if layout.base is None else BaseEncoding(encoding=encoding(layout.base)),
+            fold=case.fold, base=None if layout.base is None else BaseEncoding(encoding=encoding(layout.base)),
         )  # fmt: skip
         host = host_memory(CPU)
         self.kept = SpreadWeights(
@@ -228,6 +236,8 @@ class Run:
             whole = make_batch(own, **common)
             if self.case.config.vision is not None:
                 whole = with_pictures(whole, [slot for slot, _ in own], seed=step)
+            if self.case.config.token_experts:
+                whole = with_experts(whole, [slot for slot, _ in own])
             mine.append(context_part(whole, size=mesh.cp.size, rank=mesh.cp.rank))
         return mine, total
 
@@ -254,6 +264,18 @@ class Run:
         second = self.train(half + 1, num_steps)
         masters = [NamedShard(name, tensor.clone(), spec) for name, tensor, spec in self.flat.master_shards()]
         return Trained(first[0] + second[0], first[1] + second[1], evaluation, masters, self.weights())
+
+
+def with_experts(batch: Batch, slots: Sequence[int]) -> Batch:
+    """Gives some rows tokens of pictures, by their slots in the global batch; a rank may have none in a step."""
+    row_of, column_of = (
+        torch.arange(batch.num_tokens) // batch.row_length,
+        torch.arange(batch.num_tokens) % batch.row_length,
+    )
+    count = torch.tensor([3 * (slot % 4) if slot % 4 >= 2 else 0 for slot in slots])
+    is_vision = (column_of >= 2) & (column_of < 2 + count[row_of])
+    experts = ExpertTokens(vision_V=is_vision.nonzero()[:, 0], language_L=(~is_vision).nonzero()[:, 0])
+    return replace(batch, experts=experts)
 
 
 def _documents(step: int, slot: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import (
+    cogvlm,
     gemma2,
     gemma3,
     granite,
@@ -35,14 +36,19 @@ class Family(NamedTuple):
         config_from_hf: reads the config.
         names: places of the tensors.
         fused: modules that every checkpoint of the family stores as one matrix; see `engine.models.names.FUSED`.
+        unused: reads from the config which tensors of a checkpoint nothing is computed with; see `NameMap.unused`.
     """
 
     config_from_hf: Callable[[dict[str, Any]], DecoderConfig]
     names: NameMap = NAMES
     fused: tuple[str, ...] = ()
+    unused: Callable[[dict[str, Any]], tuple[str, ...]] | None = None
 
 
 FAMILIES: dict[str, Family] = {
+    "cogagent": Family(cogvlm.config_from_hf, cogvlm.AGENT_NAMES, cogvlm.AGENT_FUSED, cogvlm.unused),
+    "cogvlm": Family(cogvlm.config_from_hf, cogvlm.NAMES, cogvlm.FUSED, cogvlm.unused),
+    "cogvlm2": Family(cogvlm.config_from_hf, cogvlm.NAMES, cogvlm.FUSED, cogvlm.unused),
     "gemma2": Family(gemma2.config_from_hf, gemma2.NAMES),
     "gemma3_text": Family(gemma3.config_from_hf, gemma2.NAMES),
     "granite": Family(granite.config_from_hf),
@@ -57,6 +63,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(qwen3.config_from_hf),
     "smollm3": Family(smollm3.config_from_hf),
 }
+
+_BY_ARCHITECTURE = {"CogVLMForCausalLM": "cogvlm", "CogAgentForCausalLM": "cogagent"}
+"""Families whose released configs have no `model_type`."""
 
 _MISSING = (
     ("mixture-of-experts layers", ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")),
@@ -79,7 +88,7 @@ def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
         UserError: the model type is absent or not supported; says what is missing where the config tells. A value is
             not of the kind that families read.
     """
-    text = hf_config
+    text = hf_config = _with_model_type(hf_config)
     if not isinstance(hf_config.get("model_type") or "", str):
         raise UserError(f"config.json has model_type {hf_config['model_type']!r}, but text is expected: copy it again.")
     if hf_config.get("model_type") not in FAMILIES:
@@ -91,8 +100,19 @@ def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     family = FAMILIES[model_type]
     if all(text.get(key) is not None for key in REQUIRED):
         names = replace(family.names, rows=part_rows(family.config_from_hf(text)))
+        if family.unused is not None:
+            names = replace(names, unused=family.unused(text))
         family = family._replace(names=names.fuse(family.fused))
     return family, text
+
+
+def _with_model_type(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config with the `model_type` that its architecture stands for, where it has none."""
+    architectures = hf_config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    if hf_config.get("model_type") or not isinstance(first, str) or first not in _BY_ARCHITECTURE:
+        return hf_config
+    return {**hf_config, "model_type": _BY_ARCHITECTURE[first]}
 
 
 def _refusal(model_type: str | None, text: dict[str, Any]) -> str:

@@ -31,7 +31,8 @@ def _is_list_of(value: object, fits: Callable[[Any], bool]) -> bool:
 _COUNTS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "sliding_window", "no_rope_layer_interval", "sliding_window_pattern",
-    "original_max_position_embeddings", "dim_model_base",
+    "original_max_position_embeddings", "dim_model_base", "num_multi_query_heads",
+    "cross_hidden_size", "cross_compute_hidden_size", "cross_image_size",
 )  # fmt: skip
 _FACTORS = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",

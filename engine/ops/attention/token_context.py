@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
 from engine.kernels.records import Documents
 from engine.ops.attention.cache_protocol import KeyValueCache
 from engine.zigzag import ContextPlan
+
+
+class PackedTokens(NamedTuple):
+    """Some of the T tokens, one after the other.
+
+    Args:
+        index: int64 [N] where they are among the T.
+        token_index: int64 [N], their dropout coordinates.
+    """
+
+    index: Tensor
+    token_index: Tensor
+
+    @property
+    def count(self) -> int:
+        """N, known on the host."""
+        return self.index.shape[0]
+
+
+class Experts(NamedTuple):
+    """The tokens of each expert: a partition of the T tokens."""
+
+    language: PackedTokens
+    vision: PackedTokens
+
+
+class EncodedSpan(NamedTuple):
+    """Tokens that attend to encoded rows, both as ranges in the micro-batch."""
+
+    tokens: slice
+    rows: slice
+
+
+class Encoded(NamedTuple):
+    """What the layers of a model with cross attention attend to.
+
+    Args:
+        features_KC: encoded rows of all pictures; on every rank all of them.
+        spans: who attends to which, in the order of the tokens; see ops.attention.cross.
+    """
+
+    features_KC: Tensor
+    spans: tuple[EncodedSpan, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +73,8 @@ class TokenContext:
         adapters: False computes with the base alone, as if there were no adapters; for passes without gradients.
         document_offsets: int32 [D + 1] cumulative document lengths on the device; see engine.kernels.records.Documents.
         cache: keys and values of earlier tokens, when text is generated; None where attention sees these tokens alone.
+        experts: which weights each token takes; None for a model with one set of them.
+        encoded: pictures that layers attend to; None where there are none.
     """
 
     num_rows: int
@@ -44,6 +90,12 @@ class TokenContext:
     document_offsets: Tensor | None = None
     adapters: bool = True
     cache: KeyValueCache | None = None
+    experts: Experts | None = None
+    encoded: Encoded | None = None
+
+    def of_tokens(self, tokens: PackedTokens) -> Self:
+        """Returns the coordinates that a linear on these tokens alone takes."""
+        return replace(self, token_index=tokens.token_index, local_token_index=tokens.token_index)
 
     @property
     def documents(self) -> Documents:

@@ -1,0 +1,90 @@
+"""Attention of all tokens to the encoded pictures of their document, between attention and MLP (CogAgent).
+
+The heads are attention's, with a width of their own. One set of weights serves tokens of text and of pictures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from engine.distributed.sharding import ShardSpec, split_spec
+from engine.errors import UserError
+from engine.layers.bypass import bypassed
+from engine.layers.context import LayerContext
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
+from engine.ops.attention.cross import cross_attention
+from engine.ops.attention.token_context import TokenContext
+from engine.ops.inputs import GivenInput, LinearInput
+
+
+class CrossAttention(nn.Module):
+    """dense(attention(query(x), key(encoded), value(encoded))), x made from u.
+
+    Args:
+        prefix: engine module name, such as `layers.3.cross_attention`.
+        encoded: features of an encoded row.
+        width: features of the queries.
+        first_site: dropout site of the input; dense's is the next one.
+
+    Raises:
+        UserError: rows are split over context-parallel ranks, or an adapter of keys and values would drop features.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        *,
+        hidden: int,
+        encoded: int,
+        width: int,
+        num_heads: int,
+        first_site: int,
+        build: LayerContext,
+    ) -> None:
+        super().__init__()
+        layout = build.layout
+        tp = layout.tp
+        if layout.cp.size > 1:
+            raise UserError(
+                f"the model's layers attend to encoded pictures, which rows split over parallel.context "
+                f"{layout.cp.size} cannot: set parallel.context to 1."
+            )
+        self.num_heads, self.head_dim = num_heads // tp.size, width // num_heads
+
+        def spec(columns: int) -> ShardSpec:
+            return split_spec((width, columns), 0, rank=tp.rank, size=tp.size, what="the width of cross attention")
+
+        self.query = ColumnParallelLinear(
+            [Section(name=f"{prefix}.query", spec=spec(hidden))], bias=False, site=first_site, build=build
+        )
+        # every rank has all encoded rows, whoever has the tokens
+        whole = replace(build, layout=replace(layout, sequence_parallel=False))
+        self.key_value = ColumnParallelLinear(
+            [Section(name=f"{prefix}.{name}", spec=spec(encoded)) for name in ("key", "value")],
+            bias=False,
+            site=first_site,
+            build=whole,
+            fused_adapter=f"{prefix}.key_value",
+        )
+        low_rank = self.key_value.operands.low_rank
+        if low_rank is not None and low_rank.dropout is not None:
+            raise UserError(
+                f"lora.dropout is above 0 and {prefix}.key_value is to have an adapter, but encoded pictures have no "
+                "dropout: set lora.dropout to 0, or leave that module out of lora.targets."
+            )
+        self.dense = RowParallelLinear(f"{prefix}.dense", width, hidden, bias=False, site=first_site + 1, build=build)
+
+    def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
+        """Returns what is added to the residual stream; for a micro-batch that has encoded rows."""
+        encoded = context.encoded
+        assert encoded is not None
+        q = self.query(u, source, context).unflatten(1, (self.num_heads, self.head_dim))
+        key_value = self.key_value(encoded.features_KC, GivenInput(), context)
+        k, v = (x.unflatten(1, (self.num_heads, self.head_dim)) for x in key_value.chunk(2, dim=1))
+        return self.dense(cross_attention(q, k, v, encoded.spans).flatten(1), GivenInput(), context)
+
+    def skipped(self, x: Tensor, source: LinearInput) -> Tensor:
+        """Returns x, for a micro-batch without encoded rows."""
+        return bypassed(x, self, source)

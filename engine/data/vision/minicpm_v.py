@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SYSTEM = "You are a helpful assistant."
+_TOWERS = {"idefics2": "2.5", "siglip": "2.6"}
+"""What the `model_type` of the tower begins with, by which versions after 2.0 are told apart."""
 _HALF = (0.5, 0.5, 0.5)
 
 
@@ -44,10 +46,12 @@ def version_of(config: Mapping[str, Any]) -> str:
     """
     if "vision_encoder" in config:
         return "2.0"
-    version = str(config.get("version", "2.5"))
-    if version not in ("2.5", "2.6"):
+    tower = str((config.get("vision_config") or {}).get("model_type"))
+    version = next((version for start, version in _TOWERS.items() if tower.startswith(start)), None)
+    if version is None:
         raise UserError(
-            f"the model is MiniCPM-V {version}, but 2.0, 2.5 and 2.6 are what can be trained; use one of them."
+            f"config.json has a tower of type {tower}, but of MiniCPM-V 2.0, 2.5 and 2.6 are supported: use "
+            "one of these."
         )
     return version
 

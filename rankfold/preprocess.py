@@ -50,6 +50,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--format", default="auto", choices=FORMATS, help="format of the records (default: recognised by their fields)"
     )
+    parser.add_argument(
+        "--image-folder", type=path_text, metavar="DIR", help="with --show, as data.image_folder: where pictures are"
+    )
     parser.add_argument("--no-mask-prompt", action="store_true", help="train on prompts too, not only on answers")
     parser.add_argument(
         "--chat-template", type=path_text, metavar="T", help="name or file, as for --data.chat_template"
@@ -141,15 +144,24 @@ def _show(arguments: argparse.Namespace, files: list[Path], chat: ChatOptions) -
     """Prints the first records."""
     from engine.data.preview import first_documents, preview
     from engine.data.tokenizer import load_tokenizer
+    from engine.data.vision.families import read_vision_family
+    from engine.data.vision.reader import PictureReader
     from engine.telemetry.format import counted
 
     tokenizer = load_tokenizer(arguments.tokenizer, chat)
     for warning in tokenizer.chat_warnings():
         print(f"warning: {warning}", file=sys.stderr)
-    settings = {"data_format": arguments.format, "mask_prompt": not arguments.no_mask_prompt}
+    family = read_vision_family(arguments.tokenizer, tokenizer)
+    pictures = None if family is None else PictureReader(family, arguments.image_folder)
+    settings = {
+        "data_format": arguments.format,
+        "mask_prompt": not arguments.no_mask_prompt,
+        "pictures": pictures,
+    }
     colour = sys.stdout.isatty()
     for document in first_documents(files, arguments.show, tokenizer, **settings):
         trained = int(document.targets.sum())
         print(f"{document.place}: {counted(len(document.tokens), 'token')}, {trained:,} trained on")
-        print(preview(document.tokens, document.targets, tokenizer, colour=colour))
+        spans = [] if document.extras is None else document.extras.spans
+        print(preview(document.tokens, document.targets, tokenizer, colour=colour, pictures=spans))
         print()

@@ -27,6 +27,8 @@ class DataOptions:
         validation: File with the samples for evaluation; null evaluates nothing.
         validation_split: Share of the rows of data.train held out for evaluation, instead of a data.validation file,
             such as 0.05; train.seed decides which rows. null holds none out.
+        image_folder: Folder that the paths of pictures in records are relative to; null for the folder of the records'
+            own file.
         format: Shape of a record. "text" has text; "completion" has prompt and completion; "alpaca" has
             instruction, input and output; "sharegpt" has conversations; "messages" has messages with roles, which go
             through the tokenizer's chat template; "tokens" has input_ids and, where not all of them are trained on,
@@ -55,6 +57,7 @@ class DataOptions:
     mix: tuple[str, ...] = ()
     validation: str | None = None
     validation_split: float | None = None
+    image_folder: str | None = None
     format: Format = "auto"
     seq_length: int = 2048
     packing: Packing = False
@@ -95,7 +98,7 @@ class DataOptions:
         require_at_least("data.show", self.show, 0, "use for example 3")
         require_at_least("data.num_workers", self.num_workers, 0, "use for example 1")
         paths = {"train": self.train, "validation": self.validation, "tokenizer": self.tokenizer}
-        for name, path in (paths | {"chat_template": self.chat_template}).items():
+        for name, path in (paths | {"chat_template": self.chat_template, "image_folder": self.image_folder}).items():
             require(path != "", f"data.{name} is empty, but a path is expected: give a path, or null for none.")
         for entry in self.mix:
             _, weight = split_mix(entry)

@@ -46,8 +46,9 @@ SILENT: dict[str, tuple[str, ...]] = {
     "model": ("path", "init", "kernels", "attention"),
     # factors come from the checkpoint
     "lora": ("init", "init_from"),
-    # the content of the training data is compared by fingerprint, whatever its path; printed samples
-    "data": ("train", "tokenizer", "num_workers", "show"),
+    # the content of the training data is compared by fingerprint, whatever its path, and the names and sizes of its
+    # pictures with it; printed samples
+    "data": ("train", "image_folder", "tokenizer", "num_workers", "show"),
     # backends with the same update; when a run gives up; the initial loss scale, since the checkpoint has the current
     # one
     "optim": ("backend", "max_skipped_steps", "loss_scale"),

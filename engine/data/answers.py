@@ -17,13 +17,16 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from engine.data.chat import Message
 from engine.data.dataset import CHUNK, TokenDataset
+from engine.data.document import Document
 from engine.data.formats import ChatSample, CompletionSample
 from engine.data.record_files import Place, Record, expand_paths, read_records
-from engine.data.tokenize import Document, tokenize_samples
+from engine.data.tokenize import tokenize_samples
 from engine.data.tokenizer import Tokenizer
+from engine.data.vision.reader import PictureReader
+from engine.data.vision.records import PictureSample
 from engine.errors import UserError
 
-AnswerSample = CompletionSample | ChatSample
+AnswerSample = CompletionSample | ChatSample | PictureSample
 
 
 class Parsed(Protocol):
@@ -42,13 +45,14 @@ class AnswerCollector(ABC, Generic[ParsedRecord]):
     Args:
         seq_length: maximum tokens of one answer with its question.
         overlong: what happens to a longer one, as in `TokenDataset.build`; there is no "cut".
+        pictures: as for `engine.data.tokenize.tokenize_samples`.
     """
 
     width: ClassVar[int]
     """Samples, and so documents, per record."""
 
-    def __init__(self, seq_length: int, overlong: str) -> None:
-        self._seq_length, self._overlong = seq_length, overlong
+    def __init__(self, seq_length: int, overlong: str, pictures: PictureReader | None = None) -> None:
+        self._seq_length, self._overlong, self._pictures = seq_length, overlong, pictures
         self._records = 0
 
     def collect(
@@ -80,11 +84,14 @@ class AnswerCollector(ABC, Generic[ParsedRecord]):
             raise UserError(f"{names} has no records; give a file that has some.")
         dataset = self._dataset(names, packing=packing)
         dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
+        dataset.read_with(None if self._pictures is None else self._pictures.family)
         return dataset
 
     def _add_all(self, chunk: Sequence[ParsedRecord], tokenizer: Tokenizer) -> None:
         samples = [sample for record in chunk for sample in record.samples]
-        documents = tokenize_samples(samples, tokenizer, mask_prompt=True, stream_length=2, last_answer=True)
+        documents = tokenize_samples(
+            samples, tokenizer, mask_prompt=True, stream_length=2, last_answer=True, pictures=self._pictures
+        )
         of_records = zip(*[iter(documents)] * self.width, strict=True)
         for record, own in zip(chunk, of_records, strict=True):
             self._records += 1

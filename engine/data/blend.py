@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from engine.data.dataset import Stored, TokenDataset
 from engine.data.packing import Packs
+from engine.data.vision.columns import joined
 from engine.errors import UserError
 
 _MOST_ROWS = 10**9
@@ -65,6 +66,7 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
         np.concatenate([data.starts + base for data, base in zip(datasets, tokens.starts, strict=True)]),
         seq_length=first.seq_length,
         packing=first.packing,
+        vision=joined([data.vision for data in datasets], [len(data.lengths) for data in datasets]),
         stored=Stored(
             lengths=np.concatenate([data.lengths for data in datasets]),
             targets=np.concatenate([data.document_targets for data in datasets]),
@@ -73,6 +75,7 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
             rows=Packs(offsets=offsets.astype(np.int64), documents=np.concatenate(documents).astype(np.int64)),
         ),
     )
+    blended.read_with(first.family)
     return blended
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Answers, Batch
 from engine.data.dataset import TokenDataset
+from engine.data.vision.row_pictures import RowPictures, held_experts, held_images
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
 GPU_LENGTH_MULTIPLE = 128
@@ -75,7 +77,12 @@ def build_batch(
         length: S, at least the longest row.
         pad_token: id that fills a row's end; it belongs to the row's last document, has no label, and its positions
             continue.
+
+    Raises:
+        UserError: a picture that cannot be read.
     """
+    assert dataset.family is not None or dataset.vision is None, "pictures need a family that reads them"
+    pictures = None if dataset.family is None else RowPictures(dataset.family, dataset.vision)
     shape = (len(rows), length)
     tokens_BS = np.full(shape, pad_token, dtype=np.int64)
     labels_BS = np.full(shape, IGNORE_LABEL, dtype=np.int64)
@@ -84,15 +91,28 @@ def build_batch(
     document_lengths: list[int] = []
     for b, row in enumerate(rows):
         start = end = 0
-        for tokens, targets in () if row is None else dataset.documents(row):
+        after = 0  # position of what follows the last document
+        documents = () if row is None else dataset.rows.row(row).tolist()
+        for document, (tokens, targets) in zip(documents, () if row is None else dataset.documents(row), strict=True):
             if end > start:
                 document_lengths.append(end - start)
             start, end = end, end + len(tokens)
             tokens_BS[b, start:end] = tokens
             np.copyto(labels_BS[b, start : end - 1], tokens[1:], where=targets[1:])
-            positions_BS[b, start:end] = columns[: end - start]
-        positions_BS[b, start:] = columns[: length - start]
+            positions = columns[: end - start]
+            if pictures is not None:
+                positions = pictures.add(
+                    document,
+                    number=len(document_lengths),
+                    start=b * length + start,
+                    length=end - start,
+                    labels=labels_BS[b, start:end],
+                )
+            positions_BS[b, start:end] = positions
+            after = int(positions[-1]) + 1
+        positions_BS[b, end:] = after + columns[: length - end]
         document_lengths.append(length - start)
+    found = None if pictures is None else pictures.collected(labels_BS.size)
     token_index_BS = np.asarray(slots, dtype=np.int64)[:, None] * dataset.seq_length + columns
     return Batch(
         tokens_BS=torch.from_numpy(tokens_BS),
@@ -103,6 +123,9 @@ def build_batch(
         document_offsets=torch.from_numpy(np.cumsum([0, *document_lengths], dtype=np.int32)),
         document_lengths=tuple(document_lengths),
         answers=_answers(dataset, rows, length, labels_BS) if dataset.compares else None,
+        images=None if found is None else found.images,
+        cross_images=None if found is None else found.cross_images,
+        experts=None if found is None else found.experts,
     )
 
 
@@ -136,13 +159,17 @@ def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
         size=size, num_rows=batch.num_rows, row_length=batch.row_length, document_lengths=batch.document_lengths
     )
     columns = torch.cat([torch.arange(*span) for span in rank_columns(batch.row_length, size, rank)])
-    held = {
+    held: dict[str, Any] = {
         name: getattr(batch, name)[:, columns]
         for name in ("tokens_BS", "labels_BS", "positions_BS", "token_index_BS", "loss_weights_BS")
     }
     answers = batch.answers
     if answers is not None:
         answers = replace(answers, ids_BS=answers.ids_BS[:, columns])
+    if batch.images is not None:
+        held["images"] = held_images(batch.images, columns, batch.row_length)
+    if batch.experts is not None:
+        held["experts"] = held_experts(batch.experts, columns, batch.row_length)
     return replace(batch, context_plan=make_plan(layout, rank), answers=answers, **held)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.record_files import Place
 from engine.telemetry.format import counted
 
 Unit = Literal["document", "pair", "answer"]
@@ -33,6 +34,8 @@ class DatasetReport:
         dropped_prompt_only: units dropped because truncation leaves nothing of their answer.
         dropped_without_target: units dropped because they have no target.
         dropped_alike: pairs dropped because both answers are the same.
+        dropped_in_picture: units dropped because truncation would cut through a picture.
+        first_in_picture: the record of the first of them.
         packing_efficiency: tokens over rows times row length, or None without packing.
         left_over: tokens that concatenation drops, because they fill no row or are in one without a target.
         seconds: time it took.
@@ -53,13 +56,16 @@ class DatasetReport:
     dropped_prompt_only: int = 0
     dropped_without_target: int = 0
     dropped_alike: int = 0
+    dropped_in_picture: int = 0
+    first_in_picture: str = ""
     packing_efficiency: float | None = None
     left_over: int = 0
     seconds: float = 0.0
 
     @property
     def dropped(self) -> int:
-        return self.dropped_overlong + self.dropped_prompt_only + self.dropped_without_target + self.dropped_alike
+        whole = self.dropped_overlong + self.dropped_prompt_only + self.dropped_without_target
+        return whole + self.dropped_alike + self.dropped_in_picture
 
     def summary(self) -> str:
         """Returns one line for a log."""
@@ -74,6 +80,7 @@ class DatasetReport:
             (self.dropped_prompt_only, "dropped with no answer token left"),
             (self.dropped_without_target, "dropped with no token to train on"),
             (self.dropped_alike, "dropped with two equal answers"),
+            (self.dropped_in_picture, "dropped where a picture would be cut"),
         ):
             if count:
                 parts.append(f"{count:,} {what}")
@@ -100,6 +107,12 @@ class DatasetReport:
                 f"the prompt alone fills data.seq_length {self.limit}, so none of the answer is left to train on; the "
                 f"longest {self.unit} has {counted(self.longest, 'token')}"
             )
+        if self.dropped_in_picture:
+            found.append(
+                f"{self.dropped_in_picture:,} of {counted(total, self.unit)} {_is(self.dropped_in_picture)} dropped: "
+                f"data.seq_length {self.limit} would cut inside a picture, first in {self.first_in_picture}; the "
+                f"longest {self.unit} has {counted(self.longest, 'token')}"
+            )
         return found
 
     def nothing_left(self, names: str, expected: str) -> str:
@@ -117,14 +130,30 @@ class DatasetReport:
                 (self.dropped_prompt_only, "has", "have", f"a prompt that alone fills {limit}"),
                 (self.dropped_without_target, "has", "have", "no token to train on"),
                 (self.dropped_alike, "has", "have", "two equal answers"),
+                (self.dropped_in_picture, "has", "have", f"a picture that {limit} would cut"),
             )
             if count
         ]
         whole = f"of {counted(self.documents + self.dropped, self.unit)} " if reasons else ""
         advice = f"raise data.seq_length (the longest {self.unit} has {counted(self.longest, 'token')})"
-        if not (self.dropped_overlong or self.dropped_prompt_only):
+        if not (self.dropped_overlong or self.dropped_prompt_only or self.dropped_in_picture):
             advice = "give records with tokens to train on"
         return f"{names} leaves {expected}: {whole}{' and '.join(reasons)}{'; ' if reasons else ''}{advice}."
+
+
+class DroppedPlaces:
+    """Counts records that are dropped because truncation would cut through a picture, and keeps the first."""
+
+    def __init__(self) -> None:
+        self._count, self._first = 0, ""
+
+    def add(self, place: Place) -> None:
+        self._first = self._first or str(place)
+        self._count += 1
+
+    def told(self, report: DatasetReport) -> DatasetReport:
+        """Returns a report with these counts."""
+        return replace(report, dropped_in_picture=self._count, first_in_picture=self._first)
 
 
 def context_warning(seq_length: int, lengths: NDArray[np.int64], context: int) -> str | None:

@@ -21,12 +21,16 @@ from numpy.typing import NDArray
 
 from engine.config.data import FORMATS, OVERLONG, Packing
 from engine.data.concatenate import concatenate
-from engine.data.data_report import DatasetReport
+from engine.data.data_report import DatasetReport, DroppedPlaces
+from engine.data.document import Document
 from engine.data.formats import Sample, read_samples
 from engine.data.packing import Packs, one_each, pack
 from engine.data.record_files import expand_paths
-from engine.data.tokenize import Document, cut_document, tokenize_samples
+from engine.data.tokenize import cut_document, tokenize_samples
 from engine.data.tokenizer import Tokenizer
+from engine.data.vision.columns import Extras, VisionColumns, vision_columns
+from engine.data.vision.family import VisionFamily
+from engine.data.vision.reader import PictureReader
 from engine.errors import UserError
 from engine.kernels.native import packing as native_packing
 from engine.kernels.native.loader import native_status
@@ -54,16 +58,22 @@ class Stored:
     rows: Packs | None = None
 
 
-def _in_memory(tokens: NDArray[np.integer], targets: NDArray[np.bool_] | None, offsets: NDArray[np.int64]) -> Stored:
+def _in_memory(
+    tokens: NDArray[np.integer],
+    targets: NDArray[np.bool_] | None,
+    offsets: NDArray[np.int64],
+    vision: VisionColumns | None,
+) -> Stored:
     """Describes contiguous documents in memory."""
     assert targets is not None and offsets[0] == 0, "documents in memory have targets"
     assert len(tokens) == len(targets) == offsets[-1], (len(tokens), len(targets))
     assert not targets[offsets[:-1]].any(), "the first token of a document has nothing to be predicted from"
     sums = np.zeros(len(tokens) + 1, dtype=np.int64)
     np.cumsum(targets, out=sums[1:])
+    counts = sums[offsets[1:]] - sums[offsets[:-1]]
     return Stored(
         lengths=np.diff(offsets),
-        targets=sums[offsets[1:]] - sums[offsets[:-1]],
+        targets=counts if vision is None else counts + vision.label_counts,
         max_token=int(tokens.max()) if len(tokens) else -1,
     )
 
@@ -85,6 +95,7 @@ class TokenDataset:
         mismatched: the same questions, each with another question's answer, in the same rows; None where the objective
             needs none.
         report: counts of the records so far; completed here.
+        vision: pictures and odd labels of the documents, of a vision-language model; None where there are none.
         stored: how much of a token store each document is, where the arrays are mapped from files and must not be read
             as a whole.
 
@@ -103,10 +114,11 @@ class TokenDataset:
         signs: NDArray[np.float32] | None = None,
         sizes: NDArray[np.int64] | None = None,
         mismatched: TokenDataset | None = None,
+        vision: VisionColumns | None = None,
         report: DatasetReport | None = None,
         stored: Stored | None = None,
     ) -> None:
-        stored = stored or _in_memory(tokens, targets, offsets)
+        stored = stored or _in_memory(tokens, targets, offsets, vision)
         lengths = stored.lengths
         assert len(lengths) % group == 0 and (group == 1 or signs is not None), (len(lengths), group)
         assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= seq_length, (lengths, seq_length)
@@ -124,6 +136,10 @@ class TokenDataset:
         self.compares = signs is not None
         """Whether documents are answers that are compared."""
         self.mismatched = mismatched
+        self.vision = vision
+        """What the documents have beside their tokens."""
+        self.family: VisionFamily | None = None
+        """What reads the pictures, of a vision-language model; see `read_with`."""
         self.signs = np.ones(len(lengths), dtype=np.float32) if signs is None else signs
         self.reference_logps: NDArray[np.float32] | None = None
         """float32 [D], log-likelihood of each answer under the reference, where it was computed before training."""
@@ -149,6 +165,12 @@ class TokenDataset:
             packing_efficiency=int(self.row_lengths.sum()) / max(len(packs) * seq_length, 1) if packing else None,
         )
 
+    def read_with(self, family: VisionFamily | None) -> None:
+        """Sets the family of a vision-language model, which reads pictures and places features; it is no data."""
+        self.family = family
+        if self.mismatched is not None:
+            self.mismatched.read_with(family)
+
     def __len__(self) -> int:
         """Returns the number of rows."""
         return len(self.rows)
@@ -173,7 +195,11 @@ class TokenDataset:
         else:
             assert self.targets is not None
             arrays += [self.tokens, self.targets]
-        for array in [*arrays, self.signs] if self.compares else arrays:
+        if self.compares:
+            arrays.append(self.signs)
+        if self.vision is not None and self._identity is None:
+            arrays += self.vision.identity()
+        for array in arrays:
             digest.update(f"{array.dtype.str}{len(array)};".encode())
             digest.update(np.ascontiguousarray(array).data)
         if self.mismatched is not None:
@@ -210,6 +236,7 @@ class TokenDataset:
         overlong: str = "truncate",
         mask_prompt: bool = True,
         progress: Callable[[int, int], None] | None = None,
+        pictures: PictureReader | None = None,
     ) -> TokenDataset:
         """Reads and tokenises files.
 
@@ -224,6 +251,7 @@ class TokenDataset:
                 stream is cut into rows and never overlong.
             mask_prompt: train only on completions and assistant turns.
             progress: called with (records done, records in all) now and then.
+            pictures: as for `engine.data.tokenize.tokenize_samples`.
 
         Raises:
             UserError: a file or record that cannot be used, or nothing left to train on.
@@ -242,18 +270,20 @@ class TokenDataset:
         for _, samples in sources:
             for chunk in _chunks(samples):
                 for document in tokenize_samples(
-                    chunk, tokenizer, mask_prompt=mask_prompt, stream_length=stream_length
+                    chunk, tokenizer, mask_prompt=mask_prompt, stream_length=stream_length, pictures=pictures
                 ):
                     collected.add(document)
                 collected.records += len(chunk)
                 if progress is not None:
                     progress(collected.records, total)
         arrays, report = collected.arrays(", ".join(map(str, files))), collected.report()
+        vision = collected.vision()
         if packing == "concatenate":
             *arrays, left_over = concatenate(*arrays, seq_length)
             report = replace(report, left_over=left_over)
-        dataset = cls(*arrays, seq_length=seq_length, packing=bool(packing), report=report)
+        dataset = cls(*arrays, seq_length=seq_length, packing=bool(packing), vision=vision, report=report)
         dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
+        dataset.read_with(None if pictures is None else pictures.family)
         return dataset
 
 
@@ -267,6 +297,8 @@ class _Collector:
         self.records = 0
         self.tokens: list[NDArray[np.int32]] = []
         self.targets: list[NDArray[np.bool_]] = []
+        self.extras: list[Extras | None] = []
+        self.in_picture = DroppedPlaces()
         self.documents = self.cut = self.longest = self.truncated = self.lost_tokens = 0
         self.dropped_overlong = self.dropped_prompt_only = self.dropped_without_target = 0
 
@@ -274,6 +306,11 @@ class _Collector:
         self.longest = max(self.longest, len(document.tokens))
         if not document.targets.any():
             self.dropped_without_target += 1
+        elif self.concatenated and document.extras is not None:
+            raise document.place.error(
+                "the conversation is for a vision-language model, but data.packing concatenate cuts documents "
+                "anywhere, pictures too; set data.packing to true."
+            )
         elif len(document.tokens) <= self.seq_length or self._continues(document):
             self._keep(document)
         elif self.overlong == "error":
@@ -283,23 +320,31 @@ class _Collector:
             )
         elif self.overlong == "drop":
             self.dropped_overlong += 1
+        elif self.overlong == "cut" and document.extras is not None:
+            raise document.place.error(
+                f"the record has {len(document.tokens)} tokens, more than data.seq_length {self.seq_length}, and a "
+                "conversation for a vision-language model cannot be cut into several; set data.overlong to truncate "
+                "or drop."
+            )
         elif self.overlong == "cut":
             pieces = [piece for piece in cut_document(document, self.seq_length) if piece.targets.any()]
             self.cut += 1
             self._keep(*pieces)
-        elif not document.targets[: self.seq_length].any():
+        elif (beginning := document.beginning(self.seq_length)) is None:
+            self.in_picture.add(document.place)
+        elif not beginning.targets.any():
             self.dropped_prompt_only += 1
         else:
             self.truncated += 1
             self.lost_tokens += len(document.tokens) - self.seq_length
-            limit = self.seq_length
-            self._keep(replace(document, tokens=document.tokens[:limit], targets=document.targets[:limit]))
+            self._keep(beginning)
 
     def _keep(self, *pieces: Document) -> None:
         """Adds the pieces of one document."""
         self.documents += 1
         self.tokens += [piece.tokens for piece in pieces]
         self.targets += [piece.targets for piece in pieces]
+        self.extras += [piece.extras for piece in pieces]
 
     def _continues(self, document: Document) -> bool:
         """Returns whether a document continues in the next row."""
@@ -315,8 +360,11 @@ class _Collector:
         lengths = [len(tokens) for tokens in self.tokens]
         return (np.concatenate(self.tokens), np.concatenate(self.targets), np.cumsum([0, *lengths], dtype=np.int64))
 
+    def vision(self) -> VisionColumns | None:
+        return vision_columns(self.extras)
+
     def report(self) -> DatasetReport:
-        return DatasetReport(
+        report = DatasetReport(
             limit=self.seq_length,
             records=self.records,
             documents=self.documents,
@@ -328,6 +376,7 @@ class _Collector:
             dropped_prompt_only=self.dropped_prompt_only,
             dropped_without_target=self.dropped_without_target,
         )
+        return self.in_picture.told(report)
 
 
 def _chunks(samples: Iterator[Sample]) -> Iterator[list[Sample]]:

@@ -10,8 +10,10 @@
 | messages   | JSON, JSONL | messages: turns of {role, content, and whatever the chat template reads}                |
 | tokens     | JSON, JSONL | input_ids, and optionally labels: the same ids, or -100 where a token is no target       |
 
+Conversations may have pictures (image, images, or content in parts); see engine.data.vision.records.
+
 `auto` looks at the fields of a file's first record. Other fields (ids, sources) are ignored, but a field that
-carries content which the format cannot use (images, an earlier history) is an error, because ignoring it would
+carries content which the format cannot use (videos, an earlier history) is an error, because ignoring it would
 train on something else than the record says.
 """
 
@@ -30,6 +32,8 @@ from engine.config.data import FORMATS
 from engine.data.chat import Message
 from engine.data.named_templates import ALPACA_TASK
 from engine.data.record_files import Place, Record, read_records, read_text
+from engine.data.vision.records import FIELDS as PICTURE_FIELDS
+from engine.data.vision.records import PictureSample, has_pictures, picture_sample
 from engine.errors import UserError
 
 ALPACA_PROMPT = ALPACA_TASK + "\n\n### Instruction:\n{instruction}\n\n"
@@ -47,7 +51,7 @@ _FIELDS = {
     "text": ("text",),
     "tokens": ("input_ids",),
 }
-_UNUSABLE = ("images", "videos", "audios", "history", "tools", "chat_template_kwargs")
+_UNUSABLE = ("videos", "audios", "history", "tools", "chat_template_kwargs")
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _MESSAGE_ROLES = ("system", "user", "assistant", "tool")
 
@@ -92,7 +96,7 @@ class TokenSample:
     answers: NDArray[np.bool_]
 
 
-Sample = TextSample | CompletionSample | ChatSample | TokenSample
+Sample = TextSample | CompletionSample | ChatSample | PictureSample | TokenSample
 
 
 def read_samples(path: Path, data_format: str) -> tuple[int, Iterator[Sample]]:
@@ -131,6 +135,9 @@ def parse_record(place: Place, record: Record, data_format: str) -> Sample:
         UserError: a field is missing or is not what the format expects.
     """
     refuse_unusable(place, record)
+    if data_format in ("messages", "sharegpt"):
+        return _conversation(place, record, data_format)
+    refuse_pictures(place, record, f"the format {data_format}")
     if data_format == "text":
         return TextSample(place, string_field(place, record, "text", data_format))
     if data_format == "completion":
@@ -141,9 +148,8 @@ def parse_record(place: Place, record: Record, data_format: str) -> Sample:
         )
     if data_format == "alpaca":
         return _alpaca(place, record)
-    if data_format == "tokens":
-        return _tokens(place, record)
-    return _conversation(place, record, data_format)
+    assert data_format == "tokens", data_format
+    return _tokens(place, record)
 
 
 def refuse_unusable(place: Place, record: Record) -> None:
@@ -155,6 +161,19 @@ def refuse_unusable(place: Place, record: Record) -> None:
     for field in _UNUSABLE:
         if record.get(field):
             raise place.error(f"field '{field}' is not supported; remove it, or remove such records from the data.")
+
+
+def refuse_pictures(place: Place, record: Record, what: str) -> None:
+    """Refuses a record that names pictures where what it is written in has no place for them.
+
+    Raises:
+        UserError: it names one.
+    """
+    for field in PICTURE_FIELDS:
+        if record.get(field):
+            raise place.error(
+                f"field '{field}' names a picture, for which {what} has no place; write conversations or messages."
+            )
 
 
 def detect_format(place: Place, record: Record) -> str:
@@ -263,6 +282,17 @@ def _conversation(place: Place, record: Record, data_format: str) -> ChatSample:
         raise place.error(
             f"field '{field}' has no turn of the assistant, so there is nothing to train on; add its answer."
         )
+    return conversation_sample(place, record, messages)
+
+
+def conversation_sample(place: Place, record: Record, messages: tuple[Message, ...]) -> ChatSample | PictureSample:
+    """Returns a conversation, with the pictures that its record names.
+
+    Raises:
+        UserError: a picture and its place do not find each other.
+    """
+    if has_pictures(record, messages):
+        return picture_sample(place, record, messages)
     return ChatSample(place, messages)
 
 
@@ -305,7 +335,14 @@ def _message_turn(place: Place, turn: dict[str, Any], prefix: str) -> Message:
     role = string_field(place, turn, "role", "messages", prefix)
     if role not in _MESSAGE_ROLES:
         raise place.error(f"field '{prefix}role' is '{role}', expected one of {', '.join(_MESSAGE_ROLES)}; rename it.")
+    content = turn.get("content")
+    if isinstance(content, list):  # parts are checked where pictures are looked for
+        return turn if len(content) != 1 or not _is_text(content[0]) else {**turn, "content": content[0]["text"]}
     # A turn that only calls tools may have no content.
     if not (turn.get("tool_calls") and turn.get("content") is None):
         string_field(place, turn, "content", "messages", prefix)
     return turn
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)

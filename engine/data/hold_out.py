@@ -43,7 +43,7 @@ def _rows(dataset: TokenDataset, rows: NDArray[np.int64]) -> TokenDataset:
     group = dataset.group
     documents = [dataset.rows.row(row)[::group] // group for row in rows.tolist()]
     offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-    return TokenDataset(
+    part = TokenDataset(
         dataset.tokens,
         dataset.targets,
         dataset.starts,
@@ -51,6 +51,7 @@ def _rows(dataset: TokenDataset, rows: NDArray[np.int64]) -> TokenDataset:
         packing=dataset.packing,
         group=group,
         signs=dataset.signs if dataset.compares else None,
+        vision=dataset.vision,
         mismatched=None if dataset.mismatched is None else _rows(dataset.mismatched, rows),
         report=DatasetReport(unit=dataset.report.unit, documents=int(offsets[-1])),
         stored=Stored(
@@ -61,3 +62,5 @@ def _rows(dataset: TokenDataset, rows: NDArray[np.int64]) -> TokenDataset:
             rows=Packs(offsets=offsets, documents=np.concatenate(documents)),
         ),
     )
+    part.read_with(dataset.family)
+    return part

@@ -24,10 +24,18 @@ from numpy.typing import NDArray
 from engine.data.answers import AnswerCollector, AnswerSample, ends_with_answer
 from engine.data.data_report import DatasetReport
 from engine.data.dataset import TokenDataset
-from engine.data.formats import ChatSample, CompletionSample, conversation_turns, parse_record, refuse_unusable
+from engine.data.document import Document
+from engine.data.formats import (
+    ChatSample,
+    CompletionSample,
+    conversation_turns,
+    parse_record,
+    refuse_pictures,
+    refuse_unusable,
+)
 from engine.data.record_files import Place, Record
-from engine.data.tokenize import Document
 from engine.data.tokenizer import Tokenizer
+from engine.data.vision.reader import PictureReader
 from engine.errors import UserError
 from engine.telemetry.format import counted
 
@@ -68,6 +76,7 @@ def parse_judged(place: Place, record: Record) -> Judged:
     if not isinstance(record[label], bool):
         raise place.error(f"field '{label}' is {record[label]!r}, expected true or false; correct the record.")
     refuse_unusable(place, record)
+    refuse_pictures(place, record, "objective.name kto")
     return Judged(_sample(place, record, found), record[label])
 
 
@@ -97,6 +106,7 @@ def build_judged(
     packing: bool = False,
     overlong: str = "truncate",
     progress: Callable[[int, int], None] | None = None,
+    pictures: PictureReader | None = None,
 ) -> TokenDataset:
     """Reads and tokenises files of judged answers; arguments as for `engine.data.preference_pairs.build_pairs`, but a
     row has room for `seq_length` tokens.
@@ -104,7 +114,7 @@ def build_judged(
     Raises:
         UserError: a file or record that cannot be used, or fewer than two answers, which leaves none to mismatch.
     """
-    collector = _Answers(seq_length, overlong)
+    collector = _Answers(seq_length, overlong, pictures)
     return collector.collect(paths, parse_judged, tokenizer=tokenizer, packing=packing, progress=progress)
 
 
@@ -113,8 +123,8 @@ class _Answers(AnswerCollector[Judged]):
 
     width = 1
 
-    def __init__(self, seq_length: int, overlong: str) -> None:
-        super().__init__(seq_length, overlong)
+    def __init__(self, seq_length: int, overlong: str, pictures: PictureReader | None) -> None:
+        super().__init__(seq_length, overlong, pictures)
         self._whole: list[Document] = []
         self._liked: list[bool] = []
         self._longest = self._truncated = self._lost = self._too_long = self._prompt_only = self._without_target = 0

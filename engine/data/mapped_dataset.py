@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from engine.data.data_report import DatasetReport
 from engine.data.dataset import Stored, TokenDataset
 from engine.data.packing import Packs
+from engine.data.vision.columns import VisionColumns
 
-_FACTS, _MISMATCHED = "facts.json", "mismatched"
+_FACTS, _MISMATCHED, _VISION = "facts.json", "mismatched", "vision-"
 
 
 def save_dataset(dataset: TokenDataset, folder: Path) -> None:
@@ -42,6 +43,8 @@ def save_dataset(dataset: TokenDataset, folder: Path) -> None:
     }
     if dataset.compares:
         arrays["signs"] = dataset.signs
+    if dataset.vision is not None:
+        arrays |= {_VISION + name: array for name, array in dataset.vision.arrays().items()}
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
     facts = {
@@ -66,6 +69,7 @@ def map_dataset(folder: Path) -> TokenDataset:
     arrays = {path.stem: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)) for path in folder.glob("*.npy")}
     facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     mismatched = folder / _MISMATCHED
+    vision = {name.removeprefix(_VISION): array for name, array in arrays.items() if name.startswith(_VISION)}
     return TokenDataset(
         arrays["tokens"],
         arrays["targets"],
@@ -75,6 +79,7 @@ def map_dataset(folder: Path) -> TokenDataset:
         group=facts["group"],
         signs=arrays.get("signs"),
         mismatched=map_dataset(mismatched) if mismatched.is_dir() else None,
+        vision=VisionColumns(**vision) if vision else None,
         report=DatasetReport(**facts["report"]),
         stored=Stored(
             lengths=arrays["lengths"],

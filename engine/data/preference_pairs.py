@@ -26,21 +26,24 @@ import numpy as np
 
 from engine.data.answers import AnswerCollector, AnswerSample, ends_with_answer
 from engine.data.chat import Message
-from engine.data.data_report import DatasetReport
+from engine.data.data_report import DatasetReport, DroppedPlaces
 from engine.data.dataset import TokenDataset
+from engine.data.document import Document
 from engine.data.formats import (
     ALPACA_PROMPT,
     ALPACA_PROMPT_WITH_INPUT,
     ALPACA_RESPONSE,
-    ChatSample,
     CompletionSample,
+    conversation_sample,
     conversation_turns,
+    refuse_pictures,
     refuse_unusable,
     string_field,
 )
 from engine.data.record_files import Place, Record
-from engine.data.tokenize import Document
 from engine.data.tokenizer import Tokenizer
+from engine.data.vision.columns import vision_columns
+from engine.data.vision.reader import PictureReader
 from engine.errors import UserError
 
 ANSWERS = ("chosen", "rejected")
@@ -74,11 +77,13 @@ def parse_pair(place: Place, record: Record) -> Pair:
                 f"'{answer}', or set objective.name to {other}."
             )
     refuse_unusable(place, record)
+    sides: list[AnswerSample]
     if isinstance(record["chosen"], str):
+        refuse_pictures(place, record, "answers that are texts")
         prompt, answers = _texts(place, record)
         sides = [CompletionSample(place, prompt, answer) for answer in answers]
     else:
-        sides = [ChatSample(place, turns) for turns in _conversations(place, record)]
+        sides = [conversation_sample(place, record, turns) for turns in _conversations(place, record)]
     return Pair(place, *sides)
 
 
@@ -135,6 +140,7 @@ def build_pairs(
     packing: bool = False,
     overlong: str = "truncate",
     progress: Callable[[int, int], None] | None = None,
+    pictures: PictureReader | None = None,
 ) -> TokenDataset:
     """Reads and tokenises files of pairs.
 
@@ -145,11 +151,12 @@ def build_pairs(
         packing: put several pairs into a row.
         overlong: as in `TokenDataset.build`, for each side; a pair is dropped when one of its sides is.
         progress: called with (records done, records in all) now and then.
+        pictures: as for `engine.data.tokenize.tokenize_samples`.
 
     Raises:
         UserError: a file or record that cannot be used, or nothing left to compare.
     """
-    collector = _Pairs(seq_length, overlong)
+    collector = _Pairs(seq_length, overlong, pictures)
     return collector.collect(paths, parse_pair, tokenizer=tokenizer, packing=packing, progress=progress)
 
 
@@ -158,10 +165,11 @@ class _Pairs(AnswerCollector[Pair]):
 
     width = 2
 
-    def __init__(self, seq_length: int, overlong: str) -> None:
-        super().__init__(seq_length, overlong)
+    def __init__(self, seq_length: int, overlong: str, pictures: PictureReader | None) -> None:
+        super().__init__(seq_length, overlong, pictures)
         self._kept: list[Document] = []
         self._longest = self._truncated = self._lost = 0
+        self._in_picture = DroppedPlaces()
         self._overlong_pairs = self._prompt_only = self._without_target = self._alike = 0
 
     def _add(self, record: Pair, documents: tuple[Document, ...]) -> None:
@@ -177,7 +185,10 @@ class _Pairs(AnswerCollector[Pair]):
         if longest > limit and self._overlong == "drop":
             self._overlong_pairs += 1
             return
-        sides = [replace(side, tokens=side.tokens[:limit], targets=side.targets[:limit]) for side in documents]
+        sides = [side for document in documents if (side := document.beginning(limit)) is not None]
+        if len(sides) < self.width:
+            self._in_picture.add(record.place)
+            return
         if not all(side.targets.any() for side in documents):
             self._without_target += 1
         elif not all(side.targets.any() for side in sides):
@@ -203,6 +214,7 @@ class _Pairs(AnswerCollector[Pair]):
             dropped_without_target=self._without_target,
             dropped_alike=self._alike,
         )
+        report = self._in_picture.told(report)
         if not self._kept:
             raise UserError(report.nothing_left(names, "nothing to compare"))
         lengths = [len(document.tokens) for document in self._kept]
@@ -214,6 +226,7 @@ class _Pairs(AnswerCollector[Pair]):
             packing=packing,
             group=2,
             signs=np.tile(np.array([1.0, -1.0], dtype=np.float32), len(self._kept) // 2),
+            vision=vision_columns([document.extras for document in self._kept]),
             report=report,
         )
 

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.data.document import Document
 from engine.data.formats import Sample, parse_record
-from engine.data.tokenize import Document, tokenize_samples
+from engine.data.tokenize import tokenize_samples
 from engine.data.tokenizer import Tokenizer
+from engine.data.vision.family import Span
+from engine.data.vision.reader import PictureReader
 from engine.data.work_units import plan_units, unit_records
 from engine.errors import UserError
 
@@ -21,7 +24,13 @@ _TARGET, _GIVEN, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 
 
 def first_documents(
-    files: Sequence[Path], count: int, tokenizer: Tokenizer, *, data_format: str, mask_prompt: bool
+    files: Sequence[Path],
+    count: int,
+    tokenizer: Tokenizer,
+    *,
+    data_format: str,
+    mask_prompt: bool,
+    pictures: PictureReader | None = None,
 ) -> Iterator[Document]:
     """Yields the first documents of some files, reading no more of these than necessary.
 
@@ -29,8 +38,13 @@ def first_documents(
         UserError: a file or record that cannot be used.
     """
     samples = islice(_samples(files, data_format), count)
-    settings = {"mask_prompt": mask_prompt, "stream_length": MOST_TOKENS}
-    documents = (document for sample in samples for document in tokenize_samples([sample], tokenizer, **settings))
+    documents = (
+        document
+        for sample in samples
+        for document in tokenize_samples(
+            [sample], tokenizer, mask_prompt=mask_prompt, stream_length=MOST_TOKENS, pictures=pictures
+        )
+    )
     yield from islice(documents, count)
 
 
@@ -43,7 +57,12 @@ def _samples(files: Sequence[Path], data_format: str) -> Iterator[Sample]:
 
 
 def preview(
-    tokens: Sequence[int] | np.ndarray, targets: Sequence[bool] | np.ndarray, tokenizer: Tokenizer, *, colour: bool
+    tokens: Sequence[int] | np.ndarray,
+    targets: Sequence[bool] | np.ndarray,
+    tokenizer: Tokenizer,
+    *,
+    colour: bool,
+    pictures: Sequence[Span] = (),
 ) -> str:
     """Returns a document's text, with target tokens in colour or in ⟦brackets⟧; line breaks show as ↵ too.
 
@@ -52,18 +71,30 @@ def preview(
         targets: whether each is a target.
         tokenizer: decodes them, control tokens too.
         colour: for a terminal.
+        pictures: the tokens that features of pictures replace, which are counted instead of shown.
     """
     mark, given, plain = (_TARGET, _GIVEN, _PLAIN) if colour else ("⟦", "", "")
     text, ids, before = "", list[int](), ""
-    pairs = zip(np.asarray(tokens[:MOST_TOKENS]).tolist(), np.asarray(targets[:MOST_TOKENS]).tolist(), strict=True)
-    for is_target, run in groupby(pairs, key=lambda pair: pair[1]):
-        ids += (part := [token for token, _ in run])
+    kinds = np.asarray(targets[:MOST_TOKENS]).astype(np.int64)
+    for number, (start, end) in enumerate(pictures):
+        kinds[start:end] = -1 - number  # tiles side by side are shown apart
+    for kind, run in groupby(zip(np.asarray(tokens[:MOST_TOKENS]).tolist(), kinds.tolist(), strict=True), _kind):
+        part = [token for token, _ in run]
+        if kind < 0:
+            text += f"{given}⟨{len(part)} features⟩{plain}"
+            ids, before = [], ""
+            continue
+        ids += part
         whole = tokenizer.show(ids)  # a space may begin a run, but no text
         piece = _printable(whole[len(before) :] if whole.startswith(before) else tokenizer.show(part))
         before = whole
-        text += f"{mark}{piece}{plain or '⟧'}" if is_target else f"{given}{piece}{plain}"
+        text += f"{mark}{piece}{plain or '⟧'}" if kind else f"{given}{piece}{plain}"
     left = len(tokens) - MOST_TOKENS
     return text + (f" ... {left:,} more tokens" if left > 0 else "")
+
+
+def _kind(pair: tuple[int, int]) -> int:
+    return pair[1]
 
 
 def _printable(text: str) -> str:

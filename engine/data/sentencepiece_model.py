@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,12 +31,14 @@ class SentencePieceTokenizer:
         path: the file.
         adds_bos: whether documents open with the begin token; the file itself does not say. None: they do where the
             model defines one, as in the Llama family.
+        added: whole tokens beside the pieces, by their text, as tokenizer_config.json names them; only what takes
+            a text apart at them encodes them.
     """
 
     has_chat_template = False
     chat_template = None
 
-    def __init__(self, path: Path, *, adds_bos: bool | None = None) -> None:
+    def __init__(self, path: Path, *, adds_bos: bool | None = None, added: Mapping[str, int] | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
 
         model = read_bytes(path, "give a .model file or a folder with tokenizer.json")
@@ -49,7 +51,9 @@ class SentencePieceTokenizer:
                 f"{path} is not a sentencepiece model ({error}); give a .model file or a folder with tokenizer.json."
             ) from error
         self._path = path
-        self.vocab_size: int = self._processor.vocab_size()
+        self.added_tokens: Mapping[str, int] = added or {}
+        self._added_texts = {token_id: text for text, token_id in self.added_tokens.items()}
+        self.vocab_size = max(self._processor.vocab_size(), 1 + max(self._added_texts, default=-1))
         self.bos_id = self._defined(self._processor.bos_id())
         self.eos_id = self._defined(self._processor.eos_id())
         self.adds_bos = self.bos_id is not None and adds_bos is not False
@@ -76,7 +80,9 @@ class SentencePieceTokenizer:
         pieces: list[list[int] | str] = [[]]
         for token_id in map(int, ids):
             last = pieces[-1]
-            if token_id < self.vocab_size and self._processor.is_control(token_id):
+            if token_id in self._added_texts:
+                pieces += [self._added_texts[token_id], []]
+            elif token_id < self._processor.vocab_size() and self._processor.is_control(token_id):
                 pieces += [self._processor.id_to_piece(token_id), []]
             elif isinstance(last, list):
                 last.append(token_id)

@@ -12,34 +12,19 @@ prompt may fuse with the first of the completion into a token that no prompt con
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine.data.document import Document
 from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample, TokenSample
-from engine.data.record_files import Place
-from engine.data.template import RunawayTemplate
-from engine.data.tokenizer import Learn, Tokenizer
+from engine.data.template import Learn, RunawayTemplate
+from engine.data.tokenizer import Tokenizer
+from engine.data.vision.reader import PictureReader
+from engine.data.vision.records import PictureSample
 from engine.errors import UserError
 
 SEGMENT_CHARACTERS = 1 << 22
 """A stream is encoded in pieces of about this many characters, cut after a line end, to bound the memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """The tokens of one document.
-
-    Args:
-        place: the record it came from.
-        tokens: int32 ids.
-        targets: bool; whether the token is a target. The first never is.
-    """
-
-    place: Place
-    tokens: NDArray[np.int32]
-    targets: NDArray[np.bool_]
 
 
 def tokenize_samples(
@@ -49,8 +34,10 @@ def tokenize_samples(
     mask_prompt: bool,
     stream_length: int,
     last_answer: bool = False,
+    pictures: PictureReader | None = None,
 ) -> Iterator[Document]:
-    """Yields the documents of some samples, in order; one each, but several for a stream.
+    """Yields the documents of some samples, in order; one each, but several for a stream, and for a conversation
+    whose layout has room for one answer only.
 
     Args:
         samples: of any kind; their texts are encoded together, so give many at once.
@@ -58,6 +45,8 @@ def tokenize_samples(
         mask_prompt: train only on completions and assistant turns; otherwise on every token but the first.
         stream_length: tokens of one cut of a stream.
         last_answer: train on the last answer of a conversation only.
+        pictures: reads conversations, with pictures and without, where the model has its own layout for them; None
+            where it reads none.
 
     Raises:
         UserError: a conversation that the chat template cannot render, or completions without an end token.
@@ -66,16 +55,21 @@ def tokenize_samples(
     encoded = iter(tokenizer.encode_many(texts))
     begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
+    learn: Learn = "last" if last_answer else "answers" if mask_prompt else "all"
     for sample in samples:
+        if isinstance(sample, PictureSample):
+            yield from _reader(sample, pictures).documents(sample, learn)
+            continue
+        if isinstance(sample, ChatSample) and pictures is not None:
+            yield from pictures.text_documents(sample.place, sample.messages, learn)
+            continue
         if isinstance(sample, TokenSample):
             targets = sample.answers.copy() if mask_prompt else np.ones(len(sample.ids), dtype=bool)
             targets[:1] = False
             yield Document(sample.place, sample.ids, targets)
             continue
         if isinstance(sample, ChatSample):
-            ids, answers = _apply_chat(
-                sample, tokenizer, "last" if last_answer else "answers" if mask_prompt else "all"
-            )
+            ids, answers = _apply_chat(sample, tokenizer, learn)
         elif isinstance(sample, CompletionSample):
             if not end:
                 raise UserError(
@@ -94,6 +88,15 @@ def tokenize_samples(
         targets = np.array(answers if mask_prompt else [True] * len(ids), dtype=bool)
         targets[:1] = False
         yield Document(sample.place, np.array(ids, dtype=np.int32), targets)
+
+
+def _reader(sample: PictureSample, pictures: PictureReader | None) -> PictureReader:
+    if pictures is None:
+        named = f"field '{sample.pictures[0].field}' names a picture" if sample.pictures else "the turns are parts"
+        raise sample.place.error(
+            f"{named}, but the model reads text alone; train a vision-language model, or remove such records."
+        )
+    return pictures
 
 
 def _texts(sample: Sample) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ class Tokenizer(Protocol):
         adds_bos: whether the model behind this tokenizer expects `bos_id` in front of every document.
         has_chat_template: whether `apply_chat` can work.
         chat_template: the template in use, which is exported with a model that was trained with it.
+        added_tokens: texts that are one token wherever they are, with their ids, as far as the files name them.
     """
 
     vocab_size: int
@@ -66,6 +67,9 @@ class Tokenizer(Protocol):
 
     @property
     def chat_template(self) -> str | None: ...
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]: ...
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Returns token ids of `text`, with `bos_id` before and `eos_id` after them where asked for and defined."""
@@ -132,6 +136,7 @@ class HuggingFaceTokenizer:
         self._chat = chat or ChatOptions()
         added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
         self._control_ids = frozenset(added)
+        self.added_tokens: Mapping[str, int] = {text: number for number, text in added.items()}
         control = "|".join(re.escape(token) for token in sorted(added.values(), key=len, reverse=True))
         self._template = self._chosen_template(re.compile(control or "(?!)"))
         self.vocab_size = len(tokenizer)
@@ -245,7 +250,7 @@ def load_tokenizer(path: str | Path, chat: ChatOptions | None = None) -> Tokeniz
             return _load_fast(source, chat)
         models = sorted(source.glob("tokenizer.model*"))
         if models:
-            return _load_sentencepiece(models[0], chat, adds_bos=_configured_bos(source))
+            return _load_sentencepiece(models[0], chat, folder=source)
         raise UserError(
             f"{source} has neither tokenizer.json nor tokenizer.model; set data.tokenizer to a folder or a .model file "
             "that has the tokenizer of this model."
@@ -260,14 +265,18 @@ def load_tokenizer(path: str | Path, chat: ChatOptions | None = None) -> Tokeniz
 
 
 def _load_sentencepiece(
-    source: Path, chat: ChatOptions | None, *, adds_bos: bool | None = None
+    source: Path, chat: ChatOptions | None, *, folder: Path | None = None
 ) -> SentencePieceTokenizer:
     if chat is not None and chat.template is not None:
         raise UserError(
             f"{source} is a sentencepiece model, which cannot encode the control tokens of a chat template, and "
             f"data.chat_template is {chat.template}; give a tokenizer with tokenizer.json, or remove the template."
         )
-    return SentencePieceTokenizer(source, adds_bos=adds_bos)
+    settings = {} if folder is None else _settings(folder)
+    begins = settings.get("add_bos_token")
+    return SentencePieceTokenizer(
+        source, adds_bos=begins if isinstance(begins, bool) else None, added=_added_tokens(source, settings)
+    )
 
 
 def _load_fast(source: Path, chat: ChatOptions | None) -> HuggingFaceTokenizer:
@@ -307,10 +316,19 @@ def _check_settings(folder: Path) -> None:
             raise UserError(f"{file} has chat_template {template!r}, expected text; repair the file.")
 
 
-def _configured_bos(folder: Path) -> bool | None:
-    """Returns what tokenizer_config.json says about the begin token, or None."""
+def _settings(folder: Path) -> Mapping[str, Any]:
+    """Returns tokenizer_config.json, or nothing where there is none."""
     file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return None
-    value = read_json(file, "repair or remove it").get("add_bos_token")
-    return value if isinstance(value, bool) else None
+    return read_json(file, "repair or remove it") if file.is_file() else {}
+
+
+def _added_tokens(source: Path, settings: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the whole tokens that tokenizer_config.json adds to a sentencepiece model, with their ids."""
+    entries = settings.get("added_tokens_decoder") or {}
+    try:
+        return {str(entry["content"]): int(number) for number, entry in entries.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{source.parent / 'tokenizer_config.json'} has an added_tokens_decoder that is not a map from ids to "
+            "tokens with content; copy the model's own file again."
+        ) from error

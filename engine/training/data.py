@@ -8,6 +8,7 @@ from typing import TypedDict
 
 import torch
 
+from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.data import split_mix
 from engine.config.rules import check_warmup, data_parallel_size
@@ -25,6 +26,8 @@ from engine.data.row_means import RowMeanLoader
 from engine.data.store import is_store, open_store
 from engine.data.stored_rows import stored_dataset
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
+from engine.data.vision.families import read_processor, vision_family
+from engine.data.vision.reader import PictureReader
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.runtime.launch import Launch
@@ -43,14 +46,18 @@ class RunData:
     validation: EvalLoader | None
 
 
-def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: Log) -> RunData:
+def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) -> RunData:
     """Reads, tokenises and arranges the data. Needs no process group, so that bad input is refused early.
 
     Under torchrun the first rank of each machine reads and tokenises; see `engine.training.node_data`.
 
+    Args:
+        model: that is trained; its tower decides whether pictures are read.
+
     Raises:
         UserError: a record or tokenizer that cannot be used.
     """
+    decoder = model.decoder
     tokenizer = load_tokenizer(config.data.tokenizer or config.model.path, chat_options(config))
     for warning in (*tokenizer.chat_warnings(), *_template_warnings(config, tokenizer)):
         log.warning(warning)
@@ -60,8 +67,9 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
             "model's vocabulary will be refused."
         )
     assert config.data.train is not None
-    node = NodeData.of_this_process(launch)
-    train, held_out = _training_set(config, config.data.train, tokenizer, decoder, log, node)
+    pictures = _picture_reader(config, model, tokenizer)
+    source = _Source(config, tokenizer, pictures, decoder, log, NodeData.of_this_process(launch))
+    train, held_out = source.training_set(config.data.train)
     show_samples(config, train, tokenizer, log)
     common = loader_options(config, launch.device, **data_position(config, launch))
     workers, pinned = config.data.num_workers, launch.device.type == "cuda"
@@ -77,7 +85,7 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
     if config.train.num_epochs is not None:
         check_warmup(config, loader.order.steps_left(0, config.train.num_epochs))
     if config.data.validation is not None:
-        held_out = _dataset(config, config.data.validation, tokenizer, decoder, log, node, "validation")
+        held_out = source.dataset(config.data.validation, "validation")
     validation = None
     if held_out is not None:
         kind = RowMeanLoader if config.train.eval_mean == "rows" else EvalLoader
@@ -89,14 +97,23 @@ def build_data(config: RunConfig, launch: Launch, decoder: DecoderConfig, log: L
     return RunData(tokenizer=tokenizer, train=loader, validation=validation)
 
 
+def _picture_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer) -> PictureReader | None:
+    """Returns what reads conversations for a model with a vision tower."""
+    if model.decoder.vision is None:
+        return None
+    family = vision_family(model.hf_config, read_processor(model.path), tokenizer)
+    return None if family is None else PictureReader(family, config.data.image_folder)
+
+
 def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer, log: Log) -> None:
     """Prints the first rows of a data set, as many as data.show says."""
     if not log.enabled:
         return
     for row in range(min(config.data.show, len(dataset))):
-        for tokens, targets in dataset.documents(row):
+        for document, (tokens, targets) in zip(dataset.rows.row(row).tolist(), dataset.documents(row), strict=True):
+            spans = [] if dataset.vision is None else dataset.vision.spans_of(document)
             log.info(f"sample of row {row + 1}: {counted(len(tokens), 'token')}, {int(targets.sum()):,} trained on")
-            log.info(preview(tokens, targets, tokenizer, colour=log.live))
+            log.info(preview(tokens, targets, tokenizer, colour=log.live, pictures=spans))
 
 
 def chat_options(config: RunConfig) -> ChatOptions:
@@ -176,86 +193,95 @@ def loader_options(
     }
 
 
-def _training_set(
-    config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log, node: NodeData
-) -> tuple[TokenDataset, TokenDataset | None]:
-    """data.train with what data.mix adds to it, and what data.validation_split holds out of data.train."""
-    whole, held_out = _dataset(config, path, tokenizer, decoder, log, node, "training"), None
-    share, seed = config.data.validation_split, config.train.seed
-    if share is not None:
-        whole, held_out = hold_out(whole, share, seed)
-        log.info(
-            f"validation data: {counted(len(held_out), 'row')} held out of data.train (data.validation_split "
-            f"{share:g}, train.seed {seed}), {counted(held_out.report.target_tokens, 'token')} evaluated; "
-            f"{counted(len(whole), 'row')} left to train on"
-        )
-    if not config.data.mix:
-        return whole, held_out
-    entries = [split_mix(entry) for entry in config.data.mix]
-    more = [_dataset(config, path, tokenizer, decoder, log, node, f"training ({path})") for path, _ in entries]
-    parts = [whole, *more]
-    mixed = blend(parts, [1.0, *(weight for _, weight in entries)])
-    log.info(f"mixed training data: {counted(len(mixed), 'row')} per epoch")
-    return mixed, held_out
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What the data sets of a run are read with."""
 
+    config: RunConfig
+    tokenizer: Tokenizer
+    pictures: PictureReader | None
+    decoder: DecoderConfig
+    log: Log
+    node: NodeData
 
-def _dataset(
-    config: RunConfig, path: str, tokenizer: Tokenizer, decoder: DecoderConfig, log: Log, node: NodeData, what: str
-) -> TokenDataset:
-    """Rows of a file of records, or of a token store."""
-    if is_store(path):
-        dataset = _stored(config, path, tokenizer)
-    else:
-        dataset = node.get(lambda: _read(config, path, tokenizer, log, what))
-    if dataset.max_token >= decoder.vocab_size:
-        raise UserError(
-            f"{path} has token id {dataset.max_token}, but the model's vocabulary has {decoder.vocab_size} entries: "
-            "set data.tokenizer to the tokenizer this model was trained with."
-        )
-    log.info(f"{what} data: {dataset.report.summary()}")
-    for warning in dataset.report.warnings():
-        log.warning(f"{what} data: {warning}")
-    return dataset
-
-
-def _stored(config: RunConfig, path: str, tokenizer: Tokenizer) -> TokenDataset:
-    if config.objective.compares_answers:
-        raise UserError(
-            f"{path} is a token store, but objective.name {config.objective.name} compares answers: give their records."
-        )
-    data = config.data
-    return stored_dataset(
-        path, tokenizer=tokenizer, seq_length=data.seq_length, packing=data.packing, overlong=data.overlong
-    )
-
-
-def _read(config: RunConfig, path: str, tokenizer: Tokenizer, log: Log, what: str) -> TokenDataset:
-    with Progress(log, f"reading {what} data", None, "records") as progress:
-        done = 0
-
-        def advance(count: int, total: int) -> None:
-            nonlocal done
-            progress.advance(count - done)
-            done = count
-
-        data = config.data
-        if config.objective.compares_answers:
-            assert data.packing != "concatenate", "which would tear answers apart"
-            return (build_pairs if config.objective.compares_pairs else build_judged)(
-                path,
-                tokenizer=tokenizer,
-                seq_length=data.seq_length,
-                packing=data.packing,
-                overlong=data.overlong,
-                progress=advance,
+    def training_set(self, path: str) -> tuple[TokenDataset, TokenDataset | None]:
+        """Returns data.train with what data.mix adds to it, and what data.validation_split holds out of data.train."""
+        config = self.config
+        whole, held_out = self.dataset(path, "training"), None
+        share, seed = config.data.validation_split, config.train.seed
+        if share is not None:
+            whole, held_out = hold_out(whole, share, seed)
+            self.log.info(
+                f"validation data: {counted(len(held_out), 'row')} held out of data.train (data.validation_split "
+                f"{share:g}, train.seed {seed}), {counted(held_out.report.target_tokens, 'token')} evaluated; "
+                f"{counted(len(whole), 'row')} left to train on"
             )
-        return TokenDataset.build(
+        if not config.data.mix:
+            return whole, held_out
+        entries = [split_mix(entry) for entry in config.data.mix]
+        more = [self.dataset(path, f"training ({path})") for path, _ in entries]
+        parts = [whole, *more]
+        mixed = blend(parts, [1.0, *(weight for _, weight in entries)])
+        self.log.info(f"mixed training data: {counted(len(mixed), 'row')} per epoch")
+        return mixed, held_out
+
+    def dataset(self, path: str, what: str) -> TokenDataset:
+        """Returns the rows of a file of records, or of a token store."""
+        dataset = self._stored(path) if is_store(path) else self.node.get(lambda: self._read(path, what))
+        dataset.read_with(None if self.pictures is None else self.pictures.family)
+        if dataset.max_token >= self.decoder.vocab_size:
+            raise UserError(
+                f"{path} has token id {dataset.max_token}, but the model's vocabulary has {self.decoder.vocab_size} "
+                "entries: set data.tokenizer to the tokenizer this model was trained with."
+            )
+        self.log.info(f"{what} data: {dataset.report.summary()}")
+        for warning in dataset.report.warnings():
+            self.log.warning(f"{what} data: {warning}")
+        return dataset
+
+    def _stored(self, path: str) -> TokenDataset:
+        data, objective = self.config.data, self.config.objective
+        if objective.compares_answers:
+            raise UserError(
+                f"{path} is a token store, but objective.name {objective.name} compares answers: give their records."
+            )
+        return stored_dataset(
             path,
-            tokenizer=tokenizer,
-            data_format=data.format,
+            tokenizer=self.tokenizer,
             seq_length=data.seq_length,
             packing=data.packing,
             overlong=data.overlong,
-            mask_prompt=data.mask_prompt,
-            progress=advance,
         )
+
+    def _read(self, path: str, what: str) -> TokenDataset:
+        with Progress(self.log, f"reading {what} data", None, "records") as progress:
+            done = 0
+
+            def advance(count: int, total: int) -> None:
+                nonlocal done
+                progress.advance(count - done)
+                done = count
+
+            data, objective = self.config.data, self.config.objective
+            if objective.compares_answers:
+                assert data.packing != "concatenate", "which would tear answers apart"
+                return (build_pairs if objective.compares_pairs else build_judged)(
+                    path,
+                    tokenizer=self.tokenizer,
+                    seq_length=data.seq_length,
+                    packing=data.packing,
+                    overlong=data.overlong,
+                    progress=advance,
+                    pictures=self.pictures,
+                )
+            return TokenDataset.build(
+                path,
+                tokenizer=self.tokenizer,
+                data_format=data.format,
+                seq_length=data.seq_length,
+                packing=data.packing,
+                overlong=data.overlong,
+                mask_prompt=data.mask_prompt,
+                progress=advance,
+                pictures=self.pictures,
+            )

@@ -17,9 +17,9 @@ from typing import cast
 
 import torch
 
+from engine.checkpoint.model_folder import ModelFolder
 from engine.config.run import RunConfig
 from engine.distributed.collectives import barrier, broadcast_object
-from engine.models.decoder_config import DecoderConfig
 from engine.runtime.launch import Launch
 from engine.runtime.run_folder import RunFolder
 from engine.runtime.supervision import Supervision
@@ -149,7 +149,6 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     source, plan = _refuse_early(config, launch)
-    decoder = source.model.decoder
     folder = RunFolder(config.checkpoint, launch, metrics=config.log.metrics)
     opened.callback(folder.close)
     parallel = config.parallel
@@ -157,13 +156,13 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
     folder.check_shared(launch, several_write=several_write, warn=log.warning)
     start = _find_start(config, launch, log, folder, source, plan)
     data_comes_last = bool(config.train.synthetic_steps)
-    read = None if data_comes_last else _read_data(config, launch, log, folder, decoder, start)
+    read = None if data_comes_last else _read_data(config, launch, log, folder, source.model, start)
     trackers = open_run_trackers(config, folder.path, log)
     opened.push(_closing(trackers))
     training = _build_warm(config, launch, log, source, plan, None if read is None else read.data)
     listener.run_started()
     if read is None:
-        read = _read_data(config, launch, log, folder, decoder, start)
+        read = _read_data(config, launch, log, folder, source.model, start)
     _load_start(config, launch, log, folder, training, read.data, start)
     metrics = _open_metrics(config, log, folder, trackers, start, opened)
     prepared = _assemble(config, launch, log, listener, folder, start, read, training, metrics, opened)
@@ -206,14 +205,15 @@ def _find_start(
 
 
 def _read_data(
-    config: RunConfig, launch: Launch, log: Log, folder: RunFolder, decoder: DecoderConfig, start: Start
+    config: RunConfig, launch: Launch, log: Log, folder: RunFolder, model: ModelFolder, start: Start
 ) -> _CourseData:
     """Reads the data, plans the run's course through it, and logs what has changed where the run resumes.
 
     Raises:
         RunComplete: nothing is left to do.
     """
-    data = build_data(config, launch, decoder, log)
+    decoder = model.decoder
+    data = build_data(config, launch, model, log)
     order = data.train.order
     read = _CourseData(
         data=data,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample, parse_record, read_samples
 from engine.data.record_files import Place, expand_paths, read_records
+from engine.data.vision.records import PictureSample
 from engine.errors import UserError
 from tests.shared_data import shared
 
@@ -195,8 +196,8 @@ def test_real_files() -> None:
         assert sample.completion == record["output"] and record["instruction"] in sample.prompt
     with pytest.raises(UserError, match=r"val\.jsonl line 1: the record has the fields topic_list"):
         samples_of(shared("longdoc/qmsum/val.jsonl"))
-    with pytest.raises(UserError, match=r"mllm_demo\.json index 0: field 'images' is not supported"):
-        samples_of(shared("multimodal/mllm_demo.json"))
+    pictures = samples_of(shared("multimodal/mllm_demo.json"))
+    assert all(isinstance(sample, PictureSample) for sample in pictures) and len(pictures) > 2
     with pytest.raises(UserError, match=r"dpo_en_demo\.json index 0: the record is a pair of answers"):
         samples_of(shared("preference/dpo_en_demo.json"))
 

@@ -85,7 +85,10 @@ WRONG_PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "Q", "completion": "A", "label": True}, "set objective.name to kto"),
     ({"prompt": "Q", "chosen": "good", "rejected": 3}, "field 'rejected' is a number, expected a string"),
     ({"prompt": ["Q"], "chosen": "good", "rejected": "bad"}, "field 'prompt' is a list, expected a string"),
-    ({"prompt": "Q", "chosen": "a", "rejected": "b", "images": ["x.png"]}, "field 'images' is not supported"),
+    (
+        {"prompt": "Q", "chosen": "a", "rejected": "b", "images": ["x.png"]},
+        "field 'images' names a picture, for which answers that",
+    ),
     ({"prompt": "Q", "chosen": "a", "rejected": "b", "system": "S"}, "field 'system' does not go with answers that"),
     ({"chosen": [QUESTION, GOOD], "rejected": [QUESTION]}, "'rejected' ends with a turn of user"),
     ({"chosen": [QUESTION, GOOD], "rejected": [{**QUESTION, "content": "P"}, BAD]}, "differ before their last turn"),

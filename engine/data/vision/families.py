@@ -1,0 +1,72 @@
+"""The table of vision-language families: which configuration is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.data.tokenizer import Tokenizer
+from engine.data.vision.cogvlm import CogVLM
+from engine.data.vision.family import VisionFamily
+from engine.data.vision.minicpm_v import MiniCPMV
+from engine.data.vision.omnilmm import OmniLMM
+from engine.errors import UserError
+from engine.files.documents import read_json
+
+_COGVLM = ("CogVLMForCausalLM", "CogAgentForCausalLM")
+
+
+def vision_family(config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Tokenizer) -> VisionFamily | None:
+    """Returns the family of a vision-language model; None where the model has text alone, or no family here.
+
+    Args:
+        config: its config.json.
+        processor: its preprocessor_config.json; empty where it has none.
+        tokenizer: of the model.
+
+    Raises:
+        UserError: the configuration or the tokenizer lacks what the family needs.
+    """
+    architecture = (config.get("architectures") or [""])[0]
+    try:
+        if config.get("model_type") == "minicpmv":
+            return MiniCPMV(config, processor, tokenizer)
+        if architecture in _COGVLM or config.get("model_type") in ("cogvlm", "cogvlm2", "cogagent"):
+            return CogVLM(config, tokenizer, bos=_special(tokenizer, "bos"), eos=_special(tokenizer, "eos"))
+        if architecture == "OmniLMMForCausalLM" or config.get("model_type") == "omnilmm":
+            return OmniLMM(config, tokenizer, bos=_special(tokenizer, "bos"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"config.json lacks what the pictures of a {architecture or config.get('model_type')} need ({error!r}); "
+            "copy it again."
+        ) from error
+    return None
+
+
+def read_vision_family(folder: Path, tokenizer: Tokenizer) -> VisionFamily | None:
+    """Returns the family of the model in a folder, see `vision_family`.
+
+    Raises:
+        UserError: a file there is not what it should be.
+    """
+    if not (folder / "config.json").is_file():
+        return None
+    return vision_family(read_json(folder / "config.json", "copy it again"), read_processor(folder), tokenizer)
+
+
+def read_processor(folder: Path) -> Mapping[str, Any]:
+    """Returns preprocessor_config.json of a model's folder; empty where it has none.
+
+    Raises:
+        UserError: it is no JSON object.
+    """
+    file = folder / "preprocessor_config.json"
+    return read_json(file, "copy it again") if file.is_file() else {}
+
+
+def _special(tokenizer: Tokenizer, name: str) -> int:
+    number = tokenizer.bos_id if name == "bos" else tokenizer.eos_id
+    if number is None:
+        raise UserError(f"the tokenizer has no {name} token, which the model's layout needs; add it to its settings.")
+    return number

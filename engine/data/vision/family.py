@@ -1,0 +1,139 @@
+"""What the data side knows of a family of vision-language models: one interface, and the records that go through it.
+
+A family turns a conversation with pictures into tokens, of which some stand where features of the pictures go, and a
+picture into patches. The first needs only the pictures' sizes, so that tokenising reads no pixels. Everything here is a
+pure function of configuration, text and sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.template import Learn
+from engine.data.vision.pixels import Grid, Size
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Span = tuple[int, int]
+"""[start, end) of tokens of a document."""
+
+Placing = Literal["in_place", "split", "parts"]
+"""Where pictures stood in a record: markers in the text, numbered markers by which MiniCPM-V's script splits the text,
+or parts of a list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a conversation.
+
+    Args:
+        role: "system", "user" or "assistant".
+        parts: text, and numbers of the conversation's pictures, in order.
+    """
+
+    role: str
+    parts: tuple[str | int, ...]
+
+    @property
+    def text(self) -> str:
+        """The text without the pictures."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def pictures(self) -> list[int]:
+        return [part for part in self.parts if isinstance(part, int)]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns, and how their parts were written."""
+
+    turns: tuple[Turn, ...]
+    placing: Placing = "in_place"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """The tokens of a conversation.
+
+    Args:
+        ids: of all tokens, the stand-ins of features included.
+        targets: whether each token is a target; the first never is.
+        spans: for each picture, by its number, the tokens that its features replace, in the order of the features.
+        odd_labels: what a position must predict, where that is neither the next token nor nothing.
+    """
+
+    ids: list[int]
+    targets: list[bool]
+    spans: list[list[Span]]
+    odd_labels: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The pixels of one picture for one tower.
+
+    Args:
+        patches_PF: float32, the patches of all tiles, tile after tile.
+        grids: of each tile.
+    """
+
+    patches_PF: NDArray[np.float32]
+    grids: tuple[Grid, ...]
+
+
+class VisionFamily(Protocol):
+    """The interface of a family.
+
+    Attributes:
+        patch_features: F, numbers of a patch.
+        cross_patch_features: the same of a second tower that reads each picture too, or None.
+        has_experts: whether tokens of pictures take weights of their own.
+    """
+
+    patch_features: int
+    cross_patch_features: int | None
+    has_experts: bool
+
+    def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
+        """Yields what is trained on: one item, or one for each answer where the layout has room for one answer only.
+
+        Args:
+            chat: its turns' pictures are numbers into `sizes`.
+            sizes: of the pictures.
+            learn: which answers are targets.
+
+        Raises:
+            UserError: a conversation that the family cannot express.
+        """
+        ...
+
+    def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
+        """Returns the tokens up to where the assistant's next turn begins, without targets.
+
+        Raises:
+            UserError: a conversation that the family cannot express.
+        """
+        ...
+
+    def tiles(self, image: Image) -> Tiles:
+        """Returns the patches of an RGB picture."""
+        ...
+
+    def cross_tiles(self, image: Image) -> Tiles | None:
+        """Returns the patches for the second tower, where there is one."""
+        ...
+
+    def positions(self, length: int, spans: Sequence[Span]) -> NDArray[np.int64]:
+        """Returns the position of each token of a document, given the tokens that features replace."""
+        ...
+
+    def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """Returns the tokens that take the weights for pictures, given those that features replace."""
+        ...

@@ -1,0 +1,98 @@
+"""Reads picture files: the size from the header alone, and later the pixels.
+
+What a picture is, its file decides: nothing is turned by its camera's note, as in the originals, and of several frames
+the first is taken. What cannot be read is an error; no other picture takes its place.
+"""
+
+from __future__ import annotations
+
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.data.vision.pixels import Size
+from engine.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_PIXELS = 89_478_485
+"""Pixels of the largest picture that is read: Pillow's own limit, above which a small file may fill the memory."""
+
+
+def picture_size(path: Path, where: str) -> Size:
+    """Returns a picture's width and height from its header.
+
+    Args:
+        path: of the file.
+        where: record and field that name it, for messages.
+
+    Raises:
+        UserError: the file is not there, is no picture, or is too large.
+    """
+    from PIL.Image import DecompressionBombWarning
+
+    with warnings.catch_warnings():  # not in threads: filters belong to the process
+        warnings.simplefilter("ignore", DecompressionBombWarning)
+        with _readable(path, where) as image:
+            return _checked_size(image, path, where)
+
+
+def read_picture(path: Path, expected: Size, where: str) -> Image:
+    """Returns the pixels of a picture as RGB.
+
+    Args:
+        path, where: as for `picture_size`.
+        expected: the size that its header had when the records were read.
+
+    Raises:
+        UserError: the file cannot be read to its end, or has changed.
+    """
+    with _readable(path, where) as image:
+        if _checked_size(image, path, where) != expected:
+            raise UserError(
+                f"{where} names {path}, which was {_words(expected)} when the records were read and is "
+                f"{_words(image.size)} now; do not change pictures during a run."
+            )
+        return image.convert("RGB")
+
+
+@contextmanager
+def _readable(path: Path, where: str) -> Iterator[Image]:
+    """Opens a picture; what Pillow says against it while it is open becomes one sentence."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as opened:
+            yield opened
+    except FileNotFoundError:
+        raise UserError(f"{where} names {path}, which does not exist; correct the path or data.image_folder.") from None
+    except UnidentifiedImageError:
+        raise UserError(f"{where} names {path}, which is no picture that Pillow can read; replace the file.") from None
+    except Image.DecompressionBombError:
+        raise UserError(f"{where} names {path}, {_TOO_LARGE}.") from None
+    # Pillow's decoders have no error of their own: these are what a broken file makes of them
+    except (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, *_DECODING) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{where} names {path}, which cannot be read ({reason}); replace the file.") from error
+
+
+_DECODING = (EOFError, AttributeError, struct.error, zlib.error)
+_TOO_LARGE = f"which has more than {MOST_PIXELS:,} pixels; make it smaller"
+
+
+def _checked_size(image: Image, path: Path, where: str) -> Size:
+    width, height = image.size
+    if width * height > MOST_PIXELS:
+        raise UserError(f"{where} names {path}, {_TOO_LARGE}.")
+    if width < 1 or height < 1:
+        raise UserError(f"{where} names {path}, which has no pixels; replace the file.")
+    return width, height
+
+
+def _words(size: Size) -> str:
+    return f"{size[0]} x {size[1]}"

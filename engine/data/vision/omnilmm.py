@@ -1,0 +1,109 @@
+"""Conversations and pictures of OmniLMM-12B: Zephyr's layout with a system turn, pictures in place of `<image>`.
+
+A picture without a marker comes first, with a line break behind it. Each has its own features; in the original's model
+two pictures of one conversation both get those of the last.
+
+Pictures are resized to the tower's square. For training the original first cuts out a random part of at least 99.99 %
+of the picture, of its shape within 3:4 and 4:3; here the whole picture is taken, as at inference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.template import Learn
+from engine.data.vision.family import Conversation, EncodedChat, Span, Tiles, Turn
+from engine.data.vision.pixels import CLIP_MEAN, CLIP_STD, Normalisation, Size, resized
+from engine.data.vision.writer import ChatWriter, SplitText, TextEncoder
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SYSTEM = (
+    "You are an artificial intelligence assistant, which gives helpful, detailed, and polite answers to the human's "
+    "questions."
+)
+_PATCH = 14
+"""Pixels of a patch's side of its tower; not in its configuration."""
+
+
+class OmniLMM:
+    """The family.
+
+    Args:
+        config: config.json of the model.
+        tokenizer: of the model.
+        bos: id of the begin token.
+    """
+
+    cross_patch_features = None
+    has_experts = False
+
+    def __init__(self, config: Mapping[str, Any], tokenizer: TextEncoder, *, bos: int) -> None:
+        side = int(config.get("image_size", 448))
+        self._norm = Normalisation(CLIP_MEAN, CLIP_STD, _PATCH)
+        self._size = (side, side)
+        self.patch_features = self._norm.features
+        self._queries = int(config["num_query"])
+        self._text = SplitText(tokenizer)
+        self._patch = self._text.token("<im_patch>")
+        for token in ("<im_start>", "<im_end>", "</s>"):
+            self._text.token(token)
+        self._bos = bos
+
+    def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
+        writer = self._write(chat, len(sizes), learn)
+        if learn == "all":
+            writer.learn_all()
+        yield writer.done()
+
+    def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
+        return self._write(chat, len(sizes), None).done()
+
+    def tiles(self, image: Image) -> Tiles:
+        return Tiles(self._norm.patches(resized(image, self._size)), (self._norm.grid(self._size),))
+
+    def cross_tiles(self, image: Image) -> None:
+        return None
+
+    def positions(self, length: int, spans: Sequence[Span]) -> NDArray[np.int64]:
+        return np.arange(length, dtype=np.int64)
+
+    def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        return ()
+
+    def _write(self, chat: Conversation, num_pictures: int, learn: Learn | None) -> ChatWriter:
+        """Writes the layout; `learn` None writes the prompt."""
+        writer = ChatWriter(self._text, num_pictures)
+        writer.write_ids([self._bos])
+        turns = list(chat.turns)
+        if turns[0].role != "system":
+            turns.insert(0, Turn("system", (SYSTEM,)))
+        if num_pictures == 1 and not any(turn.pictures for turn in turns):
+            at = next((number for number, turn in enumerate(turns) if turn.role == "user"), 1)
+            turns[at] = Turn(turns[at].role, (0, "\n", *turns[at].parts))
+        header = len(self._text.encode("\n<|assistant|>\n"))
+        for number, turn in enumerate(turns):
+            # what follows an end token is encoded with its line break, up to the next whole token
+            start = writer.mark()
+            writer.write(f"\n<|{turn.role}|>\n" if number else f"<|{turn.role}|>\n")
+            for part in turn.parts:
+                if isinstance(part, str):
+                    writer.write(part)
+                else:
+                    self._place(writer, part)
+            writer.write("</s>")
+            if turn.role == "assistant" and learn is not None and (learn != "last" or turn is turns[-1]):
+                writer.learn(start + header, writer.mark())
+        if learn is None:
+            writer.write("\n<|assistant|>\n")
+        return writer
+
+    def _place(self, writer: ChatWriter, picture: int) -> None:
+        writer.write("<im_start>")
+        writer.place(picture, self._patch, self._queries)
+        writer.write("<im_end>")

@@ -1,0 +1,240 @@
+"""Pictures that cannot be read, and records whose pictures and places do not fit: one sentence with the record."""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from engine.data.collate import rank_batch
+from engine.data.dataset import TokenDataset
+from engine.data.judged import build_judged
+from engine.data.vision.families import vision_family
+from engine.data.vision.files import MOST_PIXELS, read_picture
+from engine.data.vision.reader import PictureReader
+from engine.errors import UserError
+from tests.unit.test_vision_data_rows import minicpm_records, opened, write
+from tests.vision_data import fixture_tokenizer, read_json
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def build(tmp_path: Path, record: dict[str, Any], *, reads: bool = True) -> TokenDataset:
+    tokenizer, pictures = opened("minicpm-v-2", tmp_path)
+    file = write(tmp_path / "records.jsonl", [record])
+    return TokenDataset.build(file, tokenizer=tokenizer, seq_length=192, pictures=pictures if reads else None)
+
+
+def chat(question: str = "Who?", answer: str = "He.") -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def rows(dataset: TokenDataset) -> None:
+    rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0)
+
+
+def save(path: Path, size: tuple[int, int] = (40, 30), **options: Any) -> bytes:
+    Image.effect_noise(size, 90).convert("RGB").save(path, **options)
+    return path.read_bytes()
+
+
+def png_header(width: int, height: int) -> bytes:
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return PNG + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+
+
+def damage(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+WHEN_READ = {
+    "missing": (lambda path: path.unlink(), "which does not exist"),
+    "text": (lambda path: path.write_text("no picture"), "which is no picture that Pillow can read"),
+    "empty": (lambda path: path.write_bytes(b""), "which is no picture that Pillow can read"),
+    "cut in its header": (lambda path: damage(path, lambda data: data[:20]), "replace the file"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
+    "one pixel too many": (
+        lambda path: path.write_bytes(png_header(MOST_PIXELS + 1, 1)),
+        f"more than {MOST_PIXELS:,} pixels",
+    ),
+    "a bomb": (lambda path: path.write_bytes(png_header(1 << 20, 1 << 20)), f"more than {MOST_PIXELS:,} pixels"),
+}
+"""What is wrong with a picture when records are read, and words of the sentence."""
+
+
+@pytest.mark.parametrize("name", WHEN_READ)
+def test_a_picture_that_cannot_be_read_is_refused_with_its_record(
+    name: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    change, words = WHEN_READ[name]
+    save(tmp_path / "x.png")
+    change(tmp_path / "x.png")
+    with pytest.raises(UserError) as refused:
+        build(tmp_path, {"image": "x.png", "conversations": chat()})
+    sentence = str(refused.value)
+    assert sentence.startswith(f"{tmp_path / 'records.jsonl'} line 1: field 'image' names {tmp_path / 'x.png'}, ")
+    assert words in sentence and sentence.endswith(".") and not recwarn.list
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_pixels_that_break_off_are_refused_where_a_row_is_built(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"x.{suffix}"
+    save(file, (200, 150))
+    damage(file, lambda data: data[: len(data) // 2])
+    dataset = build(tmp_path, {"images": [file.name], "messages": chat("<image>Who?")})
+    with pytest.raises(
+        UserError, match=rf"records\.jsonl line 1: field 'images\[0\]' names .*x\.{suffix}, which cannot"
+    ):
+        rows(dataset)
+
+
+def test_a_picture_that_changes_during_a_run_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "x.png")
+    dataset = build(tmp_path, {"image": "x.png", "conversations": chat()})
+    rows(dataset)
+    save(tmp_path / "x.png", (41, 30))
+    with pytest.raises(UserError, match="was 40 x 30 when the records were read and is 41 x 30 now"):
+        rows(dataset)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "gif", "webp", "bmp", "tiff"])
+def test_damaged_files_give_pixels_or_one_sentence(suffix: str, tmp_path: Path) -> None:
+    file, numbers = tmp_path / f"x.{suffix}", random.Random(suffix)
+    whole = save(file)
+    for _ in range(40):
+        data = bytearray(whole)
+        for _ in range(numbers.choice((1, 4, 40))):
+            data[numbers.randrange(len(data))] = numbers.randrange(256)
+        file.write_bytes(data[: numbers.choice((len(data), numbers.randrange(len(data))))])
+        try:
+            assert read_picture(file, (40, 30), "here").size == (40, 30)
+        except UserError as refused:
+            assert str(refused).startswith(f"here names {file}, ")
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16", "CMYK"])
+def test_pictures_of_other_kinds_become_rgb(mode: str, tmp_path: Path) -> None:
+    file = tmp_path / ("x.jpg" if mode == "CMYK" else "x.png")
+    Image.new(mode, (40, 30)).save(file)
+    image = read_picture(file, (40, 30), "here")
+    assert image.mode == "RGB" and image.size == (40, 30)
+
+
+MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
+    "two markers": (
+        {"image": "x.png", "conversations": chat("<image><image>")},
+        "'image' names 1 picture, but <image> stands 2",
+    ),
+    "too few markers": (
+        {"images": ["x.png", "x.png"], "messages": chat("<image>")},
+        "'images' names 2 pictures, but <image> stands 1 times",
+    ),
+    "no marker": ({"images": ["x.png"], "messages": chat()}, "'images' names 1 picture, but <image> stands 0 times"),
+    "no marker in LLaVA's": (
+        {"image": "x.png", "conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "He."}]},
+        "'image' names 1 picture, but <image> stands 0 times",
+    ),
+    "no picture": ({"conversations": chat("<image>\nWho?")}, "has <image>, but the record names no picture"),
+    "both fields": ({"image": "x.png", "images": ["x.png"], "messages": chat("<image>")}, "'image' and 'images' both"),
+    "unreferenced key": (
+        {"image": {"<image_00>": "x.png", "<image_01>": "x.png"}, "conversations": chat("<image_00>")},
+        "'image.<image_01>' names a picture that stands nowhere",
+    ),
+    "key without a picture": (
+        {"image": {"<image_00>": "x.png"}, "conversations": chat("<image_00><image_01>")},
+        "the conversation has <image_01>, but field 'image' has no such key",
+    ),
+    "key used twice": (
+        {"image": {"<image_00>": "x.png"}, "conversations": chat("<image_00><image_00>")},
+        "'image.<image_00>' names a picture that stands more than once",
+    ),
+    "key of another kind": (
+        {"image": {"first": "x.png"}, "conversations": chat("first")},
+        "key 'first', expected one like <image_00>",
+    ),
+    "in an answer": (
+        {"image": "x.png", "conversations": chat("Who?", "He: <image>")},
+        "a turn of the assistant has a picture",
+    ),
+    "no path": ({"images": [{"path": None}], "messages": chat("<image>")}, r"'images[0]' is no path of a picture"),
+    "a number": ({"image": 3, "conversations": chat()}, "'image' is no path of a picture"),
+    "on the web": (
+        {"image": "https://x.org/x.png", "conversations": chat()},
+        "'image' is a picture in https:, but only files",
+    ),
+    "in the text": (
+        {"images": ["data:image/png;base64,AA"], "messages": chat("<image>")},
+        "is a picture in data:, but only files",
+    ),
+    "bytes": ({"images": [{"bytes": "AA"}], "messages": chat("<image>")}, "'images[0]' has the bytes of a picture"),
+    "part without a path": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, chat()[1]]},
+        "'messages[0].content[0]' is a picture without a path",
+    ),
+    "picture without a part": (
+        {
+            "images": ["x.png"],
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}, chat()[1]],
+        },
+        "'images[0]' names a picture that no part of a turn stands for",
+    ),
+    "part of another kind": (
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": "x.mp4"}] * 2}, chat()[1]]},
+        "'messages[0].content[0]' is no part of type text or image",
+    ),
+    "tools": (
+        {"images": ["x.png"], "messages": [*chat("<image>"), {"role": "tool", "content": "4"}]},
+        "a conversation with pictures calls tools",
+    ),
+    "alpaca": (
+        {"images": ["x.png"], "instruction": "a", "output": "b"},
+        "'images' names a picture, for which the format alpaca",
+    ),
+    "text": ({"image": "x.png", "text": "a"}, "'image' names a picture, for which the format text has no place"),
+}
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+def test_pictures_and_places_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
+    record, words = MISPLACED[name]
+    save(tmp_path / "x.png")
+    with pytest.raises(UserError) as refused:
+        build(tmp_path, record)
+    assert str(refused.value).startswith(f"{tmp_path / 'records.jsonl'} line 1: ") and words in str(refused.value)
+
+
+def test_models_of_text_alone_refuse_pictures(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="line 1: field 'image' names a picture, but the model reads text alone"):
+        build(tmp_path, minicpm_records()[0], reads=False)
+
+
+def test_kto_refuses_pictures(tmp_path: Path) -> None:
+    tokenizer, pictures = opened("minicpm-v-2", tmp_path)
+    file = write(tmp_path / "judged.jsonl", [{"image": "x.png", "messages": chat("<image>"), "label": True}])
+    with pytest.raises(UserError, match=r"line 1: field 'image' names a picture, for which objective\.name kto"):
+        build_judged(file, tokenizer=tokenizer, seq_length=64, pictures=pictures)
+
+
+def test_a_conversation_that_a_family_cannot_express_names_its_record(tmp_path: Path) -> None:
+    tokenizer = fixture_tokenizer(tmp_path / "tokenizer", "cogvlm2")
+    family = vision_family(read_json("cogvlm2", "config.json"), {}, tokenizer)
+    assert family is not None
+    save(tmp_path / "x.png")
+    record = {"images": ["x.png", "x.png"], "messages": chat("<image><image>")}
+    file = write(tmp_path / "records.jsonl", [record])
+    with pytest.raises(UserError, match=r"records\.jsonl line 1: the record has 2 pictures, but the model takes one"):
+        TokenDataset.build(file, tokenizer=tokenizer, seq_length=64, pictures=PictureReader(family))
+
+
+def test_a_configuration_without_what_pictures_need_is_refused(tmp_path: Path) -> None:
+    config = read_json("minicpm-v-2", "config.json")
+    del config["query_num"]
+    with pytest.raises(UserError, match="config.json lacks what the pictures of a MiniCPMV need"):
+        vision_family(config, {}, fixture_tokenizer(tmp_path / "tokenizer", "minicpm-v-2"))
+    assert vision_family({"model_type": "llama"}, {}, fixture_tokenizer(tmp_path / "tokenizer", "cogvlm-v1")) is None

@@ -179,6 +179,7 @@ class Sweep:
         """Runs the command once; sets what is expected, and gives its operations."""
         ended = self.run("count", 0)
         assert ended.status == 0, ended.stderr
+        assert ended.operations, "no operation was seen, so a sweep would try nothing"
         self._expected = dict(self.command.results(self.folder))
         return ended.operations
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from engine.batch import Batch, Images
 
@@ -52,14 +53,14 @@ class _Block(nn.Module):
 class _ToyVision(nn.Module):
     def __init__(self, config: ToyVisionConfig) -> None:
         super().__init__()
-        self.embed = nn.Linear(FEATURES, config.width)
+        self.embed = nn.Conv2d(3, config.width, 2, 2)
         self.scale = nn.Parameter(torch.ones(config.width))
         self.blocks = nn.ModuleList(_Block(config.width) for _ in range(config.num_blocks))
         self.resampler = nn.Linear(config.width, config.hidden)
         self.register_buffer("table", torch.linspace(0, 1, config.width), persistent=False)
 
     def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
-        x = self.embed(patches_PF) * self.scale + self.table
+        x = linear(patches_PF, self.embed.weight.flatten(1), self.embed.bias) * self.scale + self.table
         for block in self.blocks:
             x = block(x)
         rows = [

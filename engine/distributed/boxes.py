@@ -1,14 +1,17 @@
 """A contiguous run of a rank's tensor, as boxes of the whole tensor.
 
 What is spread evenly over ranks element by element (the optimizer's state, the memory of weights) is cut where the
-arithmetic falls, inside a parameter and inside a row. Such a part is at most a partial row, whole rows and another
-partial row, and each of them is a `NamedShard` like any other: checkpoints, loaders and initialisation see shards.
+arithmetic falls, inside a parameter and inside a row. Such a part of a matrix is at most a partial row, whole rows and
+another partial row, and each of them is a `NamedShard` like any other: checkpoints, loaders and initialisation see
+shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from math import prod
 
 from torch import Tensor
 
@@ -21,47 +24,44 @@ def part_shards(
     """Elements [start, stop) of a rank's tensor, in row-major order, as shards that are views of `memory`.
 
     Args:
-        name, spec: of the rank's tensor, which has one or two dimensions.
+        name, spec: of the rank's tensor.
         start, stop: the run; it may be empty. Padding inside it belongs to no shard.
         memory: 1-dimensional, holds the elements.
         first: where in `memory` the tensor's first element lies, or would lie: it may be negative.
         stride: elements between the beginnings of two rows in `memory`; None for dense rows.
     """
     shape = spec.local_shape
-    if len(shape) == 1:
-        boxes = [((start, stop), (0, 1))] if start < stop else []
-    else:
-        boxes = list(_boxes(start, stop, shape[1]))
-    stride = shape[-1] if stride is None else stride
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    if stride is not None:
+        strides[0] = stride
     shards = []
-    for rows, columns in boxes:
-        for row in _common(spec, 0, rows):
-            if len(shape) == 1:
-                view = memory.narrow(0, first + row.local_offset, row.length)
-                shards.append(NamedShard(name, view, _part_spec(spec, (row,))))
-                continue
-            for column in _common(spec, 1, columns):
-                at = memory.storage_offset() + first + row.local_offset * stride + column.local_offset
-                view = memory.as_strided((row.length, column.length), (stride, 1), at)
-                shards.append(NamedShard(name, view, _part_spec(spec, (row, column))))
+    for box in _boxes(start, stop, shape):
+        for pieces in product(*(list(_common(spec, dim, span)) for dim, span in enumerate(box))):
+            place = sum(piece.local_offset * step for piece, step in zip(pieces, strides, strict=True))
+            lengths = [piece.length for piece in pieces]
+            view = memory.as_strided(lengths, strides, memory.storage_offset() + first + place)
+            shards.append(NamedShard(name, view, _part_spec(spec, pieces)))
     return shards
 
 
-def _boxes(start: int, stop: int, width: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Rows and columns of up to three boxes that make up the run."""
+def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yields the boxes that make up the run, as ranges along each dimension: up to three for a matrix."""
     if start >= stop:
         return
-    (first, left), (last, right) = divmod(start, width), divmod(stop, width)
-    if first == last:
-        yield (first, first + 1), (left, right)
+    if len(shape) == 1:
+        yield ((start, stop),)
         return
-    if left:
-        yield (first, first + 1), (left, width)
+    width, inner = prod(shape[1:]), shape[1:]
+    (first, left), (last, right) = divmod(start, width), divmod(stop, width)
+    if left or first == last:
+        for rest in _boxes(left, right if first == last else width, inner):
+            yield ((first, first + 1), *rest)
         first += 1
     if first < last:
-        yield (first, last), (0, width)
-    if right:
-        yield (last, last + 1), (0, right)
+        yield ((first, last), *((0, length) for length in inner))
+    if right and first <= last:
+        for rest in _boxes(0, right, inner):
+            yield ((last, last + 1), *rest)
 
 
 def _common(spec: ShardSpec, dim: int, local: tuple[int, int]) -> Iterator[Piece]:

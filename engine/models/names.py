@@ -79,7 +79,7 @@ def part_rows(config: DecoderConfig) -> dict[str, int]:
     """Returns the output rows of every module that may be part of a fused one."""
     kv = config.num_kv_heads * config.head_dim
     rows = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
-    found = {}
+    found: dict[str, int] = {}
     for expert in ("", "vision.") if config.token_experts else ("",):
         found |= {f"attention.{expert}{name}": count for name, count in rows.items()}
         found |= dict.fromkeys((f"mlp.{expert}gate_proj", f"mlp.{expert}up_proj"), config.intermediate)

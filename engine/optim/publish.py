@@ -200,7 +200,7 @@ def target(slot: Slot, weights: SpreadWeights | None) -> Tensor:
 
 
 def runs_of(view: Tensor, first: int, last: int) -> list[Tensor]:
-    """Returns views of elements [first, last) of a tensor of one or two dimensions, in order; rows may lie apart."""
+    """Returns views of elements [first, last) of a tensor, in order; rows may lie apart."""
     shape = tuple(view.shape)
     elements = view.untyped_storage().nbytes() // view.element_size()
     memory = view.as_strided((elements,), (1,), 0)

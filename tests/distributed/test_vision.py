@@ -23,7 +23,7 @@ LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {
     "tp2": (replace(ONE, grid=RankGrid(tp=2)), "none"),
     "tp2 sequence": (replace(ONE, grid=RankGrid(tp=2), sequence=True), "none"),
     "pp2": (replace(ONE, grid=RankGrid(pp=2), layers=(1, 1)), "none"),
-    # "cp2": (replace(ONE, grid=RankGrid(cp=2)), "none"),
+    "cp2": (replace(ONE, grid=RankGrid(cp=2)), "none"),
     "dp2, optimizer": (replace(ONE, grid=RankGrid(dp=2)), "optimizer"),
     "dp2, gradients": (replace(ONE, grid=RankGrid(dp=2)), "gradients"),
     "dp2, parameters": (replace(ONE, grid=RankGrid(dp=2)), "parameters"),

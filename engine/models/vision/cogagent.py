@@ -104,6 +104,14 @@ class CrossVisionConfig:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile
 
+    def flops(self, grids: Grids) -> int:
+        """Returns the operations of a forward pass, two for each multiplication and addition."""
+        width, patches = self.width, self.side**2
+        positions = patches + 1
+        block = positions * width * (4 * width + 3 * self.mlp_width) + 2 * positions**2 * width
+        embedding = patches * 3 * self.patch**2 * width
+        return 2 * len(grids) * (embedding + self.num_layers * block)
+
 
 def rotary_tables(config: CrossVisionConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns cos and sin, fp32 [side ** 2, head width], of the patches in row-major order."""
@@ -232,12 +240,3 @@ class CogAgentCrossVision(nn.Module):
         check_grids(grids, self.config.side)
         encoded = self.cross_vision.vit.model(patches_PF) + self.cross_vision.pos_embed
         return encoded.flatten(0, 1)
-
-    def flops(self, grids: Grids) -> int:
-        """Returns the operations of a forward pass, two for each multiplication and addition."""
-        config = self.config
-        width, patches = config.width, config.side**2
-        positions = patches + 1
-        block = positions * width * (4 * width + 3 * config.mlp_width) + 2 * positions**2 * width
-        embedding = patches * 3 * config.patch**2 * width
-        return 2 * len(grids) * (embedding + config.num_layers * block)

@@ -105,8 +105,12 @@ CASES = {
         options=f"{TP2} {PP2} --parallel.context 2", world=8, rank=5, expects=("transfer", "all_gather")
     ),
     # sharded state
-    "sharded optimizer": Case(options="--parallel.shard optimizer", world=8, rank=2, expects=("reduce_scatter",)),
-    "sharded gradients": Case(options="--parallel.shard gradients", world=8, rank=2, trains_all=True),
+    "sharded optimizer": Case(
+        options="--parallel.shard optimizer", world=8, rank=2, expects=("all_reduce", "all_gather")
+    ),
+    "sharded gradients": Case(
+        options="--parallel.shard gradients", world=8, rank=2, trains_all=True, expects=("reduce_scatter", "all_gather")
+    ),
     "sharded parameters": Case(
         options="--parallel.shard parameters", world=8, rank=2, trains_all=True, expects=("all_gather",)
     ),

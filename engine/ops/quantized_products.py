@@ -139,8 +139,8 @@ def product(x_TK: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | None = N
     y, first = x_TK.new_empty(x_TK.shape[0], weight.out_features), 0
     for rows in weight.sections:
         last = first + rows
-        # on the device, so that the host does not wait for the number
-        y[:, first:last] = _scaled_product(q, codes[first:last].t(), scale, scales[first], x_TK.dtype, fast=True)
+        # a scale on the device, so that the host does not wait for the number
+        _scaled_product(q, codes[first:last].t(), scale, scales[first], x_TK.dtype, fast=True, out=y[:, first:last])
         first = last
     return y
 
@@ -181,13 +181,29 @@ def _decoded(weight: QuantizedWeight, like: Tensor, scratch_OK: Tensor | None) -
 
 
 def _scaled_product(
-    a_TK: Tensor, b_KN: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool
+    a_TK: Tensor,
+    b_KN: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Computes a b in fp32, scaled, rounded to `dtype`; `fast` lets a GPU sum with fewer bits, as is usual in
-    forward."""
+    """Computes a b in fp32, scaled, rounded to `dtype`.
+
+    Args:
+        fast: a GPU may sum with fewer bits, as is usual in forward.
+        out: [T, N] of `dtype` to write, columns of a wider matrix; new where None. Not with scales by row.
+    """
     if a_TK.shape[0] == 0:
-        return torch.empty(0, b_KN.shape[1], dtype=dtype, device=a_TK.device)  # torch refuses scales of no rows
+        # torch refuses scales of no rows
+        return torch.empty(0, b_KN.shape[1], dtype=dtype, device=a_TK.device) if out is None else out
     by_row, on_gpu = scale_a.dim() == 2, a_TK.device.type == "cuda"
+    if out is not None:
+        assert not by_row, "a GPU's product of rows writes bfloat16 alone"
+        torch._scaled_mm(a_TK, b_KN, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
+        return out
     if by_row and not on_gpu and not _scales_rows_on_cpu():
         one = torch.ones(())
         y = torch._scaled_mm(a_TK, b_KN, scale_a=one, scale_b=one, out_dtype=torch.float32)

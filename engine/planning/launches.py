@@ -100,7 +100,8 @@ class LaunchCounter(TorchDispatchMode):
             if name.startswith(("empty", "new_empty")):
                 self._allocated += out.nbytes
         elif not func.is_view and name not in _UNTOUCHED and any(one.numel() for one in _tensors(out)):
-            self.launches.append(_operation(name, [*args, *(kwargs or {}).values()], out))
+            given = [*args, *(value for key, value in (kwargs or {}).items() if key != "out")]
+            self.launches.append(_operation(name, given, out))
         return out
 
     @property

@@ -49,7 +49,9 @@ class Recording(TorchDispatchMode):
         self._alive: dict[int, Event] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._scaled_mm.default and args[0].is_meta:
+        if func is torch.ops.aten._scaled_mm.out and args[0].is_meta:
+            out = kwargs["out"]  # the meta device has no such operation
+        elif func is torch.ops.aten._scaled_mm.default and args[0].is_meta:
             # the meta device's refuses sizes that only a GPU's does; the seventh argument is the dtype of the product
             out = torch.empty(args[0].shape[0], args[1].shape[1], dtype=args[6], device=args[0].device)
         else:

@@ -82,7 +82,8 @@ def _elements_before(view: Tensor, position: int) -> int:
     if view.dim() == 1:
         return min(max(position, 0), view.numel())
     rows, left = divmod(max(position, 0), view.stride(0))
-    return min(rows * view.shape[1] + min(left, view.shape[1]), view.numel())
+    width = view.shape[1:].numel()
+    return min(rows * width + min(left, width), view.numel())
 
 
 class StorageGather:

@@ -105,7 +105,7 @@ def test_operations_are_those_that_torch_counts(name: str) -> None:
     # attention by its products, which the counter knows on a CPU too
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(2 * side**2, 3 * patch**2), grids)
-    assert model.flops(grids) == counter.get_total_flops()
+    assert model.config.flops(grids) == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("name", [*NAMES, "encoder"])

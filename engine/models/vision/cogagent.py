@@ -85,6 +85,14 @@ class CrossVisionConfig:
         """Returns the module."""
         return CogAgentCrossVision(self)
 
+    def flops(self, grids: Grids) -> int:
+        """Returns the operations of a forward pass, two for each multiplication and addition."""
+        width, patches = self.width, self.side**2
+        positions = patches + 1
+        block = positions * width * (4 * width + 3 * self.mlp_width) + 2 * positions**2 * width
+        embedding = patches * 3 * self.patch**2 * width
+        return 2 * len(grids) * (embedding + self.num_layers * block)
+
     @property
     def rows_per_tile(self) -> int:
         """Encoded rows of one picture."""
@@ -222,12 +230,3 @@ class CogAgentCrossVision(nn.Module):
         check_grids(grids, self.config.side)
         encoded = self.cross_vision.vit.model(patches_PF) + self.cross_vision.pos_embed
         return encoded.flatten(0, 1)
-
-    def flops(self, grids: Grids) -> int:
-        """Returns the operations of a forward pass, two for each multiplication and addition."""
-        config = self.config
-        width, patches = config.width, config.side**2
-        positions = patches + 1
-        block = positions * width * (4 * width + 3 * config.mlp_width) + 2 * positions**2 * width
-        embedding = patches * 3 * config.patch**2 * width
-        return 2 * len(grids) * (embedding + config.num_layers * block)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch, ExpertTokens, Images
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
@@ -97,17 +97,24 @@ def batch_of(data: VisionFixture, case: str, *, merged: bool = False) -> Batch:
         document_lengths=(length,) * rows,
         embeddings_TH=data.expected[f"{case}.inputs_embeds"].flatten(0, 1) if merged else None,
         images=images,
+        cross_images=None if merged else _cross_images(data, case),
         experts=experts_of(data, case),
     )
 
 
-def encoded_of(data: VisionFixture, case: str, encoder: nn.Module | None) -> Encoded | None:
-    """What CogAgent's layers attend to: by the encoder, or as the original had it."""
+def _cross_images(data: VisionFixture, case: str) -> Images | None:
+    if "fixture_cross_vision" not in data.hf:
+        return None
+    patches, grids = data.patches(case, data.hf["fixture_cross_vision"]["patch_size"], "cross_images")
+    nowhere = torch.empty(0, dtype=torch.int64)
+    return Images(patches_PF=patches, grids=grids, documents=tuple(range(len(grids))), places_K=nowhere)
+
+
+def encoded_of(data: VisionFixture, case: str) -> Encoded | None:
+    """What CogAgent's layers attend to, as the original had it."""
     if f"{case}.cross_vision" not in data.expected:
         return None
     features = data.expected[f"{case}.cross_vision"].flatten(0, 1)
-    if encoder is not None:
-        features = encoder(*data.patches(case, encoder.config.patch, "cross_images"))
     rows, length = data.inputs[f"{case}.input_ids"].shape
     per_picture = features.shape[0] // rows
     return Encoded(features, pair_spans((length,) * rows, tuple(range(rows)), (per_picture,) * rows))

@@ -266,7 +266,9 @@ class SavedTensors:
             return
         if self._parameters is None:
             self._parameters = frozenset(map(_identity, parameters))
-        shared = (getattr(context, field.name) for field in fields(context))
+        shared = [getattr(context, field.name) for field in fields(context)]
+        if context.encoded is not None:
+            shared.append(context.encoded.features_KC)
         fixed = self._parameters | {_identity(value) for value in shared if isinstance(value, Tensor)}
         layer = None
         for index in range(count):

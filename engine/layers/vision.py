@@ -27,6 +27,7 @@ from engine.distributed.mesh import Axis
 from engine.layers.context import LayerContext
 from engine.layers.module import ShardedModule
 from engine.layers.plain_module import PlainModule
+from engine.ops.gradients import past_unused
 
 Grid = tuple[int, int]
 
@@ -106,6 +107,21 @@ class VisionEncoder(ShardedModule):
             return x_TH
         return _PlaceFeatures.apply(x_TH, self, images, adapters, *self._leaves)
 
+    def encoded(self, images: Images, *, adapters: bool = True) -> Tensor:
+        """Returns the features of all tiles, [K, width], for layers to attend to; on every rank all of them.
+
+        Each rank's gradient of them is the whole one.
+        """
+        return _Encode.apply(self, images, adapters, *self._leaves)
+
+    def num_features(self, grid: Grid) -> int:
+        """Returns the feature rows of a tile."""
+        return self._config.num_features(grid)
+
+    def not_run(self, x: Tensor) -> Tensor:
+        """Returns x, in whose backward the vision model's sinks report that nothing is added to them."""
+        return past_unused(x, [entry.sink for entry in self.model.trained if entry.sink is not None], self._leaves)
+
     @property
     def axes(self) -> tuple[Axis, Axis]:
         """The ranks that share the tiles, the inner ones first."""
@@ -170,6 +186,22 @@ class VisionEncoder(ShardedModule):
                 entry.sink.added()
             else:
                 entry.sink.add(gradient)
+
+
+class _Encode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, encoder: VisionEncoder, images: Images, adapters: bool, *leaves: Tensor) -> Tensor:
+        ctx.encoder, ctx.num_leaves, ctx.shares = encoder, len(leaves), encoder.shares(images)
+        with torch.set_grad_enabled(any(ctx.needs_input_grad[3:])):
+            ctx.features = encoder.encode(images, encoder.own(ctx.shares), adapters=adapters)
+        return encoder.gather(ctx.features.detach(), ctx.shares)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_KC: Tensor) -> tuple[Any, ...]:
+        encoder: VisionEncoder = ctx.encoder
+        encoder.add_gradients(ctx.features, gradient_KC[encoder.own(ctx.shares).features])
+        ctx.features = None
+        return (None,) * (3 + ctx.num_leaves)
 
 
 class _PlaceFeatures(torch.autograd.Function):

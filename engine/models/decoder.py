@@ -33,8 +33,9 @@ from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomput
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.storage import SpreadWeights, StorageUser
 from engine.layers.vision import VisionEncoder
-from engine.models.decoder_config import DecoderConfig, Rope
-from engine.ops.attention.token_context import Experts, PackedTokens, TokenContext
+from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig, Rope
+from engine.ops.attention.cross import pair_spans
+from engine.ops.attention.token_context import Encoded, Experts, PackedTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.head_loss import frozen_head_losses
@@ -217,6 +218,11 @@ class DecoderLayer(nn.Module):
         cross = self.cross_attention
         if cross is None:
             return x
+        if context.cache is not None:
+            raise UserError(
+                "the model's layers attend to encoded pictures, which is not supported where text is generated: use a "
+                "model without cross attention."
+            )
         source = _input(self.cross_norm)
         return cross.skipped(x, source) if context.encoded is None else self._add(x, cross(x, source, context), None)
 
@@ -269,6 +275,7 @@ class Decoder(nn.Module):
         build = LayerContext(layout=layout, plan=plan, device=device, dtype=dtype)
         self.embedding: VocabParallelEmbedding | None = None
         self.vision: VisionEncoder | None = None
+        self.cross_vision: VisionEncoder | None = None
         self.norm: RMSNorm | None = None
         self.head: ColumnParallelLinear | None = None
         weights = weights or SpreadWeights(Axis("dp_cp"))
@@ -303,6 +310,9 @@ class Decoder(nn.Module):
             recompute = memory.level(0) in ("attention", "full")
             self.vision = VisionEncoder(config.vision, config.hidden, build=build, recompute=recompute)
             yield StorageUser(module=self.vision, needs_backward=bool(self.vision.model.trained))
+        if config.cross_attention is not None:
+            self.cross_vision = self._build_cross_vision(config.cross_attention, build, memory)
+            yield StorageUser(module=self.cross_vision, needs_backward=bool(self.cross_vision.model.trained))
         self.layers = nn.ModuleList()
         for index in range(self.part.first, self.part.last):
             self.layers.append(DecoderLayer(index, config, memory=memory, build=build))
@@ -318,6 +328,15 @@ class Decoder(nn.Module):
                 needs_backward=not self._head_is_frozen,
                 is_last=True,
             )
+
+    def _build_cross_vision(self, sizes: CrossAttentionSizes, build: LayerContext, memory: MemoryPlan) -> VisionEncoder:
+        if not (self.part.embedding and self.part.head):
+            raise UserError(
+                "the model's layers attend to encoded pictures, which only the first of several pipeline stages would "
+                "have: set parallel.pipeline to 1."
+            )
+        recompute = memory.level(0) in ("attention", "full")
+        return VisionEncoder(sizes.encoder, sizes.encoded, build=build, recompute=recompute)
 
     def _shared_head_weight(self, build: LayerContext, embedding_weight: ShardEntry | None) -> ShardEntry:
         shared = self.embedding.weight if self.embedding is not None else embedding_weight
@@ -373,6 +392,7 @@ class Decoder(nn.Module):
             document_offsets=batch.document_offsets,
             adapters=adapters,
             experts=_experts(batch, token_index) if self.config.token_experts else None,
+            encoded=self._encode(batch, adapters=adapters),
         )
 
     def _check_row_length(self, length: int) -> None:
@@ -406,14 +426,30 @@ class Decoder(nn.Module):
         x = self._units[0].run(lambda ids: embedding(ids, adapters=adapters), batch.tokens_BS.flatten())
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
-        if vision is None:
-            return x
-        return self._units[1].run(lambda x_TH: vision(x_TH, batch.images, adapters=adapters), x)
+        if vision is not None:
+            x = self._units[1].run(lambda x_TH: vision(x_TH, batch.images, adapters=adapters), x)
+        if self.cross_vision is not None and (batch.cross_images is None or not batch.cross_images.grids):
+            x = self.cross_vision.not_run(x)
+        return x
+
+    def _encode(self, batch: Batch, *, adapters: bool) -> Encoded | None:
+        """Encodes the pictures that layers attend to; after the embedding and before the first layer."""
+        encoder, images = self.cross_vision, batch.cross_images
+        if encoder is None or images is None or not images.grids:
+            return None
+        unit = self._units[self._num_units_before_layers - 1]
+        features_KC = unit.run(lambda _: encoder.encoded(images, adapters=adapters), images.patches_PF)
+        counts = tuple(encoder.num_features(grid) for grid in images.grids)
+        return Encoded(features_KC, pair_spans(batch.document_lengths, images.documents, counts))
+
+    @property
+    def _num_units_before_layers(self) -> int:
+        return int(self.part.embedding) + int(self.vision is not None) + int(self.cross_vision is not None)
 
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
         """Runs this part's layers."""
         saved = self.saved.layers(len(self.layers), context, self._resident)
-        first = int(self.part.embedding) + int(self.vision is not None)
+        first = self._num_units_before_layers
         units = self._units[first : first + len(self.layers)]
         for layer, unit, kept in zip(self.layers, units, saved, strict=True):
             with kept:

@@ -54,9 +54,11 @@ def module_names(config: DecoderConfig) -> list[str]:
 @lru_cache(maxsize=4)
 def vision_linears(config: DecoderConfig) -> frozenset[str]:
     """Returns the engine names of a vision model's linears, which may have adapters; none without a vision model."""
-    if config.vision is None:
-        return frozenset()
-    return frozenset(f"{VISION}{name}" for name in linear_names(build_plain(config.vision.build)))
+    cross = config.cross_attention
+    models = [config.vision, None if cross is None else cross.encoder]
+    return frozenset(
+        f"{VISION}{name}" for one in models if one is not None for name in linear_names(build_plain(one.build))
+    )
 
 
 def num_parameters(config: DecoderConfig) -> int:

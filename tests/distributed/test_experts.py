@@ -18,7 +18,7 @@ from engine.distributed.sharding import NamedShard
 from engine.layers.context import TensorLayout
 from engine.layers.module import shard_entries
 from engine.optim.state_sharding import ShardLevel
-from tests.cogvlm_cases import batch_of, encoded_of, model_of, plan_of
+from tests.cogvlm_cases import batch_of, model_of, plan_of
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import Layout, Run, Trained, assemble
 from tests.spawning import spawn
@@ -81,9 +81,8 @@ def _fixture_gradients(mesh: Mesh, sequence: bool, name: str) -> tuple[Tensor, l
     """The losses of a fixture's rows, and this rank's part of every gradient, summed as its record says."""
     data = VisionFixture(name)
     layout = TensorLayout(tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=sequence)
-    model, batch = model_of(data, plan_of(r"(?!vision\.).*"), layout=layout), batch_of(data, CASE, merged=True)
-    step = torch.zeros((), dtype=torch.int64)
-    context = replace(model.context(batch, step, training=False), encoded=encoded_of(data, CASE, None))
+    model, batch = model_of(data, plan_of(".*"), layout=layout), batch_of(data, CASE)
+    context = model.context(batch, torch.zeros((), dtype=torch.int64), training=False)
     losses = model.token_losses(model.run_layers(model.embed(batch), context), batch, context)
     (losses * batch.loss_weights_BS.flatten()).sum().backward()
     shards = []

@@ -22,18 +22,20 @@ from engine.layers.recompute import MemoryPlan
 from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from engine.models.names import FUSED
-from engine.models.vision.cogagent import CogAgentCrossVision
+from engine.ops.attention.token_context import Encoded, TokenContext
 from tests.cogvlm_cases import batch_of, encoded_of, family_of_fixture, model_of, plan_of
 from tests.distributed.cases import relative_error
-from tests.unit.test_vision_cogvlm import CLOSE, NAMES, encoder, fixture
+from tests.unit.test_vision_cogvlm import CLOSE, NAMES, fixture
 
 STEP = torch.zeros((), dtype=torch.int64)
 EVERYTHING = plan_of(".*")
 
 
-def _hidden(model: Decoder, batch: Batch, encoded: Any) -> tuple[Tensor, Any]:
-    context = replace(model.context(batch, STEP, training=False), encoded=encoded)
-    return model.run_layers(model.embed(batch), context), context
+def _hidden(model: Decoder, batch: Batch, encoded: Encoded | None = None) -> tuple[Tensor, TokenContext]:
+    x, context = model.embed(batch), model.context(batch, STEP, training=False)
+    if encoded is not None:
+        context = replace(context, encoded=encoded)
+    return model.run_layers(x, context), context
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -45,7 +47,7 @@ def test_logits_are_the_originals(name: str) -> None:
             continue
         with torch.no_grad():
             batch = batch_of(data, case, merged=True)
-            x, context = _hidden(model, batch, encoded_of(data, case, None))
+            x, context = _hidden(model, batch, encoded_of(data, case))
             logits = model.logits(x, context).view_as(expected)
         real = data.inputs[f"{case}.attention_mask"].bool()
         torch.testing.assert_close(logits[real], expected[real], **CLOSE)
@@ -56,12 +58,8 @@ def _gradients(name: str, recompute: str, case: str) -> tuple[Tensor, dict[str, 
     """The loss, and the gradient of every tensor by its name in the checkpoint."""
     data = fixture(name)
     model = model_of(data, EVERYTHING, memory=MemoryPlan(recompute=recompute))
-    cross: CogAgentCrossVision | None = None
-    if name == "cogagent":
-        cross = encoder()
-        cross.zero_grad()
     batch = batch_of(data, case)
-    x, context = _hidden(model, batch, encoded_of(data, case, cross))
+    x, context = _hidden(model, batch)
     losses = model.token_losses(x, batch, context)
     weights = batch.loss_weights_BS.flatten()
     loss = (losses * weights).sum() / weights.sum()
@@ -72,8 +70,6 @@ def _gradients(name: str, recompute: str, case: str) -> tuple[Tensor, dict[str, 
         whole = found.setdefault(place.name, torch.full(data.weights[place.name].shape, torch.nan))
         part = whole if place.num_rows is None else whole.narrow(0, place.row_offset, place.num_rows)
         part.copy_(entry.sink.buffer)
-    if cross is not None:
-        found |= {f"model.{key}": value.grad for key, value in cross.named_parameters()}
     return loss.detach(), found
 
 
@@ -133,7 +129,7 @@ def test_a_micro_batch_of_text_reports_to_all_sinks() -> None:
         reports: Counter[str] = Counter()
         for entry in shard_entries(model):
             entry.sink.bind(torch.zeros(entry.parameter.shape), partial(reports.update, [entry.name]))
-        x, context = _hidden(model, batch, None)
+        x, context = _hidden(model, batch)
         model.token_losses(x, batch, context).sum().backward()
         assert reports == {entry.name: entry.sink.uses for entry in shard_entries(model)}
         for entry in shard_entries(model):
@@ -157,8 +153,6 @@ def test_names_and_patterns_cover_the_checkpoint(name: str) -> None:
     model = model_of(data, plan_of(""))
     places = [family.names.to_hf(entry.name) for entry in shard_entries(model)]
     mine = {place.name for place in places}
-    if name == "cogagent":
-        mine |= {f"model.{key}" for key, _ in encoder().named_parameters()}
     rest = set(data.weights) - mine
     assert mine <= set(data.weights)
     assert all(family.names.is_unused(key) for key in rest)
@@ -208,7 +202,7 @@ def test_adapters_on_the_vision_expert_follow_peft(name: str) -> None:
     for _ in range(5):
         for entry in trained:
             entry.sink.buffer.zero_()
-        x, context = _hidden(model, batch, None)
+        x, context = _hidden(model, batch)
         loss = (model.token_losses(x, batch, context) * weights).sum() / weights.sum()
         losses.append(loss.item())
         loss.backward()

@@ -85,6 +85,14 @@ class CrossVisionConfig:
         """Returns the module."""
         return CogAgentCrossVision(self)
 
+    def flops(self, grids: Grids) -> int:
+        """Returns the operations of a forward pass, two for each multiplication and addition."""
+        width, patches = self.width, self.side**2
+        positions = patches + 1
+        block = positions * width * (4 * width + 3 * self.mlp_width) + 2 * positions**2 * width
+        embedding = patches * 3 * self.patch**2 * width
+        return 2 * len(grids) * (embedding + self.num_layers * block)
+
     @property
     def rows_per_tile(self) -> int:
         """Encoded rows of one picture."""

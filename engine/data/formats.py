@@ -275,7 +275,7 @@ def _token_ids(place: Place, record: Record, field: str) -> NDArray[np.int32]:
     return numbers.astype(np.int32)[: len(value)]
 
 
-def _conversation(place: Place, record: Record, data_format: str) -> ChatSample:
+def _conversation(place: Place, record: Record, data_format: str) -> ChatSample | PictureSample:
     field = _FIELDS[data_format][0]
     messages = conversation_turns(place, record, field, data_format)
     if all(message["role"] != "assistant" for message in messages):

@@ -36,11 +36,15 @@ from engine.data.formats import (
 from engine.data.record_files import Place, Record
 from engine.data.tokenizer import Tokenizer
 from engine.data.vision.reader import PictureReader
+from engine.data.vision.records import PictureSample, has_pictures
 from engine.errors import UserError
 from engine.telemetry.format import counted
 
 LABELS = ("label", "kto_tag")
 _FORMATS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca", "prompt": "completion"}
+
+
+_PARTS = "a turn is a list of parts, but objective.name kto takes text; give one string for each turn."
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,10 @@ def parse_judged(place: Place, record: Record) -> Judged:
         raise place.error(f"field '{label}' is {record[label]!r}, expected true or false; correct the record.")
     refuse_unusable(place, record)
     refuse_pictures(place, record, "objective.name kto")
-    return Judged(_sample(place, record, found), record[label])
+    sample = _sample(place, record, found)
+    if isinstance(sample, ChatSample) and has_pictures(record, sample.messages):
+        raise place.error(_PARTS)
+    return Judged(sample, record[label])
 
 
 def _sample(place: Place, record: Record, found: str) -> AnswerSample:
@@ -92,6 +99,8 @@ def _sample(place: Place, record: Record, found: str) -> AnswerSample:
         ends_with_answer(place, turns, "completion")
         return ChatSample(place, turns)
     sample = parse_record(place, record, data_format)
+    if isinstance(sample, PictureSample):
+        raise place.error(_PARTS)
     assert isinstance(sample, CompletionSample | ChatSample), data_format
     if isinstance(sample, ChatSample):
         ends_with_answer(place, sample.messages, "messages" if data_format == "messages" else "conversations")

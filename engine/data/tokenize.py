@@ -94,7 +94,8 @@ def _reader(sample: PictureSample, pictures: PictureReader | None) -> PictureRea
     if pictures is None:
         named = f"field '{sample.pictures[0].field}' names a picture" if sample.pictures else "the turns are parts"
         raise sample.place.error(
-            f"{named}, but the model reads text alone; train a vision-language model, or remove such records."
+            f"{named}, but only text is read here; train a vision-language model on the records themselves, or remove "
+            "them."
         )
     return pictures
 

@@ -60,7 +60,7 @@ class ThreadScratch(threading.local):
         self.scratch = Scratch()
 
 
-class RunReader:
+class RangeReader:
     """Bytes [offset, offset + length) of a file, from the first to the last.
 
     Raises:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from engine.checkpoint.contents import Content, Joined, content_checksum
+from engine.checkpoint.contents import Concatenated, Content, content_checksum
 from engine.checkpoint.direct_io import Scratch
 from engine.checkpoint.exchange import whole_checksum
 from engine.checkpoint.file_writers import Piece, PlannedFile
@@ -367,7 +367,7 @@ def _assembled(source: WeightSource, hf_name: str, members: list[str]) -> Piece:
     shape = source.shape(members[0])
     if len(members) > 1:
         shape = (sum(source.shape(name)[0] for name in members), *shape[1:])
-    content = contents[0] if len(contents) == 1 else Joined(contents)
+    content = contents[0] if len(contents) == 1 else Concatenated(contents)
     return Piece(key=hf_name, dtype=source.dtype(members[0]), shape=shape, content=content)
 
 

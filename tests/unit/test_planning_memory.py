@@ -268,7 +268,7 @@ PIPELINES = {
     ),
 }
 """Measured in a world of two processes."""
-QUICK_PIPELINES = ("pipeline 2x2", "pipeline 2, split backward")
+QUICK_PIPELINES = ("pipeline 2, split backward",)
 
 
 def _prediction(case: Case, config: RunConfig, place: int) -> PeakEstimate:
@@ -301,7 +301,7 @@ def test_the_peak_of_a_step(name: str, tmp_path: Path) -> None:
     _compare(name, _prediction(case, config, case.place), measured.step, case.tolerance)
 
 
-@pytest.mark.parametrize("family", family_models.FAMILIES)
+@pytest.mark.parametrize("family", sampled(family_models.FAMILIES, ["minicpm", "phi3", "gemma3"]))
 def test_every_family_is_traced(family: str, tmp_path: Path) -> None:
     """With DoRA and dropout; in bfloat16 with Triton's kernels too, whose steps cannot be measured here."""
     family_models.make_model(family, tmp_path)

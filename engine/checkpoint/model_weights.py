@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents import Content, FileRange, StoredBytes
+from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes
+from engine.checkpoint.copying.stored_tensors import StoredTensors
 from engine.checkpoint.fingerprint import fingerprint_of
 from engine.checkpoint.hf_tensors import HfTensors
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reshard import Box
-from engine.checkpoint.stored_tensors import StoredTensors
 from engine.checkpoint.verification import PieceChecks
 from engine.errors import UserError
 from engine.models.names import nest

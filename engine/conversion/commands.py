@@ -14,13 +14,13 @@ from typing import Literal
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.model_weights import WeightSource, open_source
-from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
-from engine.checkpoint.training_state import (
+from engine.checkpoint.run.training_state import (
     CHECKPOINTS,
     TrainingCheckpoint,
     expect_base,
     open_run,
 )
+from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
 from engine.config.hub import instead_of
 from engine.conversion.add_adapter import summary
 from engine.conversion.decoded_base import DecodedSource, encoded_names

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents import Content, row_blocks
+from engine.checkpoint.copying.contents import Content, row_blocks
 from engine.checkpoint.model_weights import WeightSource
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box, box_spec

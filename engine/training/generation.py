@@ -11,8 +11,8 @@ from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.model_weights import WeightSource, open_source
 from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.run.training_state import open_run
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
-from engine.checkpoint.training_state import open_run
 from engine.checkpoint.verification import checked_together
 from engine.config.hub import instead_of
 from engine.config.model import DType, ModelOptions

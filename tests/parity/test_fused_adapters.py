@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.training_state import open_run
+from engine.checkpoint.run.training_state import open_run
 from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
 from engine.runtime.launch import Launch

@@ -25,7 +25,7 @@ from engine.ops.kernels import REFERENCE
 from rankfold.benchmarking.case import Case, Wrong
 from rankfold.benchmarking.case import check as check_case
 from rankfold.benchmarking.ceilings import Demand
-from rankfold.benchmarking.first_hour_targets import judge
+from rankfold.benchmarking.first_hour.targets import judge
 from rankfold.benchmarking.kernels import attention
 from rankfold.benchmarking.kernels.first_calls import measure_first_calls
 from rankfold.benchmarking.kernels.section import GROUPS, make_setting

@@ -10,8 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.checkpoint import direct_io
-from engine.checkpoint.direct_io import ALIGNMENT, BLOCK_BYTES, RangeReader, RunWriter, Scratch, open_direct, read_ahead
+from engine.checkpoint.copying import direct_io
+from engine.checkpoint.copying.direct_io import (
+    ALIGNMENT,
+    BLOCK_BYTES,
+    RangeReader,
+    RunWriter,
+    Scratch,
+    open_direct,
+    read_ahead,
+)
 from engine.conversion import prefetch
 from engine.errors import UserError
 

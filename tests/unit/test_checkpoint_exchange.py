@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.checkpoint import exchange as module
-from engine.checkpoint.contents import FileRange
-from engine.checkpoint.direct_io import Scratch
-from engine.checkpoint.exchange import Exchange, StoredPiece
+from engine.checkpoint.copying import exchange as module
+from engine.checkpoint.copying.contents import FileRange
+from engine.checkpoint.copying.direct_io import Scratch
+from engine.checkpoint.copying.exchange import Exchange, StoredPiece
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import checksum
 from engine.errors import UserError

@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents import BLOCK_BYTES, CheckedRange, Content, FileRange, block_tensor
-from engine.checkpoint.direct_io import Scratch
+from engine.checkpoint.copying.contents import BLOCK_BYTES, CheckedRange, Content, FileRange, block_tensor
+from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import raw_bytes
 from engine.kernels.checksum import Checksum, joined_checksum

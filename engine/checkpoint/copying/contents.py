@@ -1,8 +1,8 @@
 """The bytes of a tensor that is to be written, in blocks, so that a conversion's memory is a few blocks.
 
 Bytes that are contiguous in stored files are handed out as they are read; a part of a tensor that is scattered
-over rows is put together block by block (also `engine.checkpoint.exchange`). What changes on the way (a merge) is a
-content of its own, elsewhere.
+over rows is put together block by block (also `engine.checkpoint.copying.exchange`). What changes on the way (a merge)
+is a content of its own, elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor
 
-from engine.checkpoint.direct_io import BLOCK_BYTES, RangeReader, Scratch
+from engine.checkpoint.copying.direct_io import BLOCK_BYTES, RangeReader, Scratch
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box, Copy, box_spec, plan_copies
 from engine.checkpoint.safetensors_file import raw_bytes

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from engine.checkpoint.contents import Content, FileRange, GatheredRows, StoredBytes, contiguous_copies, touched
-from engine.checkpoint.direct_io import read_ahead
-from engine.checkpoint.exchange import Exchange, StoredPiece
+from engine.checkpoint.copying.contents import Content, FileRange, GatheredRows, StoredBytes, contiguous_copies, touched
+from engine.checkpoint.copying.direct_io import read_ahead
+from engine.checkpoint.copying.exchange import Exchange, StoredPiece
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.rows import Rows, StoredRows

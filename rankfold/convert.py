@@ -78,8 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_options(merging)
     _add_common(merging)
 
-    inspecting = commands.add_parser("inspect", help="show what a run, checkpoint or model holds")
-    inspecting.add_argument("folder", type=Path, help="a run, a checkpoint, or a model")
+    inspecting = commands.add_parser("inspect", help="show what a run, checkpoint, model or adapter holds")
+    inspecting.add_argument("folder", type=Path, help="a run, a checkpoint, a model, or a PEFT adapter")
     inspecting.add_argument(
         "--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)"
     )
@@ -130,11 +130,13 @@ def _carry_out(arguments: argparse.Namespace) -> None:
     if arguments.command != "inspect":
         start_reading([arguments.base if arguments.command == "merge" else arguments.source])
     # Imported after the command line is known to be sound: torch takes seconds to load.
+    if arguments.command == "inspect":
+        from engine.conversion.inspection import run_inspect
+
+        run_inspect(arguments.folder, step=arguments.step, verify=arguments.verify)
+        return
     from engine.conversion import commands
 
-    if arguments.command == "inspect":
-        commands.run_inspect(arguments.folder, step=arguments.step, verify=arguments.verify)
-        return
     out, given = arguments.out, vars(arguments)
     model = {}
     if "fused" in given:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.shared_data import DATA
+from tests.sweeps import takes_slow
 
 try:
     from hypothesis import settings
@@ -27,7 +28,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave slow tests out unless -m speaks of them, and skip GPU tests where there is none."""
-    if "slow" not in config.option.markexpr:
+    if not takes_slow(config):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]

@@ -33,21 +33,28 @@ check() {
 if [ "$venv" = .venv ]; then
     check "ruff check" "$python" -m ruff check --quiet .
     check "ruff format" "$python" -m ruff format --quiet --check .
-    check "mypy" "$python" -m mypy --no-error-summary
+    if [ $# -gt 0 ]; then check "mypy" "$python" -m mypy --no-error-summary; fi
 fi
 
-# Without arguments in three lanes side by side: a test that starts several processes leaves one core idle for half of
-# its time. What shares the cores takes longer, so a test's time limit is longer too.
+# Without arguments in three lanes side by side, with mypy beside them: a test that starts several processes leaves one
+# core idle for half of its time. What shares the cores takes longer, so a test's time limit is longer too.
 lanes() {
-    local folders=("tests/kernels tests/distributed" "tests/unit")
-    local rest=() logs=() running=() status=0 lane folder
+    local folders=("tests/kernels tests/distributed tests/faults" "tests/unit") # Triton's interpreter needs kernels first
+    local rest=() logs=() running=() titles=() status=0 lane folder
     local pytest=("$python" -m pytest -q -o timeout=300)
+    if [ "$venv" = .venv ]; then
+        logs+=("$(mktemp)")
+        "$python" -m mypy --no-error-summary >"${logs[-1]}" 2>&1 &
+        running+=($!)
+        titles+=("mypy")
+    fi
     for lane in "${folders[@]}"; do
         for folder in $lane; do rest+=("--ignore=$folder"); done
         logs+=("$(mktemp)")
         # shellcheck disable=SC2086  # several folders
         "${pytest[@]}" $lane >"${logs[-1]}" 2>&1 &
         running+=($!)
+        titles+=("$lane")
     done
     # shellcheck disable=SC2064  # the numbers and names of now
     trap "kill ${running[*]} 2>/dev/null; rm -f ${logs[*]}" EXIT # lanes behind do not see an interrupt
@@ -56,7 +63,7 @@ lanes() {
     "${pytest[@]}" "${rest[@]}" || status=1
     for lane in "${!running[@]}"; do
         wait "${running[lane]}" || status=1
-        printf '[tests %3ds] %s:\n' "$((SECONDS - started))" "${folders[lane]}" >&2
+        printf '[tests %3ds] %s:\n' "$((SECONDS - started))" "${titles[lane]}" >&2
         cat "${logs[lane]}"
         rm -f "${logs[lane]}"
     done
@@ -67,7 +74,7 @@ lanes() {
 if [ $# -gt 0 ]; then
     check "pytest" "$python" -m pytest "$@"
 else
-    check "pytest, in three lanes" lanes
+    check "mypy and pytest, in three lanes" lanes
 fi
 
 if [ ${#failed[@]} -gt 0 ]; then

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.commit import TrainingContents, owned
-from engine.checkpoint.saver import SaveGroup, save_now
-from engine.checkpoint.step_folders import checkpoint_folder
+from engine.checkpoint.run.commit import TrainingContents, owned
+from engine.checkpoint.run.saver import SaveGroup, save_now
+from engine.checkpoint.run.step_folders import checkpoint_folder
 from engine.distributed.sharding import NamedShard
 
 

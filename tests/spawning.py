@@ -38,8 +38,12 @@ from engine.telemetry.ending import end_at_once
 _GRACE_SECONDS = 3.0
 """How long the other ranks may take to end once one has failed."""
 
-_PRELOAD = ["torch._dynamo", "torch.distributed.device_mesh", "torch.testing", "engine.training.step", "pytest"]
-"""The first because an optimizer, and a tensor on the meta device, import it, which takes each process two seconds."""
+_PRELOAD = [
+    "torch._dynamo", "torch.distributed.device_mesh", "torch.testing", "engine.training.step", "pytest",
+    "tests.frozen_objects",
+]  # fmt: skip
+"""The first because an optimizer, and a tensor on the meta device, import it, which takes each process two seconds; the
+last, after all others, because a fork's collector would go through all that they made, and so copy its memory."""
 
 
 class RankFailure(AssertionError):

@@ -10,4 +10,4 @@ python=${PYTHON:-$root/.venv/bin/python}
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 # by the door of all commands, which says in one sentence what is not installed
-exec "$python" -c 'from rankfold.__main__ import run; run("benchmarking.first_hour")' "$@"
+exec "$python" -c 'from rankfold.__main__ import run; run("benchmarking.first_hour.run")' "$@"

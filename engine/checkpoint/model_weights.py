@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents import Content, Run, StoredBytes
+from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes
+from engine.checkpoint.copying.stored_tensors import StoredTensors
 from engine.checkpoint.fingerprint import fingerprint_of
 from engine.checkpoint.hf_tensors import HfTensors
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reshard import Box
-from engine.checkpoint.stored_tensors import StoredTensors
 from engine.checkpoint.verification import PieceChecks
 from engine.errors import UserError
 from engine.models.names import nest
@@ -237,7 +237,7 @@ class HfSource(WeightSource):
 
     def outside_content(self, name: str) -> Content:
         tensor = self._tensors.view(name)
-        return StoredBytes([Run(*self._tensors.stored_at(name), tensor.nbytes)])
+        return StoredBytes([FileRange(*self._tensors.stored_at(name), tensor.nbytes)])
 
     def outside_names(self) -> list[str]:
         return self._outside
@@ -364,7 +364,7 @@ class PartitionedSource(WeightSource):
         stored = OUTSIDE + name
         place, size = self.pieces.stored_at(stored, 0), self.read_outside(name).nbytes
         refuse = partial(self.pieces.refuse_piece, stored, 0)
-        return StoredBytes([Run(*place, size, self.piece_checksum(stored, 0), refuse)])
+        return StoredBytes([FileRange(*place, size, self.piece_checksum(stored, 0), refuse)])
 
     def outside_names(self) -> list[str]:
         return [name.removeprefix(OUTSIDE) for name in self.pieces.tensor_names() if name.startswith(OUTSIDE)]

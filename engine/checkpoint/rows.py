@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents import Content, block_tensor, row_blocks
-from engine.checkpoint.direct_io import Scratch
+from engine.checkpoint.copying.contents import Content, block_tensor, row_blocks
+from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.reader import TensorReader
 from engine.distributed.sharding import Piece, ShardSpec
 

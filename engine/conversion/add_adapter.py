@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents import Content, block_tensor
-from engine.checkpoint.direct_io import Scratch
+from engine.checkpoint.copying.contents import Content, block_tensor
+from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.folder import MERGE_REPORT
 from engine.checkpoint.rows import Rows
 from engine.checkpoint.safetensors_file import raw_bytes

@@ -1,8 +1,9 @@
-"""The conversion commands: each finds out what a folder is, converts it, and reports what was written."""
+"""The conversion commands: each finds out what a folder is, converts it, and reports what was written. What `inspect`
+shows is in `engine.conversion.inspection`.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,18 +14,13 @@ from typing import Literal
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.model_weights import WeightSource, open_source
-from engine.checkpoint.pieces import PieceReader
-from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.safetensors_file import dtype_name
-from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
-from engine.checkpoint.training_state import (
+from engine.checkpoint.run.training_state import (
     CHECKPOINTS,
     TrainingCheckpoint,
-    best_step,
     expect_base,
-    list_checkpoints,
     open_run,
 )
+from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
 from engine.config.hub import instead_of
 from engine.conversion.add_adapter import summary
 from engine.conversion.decoded_base import DecodedSource, encoded_names
@@ -45,7 +41,7 @@ from engine.conversion.proof import prove_adapter, prove_model
 from engine.errors import UserError
 from engine.kernels.checksum import slow_checksums
 from engine.printable import printable
-from engine.telemetry.format import counted, format_bytes, format_count
+from engine.telemetry.format import counted, format_bytes
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 
@@ -126,7 +122,7 @@ def run_import(source: Path, out: Path, *, tensor: int, options: Options, doing:
 
 def run_reshard(source: Path, out: Path, *, tensor: int, options: Options) -> None:
     """Reshards a partitioned base for another number of ranks."""
-    if _is_training(source) or open_model(source).manifest is None:
+    if is_training(source) or open_model(source).manifest is None:
         raise UserError(
             f"{source} is not a partitioned base, and reshard is for one: use import for a Hugging Face model; "
             "a run's checkpoint opens at any layout as it is."
@@ -156,7 +152,7 @@ def run_export(
     log = Log()
     if base_name is not None and form == "hf":
         raise UserError("--base-name is written into an adapter, and --format hf writes a whole model: leave it out.")
-    if not _is_training(source):
+    if not is_training(source):
         _export_base(source, out, form, merge or base is not None or step is not None, options, log)
         return
     trained = open_trained(open_run(source, step=step), base, log)
@@ -260,7 +256,7 @@ def _export_base(source: Path, out: Path, form: str, has_run_options: bool, opti
     _export_weights(open_source(source), source, out, options, log)
 
 
-def _is_training(folder: Path) -> bool:
+def is_training(folder: Path) -> bool:
     """Returns whether a folder is a run or one of its checkpoints, rather than a model."""
     if not folder.is_dir():
         advice = instead_of(folder, "expected a run, a checkpoint or a model, correct the path")
@@ -306,101 +302,3 @@ def _say(log: Log, report: ConversionReport) -> None:
     if report.seconds:
         text += f", {format_bytes(report.num_bytes / report.seconds)}/s"
     print(printable(text) + (", read back and compared" if report.verified else ""))
-
-
-def run_inspect(folder: Path, *, step: int | Literal["best"] | None, verify: bool) -> None:
-    """Prints what a run, checkpoint or model holds; with `verify`, reads all of it."""
-    rows: list[tuple[str, str]]
-    pieces: PieceReader | None
-    if _is_training(folder):
-        checkpoint = open_run(folder, step=step)
-        rows, pieces = _training_rows(folder, checkpoint), checkpoint
-    else:
-        weights = open_source(folder)
-        rows = _model_rows(weights)
-        model = weights.model
-        pieces = None if model.manifest is None else PieceReader(folder, model.manifest)
-    for key, value in rows:
-        print(printable(f"{key:<14} {value}"))
-    if verify:
-        _verify(folder, pieces)
-
-
-def _verify(folder: Path, pieces: PieceReader | None) -> None:
-    if pieces is None:
-        raise UserError(f"{folder} is a Hugging Face model, which has no checksums: leave --verify out.")
-    with Progress(Log(), "checking", sum(pieces.manifest.files.values()), "bytes") as progress:
-        for num_bytes in pieces.verify_all():
-            progress.advance(num_bytes)
-    print(f"{'checksums':<14} all match")
-
-
-def _model_rows(weights: WeightSource) -> list[tuple[str, str]]:
-    model, decoder = weights.model, weights.model.decoder
-    heads = f"{decoder.num_heads} heads ({decoder.num_kv_heads} key/value) of {decoder.head_dim}"
-    rows = [
-        ("kind", "partitioned base checkpoint" if model.manifest else "Hugging Face model"),
-        (
-            "model",
-            f"{decoder.family}: {decoder.num_layers} layers, hidden {decoder.hidden}, MLP {decoder.intermediate}, "
-            f"{heads}, vocabulary {decoder.vocab_size}, {'tied' if decoder.tied_embeddings else 'untied'} head",
-        ),
-        *_tensor_rows(weights),
-        ("fingerprint", weights.fingerprint()),
-    ]
-    if model.manifest is not None:
-        rows += _file_rows(model.manifest.layout, model.manifest.files)
-        rows.append(("written by", f"engine {model.manifest.engine_version}"))
-    if outside := weights.outside_names():
-        rows.append(("outside", f"{counted(len(outside), 'tensor')} not of the language model"))
-    rows.append(("other files", ", ".join(file.name for file in model.companions().files) or "none"))
-    return rows
-
-
-def _training_rows(folder: Path, checkpoint: TrainingCheckpoint) -> list[tuple[str, str]]:
-    manifest, values = checkpoint.manifest, checkpoint.trained()
-    names, lora = values.tensor_names(), checkpoint.lora
-    state = ", ".join(
-        f"{key} {_number(value)}" for key, value in checkpoint.state.items() if not isinstance(value, dict)
-    )
-    rows = [("kind", "training checkpoint"), ("checkpoint", str(checkpoint.folder)), ("state", state)]
-    if (best := best_step(folder)) is not None:
-        rows.append(("best step", f"{best}, with the lowest evaluation loss"))
-    if len(steps := list_checkpoints(folder)) > 1:
-        rows.append(("steps kept", ", ".join(str(step) for step in sorted(steps))))
-    fingerprint = checkpoint.base.get("fingerprint")
-    weights = "random initial weights" if fingerprint is None else f"fingerprint {fingerprint}"
-    rows.append(("base", f"{checkpoint.base.get('path')} ({weights})"))
-    if lora:
-        rows.append(
-            ("lora", f"rank {lora['rank']}, alpha {lora['alpha']:g}, {counted(len(adapted_modules(names)), 'module')}")
-        )
-    if full := fully_trained(names):
-        rows.append(("in full", counted(len(full), "tensor")))
-    rows += _tensor_rows(values, "trained")
-    rows += _file_rows(manifest.layout, manifest.files)
-    rows.append(("written by", f"engine {manifest.engine_version}"))
-    return rows
-
-
-def _number(value: object) -> object:
-    """Formats a counter, which a device keeps as a float."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _tensor_rows(tensors: TensorReader, title: str = "weights") -> list[tuple[str, str]]:
-    names = tensors.tensor_names()
-    count = sum(math.prod(tensors.shape(name)) for name in names)
-    dtypes = ", ".join(sorted({dtype_name(tensors.dtype(name)) for name in names}))
-    size = format_bytes(tensors.total_bytes())
-    return [(title, f"{counted(len(names), 'tensor')}, {format_count(count)} parameters, {size}, {dtypes}")]
-
-
-def _file_rows(layout: dict[str, int], files: dict[str, int]) -> list[tuple[str, str]]:
-    rows = [("layout", ", ".join(f"{axis} {size}" for axis, size in layout.items()) or "not recorded")]
-    rows.append(("files", f"{len(files)}, {format_bytes(sum(files.values()))}"))
-    shown = sorted(files.items())
-    rows += [("", f"{name} {format_bytes(size)}") for name, size in shown[:_MAX_FILES_SHOWN]]
-    if len(shown) > _MAX_FILES_SHOWN:
-        rows.append(("", f"and {len(shown) - _MAX_FILES_SHOWN} more"))
-    return rows

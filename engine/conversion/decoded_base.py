@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents import Content, row_blocks
+from engine.checkpoint.copying.contents import Content, row_blocks
 from engine.checkpoint.model_weights import WeightSource
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box, box_spec
@@ -25,7 +25,7 @@ from engine.layers.encoded_storage import encoded_entries
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import meta_model
 from engine.ops.encoded_weight import BaseEncoding
-from engine.quantization.encoded_parts import Whole
+from engine.quantization.encoded_parts import WholeMatrix
 from engine.quantization.encoding import encoding
 
 _KEPT_MAXIMA = 8
@@ -117,7 +117,7 @@ class DecodedSource(WeightSource):
 
     def _decode(self, name: str, first: int, last: int, out: Tensor) -> None:
         rows = _rows(self.base, name, first, last)
-        parts = self._encoding.encode(rows, Whole(absmax=self._absmax(name), first_row=first))
+        parts = self._encoding.encode(rows, WholeMatrix(absmax=self._absmax(name), first_row=first))
         self._encoding.decode(parts, out)
 
     def _find_absmax(self, name: str) -> Tensor:

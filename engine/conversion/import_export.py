@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from engine.checkpoint.contents import Content, Joined, content_checksum
-from engine.checkpoint.direct_io import Scratch
-from engine.checkpoint.exchange import whole_checksum
-from engine.checkpoint.file_writers import Piece, PlannedFile
+from engine.checkpoint.copying.contents import Concatenated, Content, content_checksum
+from engine.checkpoint.copying.direct_io import Scratch
+from engine.checkpoint.copying.exchange import whole_checksum
+from engine.checkpoint.copying.file_writers import Piece, PlannedFile
+from engine.checkpoint.copying.resumable import Written, resumable_folder
+from engine.checkpoint.copying.streaming import Streaming, compare_files, write_files
 from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.hf_tensors import INDEX, SINGLE, HfTensors
 from engine.checkpoint.manifest import ENGINE_VERSION, Manifest, PieceRecord, write_manifest
@@ -25,8 +27,6 @@ from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.model_weights import OUTSIDE, WeightSource, open_source
 from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
 from engine.checkpoint.reshard import Box, box_spec
-from engine.checkpoint.resumable import Written, resumable_folder
-from engine.checkpoint.streaming import Streaming, compare_files, write_files
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
@@ -367,7 +367,7 @@ def _assembled(source: WeightSource, hf_name: str, members: list[str]) -> Piece:
     shape = source.shape(members[0])
     if len(members) > 1:
         shape = (sum(source.shape(name)[0] for name in members), *shape[1:])
-    content = contents[0] if len(contents) == 1 else Joined(contents)
+    content = contents[0] if len(contents) == 1 else Concatenated(contents)
     return Piece(key=hf_name, dtype=source.dtype(members[0]), shape=shape, content=content)
 
 

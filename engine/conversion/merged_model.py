@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents import Content
+from engine.checkpoint.copying.contents import Content
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.model_weights import TIED_HEAD, WeightSource
 from engine.checkpoint.reader import TensorReader

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.training_state import CHECKPOINTS, TrainingCheckpoint
+from engine.checkpoint.run.training_state import CHECKPOINTS, TrainingCheckpoint
 from engine.files.documents import open_file
 from engine.files.strict_json import JsonFlaw, parse_json
 

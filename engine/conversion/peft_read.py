@@ -75,12 +75,7 @@ class AdapterSource(TensorReader):
     ) -> None:
         self.folder = Path(folder)
         self.settings = read_settings(self.folder, with_saved_modules=with_saved_modules)
-        if (self.folder / "adapter_model.bin").is_file() and not (self.folder / ADAPTER_WEIGHTS).is_file():
-            raise UserError(
-                f"{self.folder} holds adapter_model.bin, a pickle, which is never opened here: "
-                f"save the adapter as {ADAPTER_WEIGHTS} first (PEFT: save_pretrained)."
-            )
-        self._file = SafetensorsReader(self.folder / ADAPTER_WEIGHTS)
+        self._file = adapter_file(self.folder)
         keys = [key for key in self._file.names() if not key.endswith(_COPY)]
         self._copies = [key for key in self._file.names() if key.endswith(_COPY)]
         present = [fused for fused in FUSED if any(f".{_leaf(fused)}.lora_" in key for key in keys)]
@@ -276,6 +271,44 @@ class AdapterSource(TensorReader):
         for part in parts:
             del self._places[f"{part}.{LORA_A}"]
             self._scales[module], self._ranks[module] = self._scales.pop(part), self._ranks.pop(part)
+
+
+def adapter_file(folder: Path) -> SafetensorsReader:
+    """Opens the weights of a PEFT adapter.
+
+    Raises:
+        UserError: they are absent, a pickle, or damaged.
+    """
+    if (folder / "adapter_model.bin").is_file() and not (folder / ADAPTER_WEIGHTS).is_file():
+        raise UserError(
+            f"{folder} holds adapter_model.bin, a pickle, which is never opened here: "
+            f"save the adapter as {ADAPTER_WEIGHTS} first (PEFT: save_pretrained)."
+        )
+    return SafetensorsReader(folder / ADAPTER_WEIGHTS)
+
+
+class StoredAdapter(NamedTuple):
+    """What an adapter's file holds, by PEFT's names; copies of the base's weights are left out.
+
+    Args:
+        ranks: module of the base -> rank of the adapter on it.
+        tensors: all of the adapter's.
+        in_full: those of modules that were trained in full.
+    """
+
+    ranks: dict[str, int]
+    tensors: list[str]
+    in_full: list[str]
+
+
+def stored_adapter(file: SafetensorsReader) -> StoredAdapter:
+    """Returns what an adapter's file holds; nothing is compared with a base."""
+    tensors = [key for key in file.names() if not key.endswith(_COPY)]
+    matches = {key: _KEY.match(key) for key in tensors}
+    ranks = {
+        one[1]: file.shape(key)[0] for key, one in matches.items() if one and (one[2] == "lora_A" or one[3] == "A")
+    }
+    return StoredAdapter(ranks, tensors, [key for key, one in matches.items() if one is None])
 
 
 def _leaf(module: str) -> str:

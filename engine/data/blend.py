@@ -21,7 +21,7 @@ from engine.errors import UserError
 _MOST_ROWS = 10**9
 
 
-class Joined:
+class JoinedArrays:
     """Arrays end to end, without copying; each slice that is read is within one of them."""
 
     def __init__(self, arrays: Sequence[NDArray | None], lengths: Sequence[int]) -> None:
@@ -48,8 +48,8 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
     assert all(data.seq_length == first.seq_length and data.packing == first.packing for data in datasets)
     assert not any(data.compares for data in datasets) and min(weights) > 0, weights
     counts = sample_counts([len(data) for data in datasets], weights)
-    tokens = Joined([data.tokens for data in datasets], [len(data.tokens) for data in datasets])
-    targets = Joined([data.targets for data in datasets], [len(data.tokens) for data in datasets])
+    tokens = JoinedArrays([data.tokens for data in datasets], [len(data.tokens) for data in datasets])
+    targets = JoinedArrays([data.targets for data in datasets], [len(data.tokens) for data in datasets])
     bases = np.cumsum([0, *(len(data.lengths) for data in datasets)])
     documents, sizes = [], []
     for data, count, base in zip(datasets, counts, bases, strict=False):

@@ -28,7 +28,7 @@ from engine.errors import UserError
 from engine.layers.module import ShardEntry
 from engine.ops.encoded_weight import BaseEncoding, EncodedWeight
 from engine.ops.quantized_products import QuantizedWeight, require_product_sizes
-from engine.quantization.encoding import Encoding, Whole
+from engine.quantization.encoding import Encoding, WholeMatrix
 
 ALIGNMENT = 256
 """Bytes; every part begins at a multiple of it, as kernels like it."""
@@ -90,17 +90,17 @@ class EncodedEntry:
         self.encoding.decode(self.parts, out)
         return out
 
-    def _whole(self, here: Tensor) -> Whole:
+    def _whole(self, here: Tensor) -> WholeMatrix:
         """Returns the whole matrix, from what this rank's cut of it adds to its scales."""
         dim = self.spec.dim
         if self.tp.size == 1 or dim is None:
-            return Whole(absmax=here)
+            return WholeMatrix(absmax=here)
         first = self.spec.pieces[0].global_offset
         shards = all_gather(here, self.tp).chunk(self.tp.size)
         # ranks that hold the same rows are neighbours: each of them once
         copies = self.tp.size * self.spec.local_shape[dim] // self.spec.global_shape[dim]
         absmax = self.encoding.join(shards[::copies], dim)
-        return Whole(absmax=absmax, first_row=0 if dim else first, first_column=first if dim else 0)
+        return WholeMatrix(absmax=absmax, first_row=0 if dim else first, first_column=first if dim else 0)
 
 
 class EncodedStorage(nn.Module):

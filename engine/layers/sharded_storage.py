@@ -1,4 +1,4 @@
-"""Weights whose memory is spread over the ranks that train on different data, and gathered while a layer computes.
+"""Weights whose memory is sharded over the ranks that train on different data, and gathered while a layer computes.
 
 A storage of a module (base weight and adapter columns of a linear, a norm's weight) is cut into equal parts, one a
 rank, wherever the cuts fall. While nobody computes with it the storage itself has no memory: every view of it, those
@@ -6,7 +6,7 @@ that the ops hold among them, stays what it is, and has its numbers again when t
 is how torch's fully_shard frees its buffers, too. That library itself takes parameters that are dense and that forward
 reads from its module; here B lies between the rows of W, and ops hold views from the day the model is built.)
 
-The memory comes and goes in the model's prefetch order (`prefetch.py`). Which storages are spread is decided elsewhere
+The memory comes and goes in the model's prefetch order (`prefetch.py`). Which storages are sharded is decided elsewhere
 (`storage.py`). Gradients do not pass through here: they go to their sinks.
 """
 
@@ -28,7 +28,7 @@ GATHERED_ALONE = 1 << 20
 """Bytes. A storage of at least so many is gathered in place; what is smaller travels with the others of its unit."""
 
 
-class SpreadStorage:
+class ShardedStorage:
     """One storage, of which this rank keeps elements [rank * length, +length).
 
     Args:
@@ -93,7 +93,7 @@ class StorageGather:
         storages: of one dtype.
     """
 
-    def __init__(self, storages: Sequence[SpreadStorage], axis: Axis) -> None:
+    def __init__(self, storages: Sequence[ShardedStorage], axis: Axis) -> None:
         self.storages, self._axis = tuple(storages), axis
         self._large = [one for one in storages if one.num_bytes >= GATHERED_ALONE]
         self._small = [one for one in storages if one.num_bytes < GATHERED_ALONE]

@@ -1,9 +1,9 @@
 """Where weights are while no layer computes with them: one pass over the model decides it for each storage.
 
-Layers make plain parameters and know nothing of this. `SpreadWeights.attach_storage` goes through the model in forward
-order and gives each storage its place: spread over the ranks that train on different data (`sharded_storage.py`), in
-host memory (`host_storage.py`), or here. The memory of encoded weights is a storage like any other. On the way it lays
-the prefetch order (`prefetch.py`), in which that memory comes and goes.
+Layers make plain parameters and know nothing of this. `WeightPlacement.attach_storage` goes through the model in
+forward order and gives each storage its place: sharded over the ranks that train on different data
+(`sharded_storage.py`), in host memory (`host_storage.py`), or here. The memory of encoded weights is a storage like any
+other. On the way it lays the prefetch order (`prefetch.py`), in which that memory comes and goes.
 
 The pass takes the units of the model one at a time and places each before the next one is built, because a model may
 be larger than the device. Building all layers first, without memory, would not do: the ops hold views of storages from
@@ -11,7 +11,7 @@ the day a layer is built, torch makes no view of a storage that has no memory, a
 be given any. Each layer would have to make its operands in a second step.
 
 Gradients do not pass through here. After an update, the optimizer writes into the parts, or, where each rank has all
-weights, lets them arrive at the units of the next forward (`SpreadWeights.attach_arrival`).
+weights, lets them arrive at the units of the next forward (`WeightPlacement.attach_arrival`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.layers.host_copies import HostMemory
 from engine.layers.host_storage import HostFetch, HostStorage, is_kept_in_host_memory
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.prefetch import AsyncTransfer, OpenBackward, PrefetchUnit
-from engine.layers.sharded_storage import SpreadStorage, StorageGather
+from engine.layers.sharded_storage import ShardedStorage, StorageGather
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,28 +51,28 @@ class StorageUser:
     is_last: bool = False
 
 
-class SpreadWeights:
+class WeightPlacement:
     """Where the weights of this rank's parts of the model are while no layer computes with them.
 
     Args:
-        axis: ranks that hold copies of the same parameters (the mesh's dp_cp), over which all weights are spread; of
-            size 1, nothing is spread.
-        host: host memory in which frozen weights wait; None leaves them on the device. Not beside spread weights.
+        axis: ranks that hold copies of the same parameters (the mesh's dp_cp), over which all weights are sharded; of
+            size 1, nothing is sharded.
+        host: host memory in which frozen weights wait; None leaves them on the device. Not beside sharded weights.
 
     Where neither is asked for, every unit just computes.
     """
 
     def __init__(self, axis: Axis, host: HostMemory | None = None) -> None:
-        assert axis.size == 1 or host is None, "spread weights and host memory"
+        assert axis.size == 1 or host is None, "sharded weights and host memory"
         self.axis, self._host = axis, host
-        self._spread: dict[int, SpreadStorage] = {}
+        self._sharded: dict[int, ShardedStorage] = {}
         self._away: dict[int, HostStorage] = {}
         self._transfers: dict[int, StorageGather | HostFetch] = {}
         self._units: list[PrefetchUnit] = []
         self._open_backward = OpenBackward()
 
     @property
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         return self.axis.size > 1
 
     def attach_storage(self, users: Iterable[StorageUser]) -> list[PrefetchUnit]:
@@ -91,7 +91,7 @@ class SpreadWeights:
                 open_backward=self._open_backward,
                 keys=frozenset(_key(entry.parameter) for entry in (*entries, *user.resident)),
                 memory=self._place(entries),
-                needs_backward=user.needs_backward and (self.is_spread or self._host is not None),
+                needs_backward=user.needs_backward and (self.is_sharded or self._host is not None),
                 is_last=user.is_last,
                 previous=units[-1] if units else None,
             )
@@ -107,18 +107,18 @@ class SpreadWeights:
         for entry in entries:
             shared.setdefault(_key(entry.parameter), []).append(entry)
         new = {key: held for key, held in shared.items() if key not in self._transfers}
-        if self.is_spread:
-            self._spread_evenly(new)
+        if self.is_sharded:
+            self._shard(new)
         elif self._host is not None:
             self._send_away(new, self._host)
         transfers = [self._transfers[key] for key in shared if key in self._transfers]
         return list(dict.fromkeys(transfers))
 
-    def _spread_evenly(self, storages: dict[int, list[ShardEntry]]) -> None:
-        spread = {key: SpreadStorage(held[0].parameter.data, self.axis) for key, held in storages.items()}
-        self._spread.update(spread)
-        for dtype in dict.fromkeys(one.whole.dtype for one in spread.values()):
-            alike = {key: one for key, one in spread.items() if one.whole.dtype == dtype}
+    def _shard(self, storages: dict[int, list[ShardEntry]]) -> None:
+        sharded = {key: ShardedStorage(held[0].parameter.data, self.axis) for key, held in storages.items()}
+        self._sharded.update(sharded)
+        for dtype in dict.fromkeys(one.whole.dtype for one in sharded.values()):
+            alike = {key: one for key, one in sharded.items() if one.whole.dtype == dtype}
             self._transfers.update(dict.fromkeys(alike, StorageGather(list(alike.values()), self.axis)))
 
     def _send_away(self, storages: dict[int, list[ShardEntry]], host: HostMemory) -> None:
@@ -144,13 +144,13 @@ class SpreadWeights:
                 if unit.next is not None:
                     unit.next.prefetch_arrivals()
 
-    def storage(self, parameter: Tensor) -> SpreadStorage | None:
+    def storage(self, parameter: Tensor) -> ShardedStorage | None:
         """Returns where a parameter's numbers are; None where every rank has all of them."""
-        return self._spread.get(_key(parameter))
+        return self._sharded.get(_key(parameter))
 
     def target(self, parameter: nn.Parameter) -> Tensor:
         """Returns what a trained parameter's new numbers are written into, on the device, where weights are not
-        spread."""
+        sharded."""
         away = self._away.get(_key(parameter))
         return parameter.data if away is None else away.trained[id(parameter)]
 
@@ -171,7 +171,7 @@ class SpreadWeights:
     @contextmanager
     def materialize(self, view: Tensor) -> Iterator[None]:
         """Memory for the whole storage of a frozen `view`, to be written within; what waits is kept from it then."""
-        storage = self._spread.get(_key(view)) or self._away.get(_key(view))
+        storage = self._sharded.get(_key(view)) or self._away.get(_key(view))
         if storage is not None:
             storage.make()
         yield

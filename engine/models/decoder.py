@@ -31,7 +31,7 @@ from engine.layers.module import ShardEntry
 from engine.layers.norm import RMSNorm
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomputed
 from engine.layers.saved import ActivationShapes, SavedTensors
-from engine.layers.storage import SpreadWeights, StorageUser
+from engine.layers.storage import StorageUser, WeightPlacement
 from engine.layers.vision import VisionEncoder
 from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig, Rope
 from engine.ops.attention.cross import pair_spans
@@ -266,7 +266,7 @@ class Decoder(nn.Module):
         part: Part | None = None,
         embedding_weight: ShardEntry | None = None,
         memory: MemoryPlan = SELECTIVE,
-        weights: SpreadWeights | None = None,
+        weights: WeightPlacement | None = None,
     ) -> None:
         super().__init__()
         memory.check_layers(config.num_layers)
@@ -278,7 +278,7 @@ class Decoder(nn.Module):
         self.cross_vision: VisionEncoder | None = None
         self.norm: RMSNorm | None = None
         self.head: ColumnParallelLinear | None = None
-        weights = weights or SpreadWeights(Axis("dp_cp"))
+        weights = weights or WeightPlacement(Axis("dp_cp"))
         self._units = weights.attach_storage(self._build(build, memory, embedding_weight))
         narrowest = min(config.hidden, config.num_heads // layout.tp.size * config.head_dim)
         shapes = ActivationShapes(dtype=dtype, head_dim=config.head_dim, min_width=narrowest)

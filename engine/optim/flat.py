@@ -92,12 +92,12 @@ class FlatParameters:
         source = self.master if self.rounded is None else self.rounded
         if size == 1:
             self._publish = CopyPublish(self.slots, self.master, [self.target(slot) for slot in self.slots])
-        elif self._weights_are_spread:
+        elif self._weights_are_sharded:
             assert self.sharding.weights is not None
             self._publish = AllToAllPublish(self.buckets, source, self.sharding.weights)
         else:
             self._publish = AllGatherPublish(self.buckets, source, self.sharding.axis, self.sharding.weights)
-        if not self._weights_are_spread:
+        if not self._weights_are_sharded:
             self._start_from_parameters()
 
     def state(self) -> Tensor:
@@ -116,8 +116,8 @@ class FlatParameters:
         return self.sharding.size > 1
 
     @property
-    def _weights_are_spread(self) -> bool:
-        return self.sharding.weights is not None and self.sharding.weights.is_spread
+    def _weights_are_sharded(self) -> bool:
+        return self.sharding.weights is not None and self.sharding.weights.is_sharded
 
     @property
     def num_elements(self) -> int:

@@ -16,7 +16,7 @@ from engine.distributed.boxes import part_shards
 from engine.distributed.collectives import Handle, all_gather_async, all_to_all
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import ShardSpec
-from engine.layers.storage import SpreadWeights
+from engine.layers.storage import WeightPlacement
 from engine.optim.flat_layout import Bucket, Slot, owned_ranges
 
 PREFETCHED = 2
@@ -55,7 +55,7 @@ class CopyPublish:
 class _GatheredBucket:
     """One bucket's weights, all-gathered before the first forward that reads them."""
 
-    def __init__(self, bucket: Bucket, master: Tensor, axis: Axis, weights: SpreadWeights | None) -> None:
+    def __init__(self, bucket: Bucket, master: Tensor, axis: Axis, weights: WeightPlacement | None) -> None:
         self._bucket, self._axis = bucket, axis
         self._master = master[bucket.own(axis.size)]
         targets = [target(slot, weights) for slot in bucket.slots]
@@ -101,7 +101,7 @@ class AllGatherPublish:
             gathers all at once.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], master: Tensor, axis: Axis, weights: SpreadWeights | None) -> None:
+    def __init__(self, buckets: Sequence[Bucket], master: Tensor, axis: Axis, weights: WeightPlacement | None) -> None:
         self._weights = weights
         # buckets lie in backward order
         self._gathered = [_GatheredBucket(bucket, master, axis, weights) for bucket in reversed(buckets)]
@@ -136,7 +136,7 @@ class AllToAllPublish:
         weights: which rank keeps what. What it does not shard, every rank gets.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], master: Tensor, weights: SpreadWeights) -> None:
+    def __init__(self, buckets: Sequence[Bucket], master: Tensor, weights: WeightPlacement) -> None:
         self._master, self._weights, axis = master, weights, weights.axis
         self._sent: list[Tensor] = []
         targets: list[Tensor] = []
@@ -193,7 +193,7 @@ class _Targets:
             torch._foreach_copy_(targets, [sources[place] for place in places])
 
 
-def target(slot: Slot, weights: SpreadWeights | None) -> Tensor:
+def target(slot: Slot, weights: WeightPlacement | None) -> Tensor:
     """Returns the tensor that this rank writes a whole parameter's new weights to."""
     parameter = slot.entry.parameter
     return parameter.data if weights is None else weights.target(parameter)
@@ -209,14 +209,14 @@ def runs_of(view: Tensor, first: int, last: int) -> list[Tensor]:
     return [shard.tensor for shard in shards]
 
 
-def _kept(slot: Slot, weights: SpreadWeights, rank: int) -> tuple[int, int]:
+def _kept(slot: Slot, weights: WeightPlacement, rank: int) -> tuple[int, int]:
     """Returns the range of the parameter's elements that `rank` keeps."""
     parameter = slot.entry.parameter
     storage = weights.storage(parameter)
     return (0, slot.size) if storage is None else storage.run(parameter.data, rank)
 
 
-def _targets(slot: Slot, weights: SpreadWeights, first: int, last: int) -> list[Tensor]:
+def _targets(slot: Slot, weights: WeightPlacement, first: int, last: int) -> list[Tensor]:
     """Returns the tensors on this rank that hold elements [first, last) of the parameter, in order."""
     view = slot.entry.parameter.data
     storage = weights.storage(view)

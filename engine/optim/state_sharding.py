@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from engine.choices import ShardLevel
 from engine.distributed.mesh import Axis
-from engine.layers.storage import SpreadWeights
+from engine.layers.storage import WeightPlacement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +34,11 @@ class Sharding:
     level: ShardLevel = "none"
     axis: Axis = field(default_factory=lambda: Axis("dp_cp"))
     bucket_elements: int = 1
-    weights: SpreadWeights | None = None
+    weights: WeightPlacement | None = None
 
     def __post_init__(self) -> None:
-        spreads = self.weights is not None and self.weights.is_spread
-        assert spreads == (self.level == "parameters" and self.axis.size > 1), self.level
+        shards_weights = self.weights is not None and self.weights.is_sharded
+        assert shards_weights == (self.level == "parameters" and self.axis.size > 1), self.level
 
     @property
     def size(self) -> int:

@@ -11,7 +11,7 @@ from engine.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Whole:
+class WholeMatrix:
     """The matrix that a shard is cut from.
 
     Args:

@@ -8,7 +8,7 @@ Scales look at more than a shard: at the whole row (int8, fp8_row), at the whole
 scales, at the whole matrix too (nf4). A shard therefore gets its parts in one of two ways, with the same bits:
 
     cut(encode(whole), rows, columns)                          the whole matrix is here
-    encode(shard, Whole(absmax=..., first_row, first_column))  only its block maxima are: join() of what absmax() gave
+    encode(shard, WholeMatrix(absmax=..., first_row=...))      only its block maxima are: join() of what absmax() gave
 
 Nothing here communicates or knows of ranks.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.choices import BASE_DTYPES
 from engine.errors import UserError
 from engine.kernels.codec import PLAIN, Arithmetic
-from engine.quantization.encoded_parts import Whole
+from engine.quantization.encoded_parts import WholeMatrix
 from engine.quantization.fp8 import fp8
 from engine.quantization.int8 import int8
 from engine.quantization.nf4 import Nf4
@@ -61,7 +61,7 @@ class Encoding(Protocol):
     def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         """Returns `absmax` of a matrix from those of its shards along rows (0) or columns (1), in order."""
 
-    def encode(self, weight: Tensor, whole: Whole | None = None) -> dict[str, Tensor]:
+    def encode(self, weight: Tensor, whole: WholeMatrix | None = None) -> dict[str, Tensor]:
         """Encodes a weight and returns the parts, on its device.
 
         Args:

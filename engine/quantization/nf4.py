@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.errors import UserError
 from engine.kernels.codec import PLAIN, Arithmetic
 from engine.kernels.reference_quantize import NF4_BLOCK, NF4_GROUP, scale_codes
-from engine.quantization.encoded_parts import Whole, bounds, require_finite
+from engine.quantization.encoded_parts import WholeMatrix, bounds, require_finite
 
 
 def num_groups(blocks: int) -> int:
@@ -72,10 +72,10 @@ class Nf4:
     def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         return torch.cat(tuple(shards), dim=dim)
 
-    def encode(self, weight: Tensor, whole: Whole | None = None) -> dict[str, Tensor]:
+    def encode(self, weight: Tensor, whole: WholeMatrix | None = None) -> dict[str, Tensor]:
         absmax = self.absmax(weight)
         if whole is None:
-            whole = Whole(absmax=absmax)
+            whole = WholeMatrix(absmax=absmax)
         first_block, all_blocks = _first_block(whole.first_column), whole.absmax.shape[1]
         # only the groups that these rows touch: a matrix may be encoded a few rows at a time
         start, stop = whole.first_row * all_blocks, (whole.first_row + weight.shape[0]) * all_blocks

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.kernels.codec import PLAIN, Arithmetic
 from engine.kernels.reference_quantize import row_scales
-from engine.quantization.encoded_parts import Whole, bounds, require_finite
+from engine.quantization.encoded_parts import WholeMatrix, bounds, require_finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +53,9 @@ class RowwiseEncoding:
     def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         return torch.cat(tuple(shards)) if dim == 0 else torch.cat(tuple(shards), 1).amax(1, keepdim=True)
 
-    def encode(self, weight: Tensor, whole: Whole | None = None) -> dict[str, Tensor]:
+    def encode(self, weight: Tensor, whole: WholeMatrix | None = None) -> dict[str, Tensor]:
         absmax = self.absmax(weight)
-        whole = Whole(absmax=absmax) if whole is None else whole
+        whole = WholeMatrix(absmax=absmax) if whole is None else whole
         largest = absmax.new_zeros(weight.shape[0])
         if whole.absmax.numel():
             rows = whole.absmax[whole.first_row : whole.first_row + weight.shape[0]].amax(1)

@@ -16,7 +16,7 @@ from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.layers.context import TrainingPlan
 from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded
-from engine.layers.storage import SpreadWeights
+from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import meta_model
@@ -85,7 +85,7 @@ def fill_base(
     model: ModelFolder,
     source: TensorReader | None,
     parts: Iterable[Decoder],
-    weights: SpreadWeights,
+    weights: WeightPlacement,
     log: Log,
 ) -> None:
     """Encodes the frozen weights of this rank's parts of the model as they are read (or drawn), one at a time.

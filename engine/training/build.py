@@ -13,7 +13,7 @@ from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.layers.context import TensorLayout
-from engine.layers.storage import SpreadWeights
+from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES
@@ -81,7 +81,9 @@ def build_training(
     choices = choose_for_device(config, launch.device, decoder)
     layout = _layout(config, mesh, plan.partition, decoder, choices, log)
     places = host_places(config.memory, launch.device)
-    weights = SpreadWeights(mesh.dp_cp if config.parallel.shard == "parameters" else Axis("dp_cp"), host=places.weights)
+    weights = WeightPlacement(
+        mesh.dp_cp if config.parallel.shard == "parameters" else Axis("dp_cp"), host=places.weights
+    )
     objective = build_objective(config.objective, cp=mesh.cp, dp=mesh.dp)
     loss_scale = _loss_scale(config, launch.device)
     stages = _build_stages(config, launch, decoder, plan, layout, mesh, weights, objective, loss_scale)
@@ -168,7 +170,7 @@ def _bucket_bytes(config: RunConfig) -> int:
     return int(config.parallel.bucket_mb * 2**20)
 
 
-def _sharding(config: RunConfig, mesh: Mesh, weights: SpreadWeights, log: Log) -> Sharding:
+def _sharding(config: RunConfig, mesh: Mesh, weights: WeightPlacement, log: Log) -> Sharding:
     """Chooses and logs what of the optimizer is spread over ranks."""
     sharding = Sharding(
         level=config.parallel.shard,
@@ -212,7 +214,7 @@ def _build_stages(
     plan: ModelPlan,
     layout: TensorLayout,
     mesh: Mesh,
-    weights: SpreadWeights,
+    weights: WeightPlacement,
     objective: Objective,
     loss_scale: LossScale | None,
 ) -> Stages:

@@ -11,8 +11,8 @@ from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.model_weights import WeightSource, open_source
 from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.run.training_state import open_run
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
-from engine.checkpoint.training_state import open_run
 from engine.checkpoint.verification import checked_together
 from engine.config.hub import instead_of
 from engine.config.model import DType, ModelOptions
@@ -31,7 +31,7 @@ from engine.inference.options import ModelChoice
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries
 from engine.layers.module import shard_entries
-from engine.layers.storage import SpreadWeights
+from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part, split_parts
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES
@@ -115,7 +115,7 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log) -> Opened
     with checked_together([source.checks], mesh.world):
         with Progress(log, "reading weights", sum(shard.tensor.nbytes for shard in shards), "bytes") as progress:
             load_parameters(shards, live.tensors, progress=progress.advance)
-        fill_base(options, source.model, live.tensors, (decoder,), SpreadWeights(Axis("dp_cp")), log)
+        fill_base(options, source.model, live.tensors, (decoder,), WeightPlacement(Axis("dp_cp")), log)
     return OpenedModel(decoder=decoder, config=live.config, mesh=mesh, folder=source.model.path, tokenizer=tokenizer)
 
 

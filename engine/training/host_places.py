@@ -8,7 +8,7 @@ import torch
 
 from engine.config.memory import MemoryOptions
 from engine.layers.host_copies import HostMemory, host_memory
-from engine.layers.storage import SpreadWeights
+from engine.layers.storage import WeightPlacement
 from engine.optim.flat import FlatParameters
 from engine.telemetry.format import format_bytes
 
@@ -29,7 +29,7 @@ def host_places(memory: MemoryOptions, device: torch.device) -> HostPlaces:
     )
 
 
-def host_sentence(places: HostPlaces, weights: SpreadWeights, flat: FlatParameters) -> str | None:
+def host_sentence(places: HostPlaces, weights: WeightPlacement, flat: FlatParameters) -> str | None:
     """Says how much of this rank's numbers is in host memory, for the log; None where nothing was asked for."""
     place = places.weights or places.state
     if place is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.checkpoint.training_state import TrainingCheckpoint
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.load import to_yaml
 from engine.config.resume_rules import changes
 from engine.config.run import RunConfig

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Self, cast
 
 from engine.checkpoint.manifest import MANIFEST
-from engine.checkpoint.saver import SaveGroup, Saver, SaveReport
-from engine.checkpoint.snapshot import Snapshot, fits_in_host_memory, snapshot_bytes
-from engine.checkpoint.step_folders import checkpoint_folder, mark_best, prune
+from engine.checkpoint.run.saver import SaveGroup, Saver, SaveReport
+from engine.checkpoint.run.snapshot import Snapshot, fits_in_host_memory, snapshot_bytes
+from engine.checkpoint.run.step_folders import checkpoint_folder, mark_best, prune
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.checkpoint import CheckpointOptions
 from engine.config.run import RunConfig

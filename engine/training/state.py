@@ -11,10 +11,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.commit import TrainingContents, owned
 from engine.checkpoint.manifest import MANIFEST
+from engine.checkpoint.run.commit import TrainingContents, owned
+from engine.checkpoint.run.training_state import TrainingCheckpoint, expect_base
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
-from engine.checkpoint.training_state import TrainingCheckpoint, expect_base
 from engine.checkpoint.verification import checked_together
 from engine.config.load import to_yaml
 from engine.config.run import RunConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 
 from engine.batch import Batch
-from engine.checkpoint.step_folders import checkpoint_folder
+from engine.checkpoint.run.step_folders import checkpoint_folder
 from engine.config.rules import check_world
 from engine.config.run import RunConfig
 from engine.distributed.failures import CommunicationError

@@ -10,7 +10,7 @@ from engine.distributed.mesh import Axis
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec
 from engine.layers.context import LORA_LEAVES
 from engine.layers.module import ShardEntry
-from engine.layers.storage import SpreadWeights
+from engine.layers.storage import WeightPlacement
 from engine.models.decoder_config import DecoderConfig
 from engine.models.initialise import initialise_adapters, initialise_magnitudes, initialise_weights
 from engine.models.names import fused_parts, fused_rows
@@ -27,7 +27,7 @@ def fill_parameters(
     plan: ModelPlan,
     entries: list[ShardEntry],
     flat: FlatParameters,
-    weights: SpreadWeights,
+    weights: WeightPlacement,
     copies: Axis,
     log: Log,
 ) -> None:
@@ -41,7 +41,7 @@ def fill_parameters(
     base = [shard for shard in masters if shard.name.rpartition(".")[2] not in LORA_LEAVES]
     copied: list[NamedShard] = []
     for part in (part for entry in entries if entry.sink is None for part in weights.parts(entry)):
-        is_copy = not weights.is_spread and part.tensor.device == flat.gradient.device
+        is_copy = not weights.is_sharded and part.tensor.device == flat.gradient.device
         (copied if is_copy else base).append(part)
     adapters = [shard for shard in masters if shard.name.rpartition(".")[2] in LORA_LEAVES]
     if source.weights is None:

@@ -22,7 +22,7 @@ from rankfold.benchmarking.backends import find_backends
 from rankfold.benchmarking.case import LIMITS, Case, Checked, Contestant, check
 from rankfold.benchmarking.ceilings import PRODUCT, Ceilings, Demand
 from rankfold.benchmarking.comparison import Timed, time_case
-from rankfold.benchmarking.first_hour_targets import LORA_TAX
+from rankfold.benchmarking.first_hour.targets import LORA_TAX
 from rankfold.benchmarking.lora_layers import Layer, make_layer
 from rankfold.benchmarking.machine import choose_device, describe
 from rankfold.benchmarking.options import Shape, TaxOptions, chosen_names, for_device, read_shapes

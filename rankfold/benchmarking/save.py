@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.commit import TrainingContents
-from engine.checkpoint.saver import SaveGroup, Saver
-from engine.checkpoint.snapshot import Snapshot
-from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.commit import TrainingContents
+from engine.checkpoint.run.saver import SaveGroup, Saver
+from engine.checkpoint.run.snapshot import Snapshot
+from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
 from engine.errors import UserError
 from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.machine import describe

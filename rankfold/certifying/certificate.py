@@ -174,7 +174,7 @@ class Difference(NamedTuple):
     relative: float
 
 
-class Whole(NamedTuple):
+class AssembledTensor(NamedTuple):
     """A tensor assembled from the ranks' pieces.
 
     Args:
@@ -225,7 +225,7 @@ class Recording:
         self._open(kind, step)
         return set(self._held)
 
-    def whole(self, kind: str, step: int, name: str, shape: tuple[int, ...]) -> Whole:
+    def whole(self, kind: str, step: int, name: str, shape: tuple[int, ...]) -> AssembledTensor:
         """Assembles a tensor from all ranks' pieces.
 
         Args:
@@ -248,7 +248,7 @@ class Recording:
                     differences.append(Difference(int(first[is_copy][0]), rank, relative))
             part.copy_(torch.where(is_copy, part, values))
             first.copy_(torch.where(is_copy, first, rank))
-        return Whole(tensor, bool((holder >= 0).all()), copies, tuple(differences))
+        return AssembledTensor(tensor, bool((holder >= 0).all()), copies, tuple(differences))
 
     def _open(self, kind: str, step: int) -> None:
         """Maps the ranks' files of this moment; those of the previous moment are closed."""

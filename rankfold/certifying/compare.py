@@ -15,8 +15,8 @@ from rankfold.certifying.certificate import (
     LOSS,
     NORM,
     PARAMETER,
+    AssembledTensor,
     Recording,
-    Whole,
     relative_deviation,
     severity,
 )
@@ -72,7 +72,7 @@ class Replicas:
     looked_at: int = 0
     differing: list[Copies] = field(default_factory=list)
 
-    def add(self, kind: str, name: str, step: int, whole: Whole) -> None:
+    def add(self, kind: str, name: str, step: int, whole: AssembledTensor) -> None:
         self.looked_at += whole.copies
         for first, second, relative in whole.differences:
             self.differing.append(Copies(kind, name, step, (first, second), relative))

@@ -19,7 +19,7 @@ from engine.layers.context import TensorLayout
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
-from engine.layers.storage import SpreadWeights
+from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.encoded_weight import BaseEncoding
@@ -168,7 +168,7 @@ class Run:
             fold=case.fold, base=None if layout.base is None else BaseEncoding(encoding=encoding(layout.base)),
         )  # fmt: skip
         host = host_memory(CPU)
-        self.kept = SpreadWeights(
+        self.kept = WeightPlacement(
             mesh.dp_cp if level == "parameters" else Axis("dp_cp"), host=host if offload_weights else None
         )
         self.stages = Stages(self._build_stages(stage_rank, tensors), mesh.pp, choice)

@@ -35,6 +35,7 @@ from tests.distributed.cases import Case, cut, make_batch, small_config, whole_t
 from tests.graph_stand_in import FunctionCapture
 from tests.graph_training import ON_DEVICE
 from tests.spawning import spawn
+from tests.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 
@@ -81,6 +82,7 @@ LAYOUTS = {
     "step, sequence": Layout(graph="step", grid=RankGrid(tp=2), case=SEQUENCE),
     "step, everything over tensor ranks": Layout(graph="step", grid=RankGrid(tp=2), case=TIED),
 }
+QUICK = ("layer, interleaved", "layer, tied ends", "step, sharded optimizer", "step, sequence")
 
 
 class Training:
@@ -181,15 +183,15 @@ def _on_rank(names: list[str]) -> dict[str, tuple[list[bool], tuple[int, int] | 
 
 
 @functools.cache
-def _ranks() -> list[dict[str, tuple[list[bool], tuple[int, int] | None]]]:
-    return spawn(_on_rank, world=2, args=(list(LAYOUTS),), timeout=240)
+def _ranks(quick: bool) -> list[dict[str, tuple[list[bool], tuple[int, int] | None]]]:
+    return spawn(_on_rank, world=2, args=([name for name in LAYOUTS if (name in QUICK) == quick],), timeout=240)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sampled(LAYOUTS, QUICK))
 def test_ranks_with_graphs_have_the_bits_of_ranks_without(name: str) -> None:
     layout = LAYOUTS[name]
-    for rank in _ranks():
+    for rank in _ranks(name in QUICK):
         equal, counts = rank[name]
         assert all(equal), equal
         beside = int(layout.odd)

@@ -8,6 +8,7 @@ products round their operands too, each rank those that it has, so that ranks wh
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from engine.quantization.encoding import encoding
 from tests.distributed.cases import relative_error, whole_tensor
 from tests.distributed.sharded_runs import BLOCKS, Layout, Run, assemble
 from tests.spawning import spawn
+from tests.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 
@@ -47,6 +49,8 @@ LAYOUTS = {
     "cp2": replace(ONE, grid=RankGrid(cp=2)),
     "dp2": replace(ONE, grid=RankGrid(dp=2)),
 }
+SLOW = ("tp2", "tp2, attention again", "pp2", "cp2")
+"""What others have parts of."""
 LEVELS: dict[str, tuple[ShardLevel, ...]] = {"dp2": ("none", "optimizer", "gradients", "parameters")}
 DECODED = ("nf4", "int8")
 FP8 = ("fp8", "fp8_row")
@@ -54,11 +58,11 @@ ALL_BASES = ("one", "tp2", "tp2, sequence", "pp2")
 """Layouts in which every encoding runs; in the others nf4 alone."""
 
 
-def _choices() -> list[tuple[str, ShardLevel, str]]:
+def _choices(among: Iterable[str] = LAYOUTS) -> list[tuple[str, ShardLevel, str]]:
     """Layouts, levels of sharding and encodings that are decoded."""
     return [
         (name, level, base)
-        for name in LAYOUTS
+        for name in among
         for level in LEVELS.get(name, ("none",))
         for base in (DECODED if name in ALL_BASES else ("nf4",))
     ]
@@ -95,26 +99,29 @@ def _outcome(layout: Layout, level: ShardLevel, *, offload: bool = False) -> Out
     return Outcome(trained.losses, trained.norms, trained.evaluation, trained.masters, parts)
 
 
-def _outcomes(world: int) -> dict[tuple[str, ShardLevel, str, str], Outcome]:
+QUICK = [name for name in LAYOUTS if name not in SLOW]
+
+
+def _outcomes(world: int, quick: bool) -> dict[tuple[str, ShardLevel, str, str], Outcome]:
     found = {}
     for name, level, base in [*_choices(), *((name, "none", base) for name in ALL_BASES for base in FP8)]:
         layout = LAYOUTS[name]
-        if layout.grid.world_size == world:
+        if layout.grid.world_size == world and (name in QUICK) == quick:
             found[name, level, base, "encoded"] = _outcome(replace(layout, base=base), level)
             found[name, level, base, "plain"] = _outcome(replace(layout, rounded=base), level)
     return found
 
 
 @functools.cache
-def _ranks(world: int) -> list[dict[tuple[str, ShardLevel, str, str], Outcome]]:
-    return [_outcomes(1)] if world == 1 else spawn(_outcomes, world=world, args=(world,), timeout=110)
+def _ranks(world: int, quick: bool) -> list[dict[tuple[str, ShardLevel, str, str], Outcome]]:
+    return [_outcomes(1, quick)] if world == 1 else spawn(_outcomes, world=world, args=(world, quick), timeout=110)
 
 
 def _found(name: str, base: str, kind: str = "encoded", level: ShardLevel = "none") -> list[Outcome]:
-    return [rank[name, level, base, kind] for rank in _ranks(LAYOUTS[name].grid.world_size)]
+    return [rank[name, level, base, kind] for rank in _ranks(LAYOUTS[name].grid.world_size, name in QUICK)]
 
 
-@pytest.mark.parametrize(("name", "level", "base"), _choices())
+@pytest.mark.parametrize(("name", "level", "base"), sampled(_choices(), _choices(QUICK)))
 def test_the_bits_are_those_of_decoded_weights(name: str, level: ShardLevel, base: str) -> None:
     for found, expected in zip(_found(name, base, level=level), _found(name, base, "plain", level), strict=True):
         assert found.losses == expected.losses and found.norms == expected.norms
@@ -124,7 +131,10 @@ def test_the_bits_are_those_of_decoded_weights(name: str, level: ShardLevel, bas
             assert ours.name == theirs.name and torch.equal(ours.tensor, theirs.tensor), ours.name
 
 
-@pytest.mark.parametrize(("name", "level", "base"), [one for one in _choices() if not one[0].startswith("one")])
+@pytest.mark.parametrize(
+    ("name", "level", "base"),
+    sampled([one for one in _choices() if not one[0].startswith("one")], _choices(["tp2, sequence", "dp2"])),
+)
 def test_every_layout_trains_as_one_process_does(name: str, level: ShardLevel, base: str) -> None:
     """Sums in another order, in fp32."""
     (alone,) = _found("one", base)
@@ -139,7 +149,7 @@ def test_every_layout_trains_as_one_process_does(name: str, level: ShardLevel, b
 
 
 @pytest.mark.parametrize("base", (*DECODED, *FP8))
-@pytest.mark.parametrize("name", ["tp2", "tp2, sequence", "pp2"])
+@pytest.mark.parametrize("name", sampled(["tp2", "tp2, sequence", "pp2"], ["tp2, sequence"]))
 def test_ranks_encode_as_the_whole(name: str, base: str) -> None:
     """Encoding a cut gives the bits of cutting what the whole weight is encoded as."""
     codec, seen = encoding(base), 0
@@ -164,7 +174,7 @@ def _whole_shape(leaf: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("base", FP8)
-@pytest.mark.parametrize("name", ["tp2", "tp2, sequence", "pp2"])
+@pytest.mark.parametrize("name", sampled(["tp2", "tp2, sequence", "pp2"], ["tp2, sequence"]))
 def test_fp8_products_differ_by_their_rounding_alone(name: str, base: str) -> None:
     """The stages of a pipeline multiply what one process does. Tensor ranks round their own operands, which one process
     rounds as a whole: two losses that are each off by such roundings, compared with one that is."""

@@ -15,9 +15,12 @@ from engine.inference.options import Sampling
 from tests.family_models import make_model
 from tests.generation import STORIES, engine_tokens, random_prompts, stock_greedy
 from tests.spawning import spawn
+from tests.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 
+LAYOUTS = {2: [(2, 1), (1, 2)], 4: [(2, 2), (4, 1)]}
+"""Number of ranks -> tensor and pipeline ranks."""
 NAMES = ("llama fused", "mistral", "qwen3", "gemma3")
 SAMPLED = {
     "plain": Sampling(temperature=0.9, seed=4),
@@ -53,7 +56,8 @@ def _all_tokens(
 
 
 @pytest.mark.timeout(300)
-def test_every_layout_gives_the_same_tokens(stories_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", sampled(LAYOUTS, [2]))
+def test_every_layout_gives_the_same_tokens(world: int, stories_dir: Path, tmp_path: Path) -> None:
     models = {name: make_model(name, tmp_path / name.replace(" ", "-")) for name in NAMES}
     import_checkpoint(open_source(stories_dir), tmp_path / "base", tensor=2)
     stock = stock_greedy(AutoModelForCausalLM.from_pretrained(stories_dir), STORIES, 64)
@@ -63,9 +67,8 @@ def test_every_layout_gives_the_same_tokens(stories_dir: Path, tmp_path: Path) -
     for name, sampling in SAMPLED.items():
         expected[name] = engine_tokens(stories_dir, STORIES, NEW, sampling=sampling)
     folders = (str(stories_dir), str(tmp_path / "base"), str(tmp_path))
-    for world, layouts in ((2, [(2, 1), (1, 2)]), (4, [(2, 2), (4, 1)])):
-        for rank, found in enumerate(spawn(_all_tokens, world=world, args=(layouts, *folders), timeout=240)):
-            for layout, tokens in found.items():
-                assert set(tokens) == ({"qwen3"} if layout == (4, 1) else set(expected))
-                for name, answers in tokens.items():
-                    assert answers == expected[name], (rank, layout, name)
+    for rank, found in enumerate(spawn(_all_tokens, world=world, args=(LAYOUTS[world], *folders), timeout=240)):
+        for layout, tokens in found.items():
+            assert set(tokens) == ({"qwen3"} if layout == (4, 1) else set(expected))
+            for name, answers in tokens.items():
+                assert answers == expected[name], (rank, layout, name)

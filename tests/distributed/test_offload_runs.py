@@ -20,6 +20,7 @@ from engine.optim.backends import NATIVE, TORCH
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.sharded_runs import SMALL, Layout, Run, assemble
 from tests.spawning import spawn
+from tests.sweeps import sampled
 
 NUM_STEPS = 4
 ONE = RankGrid()
@@ -39,6 +40,9 @@ LAYOUTS = {
     "pp2, zb_v": Layout(case="deep, tied", grid=RankGrid(pp=2), layers=(1, 1, 1, 1), schedule="zb_v", accumulation=4),
     "cp2": Layout(case="adapters", grid=RankGrid(cp=2), recompute="full"),
 }
+QUICK = (
+    "adapters", "tied", "upper adapters", "bfloat16", "attention again", "kept in bfloat16", "all again", "tp2", "dp2",
+)  # fmt: skip
 LEVELS: dict[str, tuple[ShardLevel, ...]] = {"dp2": ("none", "optimizer", "gradients", "parameters")}
 OFFLOADS = {"weights": (True, False), "optimizer": (False, True), "both": (True, True)}
 
@@ -83,8 +87,8 @@ def _outcomes(names: list[str]) -> dict[tuple[str, ShardLevel, str], Outcome]:
 
 
 @functools.cache
-def _ranks(world: int) -> list[dict[tuple[str, ShardLevel, str], Outcome]]:
-    names = [name for name, layout in LAYOUTS.items() if layout.grid.world_size == world]
+def _ranks(world: int, quick: bool) -> list[dict[tuple[str, ShardLevel, str], Outcome]]:
+    names = [name for name, layout in LAYOUTS.items() if layout.grid.world_size == world and (name in QUICK) == quick]
     if world > 1:
         return spawn(_outcomes, world=world, args=(names,), timeout=110)
     before = host_storage.STAYS_BELOW
@@ -96,10 +100,14 @@ def _ranks(world: int) -> list[dict[tuple[str, ShardLevel, str], Outcome]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("name", "level", "what"), [(name, level, what) for name in LAYOUTS for level, what in _choices(name)]
+    ("name", "level", "what"),
+    sampled(
+        [(name, level, what) for name in LAYOUTS for level, what in _choices(name)],
+        [(name, level, what) for name in QUICK for level, what in _choices(name)],
+    ),
 )
 def test_the_bits_are_those_of_the_run_without(name: str, level: ShardLevel, what: str) -> None:
-    ranks = _ranks(LAYOUTS[name].grid.world_size)
+    ranks = _ranks(LAYOUTS[name].grid.world_size, name in QUICK)
     for rank in ranks:
         found, expected = rank[name, level, what], rank[name, level, "nothing"]
         assert found.losses == expected.losses and found.norms == expected.norms
@@ -115,10 +123,10 @@ def test_the_bits_are_those_of_the_run_without(name: str, level: ShardLevel, wha
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sampled(LAYOUTS, QUICK))
 def test_frozen_weights_are_in_host_memory(name: str) -> None:
     """All storages with something frozen in them: those of a model that is trained as a whole stay."""
-    for rank in _ranks(LAYOUTS[name].grid.world_size):
+    for rank in _ranks(LAYOUTS[name].grid.world_size, name in QUICK):
         held = rank[name, "none", "weights"].held
         trained_as_a_whole = LAYOUTS[name].case in ("everything", "tied", "deep, tied")
         assert (held == 0) == trained_as_a_whole

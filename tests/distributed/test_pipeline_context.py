@@ -35,6 +35,7 @@ from engine.training.step import TrainStep
 from tests.distributed.cases import Case, cut, make_batch, relative_error, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.spawning import spawn
+from tests.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 
@@ -113,6 +114,11 @@ LAYOUTS = {
         case="everything", grid=RankGrid(pp=2, cp=2, dp=2), schedule="zb_v", layers=(1, 1, 1, 1), method="ulysses"
     ),
 }
+QUICK = (
+    "pp2 interleaved", "pp2 upper, interleaved", "pp2 zb_h1", "pp2 tied, zb_v", "pp2 tied, frozen", "cp2 ring, odd",
+    "cp2 ulysses", "tp2 sequence pp2", "pp2 dp2", "tp2 cp2 ulysses",
+)  # fmt: skip
+"""Every schedule, both ways of context parallelism, and each axis beside another."""
 
 
 class Trained(NamedTuple):
@@ -244,13 +250,13 @@ def _train_all(names: list[str]) -> dict[str, Trained]:
 
 
 @functools.cache
-def _ranks(world: int) -> list[dict[str, Trained]]:
-    names = [name for name, layout in LAYOUTS.items() if layout.grid.world_size == world]
+def _ranks(world: int, quick: bool) -> list[dict[str, Trained]]:
+    names = [name for name, layout in LAYOUTS.items() if layout.grid.world_size == world and (name in QUICK) == quick]
     return spawn(_train_all, world=world, args=(names,), timeout=240)
 
 
 def _of(name: str) -> list[Trained]:
-    return [rank[name] for rank in _ranks(LAYOUTS[name].grid.world_size)]
+    return [rank[name] for rank in _ranks(LAYOUTS[name].grid.world_size, name in QUICK)]
 
 
 @functools.cache
@@ -262,7 +268,7 @@ def _alone(name: str) -> Trained:
     return _plain(LAYOUTS[name].case, LAYOUTS[name].length)
 
 
-every_layout = pytest.mark.parametrize("name", LAYOUTS)
+every_layout = pytest.mark.parametrize("name", sampled(LAYOUTS, QUICK))
 
 
 @every_layout

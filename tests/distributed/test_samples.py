@@ -11,6 +11,7 @@ from engine.config.load import load_config
 from engine.training.trainer import train
 from tests.commands import options, run_tool
 from tests.shared_data import write_plays
+from tests.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 
@@ -22,7 +23,7 @@ LAYOUTS = {
     "context": {"parallel.context": 2},
     "parameters": {"parallel.shard": "parameters"},
 }
-QUICK = ("tensor and sequence", "pipeline", "context")
+QUICK = ("tensor and sequence", "pipeline")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,7 @@ def alone(settings: dict[str, object], tmp_path_factory: pytest.TempPathFactory)
     return found
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, QUICK))
 def test_samples_are_those_of_one_process(
     layout: str, settings: dict[str, object], alone: list[dict[str, object]], tmp_path: Path
 ) -> None:

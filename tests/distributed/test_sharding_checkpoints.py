@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
 from engine.distributed.collectives import barrier
 from engine.distributed.mesh import build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
@@ -19,6 +20,7 @@ from engine.optim.state_sharding import ShardLevel
 from tests.distributed.sharded_runs import LEVELS, SMALL, Layout, Run, assemble
 from tests.saved_training import save_training
 from tests.spawning import spawn
+from tests.sweeps import sampled, takes_slow
 
 pytestmark = pytest.mark.distributed
 
@@ -34,6 +36,7 @@ GRIDS = {
     "tp2 dp2": RankGrid(tp=2, dp=2),
     "pp2 dp2": RankGrid(pp=2, dp=2),
 }
+QUICK = ("one", "dp2", "tp2 dp2")
 
 
 def _run(grid: RankGrid, level: ShardLevel) -> Run:
@@ -105,20 +108,26 @@ def _load_all(folder: Path, names: list[str], sources: list[Path]) -> dict[tuple
     return found
 
 
-def _names(world: int) -> list[str]:
-    return [name for name, grid in GRIDS.items() if grid.world_size == world]
+def _names(world: int, among: Iterable[str]) -> list[str]:
+    return [name for name in among if GRIDS[name].world_size == world]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    _save_all(folder, _names(1))
+    among = GRIDS if takes_slow(request.config) else QUICK
+    _save_all(folder, _names(1, among))
     for world in (2, 4):
-        spawn(_save_all, world=world, args=(folder, _names(world)), timeout=110)
+        spawn(_save_all, world=world, args=(folder, _names(world, among)), timeout=110)
     return folder
 
 
-KEPT = [(name, level) for name, grid in GRIDS.items() for level in _levels(grid)]
+def _kept(among: Iterable[str]) -> list[tuple[str, ShardLevel]]:
+    return [(name, level) for name in among for level in _levels(GRIDS[name])]
+
+
+def _sharded(among: Iterable[str]) -> list[tuple[str, ShardLevel]]:
+    return [(name, level) for name, level in _kept(among) if level != "none"]
 
 
 def _whole(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -128,7 +137,7 @@ def _whole(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read_whole(name).clone() for name in checkpoint.tensor_names()}
 
 
-@pytest.mark.parametrize(("name", "level"), KEPT)
+@pytest.mark.parametrize(("name", "level"), sampled(_kept(GRIDS), _kept(QUICK)))
 def test_a_resumed_run_has_the_bits_of_the_whole_one(saved: Path, name: str, level: str) -> None:
     before = _whole(saved / name / level, STOP)
     expected, found = (_whole(saved / name / folder, END) for folder in (level, f"{level} resumed"))
@@ -138,7 +147,7 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(saved: Path, name: str, lev
         assert not torch.equal(before[key], value), f"{key} did not move"
 
 
-@pytest.mark.parametrize(("name", "level"), [(name, level) for name, level in KEPT if level != "none"])
+@pytest.mark.parametrize(("name", "level"), sampled(_sharded(GRIDS), _sharded(QUICK)))
 def test_the_same_bits_are_saved_at_every_level(saved: Path, name: str, level: str) -> None:
     """Where two ranks sum; four sum in another order."""
     expected, found = (_whole(saved / name / each, END) for each in ("none", level))
@@ -150,16 +159,25 @@ def test_the_same_bits_are_saved_at_every_level(saved: Path, name: str, level: s
 
 
 @functools.cache
-def _loaded(folder: Path, world: int, sources: tuple[Path, ...]) -> list[dict[tuple[str, str, int], list[NamedShard]]]:
-    arguments = (folder, _names(world), list(sources))
+def _loaded(
+    folder: Path, world: int, among: tuple[str, ...], sources: tuple[Path, ...]
+) -> list[dict[tuple[str, str, int], list[NamedShard]]]:
+    arguments = (folder, _names(world, among), list(sources))
     return [_load_all(*arguments)] if world == 1 else spawn(_load_all, world=world, args=arguments, timeout=110)
 
 
-@pytest.mark.parametrize(("name", "level"), KEPT)
-def test_any_level_opens_any_other(saved: Path, name: str, level: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "level", "among"),
+    sampled(
+        [(name, level, among) for among in (QUICK, tuple(GRIDS)) for name, level in _kept(among)],
+        [(name, level, QUICK) for name, level in _kept(QUICK)],
+    ),
+    ids=lambda value: f"{len(value)} layouts" if isinstance(value, tuple) else value,
+)
+def test_any_level_opens_any_other(saved: Path, name: str, level: str, among: tuple[str, ...]) -> None:
     """Every part of every rank is what the stored whole says; weights are the masters."""
-    sources = tuple(saved / source / each for source, each in KEPT)
-    ranks = _loaded(saved, GRIDS[name].world_size, sources)
+    sources = tuple(saved / source / each for source, each in _kept(among))
+    ranks = _loaded(saved, GRIDS[name].world_size, among, sources)
     for number, source in enumerate(sources):
         expected = _whole(source, STOP)
         found = assemble([rank[name, level, number] for rank in ranks])
@@ -169,7 +187,7 @@ def test_any_level_opens_any_other(saved: Path, name: str, level: str) -> None:
                 assert torch.equal(found[key.removeprefix("master/")], value), (source, key)
 
 
-@pytest.mark.parametrize(("name", "level"), [(name, level) for name, level in KEPT if level != "none"])
+@pytest.mark.parametrize(("name", "level"), sampled(_sharded(GRIDS), _sharded(QUICK)))
 def test_every_rank_writes_its_share(saved: Path, name: str, level: str) -> None:
     """Bytes of data-parallel neighbours differ by no more than what a bucket's padding may move."""
     grid = GRIDS[name]

@@ -27,6 +27,7 @@ from engine.planning.rank_layout import Layout as PlannedLayout
 from engine.planning.rank_layout import Workload
 from tests.distributed.sharded_runs import CASES, CPU, GLOBAL_ROWS, LEVELS, SEQ_LENGTH, Layout, Run
 from tests.spawning import spawn
+from tests.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 
@@ -40,6 +41,7 @@ LAYOUTS = {
     "dp4 adapters": replace(EVERYTHING, case="wide, adapters", grid=RankGrid(dp=4)),
     "tp2 dp2 adapters": replace(EVERYTHING, case="wide, adapters", grid=RankGrid(tp=2, dp=2), sequence=True),
 }
+QUICK = ("dp2 everything", "dp2 adapters")
 SMALL_CHANGE = 4096
 """Bytes: scalars, the frequencies of the rotary embedding, a batch's token counts."""
 
@@ -90,7 +92,7 @@ def _predicted(layout: Layout, level: ShardLevel) -> int:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sampled(LAYOUTS, QUICK))
 def test_what_is_kept_is_what_is_predicted(name: str, level: ShardLevel) -> None:
     """Within a hundredth: padding of buckets and of storages is not predicted."""
     layout = LAYOUTS[name]
@@ -101,7 +103,7 @@ def test_what_is_kept_is_what_is_predicted(name: str, level: ShardLevel) -> None
 
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level != "none"])
-@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if "adapters" not in layout.case])
+@pytest.mark.parametrize("name", sampled([name for name in LAYOUTS if "adapters" not in name], QUICK[:1]))
 def test_steps_leave_no_more_than_without_sharding(name: str, level: ShardLevel) -> None:
     for rank in _ranks(LAYOUTS[name].grid.world_size):
         more, plain = rank[name, level][1], rank[name, "none"][1]

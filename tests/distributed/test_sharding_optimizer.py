@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import CLIP, LEVELS, SMALL, Layout, Run, Trained, assemble
 from tests.spawning import spawn
+from tests.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 
@@ -34,8 +36,8 @@ LAYOUTS = {
     ),
     "cp2 dp2 adapters": Layout(case="adapters", grid=RankGrid(cp=2, dp=2)),
 }
-SLOW = {"dp2 upper adapters, all made again", "tp2 dp2 everything", "pp2 dp2 tied, zb_v", "cp2 dp2 adapters"}
-"""What others have parts of."""
+QUICK = ("dp2 everything", "dp2 bfloat16", "cp2 adapters", "tp2 dp2 adapters", "pp2 dp2 tied")
+"""What the others have parts of."""
 SHARDED = [level for level in LEVELS if level != "none"]
 
 
@@ -51,22 +53,17 @@ def _train_all(names: list[str]) -> dict[tuple[str, ShardLevel], Trained]:
 
 
 @functools.cache
-def _ranks(world: int, slow: bool) -> list[dict[tuple[str, ShardLevel], Trained]]:
-    names = [name for name, layout in LAYOUTS.items() if layout.grid.world_size == world and (name in SLOW) == slow]
+def _ranks(world: int, quick: bool) -> list[dict[tuple[str, ShardLevel], Trained]]:
+    names = [name for name, layout in LAYOUTS.items() if layout.grid.world_size == world and (name in QUICK) == quick]
     return spawn(_train_all, world=world, args=(names,), timeout=100)
 
 
 def _of(name: str, level: ShardLevel) -> list[Trained]:
-    return [rank[name, level] for rank in _ranks(LAYOUTS[name].grid.world_size, name in SLOW)]
+    return [rank[name, level] for rank in _ranks(LAYOUTS[name].grid.world_size, name in QUICK)]
 
 
 every_run = pytest.mark.parametrize(
-    ("name", "level"),
-    [
-        pytest.param(name, level, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name in LAYOUTS
-        for level in SHARDED
-    ],
+    ("name", "level"), sampled(product(LAYOUTS, SHARDED), list(product(QUICK, SHARDED)))
 )
 
 

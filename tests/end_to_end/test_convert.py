@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint.model_weights import open_source
-from engine.checkpoint.training_state import MASTER
+from engine.checkpoint.run.training_state import MASTER
 from engine.distributed.sharding import NamedShard, replicated_spec
 from engine.models.describe import parameter_specs
 from engine.telemetry.errors import run_command

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.checkpoint.training_state import open_run
+from engine.checkpoint.run.training_state import open_run
 from engine.config.load import load_config
 from engine.errors import UserError
 from engine.training.trainer import train

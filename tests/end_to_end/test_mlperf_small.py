@@ -39,6 +39,7 @@ def named(found: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     return [record for record in found if record["key"] == key]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_target_is_reached(finished: Path) -> None:
     path = finished / "result_0.txt"
@@ -59,6 +60,7 @@ def test_the_target_is_reached(finished: Path) -> None:
     assert result.returncode == 0 and "SUCCESS" in result.stdout + result.stderr, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_transformers_finds_the_same_evaluation_loss(finished: Path, tmp_path: Path) -> None:
     """The mean over rows of the loss that transformers gives each row alone, of base and adapter merged."""
@@ -79,6 +81,7 @@ def test_transformers_finds_the_same_evaluation_loss(finished: Path, tmp_path: P
     assert logged == pytest.approx(sum(means) / len(means), abs=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_too_few_steps_are_aborted(finished: Path) -> None:
     path = finished / "aborted.txt"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
 from tests.commands import losses, options, run_tool
 from tests.shared_data import write_plays
 

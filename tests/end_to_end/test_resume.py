@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
 from tests.commands import losses, options, run_tool
 from tests.distributed.test_shared_checks import flip_a_bit_of
 from tests.shared_data import write_plays
+from tests.sweeps import sampled
 
 STEPS, STOP = 12, 5
 
@@ -89,7 +90,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", sampled(MOVES, ["pipeline 2, then tensor 2 and context 2"]))
 def test_run_goes_on_at_other_layouts(move: str, settings: dict[str, object], whole_run: Path, tmp_path: Path) -> None:
     """Saved on two ranks, it goes on elsewhere with the losses and the weights of one process, up to rounding."""
     saved, others = MOVES[move]

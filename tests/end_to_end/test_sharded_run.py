@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
 from tests.commands import losses, options, run_tool
 from tests.shared_data import write_plays
 

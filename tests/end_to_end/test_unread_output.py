@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.training_state import latest_checkpoint
+from engine.checkpoint.run.training_state import latest_checkpoint
 from tests.commands import REPOSITORY, losses, options
 from tests.shared_data import write_plays
 from tests.warm_python import warm_python

@@ -173,7 +173,7 @@ MAY_WAIT = {
     ("engine/training/evaluate.py", "evaluate"): "the means of an evaluation",
     ("engine/training/state.py", "state_contents"): "a save's counters",
     ("engine/training/state.py", "state_tensors"): "a save finds masters in host memory as they are",
-    ("engine/checkpoint/snapshot.py", "Snapshot.take"): "a save's copy",
+    ("engine/checkpoint/run/snapshot.py", "Snapshot.take"): "a save's copy",
     ("engine/inference/model_part.py", "InferenceStage.decode"): "tokens go to the host and come back",
     ("engine/inference/model_part.py", "InferenceStage.move"): "between two tokens",
 }

@@ -16,8 +16,8 @@ import torch
 from torch._subclasses import fake_tensor
 
 from engine.batch import Batch
-from engine.checkpoint.commit import owned
-from engine.checkpoint.snapshot import Snapshot
+from engine.checkpoint.run.commit import owned
+from engine.checkpoint.run.snapshot import Snapshot
 from engine.checkpoint.tokenizer_files import BASES_OWN
 from engine.config.load import parse_config
 from engine.config.rules import check_config, check_world

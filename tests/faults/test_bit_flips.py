@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.checkpoint import model_weights as source_module
 from engine.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from engine.checkpoint.model_weights import open_source
-from engine.checkpoint.training_state import TrainingCheckpoint, open_run
+from engine.checkpoint.run.training_state import TrainingCheckpoint, open_run
 from engine.conversion.decoded_base import DecodedSource, encoded_names
 from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.conversion.live_logits import live_logits, proof_tokens

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.checkpoint.manifest import MANIFEST, sign
-from engine.checkpoint.training_state import TrainingCheckpoint
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.distributed.sharding import NamedShard, replicated_spec, split_spec
 from engine.errors import UserError
 from tests.faults.checkpoint_damage import HOSTILE, KINDS, damage

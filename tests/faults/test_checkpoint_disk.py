@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint import saver as saver_module
-from engine.checkpoint.commit import TrainingContents, require_room
 from engine.checkpoint.folder import stats_of
-from engine.checkpoint.saver import SaveGroup, Saver
-from engine.checkpoint.snapshot import Snapshot
-from engine.checkpoint.step_folders import latest_checkpoint
-from engine.checkpoint.training_state import TrainingCheckpoint
+from engine.checkpoint.run import saver as saver_module
+from engine.checkpoint.run.commit import TrainingContents, require_room
+from engine.checkpoint.run.saver import SaveGroup, Saver
+from engine.checkpoint.run.snapshot import Snapshot
+from engine.checkpoint.run.step_folders import latest_checkpoint
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.distributed.sharding import NamedShard, replicated_spec
 from engine.errors import UserError
 from tests.commands import losses, options, run_tool

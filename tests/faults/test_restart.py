@@ -73,7 +73,10 @@ def test_a_hung_rank_is_restarted(settings: dict[str, object], tmp_path: Path) -
 def test_without_a_folder_of_its_own(settings: dict[str, object], tmp_path: Path) -> None:
     """checkpoint.dir is null: torchrun's ranks find the folder of their time before, and start from where that was."""
     steps = 60  # it must still be at work when it is killed after the fifth
-    command = {**settings, "train.steps": steps, "checkpoint.dir": "null", "checkpoint.resume": "none"}
+    command = {
+        **settings, "train.steps": steps, "train.micro_batch_size": 4, "checkpoint.dir": "null",
+        "checkpoint.resume": "none",
+    }  # fmt: skip
     with Torchrun(tmp_path, command, 2, restarts=1) as run:
         run.wait_until("saved")
         os.kill(run.pids()[0], signal.SIGKILL)

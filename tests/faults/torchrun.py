@@ -16,7 +16,7 @@ from typing import Self
 
 import torch
 
-from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
 from tests.faults.ranks import last_step, run_command, run_environment
 from tests.warm_python import WarmProcess
 

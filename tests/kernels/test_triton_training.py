@@ -6,6 +6,8 @@ On a GPU: python -m pytest -m gpu tests/kernels/test_triton_training.py
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -23,25 +25,31 @@ from tests.memory_models import build_with
 
 FP8_CONFIG = replace(CONFIG, hidden=32, intermediate=48, num_heads=2, head_dim=16)
 """Sizes that divide by 16: FP8 products on a GPU want them."""
-PATHS = pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param({}, id="folded"),
-        pytest.param({"fold": False}, id="unfolded"),
-        pytest.param({"trained": ("norm", "lm_head")}, id="norms and head train"),
-        pytest.param(
-            {"config": replace(CONFIG, qk_norm=True), "trained": ("k_norm",)}, id="queries and keys normalised"
-        ),
-    ],
-)
+PATHS = {
+    "folded": {},
+    "unfolded": {"fold": False},
+    "norms and head train": {"trained": ("norm", "lm_head")},
+    "queries and keys normalised": {"config": replace(CONFIG, qk_norm=True), "trained": ("k_norm",)},
+}
+INTERPRETED_QUICKLY = (("unfolded", 0.0), ("queries and keys normalised", 0.1))
 
 
-@long_places
-@PATHS
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_training_follows_the_reference(place, dropout: float, path: dict) -> None:
+def _trainings() -> list[Any]:
+    """Every place, path and dropout; most are interpreted only where slow tests are asked for."""
+    found = []
+    for place, path, dropout in product(long_places.args[1], PATHS, (0.0, 0.1)):
+        is_slow = place.values[0][0] == "cpu" and (path, dropout) not in INTERPRETED_QUICKLY
+        marks = [*place.marks, *([pytest.mark.slow] if is_slow else [])]
+        found.append(pytest.param(*place.values, path, dropout, marks=marks, id=f"{dropout}-{path}-{place.id}"))
+    return found
+
+
+@pytest.mark.parametrize(("place", "path", "dropout"), _trainings())
+def test_training_follows_the_reference(place, path: str, dropout: float) -> None:
     steps = 0 if place[0] == "cpu" and place[1] != torch.float32 else 4  # four steps more take five times as long
-    assert_follows_the_reference(tiny_training(dropout, **path), TRITON, torch.device(place[0]), place[1], steps=steps)
+    assert_follows_the_reference(
+        tiny_training(dropout, **PATHS[path]), TRITON, torch.device(place[0]), place[1], steps=steps
+    )
 
 
 @pytest.mark.parametrize("place", [pytest.param(("cpu", torch.bfloat16), marks=interpreted_only, id="cpu-bfloat16")])

@@ -79,6 +79,7 @@ def faults(side: RemoteSide) -> int:
     return int(stat.read_text().rpartition(")")[2].split()[7]) - before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peer_has_the_allocator_of_a_plain_script() -> None:
     """Settings of the C allocator show as page faults, which are alike where seconds are not."""

@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.training_state import open_run
+from engine.checkpoint.run.training_state import open_run
 from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
 from engine.runtime.launch import Launch
 from tests.family_models import make_model, stock_losses
 from tests.peft_following import ALONE, STEPS, batches, build, our_losses, peft_start, take_steps, their_losses
 from tests.spawning import spawn
+from tests.sweeps import sampled
 from tests.unit.test_checkpoint_peft import trained_run
 
 LIMIT = 2e-6  # of a loss in fp32 against fp64
@@ -38,11 +39,12 @@ OUR_PATTERNS = {
 }
 
 
-def _on_two_ranks(folder: str, given: dict[str, Any], steps: int) -> dict[str, list[float]]:
+QUICK = ("tensor, joint", "tensor, sequence", "shard")
+
+
+def _on_two_ranks(folder: str, given: dict[str, Any], steps: int, names: tuple[str, ...]) -> dict[str, list[float]]:
     launch = Launch(rank=dist.get_rank(), world_size=2, device=torch.device("cpu"))
-    return {
-        name: our_losses(Path(folder), {**given, **layout}, launch, steps=steps)[0] for name, layout in LAYOUTS.items()
-    }
+    return {name: our_losses(Path(folder), {**given, **LAYOUTS[name]}, launch, steps=steps)[0] for name in names}
 
 
 def _difference(ours: list[float], theirs: list[float]) -> float:
@@ -50,24 +52,27 @@ def _difference(ours: list[float], theirs: list[float]) -> float:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_every_layout_follows_peft(dora: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dora", "names"), sampled([(False, QUICK), (False, tuple(LAYOUTS)), (True, tuple(LAYOUTS))], [(False, QUICK)])
+)
+def test_every_layout_follows_peft(dora: bool, names: tuple[str, ...], tmp_path: Path) -> None:
     model = peft_start("phi3", tmp_path, use_dora=dora, **PATTERNS)
     given = {**GIVEN, **OUR_PATTERNS, "lora.dora": str(dora).lower(), "lora.init_from": tmp_path / "start"}
     theirs = their_losses(model)
-    for seen in spawn(_on_two_ranks, world=2, args=(str(tmp_path), given, STEPS)):
-        assert seen.keys() == LAYOUTS.keys()
+    for seen in spawn(_on_two_ranks, world=2, args=(str(tmp_path), given, STEPS, names)):
+        assert tuple(seen) == names
         for name, losses in seen.items():
             assert _difference(losses, theirs) < LIMIT, name
 
 
 @pytest.mark.distributed
-def test_dropout_is_the_same_on_every_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [QUICK[1:], pytest.param(tuple(LAYOUTS), marks=pytest.mark.slow)], ids=len)
+def test_dropout_is_the_same_on_every_layout(names: tuple[str, ...], tmp_path: Path) -> None:
     peft_start("phi3", tmp_path, use_dora=True, lora_dropout=0.2)
     given = {**GIVEN, "lora.dora": "true", "lora.dropout": 0.2, "lora.init_from": tmp_path / "start"}
     alone = our_losses(tmp_path, given, steps=3)[0]
     assert _difference(alone, our_losses(tmp_path, {**given, "lora.dropout": 0}, steps=3)[0]) > 1e-3
-    for seen in spawn(_on_two_ranks, world=2, args=(str(tmp_path), given, 3)):
+    for seen in spawn(_on_two_ranks, world=2, args=(str(tmp_path), given, 3, names)):
         assert all(_difference(losses, alone) < LIMIT for losses in seen.values())
 
 
@@ -82,7 +87,7 @@ def _exported(given: dict[str, Any], folder: Path, **lora: Any) -> tuple[nn.Modu
     return PeftModel.from_pretrained(base, folder / "adapter").eval(), folder / "adapter"
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", sampled([False, True], [True]))
 def test_what_was_trained_is_pefts_adapter(dora: bool, tmp_path: Path) -> None:
     """Names and values as PEFT saves them, and a run that starts from them trains the same adapter on."""
     model = peft_start("phi3", tmp_path, use_dora=dora)

@@ -17,6 +17,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.training.trainer import train
 from tests.commands import losses, options, run_tool
 from tests.shared_data import write_plays
+from tests.sweeps import sampled
 
 STEPS, LR, ROWS, LENGTH, SEED = 6, 5e-4, 2, 64, 7
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -113,19 +114,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "pipeline-2": (2, {"parallel.pipeline": 2}),
     "shard-parameters": (2, {"parallel.shard": "parameters", "train.micro_batch_size": ROWS // 2}),
 }
-QUICK = {("dora", "one-process"), ("dora", "recompute"), ("dora", "tensor-2"), ("dora", "tensor-2-sequence"),
-         ("biases", "tensor-2-sequence"),
-         ("in full", "one-process"), ("in full", "tensor-2-sequence")}  # fmt: skip
+QUICK = (
+    ("dora", "recompute"), ("dora", "tensor-2"), ("biases", "tensor-2-sequence"), ("in full", "tensor-2-sequence"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=() if (name, layout) in QUICK else pytest.mark.slow)
-        for name in CASES
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize(("name", "layout"), sampled([(name, layout) for name in CASES for layout in LAYOUTS], QUICK))
 def test_losses_and_adapter_follow_peft(name: str, layout: str, workspace: Path, stories_dir: Path) -> None:
     """Every loss within 1e-4; what every trained tensor moved by within 1e-2, as norm of the difference over norm."""
     curve, expected = _follow(name, workspace, stories_dir)
@@ -152,9 +146,7 @@ def test_losses_and_adapter_follow_peft(name: str, layout: str, workspace: Path,
     assert all(relative[key] < limits[key] for key in relative), sorted(relative.items(), key=lambda one: -one[1])[:3]
 
 
-@pytest.mark.parametrize(
-    "layout", ["one-process", "tensor-2", pytest.param("shard-parameters", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("layout", sampled(["one-process", "tensor-2", "shard-parameters"], ["tensor-2"]))
 def test_a_fresh_dora_adapter_changes_nothing(layout: str, workspace: Path, stories_dir: Path) -> None:
     """The lengths start as those of the base's rows, so that the first loss is the base's."""
     ranks, more = LAYOUTS[layout]

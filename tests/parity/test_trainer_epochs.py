@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.training_state import checkpoint_folder
+from engine.checkpoint.run.training_state import checkpoint_folder
 from engine.data.order import DataOrder
 from engine.data.tokenizer import load_tokenizer
 from tests.commands import losses, options, run_tool
 from tests.shared_data import write_plays
+from tests.sweeps import sampled
 
 RECORDS, BATCH, EPOCHS, SEED, LR = 9, 4, 2, 5, 1e-3
 
@@ -128,12 +129,10 @@ LAYOUTS = {
     "context-2": (2, ["--parallel.context", "2"]),
     "tensor-2": (2, ["--parallel.tensor", "2"]),
 }
-QUICK = ("one-process", "data-2-sharded", "pipeline-2")
+QUICK = ("one-process", "data-2-sharded")
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, QUICK))
 def test_epochs_are_those_of_transformers_trainer(
     layout: str, workspace: Path, stories_dir: Path, reference: list[tuple[float, float]]
 ) -> None:

@@ -31,6 +31,7 @@ from tests.parity.trl_training import (
     trl_settings,
     trl_start,
 )
+from tests.sweeps import sampled
 
 LENGTH = 64
 BETA, LIKED, DISLIKED = 0.3, 1.5, 0.75
@@ -100,7 +101,7 @@ def reference(workspace: Path) -> tuple[list[dict[str, float]], Path]:
     return _reference(workspace)
 
 
-QUICK = ("one-process", "tensor-2")
+QUICK = ("tensor-2",)
 
 
 def _train(workspace: Path, name: str, ranks: int, *more: str) -> list[dict[str, Any]]:
@@ -121,9 +122,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, QUICK))
 def test_losses_rewards_and_adapter_follow_trl(layout: str, workspace: Path, reference: tuple) -> None:
     ranks, arguments = LAYOUTS[layout]
     found = _train(workspace, layout, ranks, *arguments)

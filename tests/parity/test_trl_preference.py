@@ -30,6 +30,7 @@ from tests.parity.trl_training import (
     trl_settings,
     trl_start,
 )
+from tests.sweeps import sampled
 
 LENGTH = 96
 
@@ -112,12 +113,10 @@ def _train(workspace: Path, name: str, ranks: int, *more: str) -> list[dict[str,
 
 
 CASES = [*((name, "one-process") for name in LOSSES), *(("dpo", name) for name in list(LAYOUTS)[1:])]
-QUICK = [("dpo", "one-process"), ("ipo", "one-process"), ("dpo", "tensor-2"), ("dpo", "pipeline-2")]
+QUICK = [("ipo", "one-process"), ("dpo", "tensor-2"), ("dpo", "pipeline-2")]
 
 
-@pytest.mark.parametrize(
-    ("loss", "layout"), [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize(("loss", "layout"), sampled(CASES, QUICK))
 def test_losses_rewards_and_adapter_follow_trl(loss: str, layout: str, workspace: Path, references: dict) -> None:
     ranks, arguments = LAYOUTS[layout]
     name = f"{loss}-{layout}"

@@ -130,6 +130,7 @@ def _held_alone(shares: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(step, "steps_alone", lambda name, options: Alone(1, 1.0, shares.get(name, 0.0)))
 
 
+@pytest.mark.slow
 def test_sides_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No two processes at once; each side comes back after the others, and all have the same number of steps."""
     alive: list[str] = []

@@ -25,7 +25,7 @@ from engine.ops.kernels import REFERENCE
 from rankfold.benchmarking.case import Case, Wrong
 from rankfold.benchmarking.case import check as check_case
 from rankfold.benchmarking.ceilings import Demand
-from rankfold.benchmarking.first_hour_targets import judge
+from rankfold.benchmarking.first_hour.targets import judge
 from rankfold.benchmarking.kernels import attention
 from rankfold.benchmarking.kernels.first_calls import measure_first_calls
 from rankfold.benchmarking.kernels.section import GROUPS, make_setting
@@ -101,6 +101,7 @@ def test_kernels_section(tmp_path: Path) -> None:
     assert next(c for n, c in cases.items() if "head" in n)["operations"] == 2 * 2 * 16 * 16 * 40
 
 
+@pytest.mark.slow
 def test_triton_kernels_are_checked_by_the_interpreter(tmp_path: Path) -> None:
     """What a GPU will time computes the right thing."""
     options = {**TINY_KERNELS, "repeats": 0, "only": "norm,rope,low-rank,product,quantize", "peers": "none"}
@@ -124,6 +125,7 @@ def test_torchs_function_for_documents_takes_the_call() -> None:
     assert attention._varlen_attn(documents, q, k, v).shape == q.shape
 
 
+@pytest.mark.slow
 def test_first_calls_of_two_processes() -> None:
     """What a GPU's table takes its first calls from, on a CPU: the same contestants twice, each in a new process."""
     options = KernelOptions(**{**TINY_KERNELS, "only": "swiglu,dropout", "peers": "none"})
@@ -176,6 +178,7 @@ def test_a_layer_is_recognised_among_linears() -> None:
     assert len(layer_linears(read_shapes(_TAX_ON_CPU))) == len(layer_linears(read_shapes(_TAX_ON_GPU))) == 4
 
 
+@pytest.mark.slow
 def test_memory_section(tmp_path: Path) -> None:
     sizes = {**TINY, "layers": 1, "rows": 2, "length": 9, "device": "cpu", "kernels": "reference"}
     record, _ = _run_section("memory", sizes, tmp_path)

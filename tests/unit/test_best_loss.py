@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checkpoint.step_folders import best_step, checkpoint_folder, list_checkpoints, mark_best, prune
+from engine.checkpoint.run.step_folders import best_step, checkpoint_folder, list_checkpoints, mark_best, prune
 from engine.errors import UserError
 from engine.training.best import BestLoss
 from engine.training.evaluations import ending

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.manifest import Manifest, PieceRecord, TensorRecord, manifest_from_json
 from engine.checkpoint.reshard import Box, box_spec, find_flaw, plan_copies
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.checkpoint.safetensors_file import SafetensorsWriter
-from engine.checkpoint.training_state import TrainingCheckpoint
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec, replicated_spec
 from engine.errors import UserError
 from engine.models.initialise import fill_normal

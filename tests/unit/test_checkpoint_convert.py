@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint import resumable
-from engine.checkpoint.contents import row_blocks, rows_of
-from engine.checkpoint.direct_io import BLOCK_BYTES, Scratch
+from engine.checkpoint.copying import resumable
+from engine.checkpoint.copying.contents import row_blocks, rows_of
+from engine.checkpoint.copying.direct_io import BLOCK_BYTES, Scratch
+from engine.checkpoint.copying.resumable import resumable_folder
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.reshard import Box
-from engine.checkpoint.resumable import resumable_folder
 from engine.conversion.import_export import Work, export_hf, import_checkpoint
 from engine.errors import UserError
 from engine.files.refusals import FileError

@@ -10,8 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.checkpoint import direct_io
-from engine.checkpoint.direct_io import ALIGNMENT, BLOCK_BYTES, RunReader, RunWriter, Scratch, open_direct, read_ahead
+from engine.checkpoint.copying import direct_io
+from engine.checkpoint.copying.direct_io import (
+    ALIGNMENT,
+    BLOCK_BYTES,
+    RangeReader,
+    RunWriter,
+    Scratch,
+    open_direct,
+    read_ahead,
+)
 from engine.conversion import prefetch
 from engine.errors import UserError
 
@@ -32,7 +40,7 @@ def _write_out(path: Path) -> None:
 
 
 def _read(path: Path, offset: int, length: int, step: int) -> bytes:
-    reader, scratch = RunReader(path, offset, length), Scratch()
+    reader, scratch = RangeReader(path, offset, length), Scratch()
     try:
         parts = [
             bytes(reader.read(min(step, length - at), scratch.block("read", step))) for at in range(0, length, step)
@@ -100,7 +108,7 @@ def test_large_runs_go_past_the_page_cache(tmp_path: Path) -> None:
     _write(path, 0, _random(2 * BLOCK_BYTES))
     with open(path, "rb") as file:
         assert not direct_io._is_cached(file.fileno(), BLOCK_BYTES)
-        reader = RunReader(path, 0, 2 * BLOCK_BYTES)
+        reader = RangeReader(path, 0, 2 * BLOCK_BYTES)
         assert reader._is_direct
         reader.read(BLOCK_BYTES, Scratch().block("read"))
         reader.close()
@@ -148,8 +156,8 @@ def test_a_short_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="shorter than its header says"):
-        RunReader(path, 50, 51)
-    reader = RunReader(path, 50, 50)
+        RangeReader(path, 50, 51)
+    reader = RangeReader(path, 50, 50)
     os.truncate(path, 60)
     with pytest.raises(UserError, match="became shorter while it was read"):
         reader.read(50, Scratch().block("read"))

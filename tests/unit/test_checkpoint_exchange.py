@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.checkpoint import exchange as module
-from engine.checkpoint.contents import Run
-from engine.checkpoint.direct_io import Scratch
-from engine.checkpoint.exchange import Exchange, StoredPiece
+from engine.checkpoint.copying import exchange as module
+from engine.checkpoint.copying.contents import FileRange
+from engine.checkpoint.copying.direct_io import Scratch
+from engine.checkpoint.copying.exchange import Exchange, StoredPiece
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import checksum
 from engine.errors import UserError
@@ -48,7 +48,7 @@ def _store(folder: Path, tensor: Tensor, grid: list[Ranges], *, checked: bool = 
     for ranges in grid:
         piece = _slice(tensor, ranges)
         content += b"\xff" * 16
-        run = Run(path, len(content), piece.nbytes, checksum(piece) if checked else None)
+        run = FileRange(path, len(content), piece.nbytes, checksum(piece) if checked else None)
         pieces.append(StoredPiece(box=_box(ranges, tuple(tensor.shape)), run=run))
         content += piece.reshape(-1).view(torch.uint8).numpy().tobytes()
     path.write_bytes(content)

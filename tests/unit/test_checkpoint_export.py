@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint.model_weights import open_source
-from engine.checkpoint.training_state import open_run
+from engine.checkpoint.run.training_state import open_run
 from engine.conversion import proof
 from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.conversion.live_logits import Overlay, adapter_plan, live_logits, proof_tokens

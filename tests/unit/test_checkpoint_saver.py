@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint import commit as commit_module
-from engine.checkpoint import saver as saver_module
-from engine.checkpoint.commit import TrainingContents, owned
 from engine.checkpoint.piece_columns import RankPart
-from engine.checkpoint.saver import SaveGroup, Saver, SaveReport
-from engine.checkpoint.snapshot import Snapshot, fits_in_host_memory, snapshot_bytes
-from engine.checkpoint.step_folders import list_checkpoints, prune, staging_folder
-from engine.checkpoint.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run import commit as commit_module
+from engine.checkpoint.run import saver as saver_module
+from engine.checkpoint.run.commit import TrainingContents, owned
+from engine.checkpoint.run.saver import SaveGroup, Saver, SaveReport
+from engine.checkpoint.run.snapshot import Snapshot, fits_in_host_memory, snapshot_bytes
+from engine.checkpoint.run.step_folders import list_checkpoints, prune, staging_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
 from engine.distributed.sharding import NamedShard, replicated_spec, split_spec
 from engine.errors import UserError
 

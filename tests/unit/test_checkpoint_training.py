@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.checkpoint.training_state import (
+from engine.checkpoint.run.training_state import (
     TrainingCheckpoint,
     checkpoint_folder,
     latest_checkpoint,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from engine.training.rank_stages import max_in_flight
 from tests.distributed.cases import make_batch
 from tests.graph_training import CASES, CPU, LENGTH, ON_DEVICE, SHAPE, graph_config
 from tests.memory_models import build_with
+from tests.sweeps import sampled
 
 META = torch.device("meta")
 
@@ -51,8 +53,13 @@ class _OneDevice(TorchDispatchMode):
         return None if func.__name__.startswith("_fused_adamw_") else func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "recompute"),
+    sampled(
+        product(CASES, ("none", "selective", "full")),
+        [*((case, "selective") for case in CASES), ("adapters", "none"), ("adapters", "full"), ("everything", "full")],
+    ),
+)
 def test_a_step_asks_the_device_nothing(case: str, recompute: str):
     """On tensors without content every question, float() or a branch, is an error of torch."""
     built = build_with(CASES[case], MemoryPlan(recompute=recompute), kernels=ON_DEVICE, device=META)

@@ -21,7 +21,7 @@ from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, T
 from engine.layers.encoded_storage import EncodedStorage, encoded_entries, fill_encoded
 from engine.layers.linear import RowParallelLinear
 from engine.layers.module import shard_entries
-from engine.layers.storage import SpreadWeights
+from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder
 from engine.models.describe import meta_model
 from engine.ops.encoded_weight import BaseEncoding
@@ -219,7 +219,7 @@ def test_loading_holds_one_weight_beside_the_model(base: str, stored: Path, monk
         model = Decoder(decoder, layout=layout, plan=TrainingPlan(), device=CPU, dtype=torch.float32)
         built = live.live
         live.reset()
-        load_encoded(encoded_entries(model), prepared, holding=SpreadWeights(Axis("dp_cp")).materialize)
+        load_encoded(encoded_entries(model), prepared, holding=WeightPlacement(Axis("dp_cp")).materialize)
         left, peak = live.live - built, live.peak - built
     largest = 512 * 1024 * 2
     # beside it the maxima of its blocks, and of 8 thousand numbers copies in several dtypes

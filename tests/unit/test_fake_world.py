@@ -22,6 +22,7 @@ from engine.layers.module import ShardEntry
 from engine.training.build import Training
 from tests.fake_training import build_rank, rank_batches
 from tests.fake_world import fake_world
+from tests.sweeps import sampled
 
 WORLD = 8
 ADAPTER = 16
@@ -117,6 +118,7 @@ PLACES = {
     "context 8, ulysses": Place(options=f"{CONTEXT} --parallel.context_method ulysses", rank=2, layers=4, held=4),
     "tensor 4, pipeline 2": Place(options=BOTH, rank=6, layers=8, held=3, tp=4, embedding=False),
 }
+QUICK = ("tensor 8, last", "tensor 8 without sequence", "pipeline 8, between", "context 8, ring")
 
 
 def _config(folder: Path, sizes: Sizes, options: str) -> RunConfig:
@@ -147,7 +149,7 @@ def _flat_buffers(training: Training) -> tuple[Tensor, ...]:
     return optimizer.flat.gradient, optimizer.flat.master, optimizer.exp_avg, optimizer.exp_avg_sq
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", sampled(PLACES, QUICK))
 def test_rank_holds_what_arithmetic_says_and_takes_a_step(name: str, tmp_path: Path) -> None:
     place = PLACES[name]
     sizes = Sizes(layers=place.layers)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.model_weights import open_source
-from engine.checkpoint.training_state import open_run
+from engine.checkpoint.run.training_state import open_run
 from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.conversion.merged_model import MergedSource
 from engine.conversion.peft_read import AdapterSource

@@ -16,11 +16,11 @@ import pytest
 
 from engine.errors import UserError
 from engine.training.base_encoding import FP8_CAPABILITY
-from rankfold.benchmarking import first_hour
-from rankfold.benchmarking.first_hour import LEFT_OUT, Gpus, chosen_parts, leave_out, run_part, summarise
-from rankfold.benchmarking.first_hour_figures import key_figures
-from rankfold.benchmarking.first_hour_parts import PARTS, ROOT, Part
-from rankfold.benchmarking.first_hour_targets import judge
+from rankfold.benchmarking.first_hour import run as first_hour
+from rankfold.benchmarking.first_hour.figures import key_figures
+from rankfold.benchmarking.first_hour.parts import PARTS, ROOT, Part
+from rankfold.benchmarking.first_hour.run import LEFT_OUT, Gpus, chosen_parts, leave_out, run_part, summarise
+from rankfold.benchmarking.first_hour.targets import judge
 from rankfold.benchmarking.options import add_options, for_device, read_options
 from rankfold.benchmarking.sections import SECTIONS
 from rankfold.certifying.layouts import check_comparable, other_layout, own_layout

@@ -24,7 +24,7 @@ PROCESS_WIDE = {
 """State that belongs to no object, because a process has one of each."""
 
 CATCHES_ALL = {
-    ("engine/checkpoint/saver.py", "_begin.write"): "a thread hands its defect to the one that waits for the save",
+    ("engine/checkpoint/run/saver.py", "_begin.write"): "a thread hands its defect to the one that waits for the save",
     (
         "engine/data/tokenizer.py",
         "_load_fast",

@@ -13,7 +13,7 @@ from engine.layers import host_storage
 from engine.layers.context import TensorLayout
 from engine.layers.host_copies import PlainHostMemory
 from engine.layers.module import shard_entries
-from engine.layers.storage import SpreadWeights
+from engine.layers.storage import WeightPlacement
 from engine.models import decoder
 from engine.models.decoder import Decoder
 from tests.distributed.cases import Case, small_config
@@ -21,12 +21,12 @@ from tests.distributed.cases import Case, small_config
 CPU = torch.device("cpu")
 LAYERS = 3
 PLACES = {
-    "spread": lambda: SpreadWeights(Axis("dp_cp", 2, 0)),
-    "host": lambda: SpreadWeights(Axis("dp_cp"), host=PlainHostMemory()),
+    "spread": lambda: WeightPlacement(Axis("dp_cp", 2, 0)),
+    "host": lambda: WeightPlacement(Axis("dp_cp"), host=PlainHostMemory()),
 }
 
 
-def _build(weights: SpreadWeights, *, tied: bool = False, trained: str = "", adapters: str = ".*_proj") -> Decoder:
+def _build(weights: WeightPlacement, *, tied: bool = False, trained: str = "", adapters: str = ".*_proj") -> Decoder:
     case = Case(config=small_config(num_layers=LAYERS, tied_embeddings=tied), adapters=adapters, trained=trained)
     return Decoder(
         case.config, layout=TensorLayout(), plan=case.plan(), device=CPU, dtype=torch.float32, weights=weights
@@ -87,7 +87,7 @@ def test_a_tied_matrix_comes_for_both_ends(place: str, monkeypatch: pytest.Monke
 
 
 def test_without_ranks_or_host_memory_everything_stays() -> None:
-    weights = SpreadWeights(Axis("dp_cp"))
+    weights = WeightPlacement(Axis("dp_cp"))
     model = _build(weights)
     assert all(weights.is_resident(entry.parameter) for entry in shard_entries(model))
     assert not any(unit.memory or unit.needs_backward for unit in model._units)

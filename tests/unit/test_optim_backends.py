@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.training_state import TrainingCheckpoint
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.optim import OptimOptions
 from engine.distributed.mesh import single_process_mesh
 from engine.distributed.sharding import replicated_spec

@@ -16,8 +16,8 @@ from engine.distributed.mesh import Axis
 from engine.distributed.sharding import ShardSpec, replicated_spec
 from engine.errors import UserError
 from engine.layers.module import ShardedModule, ShardEntry
-from engine.layers.sharded_storage import SpreadStorage
-from engine.layers.storage import SpreadWeights, StorageUser
+from engine.layers.sharded_storage import ShardedStorage
+from engine.layers.storage import StorageUser, WeightPlacement
 from engine.ops.gradients import GradientSink
 from engine.optim.flat_layout import ALIGNMENT, owned_ranges, plan_buckets, plan_regions
 from engine.optim.state_sharding import Sharding
@@ -78,7 +78,7 @@ def test_kept_runs_of_a_view_between_other_columns(rows: int, width: int, left: 
     for rank in range(size):
         storage = whole.clone()
         view = storage[:, left : left + width]
-        spread = SpreadStorage(view, Axis("dp_cp", size, rank))
+        spread = ShardedStorage(view, Axis("dp_cp", size, rank))
         assert not spread.is_here and storage.untyped_storage().nbytes() == 0
         spec = ShardSpec(global_shape=(rows, width), local_shape=(rows, width))
         for _, tensor, part in spread.shards("x", view, spec, *spread.run(view, rank)):
@@ -98,7 +98,7 @@ class _Scale(ShardedModule):
 
 
 def test_without_other_ranks_nothing_is_spread() -> None:
-    weights = SpreadWeights(Axis("dp_cp"))
+    weights = WeightPlacement(Axis("dp_cp"))
     module = _Scale()
     (unit,) = weights.attach_storage([StorageUser(module=module)])
     x = torch.ones(3, requires_grad=True)
@@ -109,7 +109,7 @@ def test_without_other_ranks_nothing_is_spread() -> None:
 
 
 def test_a_parameter_that_no_unit_reads_is_a_defect() -> None:
-    weights, module = SpreadWeights(Axis("dp_cp")), _Scale()
+    weights, module = WeightPlacement(Axis("dp_cp")), _Scale()
     weights.attach_storage([StorageUser(module=module)])
     with pytest.raises(AssertionError, match="outside of all units"):
         weights.attach_arrival([torch.zeros(2)], None)  # type: ignore[arg-type]

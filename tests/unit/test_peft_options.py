@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint.model_weights import open_source
-from engine.checkpoint.training_state import open_run
+from engine.checkpoint.run.training_state import open_run
 from engine.config.lora import LoraOptions
 from engine.config.matching import BLOCK_LINEARS
 from engine.conversion.import_export import export_hf

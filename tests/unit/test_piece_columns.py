@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint import commit
 from engine.checkpoint.manifest import MANIFEST, check_file, read_manifest, sign
 from engine.checkpoint.piece_columns import COLUMNS, RankPart, TensorPart, join_parts
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reshard import Box, BoxColumns, box_spec
-from engine.checkpoint.training_state import TrainingCheckpoint
+from engine.checkpoint.run import commit
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.checkpoint.verification import checked_together
 from engine.distributed.boxes import part_shards
 from engine.distributed.mesh import Axis

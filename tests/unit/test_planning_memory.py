@@ -32,6 +32,7 @@ from rankfold.planning.memory_measure import build, draw_batches, measure
 from tests import family_models
 from tests.fake_world import fake_world
 from tests.spawning import spawn
+from tests.sweeps import sampled
 
 CPU = torch.device("cpu")
 EXACT = 0.001
@@ -234,6 +235,19 @@ NATIVE: dict[str, dict[str, Any]] = {
     "kept in float8": {"memory": "{activation_dtype: float8}"},
 }  # fmt: skip
 CASES |= {f"native, {name}": Case(**changes, kernels="native") for name, changes in NATIVE.items()}
+QUICK = (
+    "lora, accumulation", "lora, one for q, k and v and one for gate and up", "lora, bf16, dropout",
+    "lora, bf16, large vocabulary", "lora of the upper layers", "lora and head", "lora and embedding", "all",
+    "all, tied", "none, dropout", "attention", "full, two of four layers", "tensor 2, joint", "tensor 4, full",
+    "data 2, shard gradients, accumulation", "data 2, shard parameters", "data 4, shard parameters, lora",
+    "offloaded weights, head and embedding train", "offloaded optimizer, bf16, shard optimizer",
+    "nf4, bf16, dropout", "nf4, gates train", "int8, shard parameters", "fp8, both offloads, kept in float8",
+    "fp8_row, bf16, two of four layers full", "dpo, nf4, two rows", "orpo, head", "context 2, second",
+    "context 2, ulysses", "tensor 2, context 2", "qwen3, all", "olmo2, full", "granite", "gemma2, bf16",
+    "kept in bf16, attention", "native, lora, bf16, dropout", "native, nf4", "native, tensor 2",
+    "native, kept in float8",
+)  # fmt: skip
+"""Each option, family, objective, axis and backend at least once."""
 
 
 PIPELINES = {
@@ -254,7 +268,7 @@ PIPELINES = {
     ),
 }
 """Measured in a world of two processes."""
-_QUICK = ("pipeline 2x2", "pipeline 2, split backward")
+QUICK_PIPELINES = ("pipeline 2, split backward",)
 
 
 def _prediction(case: Case, config: RunConfig, place: int) -> PeakEstimate:
@@ -276,7 +290,7 @@ def _compare(name: str, found: PeakEstimate, step: int, tolerance: float) -> Non
     assert found.step == pytest.approx(step, rel=tolerance)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, QUICK))
 def test_the_peak_of_a_step(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     if case.kernels == "native" and not native_status().available:
@@ -287,7 +301,7 @@ def test_the_peak_of_a_step(name: str, tmp_path: Path) -> None:
     _compare(name, _prediction(case, config, case.place), measured.step, case.tolerance)
 
 
-@pytest.mark.parametrize("family", family_models.FAMILIES)
+@pytest.mark.parametrize("family", sampled(family_models.FAMILIES, ["minicpm", "phi3", "gemma3"]))
 def test_every_family_is_traced(family: str, tmp_path: Path) -> None:
     """With DoRA and dropout; in bfloat16 with Triton's kernels too, whose steps cannot be measured here."""
     family_models.make_model(family, tmp_path)
@@ -310,9 +324,7 @@ def _on_a_rank(case: Case, folder: str) -> int:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in PIPELINES]
-)
+@pytest.mark.parametrize("name", sampled(PIPELINES, QUICK_PIPELINES))
 def test_the_peak_of_every_pipeline_rank(name: str, tmp_path: Path) -> None:
     case = PIPELINES[name]
     for rank in range(case.world):
@@ -326,7 +338,7 @@ def test_the_peak_of_every_pipeline_rank(name: str, tmp_path: Path) -> None:
 TRACKED = ("all", "lora", "nf4", "int8, bf16, full", "fp8_row", "offloaded weights", "nf4, offloaded weights")
 
 
-@pytest.mark.parametrize("name", TRACKED)
+@pytest.mark.parametrize("name", sampled(TRACKED, ["lora", "int8, bf16, full", "nf4, offloaded weights"]))
 def test_the_count_is_that_of_torchs_own_tracker(name: str, tmp_path: Path) -> None:
     """The same steps under torch's MemTracker, which follows storages on its own. It wants all parameters to ask for a
     gradient, which nothing here looks at. The scratch of decoded weights is there before its first step is over."""

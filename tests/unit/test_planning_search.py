@@ -271,6 +271,7 @@ def test_a_refusal_is_one_line() -> None:
     assert done.stderr.startswith("error: --model is nowhere") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_examples_answer() -> None:
     """Llama-2-70B's weights alone are 128.5 GiB in bf16: two bytes of 68,976,648,192 parameters."""
     rows = {tuple(line.split()[:5]): line for line in memory_examples.report().splitlines() if line.startswith("Llama")}

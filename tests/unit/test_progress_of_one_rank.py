@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.commit import collect, leave_record, write_part
+from engine.checkpoint.run.commit import collect, leave_record, write_part
 from engine.distributed.operations import OperationLog
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard, replicated_spec
@@ -39,7 +39,7 @@ def test_each_micro_batch_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_written_tensor_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the rank that writes, and on rank 0, which waits for the parts of all."""
     log = OperationLog()
-    monkeypatch.setattr("engine.checkpoint.commit.LOG", log)
+    monkeypatch.setattr("engine.checkpoint.run.commit.LOG", log)
     for rank in (0, 1):
         shards = [
             NamedShard(f"weight_{rank}_{number}", torch.zeros(4, 2), replicated_spec((4, 2), rank=0, size=1))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from engine.kernels.reference_quantize import NF4_VALUES, dynamic_map
-from engine.quantization.encoded_parts import Whole
+from engine.quantization.encoded_parts import WholeMatrix
 from engine.quantization.encoding import ENCODING_NAMES, Encoding, encoding
 from engine.quantization.nf4 import num_groups
 
@@ -112,7 +112,7 @@ def test_a_shard_of_the_parts_is_the_parts_of_the_shard(
     assert torch.equal(absmax, code.absmax(weight))
     decoded = _decoded(code, whole, rows, columns)
     for cut in cuts:
-        record = Whole(absmax=absmax, first_row=cut[0].start, first_column=cut[1].start)
+        record = WholeMatrix(absmax=absmax, first_row=cut[0].start, first_column=cut[1].start)
         shard = code.encode(weight[cut], record)
         _assert_equal_parts(code.cut(whole, *cut), shard, cut)
         assert {k: (tuple(t.shape), t.dtype) for k, t in shard.items()} == code.parts(*weight[cut].shape)
@@ -124,7 +124,9 @@ def test_a_matrix_encoded_a_few_rows_at_a_time(name: str) -> None:
     """Groups of scales begin before and end after the rows."""
     code, weight = encoding(name), _weight(50, 64 * 11)
     absmax, expected = code.absmax(weight), code.encode(weight)
-    runs = [code.encode(weight[first : first + 7], Whole(absmax=absmax, first_row=first)) for first in range(0, 50, 7)]
+    runs = [
+        code.encode(weight[first : first + 7], WholeMatrix(absmax=absmax, first_row=first)) for first in range(0, 50, 7)
+    ]
     _assert_equal_parts({part: torch.cat([run[part] for run in runs]) for part in expected}, expected, name)
 
 
@@ -158,7 +160,7 @@ def test_rows_that_do_not_divide_are_cut_at_blocks(name: str, columns: int) -> N
     code, weight = encoding(name), _weight(6, columns)
     whole = code.encode(weight)
     for cut in ((slice(1, 5), slice(0, 64)), (slice(0, 6), slice(64, columns))):
-        shard = code.encode(weight[cut], Whole(absmax=code.absmax(weight), first_row=cut[0].start,
+        shard = code.encode(weight[cut], WholeMatrix(absmax=code.absmax(weight), first_row=cut[0].start,
                                                first_column=cut[1].start))  # fmt: skip
         _assert_equal_parts(code.cut(whole, *cut), shard, cut)
 
@@ -210,7 +212,7 @@ def test_a_cut_inside_a_block_is_refused() -> None:
         with pytest.raises(UserError, match=sentence):
             code.cut(code.encode(weight), slice(0, 4), columns)
     with pytest.raises(UserError, match=sentence):
-        code.encode(weight[:, 100:], Whole(absmax=code.absmax(weight), first_column=100))
+        code.encode(weight[:, 100:], WholeMatrix(absmax=code.absmax(weight), first_column=100))
 
 
 def test_an_unknown_name_is_refused() -> None:

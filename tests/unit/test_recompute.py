@@ -28,6 +28,7 @@ from tests.distributed.cases import RANK, Case, make_batch, relative_error, smal
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.distributed.stock_models import decoder_config, stock_model, stock_parameter, stock_token_losses
 from tests.memory_models import build_with, num_targets, packed_batches, same_bits, two_alive
+from tests.sweeps import sampled
 
 CONFIG = small_config(num_layers=3)
 CASES = {
@@ -154,7 +155,7 @@ def _layer_bytes(level: Level, backend: str, dropout: float) -> int:
 
 
 @every_backend
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", sampled([0.0, 0.1], [0.1]))
 def test_bytes_kept_of_a_layer(dropout: float, backend: str) -> None:
     # a mask is a byte each, or bits in rows of whole 8 bytes
     mask = {"reference": lambda size: size, "native": lambda size: -(-size // 64) * 8}[backend]
@@ -176,7 +177,7 @@ def test_bytes_kept_of_a_layer(dropout: float, backend: str) -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("level", ["selective", *LEVELS])
+@pytest.mark.parametrize("level", sampled(["selective", *LEVELS], ["selective", "full"]))
 def test_backward_gives_everything_back(level: Level, backend: str) -> None:
     """Layer by layer, while the loss and with it the graph's nodes are still alive."""
     kept = [

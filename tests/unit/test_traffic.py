@@ -20,11 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.checkpoint import commit as commit_module
-from engine.checkpoint.commit import TrainingContents
-from engine.checkpoint.saver import SaveGroup, save_now
-from engine.checkpoint.step_folders import staging_folder
-from engine.checkpoint.training_state import TrainingCheckpoint
+from engine.checkpoint.run import commit as commit_module
+from engine.checkpoint.run.commit import TrainingContents
+from engine.checkpoint.run.saver import SaveGroup, save_now
+from engine.checkpoint.run.step_folders import staging_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.load import parse_config
 from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid

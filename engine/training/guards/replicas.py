@@ -22,7 +22,7 @@ from engine.distributed.mesh import Axis, Mesh
 from engine.distributed.sharding import ShardSpec
 from engine.layers.encoded_storage import EncodedEntry
 from engine.layers.module import ShardEntry
-from engine.layers.storage import SpreadWeights
+from engine.layers.storage import WeightPlacement
 from engine.training.guards.fingerprint import Fingerprints
 from engine.training.host_copy import HostCopy
 
@@ -96,7 +96,7 @@ class ReplicaGuard:
         self,
         entries: Iterable[ShardEntry],
         encoded: Iterable[EncodedEntry],
-        weights: SpreadWeights | None,
+        weights: WeightPlacement | None,
         mesh: Mesh,
         world: Axis,
         fingerprints: Fingerprints,

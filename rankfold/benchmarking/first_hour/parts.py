@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rankfold.benchmarking.small_run import write_small_run
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PRESET = "--preset llama3-8b"
 
 

@@ -16,13 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from engine.checkpoint.commit import RUN_CONFIG, text_checksum
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.model_weights import WeightSource
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
-from engine.checkpoint.step_folders import (
+from engine.checkpoint.run.commit import RUN_CONFIG, text_checksum
+from engine.checkpoint.run.step_folders import (
     CHECKPOINTS,
     best_step,
     checkpoint_folder,

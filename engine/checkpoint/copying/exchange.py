@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents import BLOCK_BYTES, CheckedRun, Content, Run, block_tensor
-from engine.checkpoint.direct_io import Scratch
+from engine.checkpoint.copying.contents import BLOCK_BYTES, CheckedRange, Content, FileRange, block_tensor
+from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import raw_bytes
 from engine.kernels.checksum import Checksum, joined_checksum
@@ -34,7 +34,7 @@ class StoredPiece:
     """
 
     box: Box
-    run: Run
+    run: FileRange
 
 
 class Exchange:
@@ -71,7 +71,7 @@ class Exchange:
         used = [each for each in self._stored if any(_meet(each[0], self._wanted[part]) for part in parts)]
         is_whole, whole = len(used) == len(self._stored), Checksum()
         with ExitStack() as stack:
-            runs = [stack.enter_context(CheckedRun(run)) for _, run in used]
+            runs = [stack.enter_context(CheckedRange(run)) for _, run in used]
             for first, last in self._row_blocks([ranges for ranges, _ in used], parts):
                 present = [
                     (ranges, run) for (ranges, _), run in zip(used, runs, strict=True) if _covers(ranges, first, last)
@@ -96,7 +96,7 @@ class Exchange:
                     yield first, min(first + step, end)
 
     def _read_rows(
-        self, present: Sequence[tuple[_Ranges, CheckedRun]], first: int, last: int, scratch: Scratch
+        self, present: Sequence[tuple[_Ranges, CheckedRange]], first: int, last: int, scratch: Scratch
     ) -> Tensor:
         """Returns the rows of the tensor, from the pieces that have some of their columns; other columns hold
         anything.

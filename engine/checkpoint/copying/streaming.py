@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.contents import Content, Run, StoredBytes, content_checksum
-from engine.checkpoint.direct_io import Scratch, ThreadScratch, forget
-from engine.checkpoint.exchange import ExchangedPart
-from engine.checkpoint.file_writers import SCANNED, Output, Piece, PlannedFile, Sink
-from engine.checkpoint.resumable import Journal, Written
+from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes, content_checksum
+from engine.checkpoint.copying.direct_io import Scratch, ThreadScratch, forget
+from engine.checkpoint.copying.exchange import ExchangedPart
+from engine.checkpoint.copying.file_writers import SCANNED, Output, Piece, PlannedFile, Sink
+from engine.checkpoint.copying.resumable import Journal, Written
 from engine.checkpoint.safetensors_file import file_header
 from engine.errors import UserError
 from engine.files.refusals import FileError, writing
@@ -194,7 +194,7 @@ def _blocks(contents: Sequence[Content], scratch: Scratch) -> Iterator[tuple[int
 
 
 def _checksum_of(path: Path, offset: int, length: int, scratch: Scratch) -> str:
-    return content_checksum(StoredBytes([Run(path, offset, length)]), scratch)
+    return content_checksum(StoredBytes([FileRange(path, offset, length)]), scratch)
 
 
 def compare_files(

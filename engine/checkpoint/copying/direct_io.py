@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.checkpoint.writeback import start_writeback
+from engine.checkpoint.copying.writeback import start_writeback
 from engine.errors import UserError
 
 BLOCK_BYTES = 4 << 20
@@ -60,7 +60,7 @@ class ThreadScratch(threading.local):
         self.scratch = Scratch()
 
 
-class RunReader:
+class RangeReader:
     """Bytes [offset, offset + length) of a file, from the first to the last.
 
     Raises:

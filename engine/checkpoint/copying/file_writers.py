@@ -1,7 +1,7 @@
 """The sinks of a conversion: files to be written, and tensors on their way into them, each with its checksum.
 
 They know where bytes go and what their values were, not where they come from nor which thread brings them: see
-`engine.checkpoint.streaming`.
+`engine.checkpoint.copying.streaming`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.contents import Content
-from engine.checkpoint.direct_io import RunWriter, open_direct
-from engine.checkpoint.resumable import Written
+from engine.checkpoint.copying.contents import Content
+from engine.checkpoint.copying.direct_io import RunWriter, open_direct
+from engine.checkpoint.copying.resumable import Written
 from engine.checkpoint.safetensors_file import file_header, num_bytes, write_at
 from engine.kernels.checksum import Checksum
 

@@ -20,8 +20,8 @@ from engine.checkpoint.folder import stats_of
 from engine.checkpoint.manifest import ENGINE_VERSION, MANIFEST, Manifest, manifest_from_json, write_manifest
 from engine.checkpoint.piece_columns import RankPart, join_parts, piece_key, write_columns
 from engine.checkpoint.pieces import plan_pieces
+from engine.checkpoint.run.step_folders import move_into_place
 from engine.checkpoint.safetensors_file import SafetensorsWriter, dtype_name
-from engine.checkpoint.step_folders import move_into_place
 from engine.distributed.operations import LOG
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError

@@ -29,9 +29,9 @@ from engine.config.command_line import CommandLine
 from engine.errors import UserError
 from engine.telemetry.errors import run_command
 from engine.telemetry.format import format_columns
-from rankfold.benchmarking.first_hour_figures import key_figures, record_of_tests
-from rankfold.benchmarking.first_hour_parts import PARTS, ROOT, Part
-from rankfold.benchmarking.first_hour_targets import judge
+from rankfold.benchmarking.first_hour.figures import key_figures, record_of_tests
+from rankfold.benchmarking.first_hour.parts import PARTS, ROOT, Part
+from rankfold.benchmarking.first_hour.targets import judge
 
 SECONDS = 540.0
 """Seconds that one part may take."""

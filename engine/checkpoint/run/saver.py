@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from engine.checkpoint.commit import (
+from engine.checkpoint.run.commit import (
     NoRoom,
     TrainingContents,
     abandon,
@@ -31,8 +31,8 @@ from engine.checkpoint.commit import (
     require_wanted,
     write_part,
 )
-from engine.checkpoint.snapshot import Snapshot
-from engine.checkpoint.step_folders import checkpoint_folder, held, mark_best, prune, staging_folder
+from engine.checkpoint.run.snapshot import Snapshot
+from engine.checkpoint.run.step_folders import checkpoint_folder, held, mark_best, prune, staging_folder
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.files.refusals import writing

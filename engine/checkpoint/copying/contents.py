@@ -1,8 +1,8 @@
 """The bytes of a tensor that is to be written, in blocks, so that a conversion's memory is a few blocks.
 
 Bytes that are contiguous in stored files are handed out as they are read; a part of a tensor that is scattered
-over rows is put together block by block (also `engine.checkpoint.exchange`). What changes on the way (a merge) is a
-content of its own, elsewhere.
+over rows is put together block by block (also `engine.checkpoint.copying.exchange`). What changes on the way (a merge)
+is a content of its own, elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor
 
-from engine.checkpoint.direct_io import BLOCK_BYTES, RunReader, Scratch
+from engine.checkpoint.copying.direct_io import BLOCK_BYTES, RangeReader, Scratch
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box, Copy, box_spec, plan_copies
 from engine.checkpoint.safetensors_file import raw_bytes
@@ -42,7 +42,7 @@ class Content(ABC):
         return {}
 
 
-class Run(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes [offset, offset + length) of a file.
 
     Args:
@@ -64,7 +64,7 @@ class StoredBytes(Content):
         runs: copied in order; one with a checksum is checked while it is copied.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[FileRange]) -> None:
         self._runs = runs
 
     def blocks(self, scratch: Scratch, unit: int = 1) -> Iterator[memoryview]:
@@ -72,7 +72,7 @@ class StoredBytes(Content):
         for run in self._runs:
             if not run.length:
                 continue
-            with CheckedRun(run) as reading:
+            with CheckedRange(run) as reading:
                 for first in range(0, run.length, size):
                     yield reading.read(min(size, run.length - first), scratch.block("read", size))
 
@@ -85,7 +85,7 @@ def content_checksum(content: Content, scratch: Scratch) -> str:
     return found.text()
 
 
-class CheckedRun:
+class CheckedRange:
     """A run of bytes that is read from first to last and compared with its checksum at the end.
 
     Raises:
@@ -93,12 +93,12 @@ class CheckedRun:
             have the recorded checksum.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: FileRange) -> None:
         self.run, self._found = run, Checksum()
-        self._reader = RunReader(run.path, run.offset, run.length)
+        self._reader = RangeReader(run.path, run.offset, run.length)
 
     def read(self, length: int, memory: memoryview) -> memoryview:
-        """Reads as `RunReader.read` does."""
+        """Reads as `RangeReader.read` does."""
         block = self._reader.read(length, memory)
         if self.run.checksum is not None:
             self._found.update(block)
@@ -144,7 +144,7 @@ class GatheredRows(Content):
             yield raw_bytes(out)
 
 
-class Joined(Content):
+class Concatenated(Content):
     """Several contents concatenated: a matrix that holds them as its rows."""
 
     def __init__(self, members: Sequence[Content]) -> None:

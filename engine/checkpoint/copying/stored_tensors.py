@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from engine.checkpoint.contents import Content, GatheredRows, Run, StoredBytes, contiguous_copies, touched
-from engine.checkpoint.direct_io import read_ahead
-from engine.checkpoint.exchange import Exchange, StoredPiece
+from engine.checkpoint.copying.contents import Content, FileRange, GatheredRows, StoredBytes, contiguous_copies, touched
+from engine.checkpoint.copying.direct_io import read_ahead
+from engine.checkpoint.copying.exchange import Exchange, StoredPiece
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.rows import Rows, StoredRows
@@ -66,10 +66,10 @@ class StoredTensors(TensorReader):
                 return None
             size = num_bytes(self.dtype(name), box.shape(self.shape(name)))
             refuse = partial(self.refuse_piece, name, index)
-            found.append(StoredPiece(box=box, run=Run(*place, size, self.piece_checksum(name, index), refuse)))
+            found.append(StoredPiece(box=box, run=FileRange(*place, size, self.piece_checksum(name, index), refuse)))
         return found
 
-    def _runs(self, name: str, box: Box, stored: Sequence[StoredPiece]) -> list[Run] | None:
+    def _runs(self, name: str, box: Box, stored: Sequence[StoredPiece]) -> list[FileRange] | None:
         """Returns the runs that make up a part one after another; None where there are none, or where a piece would be
         read in parts that must be checked as a whole."""
         placed = contiguous_copies(self.shape(name), box, [piece.box for piece in stored])
@@ -80,7 +80,7 @@ class StoredTensors(TensorReader):
             run = stored[copy.source].run
             if not copy.is_whole and run.checksum is not None:
                 return None
-            part = Run(run.path, run.offset + copy.first * itemsize, copy.num_elements * itemsize)
+            part = FileRange(run.path, run.offset + copy.first * itemsize, copy.num_elements * itemsize)
             runs.append(run if copy.is_whole else part)
         return runs
 

@@ -1,0 +1,1 @@
+"""Bytes of tensors on their way from stored files into others: contents, the threads that write them, the disk."""

@@ -112,14 +112,6 @@ class CrossVisionConfig:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile
 
-    def flops(self, grids: Grids) -> int:
-        """Returns the operations of a forward pass, two for each multiplication and addition."""
-        width, patches = self.width, self.side**2
-        positions = patches + 1
-        block = positions * width * (4 * width + 3 * self.mlp_width) + 2 * positions**2 * width
-        embedding = patches * 3 * self.patch**2 * width
-        return 2 * len(grids) * (embedding + self.num_layers * block)
-
 
 def rotary_tables(config: CrossVisionConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns cos and sin, fp32 [side ** 2, head width], of the patches in row-major order."""

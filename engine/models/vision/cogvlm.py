@@ -129,16 +129,6 @@ class CogVLMVisionConfig:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile
 
-    def flops(self, grids: Grids) -> int:
-        """Returns the operations of a forward pass, two for each multiplication and addition."""
-        width, patches = self.width, self.side**2
-        positions, rows = patches + 1, self.rows_per_tile - 2
-        layer = positions * width * (4 * width + 2 * self.mlp_width) + 2 * positions**2 * width
-        merge = rows * (_MERGE * width) ** 2 if self.merges else 0
-        adapter = rows * self.hidden * (width + 3 * self.adapter_width)
-        embedding = patches * 3 * self.patch**2 * width
-        return 2 * len(grids) * (embedding + self.num_layers * layer + merge + adapter)
-
 
 class _PatchEmbedding(nn.Module):
     def __init__(self, config: CogVLMVisionConfig) -> None:

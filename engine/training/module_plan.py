@@ -20,7 +20,7 @@ def _carries_adapter(module: str, decoder: DecoderConfig) -> bool:
     if module.startswith(VISION):
         return module in vision_linears(decoder)
     leaf = module.rpartition(".")[2]
-    return leaf.endswith("_proj") or leaf in ("lm_head", "embed_tokens")
+    return leaf.endswith("_proj") or leaf in ("lm_head", "embed_tokens") or ".cross_attention." in module
 
 
 def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> TrainingPlan:

@@ -166,5 +166,15 @@ class DecoderConfig:
         """Returns the kind of a layer, by its index in the whole model."""
         return self.layer_kinds[index] if self.layer_kinds else PLAIN_LAYER
 
+    @property
+    def unread_modules(self) -> tuple[str, ...]:
+        """The modules whose weights never have a gradient, because nobody reads what the last layer makes of a picture's
+        tokens, beside their keys and values."""
+        if not self.token_experts:
+            return ()
+        last = f"layers.{self.num_layers - 1}"
+        queries = tuple(f"{last}.attention.vision.{name}" for name in ("q_proj", "o_proj"))
+        return queries + tuple(f"{last}.mlp.vision.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(replace(self, vision=None))  # which config.json describes

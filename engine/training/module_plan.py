@@ -87,7 +87,7 @@ def fusing_lines(plan: TrainingPlan, decoder: DecoderConfig, names: NameMap) -> 
                 f"note: one adapter each for parts of {short}, where PEFT trains one for the whole matrix (lora.fused "
                 f"auto, with all of {leaves} in lora.targets and of one rank and alpha)"
             )
-    return lines
+    return list(dict.fromkeys(lines))  # experts have parts of one name
 
 
 def _fusable(lora: LoraOptions, decoder: DecoderConfig, names: NameMap) -> list[str]:

@@ -130,8 +130,10 @@ class Guards:
         """
         self._begun_at = step
         if self._options.liveness_steps:
+            unread = self._step.stages.models()[0].config.unread_modules
+            watched = [entry for entry in self._entries if not entry.name.startswith(unread)]
             self._liveness = LivenessGuard(
-                self._entries, self._optimizer, self._replicas, self._mesh, self._world, self._prints, beta1=self._beta1
+                watched, self._optimizer, self._replicas, self._mesh, self._world, self._prints, beta1=self._beta1
             )
         if self._compares:
             self._comparison = self._replicas.start(step, frozen=True, numbers=self._numbers(consumed))

@@ -64,6 +64,11 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
         f"model: {config.model.path}, {format_parameters(whole)} parameters, {format_parameters(trained)} trained, "
         f"{config.model.dtype} on {launch.device.type}"
     )
+    idle = [name for name in training.source.model.decoder.unread_modules if training.plan.modules.adapter(name)]
+    if idle:
+        log.info(
+            f"note: the adapters of {', '.join(idle)} have no gradient: nobody reads what the last layer makes there"
+        )
     for line in fusing_lines(training.plan.modules, training.source.model.decoder, training.source.model.names):
         log.info(line)
     log.info(

@@ -271,7 +271,7 @@ class HfSource(WeightSource):
             )
         if self.has_tied_head:
             wanted.add(f"{names.head}.weight")
-        unknown = sorted(name for name in stored - wanted if not name.endswith(_HARMLESS))
+        unknown = sorted(name for name in stored - wanted if names.is_unused(name) or not name.endswith(_HARMLESS))
         beside = (names.body, f"{names.head}.")
         outside = [name for name in unknown if names.is_unused(name) or (nested and not name.startswith(beside))]
         if strange := sorted(set(unknown) - set(outside)):

@@ -42,6 +42,9 @@ layers.
 """
 
 
+_NEEDS_PICTURES = "logits not compared: the model's layers attend to pictures, and the proof is text"
+
+
 class Live(NamedTuple):
     """The model that trained: its parameters by logical name, adapters included, and which adapters there are."""
 
@@ -68,6 +71,8 @@ def prove_model(folder: Path, source: WeightSource) -> str:
     Raises:
         UserError: tensors are missing or unexpected to transformers, or logits differ.
     """
+    if source.model.decoder.cross_attention is not None:
+        return _NEEDS_PICTURES
     live = Live(source.model.decoder, source, TrainingPlan())
     if isinstance(source, MergedSource):
         live = live_model(source.live_config, source.base, source.trained, source.scale)
@@ -95,6 +100,8 @@ def prove_model(folder: Path, source: WeightSource) -> str:
 def prove_adapter(folder: Path, base: WeightSource, trained: TensorReader, scale: Scale) -> str:
     """Compares a PEFT folder with the live model, as `prove_model` does."""
     model = base.model
+    if model.decoder.cross_attention is not None:
+        return _NEEDS_PICTURES
     if missing := [name for name in ("transformers", "peft") if find_spec(name) is None]:
         return f"logits not compared: {missing[0]} is not installed"
     if model.manifest is not None and model.hf_path == model.path:

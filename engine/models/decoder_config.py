@@ -168,8 +168,8 @@ class DecoderConfig:
 
     @property
     def unread_modules(self) -> tuple[str, ...]:
-        """The modules whose weights never have a gradient, because nobody reads what the last layer makes of a picture's
-        tokens, beside their keys and values."""
+        """The modules whose weights never have a gradient: what the last layer makes of a picture's tokens is not read,
+        but for their keys and values."""
         if not self.token_experts:
             return ()
         last = f"layers.{self.num_layers - 1}"

@@ -398,6 +398,11 @@ def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
     Raises:
         UserError: the model's sizes do not fit the ranks.
     """
+    if workload.decoder.cross_attention is not None:
+        raise UserError(
+            "the planner does not know what layers that attend to encoded pictures need: measure this model with a few "
+            "steps."
+        )
     alike = replace(workload, global_batch=0, beside=0, offload_weights=False, offload_optimizer=False)
     ends = ParallelOptions(
         tensor=parallel.tensor,

@@ -117,8 +117,16 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
         type=read_count,
         default=0,
         metavar="N",
-        help="frozen parameters beside the language model, such as 427M of a vision tower, divided like the "
+        help="frozen parameters beside the model, such as 427M of a tower that is not known here, divided like the "
         "layers' (default 0)",
+    )
+    work.add_argument(
+        "--tiles",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tiles of pictures in a row, of the size that the model's family cuts most pictures into (default 1; a "
+        "model of text alone has none)",
     )
     work.add_argument("--kernels", default="auto", help="backend of the ops, as model.kernels (default auto)")
     work.add_argument(

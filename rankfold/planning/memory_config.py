@@ -20,7 +20,7 @@ from engine.errors import UserError
 from engine.models.families import family_of
 from engine.planning.machine import Machine, machine_for
 from engine.planning.peak import predict_layout
-from engine.planning.predict import memory_plan_of, workload_of
+from engine.planning.predict import memory_plan_of, usual_tiles, workload_of
 from engine.planning.rank_layout import Layout, Workload
 from engine.planning.search import Candidate
 from engine.planning.step_time import predict_time
@@ -75,6 +75,8 @@ def _predicted(config: RunConfig, arguments: argparse.Namespace) -> tuple[Candid
     device_type = "cpu" if on_cpu else "cuda"
     machine = measured_cpu(arguments.gpu_memory) if on_cpu else machine_for(arguments.machine, arguments.gpu_memory)
     workload = replace(_workload(config, device_type), beside=int(arguments.beside))
+    tiles = usual_tiles(workload.decoder, config.train.micro_batch_size * arguments.tiles)
+    workload = replace(workload, tiles=tiles)
     memory = memory_plan_of(config)
     layout = Layout(parallel=config.parallel, data=max(1, arguments.gpus // config.parallel.model_parallel_size))
     estimates = tuple(predict_layout(workload, layout, memory))

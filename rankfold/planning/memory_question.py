@@ -29,7 +29,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import STORED_DTYPES
 from engine.models.families import family_of
 from engine.planning.machine import MACHINES, Machine, machine_for
-from engine.planning.predict import workload_of
+from engine.planning.predict import usual_tiles, workload_of
 from engine.planning.rank_layout import Workload
 from engine.planning.search import SearchRequest, SearchResult, search
 from engine.telemetry.process_memory import total_memory_bytes
@@ -89,6 +89,8 @@ def ask(arguments: argparse.Namespace) -> Answer:
     for name in ("gpus", "seq_length", "micro_batch", "top"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}: give at least 1.")
+    if arguments.tiles < 0:
+        raise UserError(f"--tiles is {arguments.tiles}: give 0 or more.")
     if not 0 < arguments.gpu_memory < float("inf") or not 0 <= arguments.reserve < 100:
         raise UserError(
             f"--gpu-memory is {arguments.gpu_memory:g} and --reserve is {arguments.reserve:g}: give a memory above 0 "
@@ -115,6 +117,7 @@ def ask(arguments: argparse.Namespace) -> Answer:
             stored=_chosen("--activation-dtype", arguments.activation_dtype, tuple(STORED_DTYPES)),
         ),
         beside=int(arguments.beside),
+        tiles_per_row=arguments.tiles,
         document_length=arguments.document_length,
     )
 
@@ -161,6 +164,7 @@ def answer_for(
     machine: str | None = None,
     allowed: Allowed | None = None,
     beside: int = 0,
+    tiles_per_row: int = 1,
     document_length: int | None = None,
 ) -> Answer:
     """Searches all layouts of `devices`.
@@ -173,6 +177,7 @@ def answer_for(
         host_memory: GiB of a machine, shared by the devices in it; None for no limit.
         allowed: what may be tried to make room.
         beside: frozen parameters of other parts than the decoder.
+        tiles_per_row: tiles of pictures in a row, for a model with vision.
         document_length: tokens of the documents of a row; None for what the objective makes of a row.
 
     Raises:
@@ -184,7 +189,8 @@ def answer_for(
     chosen = measured_cpu(gpu_memory) if machine == "cpu" else machine_for(machine, gpu_memory)
     workload = workload_of(config, decoder, plan, device_type="cpu" if machine == "cpu" else "cuda")
     longest = workload.longest_document if document_length is None else document_length
-    workload = replace(workload, beside=beside, longest_document=longest)
+    tiles = usual_tiles(decoder, config.train.micro_batch_size * tiles_per_row)
+    workload = replace(workload, beside=beside, longest_document=longest, tiles=tiles)
     usable = GIB * (1 - reserve / 100)
     capacity = gpu_memory * usable
     allowed = allowed or Allowed()

@@ -2,7 +2,7 @@
 
 Pure: which rows go into which batch is decided in `engine.data.loader`.
 
-Legend: B rows (micro-batch), S columns (row length).
+Legend: B rows (micro-batch), S columns (row length), D kinds of positions: one, or time, height and width.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def build_batch(
     shape = (len(rows), length)
     tokens_BS = np.full(shape, pad_token, dtype=np.int64)
     labels_BS = np.full(shape, IGNORE_LABEL, dtype=np.int64)
-    positions_BS = np.empty(shape, dtype=np.int64)
+    rotates_by_grid = dataset.family is not None and dataset.family.rotates_by_grid
+    positions_DBS = np.empty((3 if rotates_by_grid else 1, *shape), dtype=np.int64)
     columns = np.arange(length, dtype=np.int64)
     document_lengths: list[int] = []
     for b, row in enumerate(rows):
@@ -108,16 +109,16 @@ def build_batch(
                     length=end - start,
                     labels=labels_BS[b, start:end],
                 )
-            positions_BS[b, start:end] = positions
-            after = int(positions[-1]) + 1
-        positions_BS[b, end:] = after + columns[: length - end]
+            positions_DBS[:, b, start:end] = positions
+            after = int(positions.max()) + 1
+        positions_DBS[:, b, end:] = after + columns[: length - end]
         document_lengths.append(length - start)
     found = None if pictures is None else pictures.collected(labels_BS.size)
     token_index_BS = np.asarray(slots, dtype=np.int64)[:, None] * dataset.seq_length + columns
     return Batch(
         tokens_BS=torch.from_numpy(tokens_BS),
         labels_BS=torch.from_numpy(labels_BS),
-        positions_BS=torch.from_numpy(positions_BS),
+        positions_BS=torch.from_numpy(positions_DBS[0]),
         token_index_BS=torch.from_numpy(token_index_BS),
         loss_weights_BS=torch.from_numpy((labels_BS != IGNORE_LABEL).astype(np.float32)),
         document_offsets=torch.from_numpy(np.cumsum([0, *document_lengths], dtype=np.int32)),
@@ -126,6 +127,7 @@ def build_batch(
         images=None if found is None else found.images,
         cross_images=None if found is None else found.cross_images,
         experts=None if found is None else found.experts,
+        grid_positions_3BS=torch.from_numpy(positions_DBS) if rotates_by_grid else None,
     )
 
 
@@ -168,6 +170,8 @@ def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
         answers = replace(answers, ids_BS=answers.ids_BS[:, columns])
     if batch.images is not None:
         held["images"] = held_images(batch.images, columns, batch.row_length)
+    if batch.grid_positions_3BS is not None:
+        held["grid_positions_3BS"] = batch.grid_positions_3BS[:, :, columns]
     if batch.experts is not None:
         held["experts"] = held_experts(batch.experts, columns, batch.row_length)
     return replace(batch, context_plan=make_plan(layout, rank), answers=answers, **held)

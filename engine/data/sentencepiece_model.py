@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.data.chat import Message
+from engine.data.placeholders import Placeholders
 from engine.data.template import Learn, no_template
 from engine.errors import UserError
 from engine.files.documents import read_bytes
@@ -88,11 +89,13 @@ class SentencePieceTokenizer:
                 last.append(token_id)
         return "".join(piece if isinstance(piece, str) else self.decode(piece) for piece in pieces)
 
-    def apply_chat(self, messages: Sequence[Message], *, learn: Learn = "answers") -> tuple[list[int], list[bool]]:
+    def apply_chat(
+        self, messages: Sequence[Message], *, learn: Learn = "answers", pictures: Placeholders | None = None
+    ) -> tuple[list[int], list[bool]]:
         raise UserError(no_template(self._path))
 
     def chat_warnings(self) -> list[str]:
         return []
 
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Message], *, pictures: Placeholders | None = None) -> list[int]:
         raise UserError(no_template(self._path))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from engine.config.hub import instead_of
 from engine.data.chat import Message, covered_tokens, without_tail
 from engine.data.named_templates import template_text
+from engine.data.placeholders import Placeholders
 from engine.data.sentencepiece_model import SentencePieceTokenizer, with_special
 from engine.data.template import ChatTemplate, Learn, no_template
 from engine.errors import UserError
@@ -87,12 +88,15 @@ class Tokenizer(Protocol):
         """Returns the text of `ids`, control tokens too."""
         ...
 
-    def apply_chat(self, messages: Sequence[Message], *, learn: Learn = "answers") -> tuple[list[int], list[bool]]:
+    def apply_chat(
+        self, messages: Sequence[Message], *, learn: Learn = "answers", pictures: Placeholders | None = None
+    ) -> tuple[list[int], list[bool]]:
         """Renders a conversation with the chat template and tokenises it.
 
         Args:
             messages: each with "role" and "content", and whatever else the template reads.
             learn: "answers" renders the template's training form, where it has one; the others what a server renders.
+            pictures: stand-ins to be put into the rendered text.
 
         Returns:
             Token ids, and for each whether it is a target, which includes what ends an answer.
@@ -106,11 +110,11 @@ class Tokenizer(Protocol):
         """Returns warnings about a chat template that was chosen for this tokenizer."""
         ...
 
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Message], *, pictures: Placeholders | None = None) -> list[int]:
         """Returns token ids of a conversation up to where the assistant's next turn begins.
 
         Args:
-            messages: as for `apply_chat`.
+            messages, pictures: as for `apply_chat`.
 
         Raises:
             UserError: no template, or one that refuses these messages.
@@ -166,14 +170,18 @@ class HuggingFaceTokenizer:
     def chat_template(self) -> str | None:
         return None if self._template is None else self._template.source
 
-    def apply_chat(self, messages: Sequence[Message], *, learn: Learn = "answers") -> tuple[list[int], list[bool]]:
+    def apply_chat(
+        self, messages: Sequence[Message], *, learn: Learn = "answers", pictures: Placeholders | None = None
+    ) -> tuple[list[int], list[bool]]:
         template = self._required_template()
         if learn == "last" and len(messages) > 1:
-            return self._last_answer(template, messages)
+            return self._last_answer(template, messages, pictures)
         if learn == "all":
-            ids, _ = self._encode(template.render(messages))
+            ids, _ = self._encode(_expanded(template.render(messages), pictures))
             return ids, [True] * len(ids)
         text, spans = template.render_with_targets(messages)
+        if pictures is not None:
+            text, spans = pictures.put_into(text, spans)
         ids, offsets = self._encode(text)
         return ids, self._cut(covered_tokens(spans[-1:] if learn == "last" else spans, offsets), text, ids, offsets)
 
@@ -189,14 +197,16 @@ class HuggingFaceTokenizer:
             "vicuna and alpaca end answers with the end token."
         ]
 
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        return self.encode(self._required_template().render(messages, prompt=True))
+    def chat_prompt(self, messages: Sequence[Message], *, pictures: Placeholders | None = None) -> list[int]:
+        return self.encode(_expanded(self._required_template().render(messages, prompt=True), pictures))
 
-    def _last_answer(self, template: ChatTemplate, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def _last_answer(
+        self, template: ChatTemplate, messages: Sequence[Message], pictures: Placeholders | None
+    ) -> tuple[list[int], list[bool]]:
         """Returns targets for the last answer: the tokens after its prompt's, or from where the two differ."""
-        text = template.render(messages)
+        text = _expanded(template.render(messages), pictures)
         ids, offsets = self._encode(text)
-        prompt = self.chat_prompt(messages[:-1])
+        prompt = self.chat_prompt(messages[:-1], pictures=pictures)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, prompt, strict=False)))
         return ids, self._cut([at >= same for at in range(len(ids))], text, ids, offsets)
 
@@ -230,6 +240,10 @@ class HuggingFaceTokenizer:
                 raise UserError(f"{self._path} has several chat templates ({error}); name a file of one.") from error
         tokens = self._tokenizer.special_tokens_map
         return ChatTemplate(source, where, tokens, self._chat.arguments, control)
+
+
+def _expanded(text: str, pictures: Placeholders | None) -> str:
+    return text if pictures is None else pictures.put_into(text)[0]
 
 
 def load_tokenizer(path: str | Path, chat: ChatOptions | None = None) -> Tokenizer:

@@ -26,7 +26,7 @@ from engine.data.row_means import RowMeanLoader
 from engine.data.store import is_store, open_store
 from engine.data.stored_rows import stored_dataset
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
-from engine.data.vision.families import read_processor, vision_family
+from engine.data.vision.families import vision_family
 from engine.data.vision.reader import PictureReader
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
@@ -101,7 +101,7 @@ def _picture_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer)
     """Returns what reads conversations for a model with a vision tower."""
     if model.decoder.vision is None:
         return None
-    family = vision_family(model.hf_config, read_processor(model.path), tokenizer)
+    family = vision_family(model.hf_config, model.path, tokenizer)
     return None if family is None else PictureReader(family, config.data.image_folder)
 
 

@@ -227,7 +227,7 @@ def test_kto_refuses_pictures(tmp_path: Path) -> None:
 
 def test_a_conversation_that_a_family_cannot_express_names_its_record(tmp_path: Path) -> None:
     tokenizer = fixture_tokenizer(tmp_path / "tokenizer", "cogvlm2")
-    family = vision_family(read_json("cogvlm2", "config.json"), {}, tokenizer)
+    family = vision_family(read_json("cogvlm2", "config.json"), tmp_path, tokenizer)
     assert family is not None
     save(tmp_path / "x.png")
     record = {"images": ["x.png", "x.png"], "messages": chat("<image><image>")}
@@ -240,5 +240,7 @@ def test_a_configuration_without_what_pictures_need_is_refused(tmp_path: Path) -
     config = read_json("minicpm-v-2", "config.json")
     del config["query_num"]
     with pytest.raises(UserError, match="config.json lacks what the pictures of a MiniCPMV need"):
-        vision_family(config, {}, fixture_tokenizer(tmp_path / "tokenizer", "minicpm-v-2"))
-    assert vision_family({"model_type": "llama"}, {}, fixture_tokenizer(tmp_path / "tokenizer", "cogvlm-v1")) is None
+        vision_family(config, tmp_path, fixture_tokenizer(tmp_path / "tokenizer", "minicpm-v-2"))
+    assert (
+        vision_family({"model_type": "llama"}, tmp_path, fixture_tokenizer(tmp_path / "tokenizer", "cogvlm-v1")) is None
+    )

@@ -36,7 +36,7 @@ WHO = "Who are they?"
 
 def opened(folder: str, tmp_path: Path, image_folder: Path | None = None) -> tuple[Tokenizer, PictureReader]:
     tokenizer = fixture_tokenizer(tmp_path / f"tokenizer-{folder}", folder)
-    family = vision_family(read_json(folder, "config.json"), {}, tokenizer)
+    family = vision_family(read_json(folder, "config.json"), tmp_path, tokenizer)
     assert family is not None
     return tokenizer, PictureReader(family, image_folder)
 

@@ -74,6 +74,7 @@ class CogVLM:
     """
 
     has_experts = True
+    rotates_by_grid = False
 
     def __init__(
         self, config: Mapping[str, Any], tokenizer: TextEncoder, *, bos: int, eos: int, template: str | None = None
@@ -139,7 +140,7 @@ class CogVLM:
         tile = resized(image, self._cross_size)
         return Tiles(self._cross_norm.patches(tile), (self._cross_norm.grid(self._cross_size),))
 
-    def positions(self, length: int, spans: Sequence[Span]) -> NDArray[np.int64]:
+    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
         steps = np.ones(length, dtype=np.int64)
         steps[:1] = 0
         for start, end in spans:  # boi advances, the first patch too, the other patches do not, eoi does

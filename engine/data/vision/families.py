@@ -11,18 +11,19 @@ from engine.data.vision.cogvlm import CogVLM
 from engine.data.vision.family import VisionFamily
 from engine.data.vision.minicpm_v import MiniCPMV
 from engine.data.vision.omnilmm import OmniLMM
+from engine.data.vision.processors import STAND_INS, ProcessorFamily
 from engine.errors import UserError
 from engine.files.documents import read_json
 
 _COGVLM = ("CogVLMForCausalLM", "CogAgentForCausalLM")
 
 
-def vision_family(config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Tokenizer) -> VisionFamily | None:
+def vision_family(config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer) -> VisionFamily | None:
     """Returns the family of a vision-language model; None where the model has text alone, or no family here.
 
     Args:
         config: its config.json.
-        processor: its preprocessor_config.json; empty where it has none.
+        folder: of the model, where its preprocessor_config.json may be.
         tokenizer: of the model.
 
     Raises:
@@ -31,11 +32,13 @@ def vision_family(config: Mapping[str, Any], processor: Mapping[str, Any], token
     architecture = (config.get("architectures") or [""])[0]
     try:
         if config.get("model_type") == "minicpmv":
-            return MiniCPMV(config, processor, tokenizer)
+            return MiniCPMV(config, _processor(folder), tokenizer)
         if architecture in _COGVLM or config.get("model_type") in ("cogvlm", "cogvlm2", "cogagent"):
             return CogVLM(config, tokenizer, bos=_special(tokenizer, "bos"), eos=_special(tokenizer, "eos"))
         if architecture == "OmniLMMForCausalLM" or config.get("model_type") == "omnilmm":
             return OmniLMM(config, tokenizer, bos=_special(tokenizer, "bos"))
+        if config.get("model_type") in STAND_INS:
+            return ProcessorFamily(config, folder, tokenizer)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"config.json lacks what the pictures of a {architecture or config.get('model_type')} need ({error!r}); "
@@ -52,10 +55,10 @@ def read_vision_family(folder: Path, tokenizer: Tokenizer) -> VisionFamily | Non
     """
     if not (folder / "config.json").is_file():
         return None
-    return vision_family(read_json(folder / "config.json", "copy it again"), read_processor(folder), tokenizer)
+    return vision_family(read_json(folder / "config.json", "copy it again"), folder, tokenizer)
 
 
-def read_processor(folder: Path) -> Mapping[str, Any]:
+def _processor(folder: Path) -> Mapping[str, Any]:
     """Returns preprocessor_config.json of a model's folder; empty where it has none.
 
     Raises:

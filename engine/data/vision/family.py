@@ -58,6 +58,16 @@ class Conversation:
     placing: Placing = "in_place"
 
 
+def with_picture_first(chat: Conversation, num_pictures: int) -> Conversation:
+    """Returns the conversation with its only picture in front of the text, where no place is named."""
+    if num_pictures != 1 or any(turn.pictures for turn in chat.turns) or not chat.turns:
+        return chat
+    at = next((number for number, turn in enumerate(chat.turns) if turn.role == "user"), 0)
+    turn = chat.turns[at]
+    first = Turn(turn.role, (0, "\n", *turn.parts))
+    return Conversation((*chat.turns[:at], first, *chat.turns[at + 1 :]), chat.placing)
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
     """The tokens of a conversation.
@@ -95,11 +105,13 @@ class VisionFamily(Protocol):
         patch_features: F, numbers of a patch.
         cross_patch_features: the same of a second tower that reads each picture too, or None.
         has_experts: whether tokens of pictures take weights of their own.
+        rotates_by_grid: whether positions are those in time, height and width.
     """
 
     patch_features: int
     cross_patch_features: int | None
     has_experts: bool
+    rotates_by_grid: bool
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
         """Yields what is trained on: one item, or one for each answer where the layout has room for one answer only.
@@ -130,8 +142,13 @@ class VisionFamily(Protocol):
         """Returns the patches for the second tower, where there is one."""
         ...
 
-    def positions(self, length: int, spans: Sequence[Span]) -> NDArray[np.int64]:
-        """Returns the position of each token of a document, given the tokens that features replace."""
+    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
+        """Returns the position of each token of a document: int64 [length], or [3, length] in time, height and width.
+
+        Args:
+            spans: the tokens that features replace, in order.
+            sizes: of the document's pictures.
+        """
         ...
 
     def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:

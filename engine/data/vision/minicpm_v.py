@@ -23,7 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.template import Learn
-from engine.data.vision.family import Conversation, EncodedChat, Placing, Span, Tiles, Turn
+from engine.data.vision.family import (
+    Conversation,
+    EncodedChat,
+    Placing,
+    Span,
+    Tiles,
+    Turn,
+    with_picture_first,
+)
 from engine.data.vision.pixels import Normalisation, Size
 from engine.data.vision.slicing import Slices, SlicingRule
 from engine.data.vision.writer import ChatWriter, SplitText, TextEncoder
@@ -69,6 +77,7 @@ class MiniCPMV:
 
     cross_patch_features = None
     has_experts = False
+    rotates_by_grid = False
 
     def __init__(
         self,
@@ -104,11 +113,11 @@ class MiniCPMV:
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
         slices = [self.rule.slices(size) for size in sizes]
-        yield self._layout(_with_picture_first(chat, len(sizes)), slices, learn)
+        yield self._layout(with_picture_first(chat, len(sizes)), slices, learn)
 
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
         slices = [self.rule.slices(size) for size in sizes]
-        return self._layout(_with_picture_first(chat, len(sizes)), slices, None)
+        return self._layout(with_picture_first(chat, len(sizes)), slices, None)
 
     def tiles(self, image: Image) -> Tiles:
         slices = self.rule.slices(image.size)
@@ -118,7 +127,7 @@ class MiniCPMV:
     def cross_tiles(self, image: Image) -> None:
         return None
 
-    def positions(self, length: int, spans: Sequence[Span]) -> NDArray[np.int64]:
+    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
         return np.arange(length, dtype=np.int64)
 
     def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
@@ -230,16 +239,6 @@ class MiniCPMV:
         writer.write(f"<{name}>")
         writer.place(number, self._unknown, self._queries)
         writer.write(f"</{name}>")
-
-
-def _with_picture_first(chat: Conversation, num_pictures: int) -> Conversation:
-    """Returns the conversation with its only picture in front of the text, where no place is named."""
-    if num_pictures != 1 or any(turn.pictures for turn in chat.turns) or not chat.turns:
-        return chat
-    at = next((number for number, turn in enumerate(chat.turns) if turn.role == "user"), 0)
-    turn = chat.turns[at]
-    first = Turn(turn.role, (0, "\n", *turn.parts))
-    return Conversation((*chat.turns[:at], first, *chat.turns[at + 1 :]), chat.placing)
 
 
 def _laid_out(turn: Turn, placing: Placing, *, training: bool) -> list[str | int]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.template import Learn
-from engine.data.vision.family import Conversation, EncodedChat, Span, Tiles, Turn
+from engine.data.vision.family import Conversation, EncodedChat, Span, Tiles, Turn, with_picture_first
 from engine.data.vision.pixels import CLIP_MEAN, CLIP_STD, Normalisation, Size, resized
 from engine.data.vision.writer import ChatWriter, SplitText, TextEncoder
 
@@ -42,6 +42,7 @@ class OmniLMM:
 
     cross_patch_features = None
     has_experts = False
+    rotates_by_grid = False
 
     def __init__(self, config: Mapping[str, Any], tokenizer: TextEncoder, *, bos: int) -> None:
         side = int(config.get("image_size", 448))
@@ -70,7 +71,7 @@ class OmniLMM:
     def cross_tiles(self, image: Image) -> None:
         return None
 
-    def positions(self, length: int, spans: Sequence[Span]) -> NDArray[np.int64]:
+    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
         return np.arange(length, dtype=np.int64)
 
     def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
@@ -80,12 +81,9 @@ class OmniLMM:
         """Writes the layout; `learn` None writes the prompt."""
         writer = ChatWriter(self._text, num_pictures)
         writer.write_ids([self._bos])
-        turns = list(chat.turns)
+        turns = list(with_picture_first(chat, num_pictures).turns)
         if turns[0].role != "system":
             turns.insert(0, Turn("system", (SYSTEM,)))
-        if num_pictures == 1 and not any(turn.pictures for turn in turns):
-            at = next((number for number, turn in enumerate(turns) if turn.role == "user"), 1)
-            turns[at] = Turn(turns[at].role, (0, "\n", *turns[at].parts))
         header = len(self._text.encode("\n<|assistant|>\n"))
         for number, turn in enumerate(turns):
             # what follows an end token is encoded with its line break, up to the next whole token

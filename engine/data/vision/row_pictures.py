@@ -18,6 +18,7 @@ from engine.batch import ExpertTokens, Images
 from engine.data.vision.columns import PlacedPicture, VisionColumns
 from engine.data.vision.family import Span, Tiles, VisionFamily
 from engine.data.vision.files import read_picture
+from engine.data.vision.pixels import Size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,16 +57,18 @@ class RowPictures:
             labels: int64 [length], what its positions must predict; written to.
         """
         if self._columns is None:
-            return self._family.positions(length, ())
+            return self._family.positions(length, (), ())
         spans: list[Span] = []
+        sizes: list[Size] = []
         for picture in self._columns.pictures(document):
             self._pictures.append((picture, number))
             spans += picture.spans
+            sizes.append(picture.size)
         places, odd = self._columns.odd_labels(document)
         labels[places] = odd
         self._places += [(start + first, start + end) for first, end in spans]
         self._experts += [(start + first, start + end) for first, end in self._family.expert_spans(spans)]
-        return self._family.positions(length, spans)
+        return self._family.positions(length, spans, sizes)
 
     def collected(self, num_tokens: int) -> VisionRows:
         """Decodes the pictures and returns them with their places among `num_tokens` tokens."""

@@ -1,0 +1,230 @@
+"""Families whose pixels come from transformers' image processor for the model's folder: LLaVA, Qwen2.5-VL, Qwen3-VL,
+InternVL3 and Gemma 3. Conversations go through the model's chat template.
+
+The image processors of transformers that need only Pillow are taken. Its processors for text and pictures together are
+not: they need torchvision, for videos, and pixels where sizes are enough. What they put into the text for a picture
+is in the table here.
+
+Line breaks around a marker in a text belong to the marker, because templates write their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from einops import rearrange
+from numpy.typing import NDArray
+
+from engine.data.chat import Message
+from engine.data.placeholders import Placeholders
+from engine.data.template import Learn
+from engine.data.tokenizer import Tokenizer
+from engine.data.vision.family import Conversation, EncodedChat, Span, Tiles, Turn, with_picture_first
+from engine.data.vision.pixels import Grid, Size
+from engine.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """What stands for a picture in a conversation's text.
+
+    Args:
+        mark: what the chat template writes.
+        feature: the token that stands for one feature.
+        before, behind: what is written around the features.
+    """
+
+    mark: str
+    feature: str
+    before: str = ""
+    behind: str = ""
+
+    def text(self, count: int) -> str:
+        return self.before + self.feature * count + self.behind
+
+
+STAND_INS = {
+    "llava": StandIn("<image>", "<image>"),
+    "qwen2_5_vl": StandIn("<|image_pad|>", "<|image_pad|>"),
+    "qwen3_vl": StandIn("<|image_pad|>", "<|image_pad|>"),
+    "internvl": StandIn("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<img>", "</img>"),
+    "gemma3": StandIn("<start_of_image>", "<image_soft_token>", "\n\n<start_of_image>", "<end_of_image>\n\n"),
+}
+"""By model_type."""
+
+_BY_GRID = ("qwen2_5_vl", "qwen3_vl")
+"""Families whose processor cuts patches itself, and whose positions are of three kinds."""
+
+
+class ProcessorFamily:
+    """The family.
+
+    Args:
+        config: config.json of the model.
+        folder: of the model, where its preprocessor_config.json is.
+        tokenizer: of the model.
+    """
+
+    cross_patch_features = None
+    has_experts = False
+
+    def __init__(self, config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer) -> None:
+        self._kind = str(config["model_type"])
+        self.rotates_by_grid = self._kind in _BY_GRID
+        self._stand_in = STAND_INS[self._kind]
+        self._tokenizer = tokenizer
+        feature = tokenizer.added_tokens.get(self._stand_in.feature)
+        if feature is None or not tokenizer.has_chat_template:
+            lacks = "chat template" if feature is not None else f"token {self._stand_in.feature}"
+            raise UserError(
+                f"the tokenizer has no {lacks}, which the model needs for pictures; give data.tokenizer the folder "
+                "with the model's own files, or data.chat_template its template."
+            )
+        self._feature = feature
+        self._processor = _image_processor(folder)
+        if getattr(self._processor, "do_pan_and_scan", None):
+            raise UserError(
+                f"{folder / 'preprocessor_config.json'} has do_pan_and_scan, which cuts pictures into crops, and that "
+                "is not supported; set it to false."
+            )
+        vision = config["vision_config"]
+        patch = vision["patch_size"]
+        self._patch = int(patch[0] if isinstance(patch, list) else patch)
+        frames = int(vision.get("temporal_patch_size", 2)) if self.rotates_by_grid else 1
+        self.patch_features = 3 * self._patch**2 * frames  # a picture is as many equal frames
+        self._config = config
+
+    def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
+        chat = with_picture_first(chat, len(sizes))
+        counts = [self._count(size) for size in sizes]
+        ids, targets = self._tokenizer.apply_chat(
+            _messages(chat), learn=learn, pictures=self._placeholders(chat, counts)
+        )
+        yield self._placed(chat, ids, targets, counts)
+
+    def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
+        chat = with_picture_first(chat, len(sizes))
+        counts = [self._count(size) for size in sizes]
+        ids = self._tokenizer.chat_prompt(_messages(chat), pictures=self._placeholders(chat, counts))
+        return self._placed(chat, ids, [False] * len(ids), counts)
+
+    def tiles(self, image: Image) -> Tiles:
+        found = self._processed(image)
+        pixels = np.asarray(found["pixel_values"], dtype=np.float32)
+        if self.rotates_by_grid:
+            return Tiles(pixels, tuple((int(rows), int(columns)) for _, rows, columns in found["image_grid_thw"]))
+        _, _, height, width = pixels.shape
+        patches = rearrange(pixels, "n c (h p) (w q) -> (n h w) (c p q)", p=self._patch, q=self._patch)
+        return Tiles(patches, ((height // self._patch, width // self._patch),) * len(pixels))
+
+    def cross_tiles(self, image: Image) -> None:
+        return None
+
+    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
+        if not self.rotates_by_grid:
+            return np.arange(length, dtype=np.int64)
+        positions = np.empty((3, length), dtype=np.int64)
+        at = after = 0
+        for (start, end), size in zip(spans, sizes, strict=True):
+            positions[:, at:start] = after + np.arange(start - at)
+            first = after + start - at
+            rows, columns = (side // self._processor.merge_size for side in self._grid(size))
+            row, column = np.divmod(np.arange(rows * columns), columns)
+            positions[:, start:end] = first + np.stack([np.zeros_like(row), row, column])
+            at, after = end, first + max(rows, columns)
+        positions[:, at:] = after + np.arange(length - at)
+        return positions
+
+    def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        return ()
+
+    def _placeholders(self, chat: Conversation, counts: Sequence[int]) -> Placeholders:
+        return Placeholders(self._stand_in.mark, tuple(self._stand_in.text(counts[number]) for number in _order(chat)))
+
+    def _placed(self, chat: Conversation, ids: list[int], targets: list[bool], counts: Sequence[int]) -> EncodedChat:
+        """Returns the tokens with the places of features, which are no targets."""
+        places = [at for at, token in enumerate(ids) if token == self._feature]
+        if len(places) != sum(counts):
+            raise UserError(
+                f"the conversation has {len(places)} times the token {self._stand_in.feature}, but its pictures have "
+                f"{sum(counts)} features; remove the token from the text."
+            )
+        spans: list[list[Span]] = [[] for _ in counts]
+        first = 0
+        for number in _order(chat):
+            own = places[first : first + counts[number]]
+            assert own[-1] - own[0] + 1 == len(own), "features of a picture are side by side"
+            spans[number] = [(own[0], own[-1] + 1)]
+            first += len(own)
+        stand_ins = set(places)
+        targets = [target and at > 0 and at not in stand_ins for at, target in enumerate(targets)]
+        return EncodedChat(ids, targets, spans)
+
+    def _count(self, size: Size) -> int:
+        """Returns the features of a picture of this size."""
+        if self.rotates_by_grid:
+            rows, columns = self._grid(size)
+            return rows * columns // int(self._processor.merge_size) ** 2
+        if self._kind == "internvl":
+            tiles = self._processor.get_number_of_image_patches(size[1], size[0], {"crop_to_patches": True})
+            return int(tiles) * int(self._config.get("image_seq_length", 256))
+        if self._kind == "gemma3":
+            return int(self._config.get("mm_tokens_per_image", 256))
+        crop = self._processor.crop_size
+        whole = (crop["height"] // self._patch) * (crop["width"] // self._patch)
+        # the class token of a CLIP tower is a feature only where nothing is selected out
+        takes_all = self._config.get("vision_feature_select_strategy", "default") == "full"
+        return whole + (takes_all and "clip" in str(self._config["vision_config"].get("model_type")))
+
+    def _grid(self, size: Size) -> Grid:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        limits, merged = self._processor.size, self._patch * int(self._processor.merge_size)
+        try:
+            height, width = smart_resize(size[1], size[0], merged, limits["shortest_edge"], limits["longest_edge"])
+        except ValueError as error:
+            raise UserError(f"the model's processor refuses a picture of {size[0]} x {size[1]} ({error}).") from error
+        return height // self._patch, width // self._patch
+
+    def _processed(self, image: Image) -> Mapping[str, Any]:
+        options = {"crop_to_patches": True} if self._kind == "internvl" else {}
+        found: Mapping[str, Any] = self._processor(images=[image], return_tensors="np", **options)
+        return found
+
+
+def _image_processor(folder: Path) -> Any:
+    """Opens the image processor in a model's folder."""
+    from transformers import AutoImageProcessor
+
+    opened: Any = AutoImageProcessor
+    try:
+        return opened.from_pretrained(str(folder), backend="pil", local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise UserError(
+            f"{folder} has no preprocessor_config.json that transformers can open ({error}); copy the model's own file."
+        ) from error
+
+
+def _order(chat: Conversation) -> list[int]:
+    """Returns the pictures of a conversation in the order of its text."""
+    return [number for turn in chat.turns for number in turn.pictures]
+
+
+def _messages(chat: Conversation) -> list[Message]:
+    return [{"role": turn.role, "content": _content(turn, chat)} for turn in chat.turns]
+
+
+def _content(turn: Turn, chat: Conversation) -> str | list[dict[str, str]]:
+    if not turn.pictures:
+        return turn.text
+    texts = (part if isinstance(part, int) or chat.placing == "parts" else part.strip("\n") for part in turn.parts)
+    return [
+        {"type": "image"} if isinstance(part, int) else {"type": "text", "text": part} for part in texts if part != ""
+    ]

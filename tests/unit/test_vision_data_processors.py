@@ -1,0 +1,242 @@
+"""Conversations and pixels of families that transformers has, against its own processors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from engine.data.collate import rank_batch
+from engine.data.dataset import TokenDataset
+from engine.data.tokenizer import load_tokenizer
+from engine.data.vision.families import read_vision_family
+from engine.data.vision.family import Conversation, Turn
+from engine.data.vision.reader import PictureReader
+from engine.errors import UserError
+from tests.shared_data import shared
+
+SIZES = [(61, 43), (90, 200)]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}MARK{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = Conversation(
+    (
+        Turn("user", (0, "\nWho is this, and who is this? ", 1)),
+        Turn("assistant", ("He.",)),
+        Turn("user", ("Why?",)),
+        Turn("assistant", ("So.",)),
+    )
+)
+MESSAGES = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "image"},
+            {"type": "text", "text": "Who is this, and who is this? "},
+            {"type": "image"},
+        ],
+    },
+    {"role": "assistant", "content": "He."},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "So."},
+]
+
+SMALL = {"height": 28, "width": 28}
+KINDS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "config": {"vision_config": {"patch_size": 7, "model_type": "clip_vision_model"}},
+        "tokens": {"image_token": "<image>"},
+        "mark": "<image>\n",
+        "images": lambda: CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=SMALL),
+        "processor": LlavaProcessor,
+        "options": {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    },
+    "gemma3": {
+        "config": {"vision_config": {"patch_size": 7}, "mm_tokens_per_image": 4},
+        "tokens": {
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        "mark": "<start_of_image>",
+        "images": lambda: Gemma3ImageProcessorPil(size=SMALL, do_pan_and_scan=False),
+        "processor": Gemma3Processor,
+        "options": {"image_seq_length": 4},
+    },
+    "internvl": {
+        "config": {"vision_config": {"patch_size": [7, 7]}, "image_seq_length": 4},
+        "tokens": {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        "mark": "<IMG_CONTEXT>\n",
+        "images": lambda: GotOcr2ImageProcessorPil(size=SMALL, min_patches=1, max_patches=6),
+        "processor": InternVLProcessor,
+        "options": {"image_seq_length": 4},
+    },
+    "qwen2_5_vl": {
+        "config": {"vision_config": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}},
+        "tokens": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        "mark": "<|vision_start|><|image_pad|><|vision_end|>",
+        "images": lambda: Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 9}),
+        "processor": Qwen2_5_VLProcessor,
+        "options": {},
+    },
+}
+
+
+def written(kind: str, folder: Path) -> tuple[Any, Any]:
+    """Writes a model's folder; returns transformers' tokenizer and image processor."""
+    case = KINDS[kind]
+    tokens = case["tokens"]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(shared("tokenizers/minimind"))
+    tokenizer.add_tokens([*tokens.values(), "<|vision_start|>", "<|vision_end|>"], special_tokens=True)
+    for name, token in tokens.items():
+        tokenizer.__dict__[name] = token
+        tokenizer.__dict__[f"{name}_id"] = tokenizer.convert_tokens_to_ids(token)
+    tokenizer.chat_template = TEMPLATE.replace("MARK", case["mark"])
+    tokenizer.save_pretrained(folder)
+    images = case["images"]()
+    images.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **case["config"]}))
+    return tokenizer, images
+
+
+def processor_of(kind: str, tokenizer: Any, images: Any) -> Any:
+    """Returns the processor for text and pictures, without its parts for videos, which need torchvision."""
+    case = KINDS[kind]
+    kept = case["processor"].check_argument_for_proper_class
+    case["processor"].check_argument_for_proper_class = lambda *arguments: None
+    try:
+        return case["processor"](
+            image_processor=images, tokenizer=tokenizer, chat_template=tokenizer.chat_template, **case["options"]
+        )
+    finally:
+        case["processor"].check_argument_for_proper_class = kept
+
+
+def pictures(folder: Path) -> list[Image.Image]:
+    made = []
+    for number, size in enumerate(SIZES):
+        noise = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+        made.append(Image.fromarray(noise))
+        made[-1].save(folder / f"{number}.png")
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_pixels_are_those_of_transformers_processor(kind: str, tmp_path: Path) -> None:
+    tokenizer, images = written(kind, tmp_path)
+    processor = processor_of(kind, tokenizer, images)
+    family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
+    assert family is not None
+    made = pictures(tmp_path)
+    text = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    found = processor(text=[text], images=[made] if kind == "gemma3" else made, return_tensors="pt")
+    (encoded,) = family.encode(CHAT, SIZES, learn="answers")
+    assert encoded.ids == found["input_ids"][0].tolist()
+    prompt = tokenizer.apply_chat_template(MESSAGES[:-1], tokenize=False, add_generation_prompt=True)
+    shorter = processor(text=[prompt], images=[made] if kind == "gemma3" else made, return_tensors="pt")["input_ids"][0]
+    assert family.prompt(Conversation(CHAT.turns[:-1]), SIZES).ids == shorter.tolist()
+    # the answers and what ends them
+    targets = tokenizer.decode(
+        [token for token, is_target in zip(encoded.ids, encoded.targets, strict=True) if is_target]
+    )
+    assert targets == "He.<|im_end|>\nSo.<|im_end|>\n"
+    feature = KINDS[kind]["tokens"].get("context_image_token", KINDS[kind]["tokens"].get("image_token"))
+    places = [at for at, token in enumerate(encoded.ids) if token == tokenizer.convert_tokens_to_ids(feature)]
+    assert [at for spans in encoded.spans for span in spans for at in range(*span)] == places
+    tiles = [family.tiles(image) for image in made]
+    patches = np.concatenate([one.patches_PF for one in tiles])
+    pixels = found["pixel_values"]
+    if kind != "qwen2_5_vl":
+        patches = np.concatenate([unfolded(one.patches_PF, one.grids) for one in tiles])
+    np.testing.assert_array_equal(patches, pixels.numpy())
+    assert all(one.patches_PF.shape[1] == family.patch_features for one in tiles)
+    if kind == "qwen2_5_vl":
+        assert [list(grid) for one in tiles for grid in one.grids] == found["image_grid_thw"][:, 1:].tolist()
+
+
+def unfolded(patches: np.ndarray, grids: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """Pixels [tiles, 3, H, W] of patches of side 7."""
+    rows, columns = grids[0]
+    tiles = patches.reshape(len(grids), rows, columns, 3, 7, 7)
+    return tiles.transpose(0, 3, 1, 4, 2, 5).reshape(len(grids), 3, rows * 7, columns * 7)
+
+
+def test_positions_are_those_of_transformers_in_rows_of_several_documents(tmp_path: Path) -> None:
+    tokenizer, _ = written("qwen2_5_vl", tmp_path)
+    pictures(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    family = read_vision_family(tmp_path, loaded)
+    assert family is not None
+    records = [
+        {"images": ["0.png", "1.png"], "messages": MESSAGES},
+        {"messages": MESSAGES[2:]},
+        {"images": ["1.png"], "messages": [{"role": "user", "content": "<image>Who?"}, MESSAGES[1]]},
+    ]
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    dataset = TokenDataset.build(file, tokenizer=loaded, seq_length=256, packing=True, pictures=PictureReader(family))
+    batch = rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0)
+    assert batch.images is not None and batch.grid_positions_3BS is not None
+    model = Qwen2_5_VLModel.__new__(Qwen2_5_VLModel)
+    torch.nn.Module.__init__(model)
+    model.config = type("C", (), {"vision_config": type("V", (), {"spatial_merge_size": 2, "tokens_per_second": 2})})
+    pad, start = tokenizer.convert_tokens_to_ids("<|image_pad|>"), 0
+    for number, length in enumerate(batch.document_lengths):
+        ids = batch.tokens_BS[:, start : start + length]
+        grids = [
+            (1, *grid)
+            for grid, owner in zip(batch.images.grids, batch.images.documents, strict=True)
+            if owner == number
+        ]
+        expected, _ = model.get_rope_index(
+            ids, (ids == pad).long(), image_grid_thw=torch.tensor(grids) if grids else None
+        )
+        assert torch.equal(batch.grid_positions_3BS[:, :, start : start + length], expected)
+        start += length
+    halves = [
+        rank_batch(dataset, [0], [0], pad_multiple=4, pad_token=0, context_size=2, context_rank=rank) for rank in (0, 1)
+    ]
+    for half in halves:
+        columns = half.token_index_BS[0]
+        assert half.grid_positions_3BS is not None
+        assert torch.equal(half.grid_positions_3BS, batch.grid_positions_3BS[:, :, columns])
+
+
+def test_marks_that_are_no_pictures_are_refused(tmp_path: Path) -> None:
+    written("qwen2_5_vl", tmp_path)
+    family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
+    assert family is not None
+    turns = (Turn("user", (0, "and <|image_pad|>")), Turn("assistant", ("He.",)))
+    with pytest.raises(UserError, match="writes 2 times <|image_pad|>, but the record has 1 pictures"):
+        list(family.encode(Conversation(turns), SIZES[:1], learn="answers"))
+
+
+def test_pictures_that_a_processor_refuses_are_refused(tmp_path: Path) -> None:
+    written("qwen2_5_vl", tmp_path)
+    family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
+    assert family is not None
+    turns = (Turn("user", (0,)), Turn("assistant", ("He.",)))
+    with pytest.raises(UserError, match="refuses a picture of 3000 x 2 .absolute aspect ratio"):
+        list(family.encode(Conversation(turns), [(3000, 2)], learn="answers"))

@@ -64,7 +64,7 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
     plan = check_model(config, source.model, launch.world_size)
     config = certificate_config(config, plan.num_trained())
     choose_for_device(config, launch.device, source.model.decoder)
-    loader = build_data(config, launch, source.model.decoder, log).train
+    loader = build_data(config, launch, source.model, log).train
     training = build_training(config, launch, source, plan, log)
     _know_references(config, training, loader.dataset, log)
     optimizer = training.optimizer

@@ -77,7 +77,7 @@ class CrossAttention(nn.Module):
         self.dense = RowParallelLinear(f"{prefix}.dense", width, hidden, bias=False, site=first_site + 1, build=build)
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
-        """Returns what is added to the residual stream; for a micro-batch that has encoded rows, here or in the cache."""
+        """Returns what is added to the residual stream; where encoded rows are in the micro-batch or the cache."""
         encoded, cache = context.encoded, context.cache
         q = self.query(u, source, context).unflatten(1, (self.num_heads, self.head_dim))
         rows = None
